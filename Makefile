@@ -1,0 +1,45 @@
+# make demo and make test are all a newcomer needs; both set up .venv first, where it is missing or out of date.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := $(shell find native -name '*.cc' -o -name '*.h') CMakeLists.txt
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test bench lint docs native clean
+
+demo: $(VENV)/native
+	torchrelay demo $(ARGS)
+
+test: $(VENV)/native
+	pytest $(ARGS)
+
+bench: $(VENV)/native
+	for script in benchmarks/bench_*.py; do python $$script $(ARGS) || exit 1; done
+
+lint: $(VENV)/native
+	ruff format --check .
+	ruff check .
+	mypy
+	lint-imports
+	clang-format --dry-run --Werror $(filter %.cc %.h,$(NATIVE))
+	python docs/generate.py --check
+
+docs: $(VENV)/native
+	python docs/generate.py
+	mkdocs build --strict
+
+# The native module, rebuilt when a source changed. The build environment is the repository's own.
+native: $(VENV)/native
+$(VENV)/native: $(VENV)/packages $(NATIVE)
+	pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+$(VENV)/packages: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	pip install --quiet --upgrade pip
+	pip install --quiet -c constraints.txt torch 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
+	pip install --quiet --no-build-isolation -c constraints.txt -e '.[all,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,47 @@
+// The Python module torchrelay._native. One register_<concept>() per concept; errors are translated here.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "register.h"
+#include "torchrelay/error.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using torchrelay::Code;
+
+const char* python_error(Code code) {
+  switch (code) {
+    case Code::kArgument: return "ArgumentError";
+    case Code::kSegment: return "SegmentError";
+    case Code::kUnavailable: return "UnavailableError";
+    case Code::kMismatch: return "MismatchError";
+    case Code::kTimeout: return "OperationTimeoutError";
+    case Code::kPeerLost: return "PeerLostError";
+    case Code::kProtocol: return "ProtocolError";
+    case Code::kInterrupted: return nullptr;  // Python's own signal error is already set
+  }
+  return "TorchRelayError";
+}
+
+void raise_in_python(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const torchrelay::Error& error) {
+    const char* name = python_error(error.code());
+    if (name == nullptr) return;
+    nb::object type = nb::module_::import_("torchrelay.errors").attr(name);
+    nb::object value = error.ranks().empty() ? type(error.what()) : type(error.what(), error.ranks());
+    PyErr_SetObject(type.ptr(), value.ptr());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  module.doc() = "The native core: memory, reductions and messages. Knows neither torch nor the rooms.";
+  nb::register_exception_translator(raise_in_python);
+  torchrelay::register_shared_memory(module);
+}

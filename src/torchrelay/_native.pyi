@@ -1,0 +1,23 @@
+"""
+The native core: memory, reductions and messages. Knows neither torch nor the rooms.
+"""
+
+class SharedMemory:
+    """
+    A block of memory that several processes of one host map; see buffers.Segment.
+    """
+
+    @staticmethod
+    def create(size_bytes: int, label: str, populate: bool = False) -> SharedMemory: ...
+    @staticmethod
+    def attach(address: str, read_only: bool = False) -> SharedMemory: ...
+    @staticmethod
+    def from_fd(fd: int, read_only: bool = False) -> SharedMemory: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def read_only(self) -> bool: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def address(self) -> str: ...

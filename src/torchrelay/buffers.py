@@ -1,0 +1,103 @@
+"""Tensors over memory that several processes share.
+
+A :class:`Segment` is a block of host memory without a name in any file system: nothing can be left behind,
+whatever kills its users. Its ``address`` is a short string that another process of the same user and host
+passes to :meth:`Segment.attach` while the creator holds the segment; its ``fd`` may be sent over a Unix
+socket instead. Tensors over a segment keep it alive.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from torchrelay import _native
+from torchrelay.errors import ArgumentError
+
+__all__ = ["Segment"]
+
+
+class Segment:
+    """A block of shared host memory.
+
+    Args:
+        memory: the native block; use :meth:`create`, :meth:`attach` or :meth:`from_fd` instead.
+    """
+
+    def __init__(self, memory: _native.SharedMemory) -> None:
+        self._memory = memory
+
+    @classmethod
+    def create(cls, size_bytes: int, label: str = "torchrelay", *, populate: bool = False) -> Segment:
+        """A new zero-filled block of ``size_bytes``.
+
+        Args:
+            label: shows in ``/proc/<pid>/maps``.
+            populate: make every page now, so that the first use of each costs nothing.
+
+        Raises:
+            ArgumentError: ``size_bytes`` is less than 1.
+            SegmentError: the kernel refuses, or memory runs out while populating.
+        """
+        if size_bytes < 1:
+            raise ArgumentError(f"a segment needs at least 1 byte, not {size_bytes}")
+        return cls(_native.SharedMemory.create(size_bytes, label, populate))
+
+    @classmethod
+    def attach(cls, address: str, *, read_only: bool = False) -> Segment:
+        """The block another process created.
+
+        Raises:
+            ArgumentError: ``address`` is malformed.
+            SegmentError: its creator is gone, is another user's, or has closed it.
+        """
+        return cls(_native.SharedMemory.attach(address, read_only))
+
+    @classmethod
+    def from_fd(cls, fd: int, *, read_only: bool = False) -> Segment:
+        """The block behind a descriptor, which is duplicated: the caller keeps and closes its own."""
+        return cls(_native.SharedMemory.from_fd(fd, read_only))
+
+    @property
+    def address(self) -> str:
+        """What another process passes to :meth:`attach`; valid while this object lives."""
+        return self._memory.address
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; closed when the segment and all tensors over it are gone."""
+        return self._memory.fd
+
+    @property
+    def memory(self) -> _native.SharedMemory:
+        """The native block, for native code that works on it."""
+        return self._memory
+
+    @property
+    def size_bytes(self) -> int:
+        return self._memory.size_bytes
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+        """A contiguous CPU tensor over the bytes from ``offset_bytes``; it keeps the segment alive.
+
+        Writing to a tensor over a read-only segment crashes the process, as torch has no read-only tensors.
+
+        Raises:
+            ArgumentError: it does not fit, or ``offset_bytes`` is not a multiple of the item size.
+        """
+        count = math.prod(shape)
+        end_bytes = offset_bytes + count * dtype.itemsize
+        if offset_bytes < 0 or offset_bytes % dtype.itemsize or end_bytes > self.size_bytes:
+            raise ArgumentError(
+                f"a {dtype} tensor of shape {tuple(shape)} at offset {offset_bytes} does not fit "
+                f"a segment of {self.size_bytes} bytes"
+            )
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset_bytes)
+        return flat.view(tuple(shape))

@@ -1,0 +1,102 @@
+"""Settings: frozen dataclasses, one a room, read once from the environment.
+
+Each field is made by :func:`setting`, which holds its default, unit, meaning and allowed values. The
+environment variable of field ``timeout_s`` of section ``aggregation`` is ``TORCHRELAY_AGGREGATION_TIMEOUT_S``.
+``docs/settings.md`` is generated from :data:`SECTIONS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from torchrelay.errors import ConfigError
+
+__all__ = ["SECTIONS", "Section", "load", "parse_value", "setting"]
+
+
+class Section:
+    """A group of settings; subclasses are frozen dataclasses whose fields are made by :func:`setting`."""
+
+    name: ClassVar[str]
+
+
+S = TypeVar("S", bound=Section)
+
+SECTIONS: dict[str, type[Section]] = {}
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    allowed: Collection[Any] = (),
+    minimum: float | None = None,
+) -> Any:
+    """A field of a :class:`Section`: default, one line of meaning, unit, and what values are allowed."""
+    metadata = {"doc": doc, "unit": unit, "allowed": tuple(allowed), "minimum": minimum}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls: type[S]) -> type[S]:
+    """Class decorator: freezes the dataclass and lists it in :data:`SECTIONS`."""
+    frozen = dataclasses.dataclass(frozen=True)(cls)
+    SECTIONS[cls.name] = frozen
+    return frozen
+
+
+def variable(cls: type[Section], field: str) -> str:
+    """The environment variable that sets ``field``."""
+    return f"TORCHRELAY_{cls.name}_{field}".upper()
+
+
+def parse_value(text: str, field: dataclasses.Field[Any], origin: str) -> Any:
+    """The value of ``field`` written as ``text``. ``origin`` (a variable, a file and key) goes into errors.
+
+    Raises:
+        ConfigError: ``text`` is not of the default's type, or not one of the allowed values.
+    """
+    kind = type(field.default)
+    value: Any
+    try:
+        if kind is bool:
+            value = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
+                text.lower()
+            ]
+        else:
+            value = kind(text)
+    except (ValueError, KeyError):
+        expected = "one of 1, true, yes, 0, false, no" if kind is bool else f"of type {kind.__name__}"
+        raise ConfigError(f"{origin} = {text!r}: the value must be {expected}") from None
+    check_value(value, field, origin)
+    return value
+
+
+def check_value(value: Any, field: dataclasses.Field[Any], origin: str) -> None:
+    """Raises :class:`ConfigError` if ``value`` is not allowed for ``field``."""
+    allowed, minimum = field.metadata["allowed"], field.metadata["minimum"]
+    if allowed and value not in allowed:
+        raise ConfigError(f"{origin} = {value!r}: the value must be one of {', '.join(map(str, allowed))}")
+    if minimum is not None and not value >= minimum:
+        raise ConfigError(
+            f"{origin} = {value!r}: the value must be at least {minimum} {field.metadata['unit']}"
+        )
+
+
+def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
+    """The settings of one section: the environment's value where there is one, else the default.
+
+    Raises:
+        ConfigError: a value does not parse, or a ``TORCHRELAY_<SECTION>_...`` variable names no setting.
+    """
+    environ = os.environ if environ is None else environ
+    fields = {variable(cls, field.name): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    prefix = variable(cls, "")
+    for key in environ:
+        if key.startswith(prefix) and key not in fields:
+            raise ConfigError(f"{key}: no such setting; {cls.name} has {', '.join(sorted(fields))}")
+    values = {f.name: parse_value(environ[key], f, key) for key, f in fields.items() if key in environ}
+    return cls(**values)

@@ -1,0 +1,100 @@
+"""Every error TorchRelay raises.
+
+::
+
+    TorchRelayError
+    ├── ArgumentError (ValueError)           a call's argument is wrong: its range, shape, dtype, device
+    ├── ConfigError (ValueError)             a setting is unknown or has a bad value
+    ├── DataError (ValueError)               input data does not have the form it must have
+    ├── DeferredError (RuntimeError)         a fake or deferred tensor is used in a way that needs its values
+    ├── UnsupportedError (NotImplementedError)   valid, but not done by this version or this torch
+    ├── UnavailableError (RuntimeError)      a package, a device or a permission is missing here
+    ├── MismatchError (ValueError)           ranks made different calls: op, shape or dtype
+    ├── OperationTimeoutError (TimeoutError) an operation did not end in time; names who is missing
+    ├── PeerLostError (ConnectionError)      a rank or node has died or closed its connection
+    ├── ProtocolError (ConnectionError)      a peer speaks another version, or nonsense
+    ├── SegmentError (OSError)               shared memory cannot be created, attached or mapped
+    └── CorruptionError (OSError)            stored data is damaged, cut short or foreign
+
+A message says what failed, where (rank, peer, operation), how long it took, and what to try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "ArgumentError",
+    "ConfigError",
+    "CorruptionError",
+    "DataError",
+    "DeferredError",
+    "MismatchError",
+    "OperationTimeoutError",
+    "PeerLostError",
+    "ProtocolError",
+    "SegmentError",
+    "TorchRelayError",
+    "UnavailableError",
+    "UnsupportedError",
+]
+
+
+class TorchRelayError(Exception):
+    """The root: ``except TorchRelayError`` catches everything TorchRelay raises on purpose."""
+
+
+class ArgumentError(TorchRelayError, ValueError):
+    """A call's argument is wrong: its range, shape, dtype, layout or device. Nothing has been changed."""
+
+
+class ConfigError(TorchRelayError, ValueError):
+    """A setting is unknown or has a bad value; the message names where it came from and what is allowed."""
+
+
+class DataError(TorchRelayError, ValueError):
+    """Input data does not have the form it must have; the message names file and line."""
+
+
+class DeferredError(TorchRelayError, RuntimeError):
+    """A fake or deferred tensor is used in a way that needs values it does not have."""
+
+
+class UnsupportedError(TorchRelayError, NotImplementedError):
+    """A valid request that this version, or this version of torch, does not serve."""
+
+
+class UnavailableError(TorchRelayError, RuntimeError):
+    """A package, a device or a permission is missing on this machine; the message says how to get it."""
+
+
+class MismatchError(TorchRelayError, ValueError):
+    """Ranks that must make the same call made different ones. Raised on every rank."""
+
+
+class _PeersError(TorchRelayError):
+    """An error that concerns certain ranks or nodes, listed in ``ranks``."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(ranks)
+
+
+class OperationTimeoutError(_PeersError, TimeoutError):
+    """An operation did not end in time. ``ranks`` holds those that had not arrived, where that is known."""
+
+
+class PeerLostError(_PeersError, ConnectionError):
+    """A rank or node has died or closed its connection. ``ranks`` holds who."""
+
+
+class ProtocolError(TorchRelayError, ConnectionError):
+    """A peer speaks another version of a protocol, or sends what the protocol does not allow."""
+
+
+class SegmentError(TorchRelayError, OSError):
+    """Shared memory cannot be created, attached or mapped."""
+
+
+class CorruptionError(TorchRelayError, OSError):
+    """Stored data is damaged, cut short or was not written by TorchRelay."""

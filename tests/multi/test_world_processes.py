@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from torchrelay.buffers import Segment
+from torchrelay.errors import OperationTimeoutError
+from torchrelay.world import World, ranks_on_my_host
+
+
+@pytest.mark.processes(3)
+def test_ranks_of_one_host_find_each_other(world: World) -> None:
+    store = world.connect(30)
+    assert ranks_on_my_host(store, world.rank, world.size, 30) == (0, 1, 2)
+
+
+@pytest.mark.processes(2)
+def test_a_segment_is_shared_by_address(world: World) -> None:
+    store = world.connect(30)
+    if world.rank == 0:
+        segment = Segment.create(4096)
+        store.set("address", segment.address)
+        store.wait(["done"])
+        assert segment.tensor((8,), torch.float32).eq(2).all()
+    else:
+        Segment.attach(store.get("address").decode()).tensor((8,), torch.float32).fill_(2)
+        store.set("done", "")
+
+
+def _report_unless_killed(world: World) -> tuple[int, ...]:
+    store = world.connect(30)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ranks_on_my_host(store, world.rank, world.size, 1.0)
+    except OperationTimeoutError as error:
+        return error.ranks
+    return ()
+
+
+def test_a_missing_rank_is_named(run_processes) -> None:
+    results = run_processes(_report_unless_killed, 3)
+    assert results[1].exitcode == -signal.SIGKILL
+    assert results[0].value == results[2].value == (1,)
