@@ -59,7 +59,7 @@ def parse_value(text: str, field: dataclasses.Field[Any], origin: str) -> Any:
     Raises:
         ConfigError: ``text`` is not of the default's type, or not one of the allowed values.
     """
-    kind = type(field.default)
+    kind: type[Any] = type(field.default)
     value: Any
     try:
         if kind is bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torchrelay.errors import ConfigError, OperationTimeoutError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["World", "host_identity", "ranks_on_my_host"]
 

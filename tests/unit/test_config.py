@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from torchrelay.config import SECTIONS, Section, load, section, setting, variable
+from torchrelay.errors import ConfigError
+
+
+@pytest.fixture
+def sample():
+    @section
+    class Sample(Section):
+        name = "sample"
+        timeout_s: float = setting(30.0, "How long to wait.", unit="s", minimum=0.1)
+        plane: str = setting("shm", "Which way bytes go.", allowed=("shm", "udp"))
+        debug: bool = setting(False, "Check every call.")
+        slots: int = setting(8, "How many.", minimum=1)
+
+    yield Sample
+    del SECTIONS["sample"]
+
+
+def test_defaults_without_an_environment(sample) -> None:
+    assert load(sample, {}) == sample(30.0, "shm", False, 8)
+
+
+def test_the_environment_wins(sample) -> None:
+    environ = {
+        "TORCHRELAY_SAMPLE_TIMEOUT_S": "1.5",
+        "TORCHRELAY_SAMPLE_PLANE": "udp",
+        "TORCHRELAY_SAMPLE_DEBUG": "Yes",
+        "TORCHRELAY_SAMPLE_SLOTS": "2",
+        "UNRELATED": "x",
+    }
+    assert load(sample, environ) == sample(1.5, "udp", True, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("TORCHRELAY_SAMPLE_TIMEOUT_S", "soon", "of type float"),
+        ("TORCHRELAY_SAMPLE_TIMEOUT_S", "0", "at least 0.1 s"),
+        ("TORCHRELAY_SAMPLE_TIMEOUT_S", "nan", "at least 0.1 s"),
+        ("TORCHRELAY_SAMPLE_PLANE", "tcp", "one of shm, udp"),
+        ("TORCHRELAY_SAMPLE_DEBUG", "maybe", "one of 1, true"),
+        ("TORCHRELAY_SAMPLE_SLOTS", "1.5", "of type int"),
+        ("TORCHRELAY_SAMPLE_TIMEOUT", "1", "no such setting; sample has TORCHRELAY_SAMPLE_DEBUG"),
+    ],
+)
+def test_bad_values_name_the_variable(sample, key: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(sample, {key: value})
+    assert key in str(caught.value)
+
+
+def test_settings_cannot_be_changed(sample) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load(sample, {}).slots = 3
+
+
+def test_every_setting_is_documented_and_its_default_is_allowed() -> None:
+    for cls in SECTIONS.values():
+        load(cls, {})
+        for field in dataclasses.fields(cls):
+            assert field.metadata["doc"].endswith("."), variable(cls, field.name)
+            assert not field.metadata["allowed"] or field.default in field.metadata["allowed"]
+            load(cls, {variable(cls, field.name): str(field.default)})

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from torchrelay.errors import ConfigError, OperationTimeoutError
+from torchrelay.world import World, ranks_on_my_host
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def test_one_process_is_a_world() -> None:
+    world = World.from_environment({})
+    assert world == World(0, 1)
+    store = world.connect()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert ranks_on_my_host(store, 0, 1, 1.0) == (0,)
+
+
+def test_torchrun() -> None:
+    assert World.from_environment(TORCHRUN) == World(3, 4, 1, "torchrun", "node0", 29500)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "Open MPI",
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, "MPICH"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "Slurm"),
+    ],
+)
+def test_other_launchers(environ: dict[str, str], launcher: str) -> None:
+    world = World.from_environment(environ)
+    assert (world.rank, world.size, world.local_rank, world.launcher) == (1, 2, 0, launcher)
+    with pytest.raises(ConfigError, match="MASTER_PORT is not set"):
+        world.connect()
+
+
+def test_torchrun_inside_slurm_is_torchrun() -> None:
+    environ = {**TORCHRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    assert World.from_environment(environ).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "x"}, "RANK='x' is not a whole number"),
+        ({"RANK": "4"}, "from 0 to size - 1"),
+        ({"MASTER_PORT": "p"}, "MASTER_PORT"),
+    ],
+)
+def test_bad_variables_are_named(change: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        World.from_environment({**TORCHRUN, **change})
+
+
+def test_a_store_that_is_not_there_times_out() -> None:
+    with pytest.raises(OperationTimeoutError, match="did not answer within"):
+        World(1, 2, master_port=1).connect(timeout_s=0.5)
+
+
+def test_ranks_on_other_hosts_are_left_out() -> None:
+    store = dist.HashStore()
+    store.set("torchrelay/host/1", "another kernel")
+    assert ranks_on_my_host(store, 0, 2, 5.0) == (0,)
+
+
+def test_ranks_as_threads() -> None:
+    store = dist.HashStore()
+    found: list[tuple[int, ...]] = []
+    threads = [
+        threading.Thread(target=lambda r=rank: found.append(ranks_on_my_host(store, r, 3, 10)))
+        for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [(0, 1, 2)] * 3
+
+
+def test_a_missing_rank_is_named() -> None:
+    with pytest.raises(OperationTimeoutError, match=r"ranks \[1\] did not report") as caught:
+        ranks_on_my_host(dist.HashStore(), 0, 2, 0.2)
+    assert caught.value.ranks == (1,)
