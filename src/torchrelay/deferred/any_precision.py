@@ -1,0 +1,177 @@
+"""AdamW whose state may be kept in any floating-point type, with Kahan summation for low-precision parameters.
+
+AdamW after Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019); the compensated sum after
+Kahan, "Further remarks on reducing truncation errors" (CACM 1965), used for weights as in Zamirai et al.,
+"Revisiting BFloat16 training" (2020).
+
+Arithmetic is done in float32 at least, whatever the state's type: each state tensor and parameter is rounded once
+a step. With every type the parameter's own float32 or float64 and no compensation, results equal
+``torch.optim.AdamW(foreach=False)`` bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT, StateDict
+
+from torchrelay.errors import ArgumentError
+
+__all__ = ["AnyPrecisionAdamW"]
+
+# Where the type of each state tensor stands in a parameter group.
+_STATE_DTYPES = {
+    "exp_avg": "momentum_dtype",
+    "exp_avg_sq": "variance_dtype",
+    "compensation": "compensation_buffer_dtype",
+}
+
+
+class AnyPrecisionAdamW(Optimizer):
+    """AdamW with a chosen type for momentum, variance and the compensation of rounding.
+
+    ``use_kahan_summation`` keeps, for each parameter, what rounding took from its updates, and adds it to the next
+    one: a bfloat16 parameter then moves by updates far below its resolution. The settings can differ between
+    parameter groups.
+
+    A bfloat16 variance with ``betas[1]`` at 0.999 is slow to shrink: a decay of 0.1 % is below half a unit in
+    the last place of bfloat16, so that old large gradients hold the step size down. Use float32, or
+    a smaller ``betas[1]``, where gradients shrink by orders of magnitude during training.
+
+    Raises:
+        ArgumentError: a rate, decay or type is out of range; a gradient is sparse.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        use_kahan_summation: bool = False,
+        momentum_dtype: torch.dtype = torch.float32,
+        variance_dtype: torch.dtype = torch.bfloat16,
+        compensation_buffer_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "use_kahan_summation": use_kahan_summation,
+            "momentum_dtype": momentum_dtype,
+            "variance_dtype": variance_dtype,
+            "compensation_buffer_dtype": compensation_buffer_dtype,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; what it does not set is as given to the constructor."""
+        _check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise ArgumentError(
+                        "AnyPrecisionAdamW: a gradient is sparse; use dense gradients, or torch.optim.SparseAdam"
+                    )
+                if not self.state[param]:
+                    self.state[param] = _initial_state(param, group)
+                _update(param, self.state[param], group)
+        return loss
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """As the base class's, but state keeps the types of the loaded groups instead of the parameters' types."""
+        super().load_state_dict(state_dict)
+        saved_groups = cast(list[dict[str, Any]], state_dict["param_groups"])
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            for param, index in zip(group["params"], saved_group["params"], strict=True):
+                for name, value in state_dict["state"].get(index, {}).items():
+                    if name in _STATE_DTYPES:
+                        dtype = group[_STATE_DTYPES[name]]
+                        self.state[param][name] = value.to(device=param.device, dtype=dtype, copy=True)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    if not group["lr"] >= 0:
+        raise ArgumentError(f"AnyPrecisionAdamW: lr = {group['lr']}; it must not be negative")
+    if not group["eps"] >= 0:
+        raise ArgumentError(f"AnyPrecisionAdamW: eps = {group['eps']}; it must not be negative")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ArgumentError(f"AnyPrecisionAdamW: betas = {group['betas']}; both must be in [0, 1)")
+    if not group["weight_decay"] >= 0:
+        raise ArgumentError(
+            f"AnyPrecisionAdamW: weight_decay = {group['weight_decay']}; it must not be negative"
+        )
+    for name in _STATE_DTYPES.values():
+        if not group[name].is_floating_point:
+            raise ArgumentError(
+                f"AnyPrecisionAdamW: {name} = {group[name]}; it must be a floating-point type"
+            )
+
+
+def _initial_state(param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    names = ["exp_avg", "exp_avg_sq"] + ["compensation"] * group["use_kahan_summation"]
+    zeros = {name: torch.zeros_like(param, dtype=group[_STATE_DTYPES[name]]) for name in names}
+    return {"step": torch.tensor(0.0), **zeros}
+
+
+def _update(param: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
+    """One step for one parameter, in the order of torch's own single-tensor AdamW so that results can be equal."""
+    state["step"] += 1
+    step, lr, (beta1, beta2) = state["step"].item(), group["lr"], group["betas"]
+    tensors = [tensor for name, tensor in state.items() if name != "step"]
+    dtype = reduce(
+        torch.promote_types, (t.dtype for t in tensors), torch.promote_types(param.dtype, torch.float32)
+    )
+    grad, value = cast(torch.Tensor, param.grad).to(dtype), param.to(dtype)
+    momentum, variance = state["exp_avg"].to(dtype), state["exp_avg_sq"].to(dtype)
+
+    momentum.lerp_(grad, 1 - beta1)
+    variance.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    step_size = lr / (1 - beta1**step)
+    denominator = (variance.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    if group["use_kahan_summation"]:
+        update = value * (-lr * group["weight_decay"])
+        update.addcdiv_(momentum, denominator, value=-step_size)
+        _add_compensated(param, value, update, state["compensation"])
+    else:
+        if group["weight_decay"]:
+            value.mul_(1 - lr * group["weight_decay"])
+        value.addcdiv_(momentum, denominator, value=-step_size)
+        _store(param, value)
+    _store(state["exp_avg"], momentum)
+    _store(state["exp_avg_sq"], variance)
+
+
+def _add_compensated(
+    param: torch.Tensor, value: torch.Tensor, update: torch.Tensor, compensation: torch.Tensor
+) -> None:
+    """``param += update + compensation``; what rounding takes away stays in ``compensation``.
+
+    ``value`` is ``param`` in the type of ``update``, and may be the same tensor.
+    """
+    wanted = update.add_(compensation)
+    rounded = (value + wanted).to(param.dtype)
+    compensation.copy_(wanted.sub_(rounded.to(value.dtype) - value))
+    param.copy_(rounded)
+
+
+def _store(target: torch.Tensor, value: torch.Tensor) -> None:
+    if target is not value:
+        target.copy_(value)

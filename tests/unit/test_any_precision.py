@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchrelay.deferred.any_precision import AnyPrecisionAdamW
+from torchrelay.errors import ArgumentError
+
+FULL = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def same_values_from_run_to_run() -> None:
+    torch.manual_seed(0)
+
+
+def _gradients(steps: int, size: int = 1000) -> list[torch.Tensor]:
+    """Gradients of very different sizes, equal from run to run."""
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.logspace(-6, 2, size)
+    return [torch.randn(size, generator=generator) * scale for _ in range(steps)]
+
+
+def _reference(value, gradients, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+    """AdamW in float64 by its definition, written without torch."""
+    value = value.double().numpy().copy()
+    m, v = np.zeros_like(value), np.zeros_like(value)
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double().numpy()
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        adam = (m / (1 - betas[0] ** t)) / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
+        value = value - lr * weight_decay * value - lr * adam
+    return torch.from_numpy(value)
+
+
+def _run(value: torch.Tensor, gradients, optimizer=AnyPrecisionAdamW, **options) -> torch.Tensor:
+    param = nn.Parameter(value.clone())
+    optimizer = optimizer([param], **options)
+    for gradient in gradients:
+        param.grad = gradient.to(param.dtype)
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_full_precision_equals_torch_adamw_bit_for_bit(dtype, weight_decay) -> None:
+    value, gradients = torch.randn(1000).to(dtype), _gradients(30)
+    ours = _run(value, gradients, weight_decay=weight_decay, momentum_dtype=dtype, variance_dtype=dtype)
+    options = {"weight_decay": weight_decay, "foreach": False}
+    assert torch.equal(ours, _run(value, gradients, torch.optim.AdamW, **options))
+
+
+def test_full_precision_is_adamw_by_its_definition() -> None:
+    value, gradients = torch.randn(1000), _gradients(50)
+    ours = _run(
+        value.double(),
+        gradients,
+        weight_decay=0.1,
+        momentum_dtype=torch.float64,
+        variance_dtype=torch.float64,
+    )
+    torch.testing.assert_close(ours, _reference(value, gradients, weight_decay=0.1), rtol=1e-12, atol=1e-14)
+
+
+def test_default_types_stay_close_to_adamw() -> None:
+    """A variance rounded to 8 bits changes each step by at most its relative error, 2^-8 / 2 in the square root."""
+    value, gradients = torch.randn(1000), _gradients(10)
+    ours = _run(value, gradients) - value
+    theirs = _run(value, gradients, torch.optim.AdamW, weight_decay=0.0) - value
+    error = (ours - theirs).norm() / theirs.norm()
+    assert 0 < error < 10 * 2**-9
+
+
+def test_kahan_summation_keeps_what_rounding_takes() -> None:
+    """Updates of 1e-5 to a bfloat16 parameter near 1 vanish, one by one, unless they are summed up."""
+    value, gradients = torch.ones(64, dtype=torch.bfloat16), [torch.ones(64)] * 1000
+    options = {"lr": 1e-5, **FULL}
+    reference = _reference(value, gradients, lr=1e-5)
+    assert torch.equal(_run(value, gradients, **options), value)
+    ours = _run(
+        value, gradients, use_kahan_summation=True, compensation_buffer_dtype=torch.float32, **options
+    )
+    assert torch.equal(ours, reference.to(torch.bfloat16))
+    ours = _run(value, gradients, use_kahan_summation=True, **options)
+    torch.testing.assert_close(ours.double(), reference, rtol=2**-8, atol=0)
+
+
+def test_kahan_summation_applies_to_weight_decay_too() -> None:
+    value, gradients = torch.ones(64, dtype=torch.bfloat16), [torch.zeros(64)] * 1000
+    ours = _run(value, gradients, lr=1e-3, weight_decay=0.1, use_kahan_summation=True, **FULL)
+    torch.testing.assert_close(
+        ours.double(), _reference(value, gradients, weight_decay=0.1), rtol=2**-8, atol=0
+    )
+
+
+def test_bfloat16_with_kahan_summation_is_nearer_to_float64_than_adamw() -> None:
+    value, gradients = torch.randn(1000).bfloat16(), [g.bfloat16().float() for g in _gradients(300)]
+    reference = _reference(value, gradients)
+    ours = _run(value, gradients, use_kahan_summation=True, **FULL).double()
+    theirs = _run(value, gradients, torch.optim.AdamW, weight_decay=0.0).double()
+    unavoidable = (reference.bfloat16().double() - reference).norm()
+    assert (ours - reference).norm() < 1.05 * unavoidable
+    assert (theirs - reference).norm() > 5 * unavoidable
+
+
+def test_state_has_the_chosen_types() -> None:
+    param = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    optimizer = AnyPrecisionAdamW([param], use_kahan_summation=True, compensation_buffer_dtype=torch.float16)
+    optimizer.step()
+    state = optimizer.state[param]
+    assert {name: t.dtype for name, t in state.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.bfloat16,
+        "compensation": torch.float16,
+    }
+
+
+def test_a_checkpoint_goes_on_where_it_stopped() -> None:
+    """Also where the state is more precise than the parameter: torch's own loading would round it."""
+    gradients = _gradients(20, 64)
+    options = {"use_kahan_summation": True, "compensation_buffer_dtype": torch.float32, **FULL}
+    whole = _run(torch.ones(64, dtype=torch.bfloat16), gradients, **options)
+
+    param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = AnyPrecisionAdamW([param], **options)
+    for gradient in gradients[:10]:
+        param.grad = gradient.bfloat16()
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    param = nn.Parameter(param.detach().clone())
+    optimizer = AnyPrecisionAdamW([param], lr=123.0)
+    optimizer.load_state_dict(saved)
+    for gradient in gradients[10:]:
+        param.grad = gradient.bfloat16()
+        optimizer.step()
+    assert torch.equal(param, whole)
+    saved["state"][0]["exp_avg"].zero_()
+    assert optimizer.state[param]["exp_avg"].any()
+
+
+def test_groups_have_their_own_types() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = AnyPrecisionAdamW(
+        [{"params": [first]}, {"params": [second], "momentum_dtype": torch.bfloat16}]
+    )
+    first.grad, second.grad = torch.ones(3), torch.ones(3)
+    optimizer.step()
+    assert optimizer.state[first]["exp_avg"].dtype == torch.float32
+    assert optimizer.state[second]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_a_scheduler_and_a_closure_work() -> None:
+    param = nn.Parameter(torch.tensor([5.0]))
+    optimizer = AnyPrecisionAdamW([param], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(60):
+        losses.append(optimizer.step(closure).item())
+        scheduler.step()
+    assert losses[0] == 25.0
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"eps": -1e-8},
+        {"betas": (0.9, 1.0)},
+        {"weight_decay": -0.1},
+        {"momentum_dtype": torch.int32},
+    ],
+)
+def test_bad_options_are_refused(options) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(options))):
+        AnyPrecisionAdamW([nn.Parameter(torch.ones(1))], **options)
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    embedding = nn.Embedding(10, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ArgumentError, match="sparse"):
+        AnyPrecisionAdamW(embedding.parameters()).step()
