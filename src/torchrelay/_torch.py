@@ -5,4 +5,157 @@ Nothing else in TorchRelay touches a private torch name; ``tests/unit/test_torch
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad
+
+__all__ = [
+    "after_backward",
+    "backward_id",
+    "backward_keeps_graph",
+    "backward_will_run",
+    "default_dtype",
+    "default_generator",
+    "default_generator_as",
+    "device_available",
+    "disabled_torch_function",
+    "fake_mode_active",
+    "fake_mode_key",
+    "forward_mode_active",
+    "has_fast_bfloat16",
+    "parse_to",
+    "plain_torch",
+    "strip_dead_transform",
+    "swap_tensors",
+    "transforms_active",
+]
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 matrices faster than float32 ones. Checked on 2.11 to 2.13."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def backward_id() -> int:
+    """The number of the backward pass that runs in this thread, or -1. Checked on 2.11 to 2.13."""
+    return torch._C._current_graph_task_id()
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward pass was given ``retain_graph``. Checked on 2.11 to 2.13."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def backward_will_run(node: torch.autograd.graph.Node) -> bool:
+    """Whether the running backward pass executes ``node``. Checked on 2.11 to 2.13."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` when the running backward pass has ended well. Checked on 2.11 to 2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def transforms_active() -> bool:
+    """Whether a ``torch.func`` transform is active in this thread. Checked on 2.11 to 2.13."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def forward_mode_active() -> bool:
+    """Whether a forward-mode dual level is open. Checked on 2.11 to 2.13."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def strip_dead_transform(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without the wrappers of ``torch.func`` transforms that have ended. Checked on 2.11 to 2.13."""
+    while torch._C._functorch.is_dead_tensor_wrapper(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+# For a tensor subclass that leaves torch functions alone and only wants dispatch. Checked on 2.11 to 2.13.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# The slot of a dispatch mode that may be called for absent devices. Checked on 2.11 to 2.13.
+fake_mode_key = torch._C._TorchDispatchModeKey.FAKE
+
+
+def fake_mode_active() -> bool:
+    """Whether some fake tensor mode is on in this thread. Checked on 2.11 to 2.13."""
+    return torch._C._get_dispatch_mode(fake_mode_key) is not None
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """No dispatch mode, no autograd, no autocast: operations do what their name says. Checked on 2.11 to 2.13."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The default dtype, for a while."""
+    before = torch.get_default_dtype()
+    if before is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def device_available(device: torch.device) -> bool:
+    """Whether this machine has ``device``. Checked on 2.11 to 2.13."""
+    if device.type in ("cpu", "meta"):
+        return True
+    module = getattr(torch, device.type, None)
+    return bool(module is not None and module.is_available() and (device.index or 0) < module.device_count())
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operations on ``device`` draw from if given none. Checked on 2.11 to 2.13.
+
+    For a device that is absent here: a CPU generator of its own, with the seed that ``manual_seed`` set.
+    """
+    if device.type != "cpu" and device_available(device):
+        module = getattr(torch, device.type)
+        index = module.current_device() if device.index is None else device.index
+        return module.default_generators[index]  # type: ignore[no-any-return]
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.Generator().manual_seed(torch.default_generator.initial_seed())
+
+
+@contextmanager
+def default_generator_as(generator: torch.Generator) -> Iterator[None]:
+    """The default generator of ``generator``'s device stands where ``generator`` does, and moves it."""
+    default = default_generator(generator.device)
+    before = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        yield
+        generator.set_state(default.get_state())
+    finally:
+        default.set_state(before)
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
+    """Device, dtype, non_blocking and memory format out of the arguments of ``Tensor.to``. Checked on 2.11 to 2.13."""
+    return torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined,no-any-return]
+
+
+def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Each object becomes what the other was; weak references and views stay with the object. 2.11 to 2.13.
+
+    ``torch.utils.swap_tensors`` refuses tensors that have weak references (those of recurrent layers have).
+    """
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]

@@ -1,0 +1,270 @@
+"""Carrying out an operation on fake tensors: what shape, dtype and device its results have.
+
+Shapes come from torch's own meta kernels, run on meta tensors of the same shape and stride; the operations
+that fill a module with initial values take shorter ways.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred import session as sessions
+from torchrelay.deferred import tensor as tensors
+from torchrelay.deferred.graph import Region, Storage, map_tensors
+from torchrelay.deferred.operators import Operator, describe
+from torchrelay.deferred.recording import record
+from torchrelay.deferred.replay import Replay
+from torchrelay.deferred.tensor import FakeTensor, fake_from_region
+from torchrelay.errors import ArgumentError, DeferredError, UnavailableError, UnsupportedError
+
+__all__ = ["dispatch"]
+
+aten = torch.ops.aten
+_CPU = torch.device("cpu")
+_ITEM = aten._local_scalar_dense.default
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carries out ``func``: for real if nothing about it is fake, else on shapes alone, recorded if deferred."""
+    operator = describe(func)
+    if (
+        operator.is_simple
+        and type(args[0]) is FakeTensor
+        and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
+    ):
+        return _simple(func, operator, args, kwargs)
+    if func is aten.detach.default and type(args[0]) is FakeTensor:
+        return fake_from_region(args[0]._region, args[0]._history)
+    if func is aten.empty.memory_format:
+        fake = _empty(func, args, kwargs)
+        if fake is not None:
+            return fake
+    if operator.composite:
+        return func.decompose(*args, **kwargs)
+    fakes = list(_fakes(args)) + list(_fakes(kwargs))
+    session = sessions.current()
+    if operator.name in ("aten::lift_fresh", "aten::lift") and session is not None and not fakes:
+        return _constant(args[0], session.deferred)
+    if not fakes:
+        if session is None or not operator.is_factory or _explicit_device(kwargs).type == "meta":
+            return func(*args, **kwargs)
+        _check_device(_explicit_device(kwargs), session)
+    return _general(func, operator, args, kwargs, fakes)
+
+
+def _fakes(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        yield value
+    elif type(value) in (tuple, list):
+        for item in value:
+            yield from _fakes(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from _fakes(item)
+
+
+# The short ways.
+
+
+def _simple(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fake = args[0]
+    region = fake._region
+    if not region.dtype.is_floating_point:
+        return _general(func, operator, args, kwargs, [fake])
+    if region.storage.deferred:
+        record(func, operator, args, kwargs, writes=(region,))
+    return fake
+
+
+def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeTensor | None:
+    """``torch.empty`` of the usual kind, or None for another."""
+    session = sessions.current()
+    layout = kwargs.get("layout")
+    if session is None or kwargs.get("memory_format") is not None or layout not in (None, torch.strided):
+        return None
+    device = kwargs.get("device") or _CPU
+    if device.type == "meta" or kwargs.get("pin_memory"):
+        return None
+    if device.type != "cpu":
+        _check_device(device, session)
+    size = tuple(args[0])
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    stride, count = _contiguous(size)
+    storage = Storage(count * dtype.itemsize, device, session.deferred)
+    return fake_from_region(Region(storage, dtype, size, stride), storage.history())
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The strides of a contiguous tensor of ``size``, and its number of elements."""
+    stride, step = [], 1
+    for extent in reversed(size):
+        stride.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(stride)), 0 if 0 in size else step
+
+
+def _constant(value: torch.Tensor, deferred: bool) -> FakeTensor:
+    """A fake tensor whose values are known."""
+    fake = _new_fake(value, value.device, deferred)
+    if deferred:
+        fake._region.storage.real = value.clone(memory_format=torch.preserve_format).untyped_storage()
+    return fake
+
+
+# The general way.
+
+
+def _general(
+    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[FakeTensor]
+) -> Any:
+    session = sessions.current()
+    deferred = any(fake._region.storage.deferred for fake in fakes) or (
+        session is not None and session.deferred
+    )
+    written = [tensor for place in operator.written for tensor in _tensors_at(place, args, kwargs)]
+    if operator.needs_values or not all(isinstance(tensor, FakeTensor) for tensor in written):
+        return _by_value(func, args, kwargs, fakes, deferred)
+    try:
+        results = _shapes(func, args, kwargs)
+    except NotImplementedError:
+        if not written or operator.creates:
+            return _by_value(func, args, kwargs, fakes, deferred)
+        results = None  # in place: the shapes are those of the arguments
+    if operator.changes_shape:
+        return _reshape_in_place(func, args[0], results)
+    if operator.is_view:
+        base = fakes[0]
+        return map_tensors(results, torch.Tensor, lambda result: _view(base, result))
+    if operator.creates:
+        device = _device(func, args, kwargs)
+        answer = map_tensors(results, torch.Tensor, lambda result: _new_fake(result, device, deferred))
+        created = [item if item is None else item._region for item in _results(answer)]
+    else:
+        answer = _as_returned(func, written)
+        created = []
+    if deferred:
+        record(func, operator, args, kwargs, tuple(fake._region for fake in written), tuple(created))
+    return answer
+
+
+def _results(answer: Any) -> list[Any]:
+    if isinstance(answer, (tuple, list)):
+        return [item for value in answer for item in _results(value)]
+    return [answer if isinstance(answer, FakeTensor) else None]
+
+
+def _as_returned(func: Any, written: list[Any]) -> Any:
+    count = len(func._schema.returns)
+    if count == 0:
+        return None
+    return written[0] if count == 1 else tuple(written)
+
+
+def _tensors_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+    return list(value) if isinstance(value, (tuple, list)) else [] if value is None else [value]
+
+
+def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of ``func`` on meta tensors."""
+
+    def shadow(value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, FakeTensor):
+            return value._region.meta()
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+
+    meta_kwargs = {
+        key: map_tensors(value, torch.Tensor, shadow) for key, value in kwargs.items() if key != "generator"
+    }
+    if "device" in meta_kwargs or (describe(func).is_factory and describe(func).takes_device):
+        meta_kwargs["device"] = torch.device("meta")
+    meta_kwargs.pop("pin_memory", None)
+    with _torch.plain_torch():
+        return func(*map_tensors(args, torch.Tensor, shadow), **meta_kwargs)
+
+
+def _new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeTensor:
+    """A fake tensor with a storage of its own, shaped like ``like``."""
+    if like.layout is not torch.strided or like.is_nested or like.is_quantized:
+        raise UnsupportedError(
+            f"A fake tensor is dense; a result of layout {like.layout} cannot be deferred. Build it for real, outside."
+        )
+    size, stride = tuple(like.shape), like.stride()
+    count = 0 if 0 in size else 1 + sum((e - 1) * s for e, s in zip(size, stride, strict=True))
+    storage = Storage(count * like.dtype.itemsize, device, deferred)
+    return fake_from_region(Region(storage, like.dtype, size, stride), storage.history())
+
+
+def _view(base: FakeTensor, result: torch.Tensor) -> FakeTensor:
+    region = Region(
+        base._region.storage, result.dtype, tuple(result.shape), result.stride(), result.storage_offset()
+    )
+    return fake_from_region(region, base._history)
+
+
+def _reshape_in_place(func: Any, fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
+    """The effect of ``t_``, ``squeeze_``, ``resize_`` ...: the same storage, seen otherwise."""
+    tensors.assign(fake, _view(fake, result))
+    return fake
+
+
+def _explicit_device(kwargs: dict[str, Any]) -> torch.device:
+    return kwargs.get("device") or _CPU
+
+
+def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where the results are: as asked, else where the arguments are.
+
+    Raises:
+        ArgumentError: arguments that are not 0-dim lie on different devices.
+    """
+    if kwargs.get("device") is not None:
+        where: torch.device = kwargs["device"]
+        session = sessions.current()
+        if session is not None:
+            _check_device(where, session)
+        return where
+    devices = []
+    map_tensors((args, kwargs), torch.Tensor, lambda t: devices.append((t.device, t.dim())))
+    large = [device for device, dim in devices if dim > 0 or device.type != "cpu"]
+    if any(device != large[0] for device in large) and "index" not in str(func):
+        names = ", ".join(sorted({str(device) for device in large}))
+        raise ArgumentError(
+            f"{func}: the arguments are on different devices ({names}). Move them to one first."
+        )
+    return large[0] if large else _CPU
+
+
+def _check_device(device: torch.device, session: sessions.Session) -> None:
+    """Raises :class:`UnavailableError` if ``device`` is absent and must not be pretended."""
+    if session.pretend is False and not _torch.device_available(device):
+        raise UnavailableError(
+            f"device={device} is not on this machine, and fake_mode(fake_cuda=False) does not pretend it. "
+            "Leave fake_cuda out to make fake tensors for it."
+        )
+
+
+def _by_value(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[FakeTensor], deferred: bool
+) -> Any:
+    """The program wants to see values: they are computed now, and results are known from here on."""
+    if not deferred or not all(fake._region.storage.deferred for fake in fakes):
+        raise DeferredError(
+            f"{func} needs the values of a fake tensor, which has none: {fakes[0]!r}. "
+            "Tensors made inside deferred_init can be evaluated; those of fake_mode cannot."
+        )
+    replay = Replay()
+    real_args, real_kwargs = map_tensors((args, kwargs), FakeTensor, lambda fake: replay.values(fake._region))
+    with _torch.plain_torch():
+        answer = func(*real_args, **real_kwargs)
+    written = [t for place in describe(func).written for t in _tensors_at(place, args, kwargs)]
+    if written:  # a real tensor, changed by the values of deferred ones
+        return _as_returned(func, written)
+    return map_tensors(answer, torch.Tensor, lambda value: _constant(value, deferred=True))
+
+
+sessions.handle_with(dispatch)
+tensors.dispatch_with(dispatch)

@@ -1,0 +1,98 @@
+"""Putting a generator at any position of a recorded sequence, without drawing what lies before where possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from torchrelay.deferred.graph import Node
+from torchrelay.deferred.positions import Origin, Position
+from torchrelay.errors import UnavailableError
+
+__all__ = ["Generators", "jump"]
+
+_CHUNK_WORDS = 1 << 20
+
+
+def jump(state: torch.Tensor, words: int) -> torch.Tensor:
+    """The CPU generator state ``words`` 32-bit words after ``state``."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    chunk = torch.empty(min(words, _CHUNK_WORDS))
+    for start in range(0, words, _CHUNK_WORDS):
+        chunk[: words - start].uniform_(generator=generator)
+    return generator.get_state()
+
+
+class Generators:
+    """Private generators, one a device, that are moved from draw to draw.
+
+    Args:
+        run: runs a node whose draw must be made to know where the next one starts, and throws its result away.
+    """
+
+    def __init__(self, run: Callable[[Node], None]) -> None:
+        self._run = run
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._positions: dict[torch.device, Position] = {}
+
+    def at(self, position: Position) -> torch.Generator:
+        """A generator standing at ``position``."""
+        device = position.origin.device
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = _new_generator(device)
+        elif self._positions.get(device) == position:
+            return generator
+        generator.set_state(self.state(position))
+        self._positions[device] = position
+        return generator
+
+    def drawn(self, device: torch.device, after: Position) -> None:
+        """The generator of ``device`` has just drawn, and stands at ``after``."""
+        if after.origin.state is None:
+            after.origin.settle(self._generators[device].get_state())
+        self._positions[device] = after
+
+    def state(self, position: Position) -> torch.Tensor:
+        """The generator's state at ``position``."""
+        base = self._origin_state(position.origin)
+        if position.words == 0:
+            return base
+        device = position.origin.device
+        current = self._positions.get(device)
+        if current is not None and current.origin is position.origin and 0 < current.words <= position.words:
+            return jump(self._generators[device].get_state(), position.words - current.words)
+        return jump(base, position.words)
+
+    def _origin_state(self, origin: Origin) -> torch.Tensor:
+        pending: list[Origin] = []
+        at: Origin | None = origin
+        while at is not None and at.state is None:
+            pending.append(at)
+            assert at.before is not None
+            at = at.before.origin
+        for known in reversed(pending):
+            if known.state is None:
+                assert known.node is not None
+                self._run(known.node)
+        assert origin.state is not None
+        return origin.state
+
+
+def _new_generator(device: torch.device) -> torch.Generator:
+    try:
+        return torch.Generator(device)
+    except RuntimeError as error:
+        raise UnavailableError(
+            f"The recorded random numbers come from the generator of {device}, which this machine does not have: "
+            f"{error}. Record with another device, or materialize on a machine that has it."
+        ) from error
+
+
+def as_default(generator: torch.Generator) -> AbstractContextManager[Any]:
+    """For operations that take no generator: the default generator stands where ``generator`` does."""
+    return nullcontext()

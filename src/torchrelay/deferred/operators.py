@@ -1,0 +1,153 @@
+"""What an operation is, as far as recording and replaying it is concerned. Looked up once an overload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Operator", "describe", "words_drawn"]
+
+aten = torch.ops.aten
+
+# In-place operations that leave nothing of what was there before.
+_FILLS = {
+    "aten::zero_", "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::copy_", "aten::normal_", "aten::uniform_",
+    "aten::bernoulli_.float", "aten::bernoulli_.Tensor", "aten::exponential_", "aten::log_normal_",
+    "aten::cauchy_", "aten::geometric_", "aten::random_", "aten::random_.from", "aten::random_.to",
+}  # fmt: skip
+
+# In-place operations with one tensor, whose result has its shape and dtype: no need to ask the meta kernel.
+# The dtype must be floating, so that no kernel would refuse it.
+_SIMPLE = _FILLS - {"aten::copy_", "aten::fill_.Tensor", "aten::bernoulli_.Tensor"} | {
+    "aten::mul_.Scalar", "aten::div_.Scalar", "aten::add_.Scalar", "aten::sub_.Scalar", "aten::erfinv_",
+    "aten::clamp_", "aten::clamp_min_", "aten::clamp_max_", "aten::neg_", "aten::exp_", "aten::log_",
+    "aten::mul_.Tensor", "aten::div_.Tensor", "aten::add_.Tensor", "aten::sub_.Tensor", "aten::sqrt_", "aten::abs_", "aten::tanh_", "aten::sigmoid_", "aten::cos_", "aten::sin_",
+}  # fmt: skip
+
+# Operations without a tensor argument are factories; so are these, whose argument only lends its attributes.
+_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+
+# Overloads that take a generator, for those that do not.
+_WITH_GENERATOR = {
+    aten.rand.default: aten.rand.generator,
+    aten.randn.default: aten.randn.generator,
+    aten.randint.default: aten.randint.generator,
+    aten.randint.low: aten.randint.low_generator,
+    aten.randperm.default: aten.randperm.generator,
+    aten.rand_like.default: aten.rand_like.generator,
+    aten.randn_like.default: aten.randn_like.generator,
+    aten.randint_like.default: aten.randint_like.generator,
+    aten.randint_like.low_dtype: aten.randint_like.low_generator_dtype,
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Properties of one overload.
+
+    Attributes:
+        name: ``aten::add_.Tensor``.
+        is_view: the result is a region of its first tensor argument's storage.
+        is_simple: in place, on one tensor, keeping its shape and dtype.
+        is_factory: its result depends on no tensor's values.
+        changes_shape: in place, and what changes is how the tensor sees its storage (``t_``).
+        composite: has a decomposition into simpler operations that must be used instead.
+        fills: overwrites its first argument without reading it.
+        draws: takes random numbers.
+        with_generator: the overload to call to give it a generator, or None.
+        written: positions and names of the arguments it writes.
+        creates: it has results that are no alias of an argument.
+        needs_values: its result, or the shape of it, depends on values.
+        takes_dtype, takes_device: it has an argument of that name.
+    """
+
+    name: str
+    is_view: bool
+    is_simple: bool
+    is_factory: bool
+    changes_shape: bool
+    composite: bool
+    fills: bool
+    draws: bool
+    with_generator: Any
+    written: tuple[int | str, ...]
+    creates: bool
+    needs_values: bool
+    takes_dtype: bool
+    takes_device: bool
+
+
+_known: dict[Any, Operator] = {}
+
+
+def describe(func: Any) -> Operator:
+    """The properties of ``func``, an ``OpOverload``."""
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = _describe(func)
+    return found
+
+
+def _describe(func: Any) -> Operator:
+    schema = func._schema
+    name = func.name()
+    arguments = schema.arguments
+    takes_generator = any(argument.name == "generator" for argument in arguments)
+    tensors = [a for a in arguments if "Tensor" in str(a.type)]
+    written = tuple(
+        a.name if a.kwarg_only else i
+        for i, a in enumerate(arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+    return Operator(
+        name=name,
+        is_view=func.is_view or name in ("aten::_unsafe_view", "aten::lift_fresh", "aten::lift"),
+        is_simple=name in _SIMPLE,
+        is_factory=not tensors or schema.name.removeprefix("aten::").endswith(_LIKE),
+        changes_shape=torch.Tag.inplace_view in func.tags,
+        composite=_is_composite(func),
+        fills=name in _FILLS,
+        draws=takes_generator or torch.Tag.nondeterministic_seeded in func.tags,
+        with_generator=func if takes_generator else _WITH_GENERATOR.get(func),
+        written=written,
+        creates=any(r.alias_info is None for r in schema.returns),
+        needs_values=bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)),
+        takes_dtype=any(a.name == "dtype" for a in arguments),
+        takes_device=any(a.name == "device" for a in arguments),
+    )
+
+
+def _is_composite(func: Any) -> bool:
+    return func._can_decompose() and func.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+
+
+def words_drawn(func: Any, region: Any, args: tuple[Any, ...]) -> int | None:
+    """How many 32-bit words the CPU generator gives to ``func`` filling ``region``; None: not known beforehand."""
+    rule = _WORDS.get(func)
+    return None if rule is None else rule(region, args)
+
+
+def _uniform(region: Any, args: tuple[Any, ...]) -> int:
+    return region.numel * (2 if region.dtype is torch.float64 else 1)
+
+
+def _normal(region: Any, args: tuple[Any, ...]) -> int | None:
+    count = region.numel
+    if count == 0:
+        return 0
+    if count < 16 or not region.is_contiguous:
+        return None
+    if count % 16:
+        count += 16
+    return count * (2 if region.dtype is torch.float64 else 1)
+
+
+_WORDS: dict[Any, Callable[[Any, tuple[Any, ...]], int | None]] = {
+    aten.uniform_.default: _uniform,
+    aten.normal_.default: _normal,
+}

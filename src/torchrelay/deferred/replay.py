@@ -1,0 +1,214 @@
+"""Running recorded operations: which are needed for a region, in which order, and where their results go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred.generators import Generators
+from torchrelay.deferred.graph import Constant, External, Node, Region, Storage, map_tensors
+from torchrelay.deferred.operators import describe
+
+__all__ = ["Replay"]
+
+
+class Replay:
+    """One materialization, of one tensor or of a whole module.
+
+    Results of operations that are run for good stay with their storages; those of a temporary evaluation
+    (:meth:`values` of something large) live in ``_scratch`` until it ends.
+    """
+
+    def __init__(self) -> None:
+        self.generators = Generators(self._run_for_draw)
+        self._scratch: dict[Storage, torch.UntypedStorage] | None = None
+
+    def storage(self, storage: Storage) -> torch.UntypedStorage:
+        """The memory of ``storage`` with everything written so far; its operations are run for good."""
+        self._run_all(needed([(storage, None)]))
+        return self._memory(storage)
+
+    def tensor(self, region: Region) -> torch.Tensor:
+        """A real tensor over the memory of ``region``'s storage, with everything written so far."""
+        return region.over(self.storage(region.storage))
+
+    def values(self, region: Region) -> torch.Tensor:
+        """The values of ``region`` now. Nothing large is kept: the operations stay to be run again."""
+        if region.storage.size_bytes <= _KEEP_BYTES:
+            return self.tensor(region)
+        outer, self._scratch = self._scratch, {}
+        try:
+            return self.tensor(region)
+        finally:
+            self._scratch = outer
+
+    # Running.
+
+    def _run_for_draw(self, node: Node) -> None:
+        outer, self._scratch = self._scratch, {}
+        try:
+            self._run_all([*needed([], [node]), node])
+        finally:
+            self._scratch = outer
+
+    def _run_all(self, nodes: Iterable[Node]) -> None:
+        with _torch.plain_torch():
+            for node in nodes:
+                self._run(node)
+
+    def _run(self, node: Node) -> None:
+        args, kwargs = node.args, node.kwargs
+
+        def real(value: Region | External | Constant) -> torch.Tensor:
+            if type(value) is Region:
+                return value.over(self._memory(value.storage))
+            return value.tensor.clone() if type(value) is Constant else value.get(node)  # type: ignore[union-attr]
+
+        args = map_tensors(args, (Region, External, Constant), real)
+        kwargs = map_tensors(kwargs, (Region, External, Constant), real)
+        with _torch.default_dtype(node.default_dtype):
+            if node.position is None:
+                result = node.func(*args, **kwargs)
+            else:
+                result = self._draw(node, args, kwargs)
+        self._keep(node, result)
+
+    def _draw(self, node: Node, args: Any, kwargs: Any) -> Any:
+        assert node.position is not None and node.after is not None
+        generator = self.generators.at(node.position)
+        func = describe(node.func).with_generator
+        if func is not None:
+            result = func(*args, **{**kwargs, "generator": generator})
+        else:
+            with _torch.default_generator_as(generator):
+                result = node.func(*args, **kwargs)
+        self.generators.drawn(node.position.origin.device, node.after)
+        return result
+
+    def _keep(self, node: Node, result: Any) -> None:
+        if node.outputs:
+            results = [result] if isinstance(result, torch.Tensor) else flatten(result)
+            for region, value in zip(node.outputs, results, strict=True):
+                if region is not None:
+                    self._bind(region, value)
+        if self._scratch is None:
+            node.finish()
+
+    def _bind(self, region: Region, value: torch.Tensor) -> None:
+        """Makes the new tensor ``value`` the memory of ``region``'s storage."""
+        if (value.stride(), value.storage_offset()) != (
+            region.stride,
+            region.offset,
+        ) or value.untyped_storage().nbytes() != region.storage.size_bytes:
+            laid_out = torch.empty_strided(region.size, region.stride, dtype=value.dtype, device=value.device)
+            value = laid_out.copy_(value)
+        self._put(region.storage, value.untyped_storage())
+
+    def _put(self, storage: Storage, real: torch.UntypedStorage) -> None:
+        if self._scratch is None:
+            storage.real = real
+        else:
+            self._scratch[storage] = real
+
+    def _memory(self, storage: Storage) -> torch.UntypedStorage:
+        if self._scratch is not None:
+            found = self._scratch.get(storage)
+            if found is None and storage.real is not None:
+                found = self._scratch[storage] = storage.real.clone()
+            if found is not None:
+                return found
+        elif storage.real is not None:
+            return storage.real
+        empty = torch.empty(storage.size_bytes, dtype=torch.uint8, device=storage.device).untyped_storage()
+        self._put(storage, empty)
+        return empty
+
+
+# A result up to this many bytes is kept when its value has been asked for during recording.
+_KEEP_BYTES = 1 << 20
+
+
+def flatten(result: Any) -> list[Any]:
+    """The results of an operation, in order, lists among them opened."""
+    if isinstance(result, (tuple, list)):
+        return [item for value in result for item in flatten(value)]
+    return [result]
+
+
+def needed(storages: Iterable[tuple[Storage, int | None]], nodes: Iterable[Node] = ()) -> list[Node]:
+    """The operations to run, in program order, for the state that ``storages`` have at a place in the program.
+
+    Args:
+        storages: pairs of a storage and a ``seq`` before which its writers count; None: all of them.
+        nodes: operations that will be run, whose arguments must be ready.
+    """
+    chosen: dict[int, Node] = {}
+    asked: dict[Storage, int] = {}
+    todo: list[tuple[Storage, int]] = [(s, _END if seq is None else seq) for s, seq in storages]
+    for node in nodes:
+        todo.extend((storage, node.seq) for storage in _inputs(node))
+    while todo:
+        storage, before = todo.pop()
+        if asked.get(storage, 0) >= before:
+            continue
+        asked[storage] = before
+        for node in _writers(storage, before):
+            if node.seq in chosen:
+                continue
+            chosen[node.seq] = node
+            for earlier in [node, *_pending_readers(node)]:
+                chosen[earlier.seq] = earlier
+                todo.extend((source, earlier.seq) for source in _inputs(earlier))
+    return [chosen[seq] for seq in sorted(chosen)]
+
+
+_END = 1 << 62
+
+
+def _writers(storage: Storage, before: int) -> list[Node]:
+    """The writers of ``storage`` that decide its content before ``before``: none that is wholly overwritten."""
+    history = storage.history()
+    chosen: list[Node] = []
+    for node in reversed(history):
+        if node.seq >= before:
+            continue
+        chosen.append(node)
+        if overwrites(node, storage):
+            break
+    return chosen
+
+
+def overwrites(node: Node, storage: Storage) -> bool:
+    """Whether nothing of what ``storage`` held before ``node`` is left after it."""
+    if not describe(node.func).fills:
+        return any(region is not None and region.storage is storage for region in node.outputs)
+    target = node.writes[0]
+    return (
+        target.storage is storage
+        and target.is_whole
+        and not any(region.storage is storage for region in node.reads)
+        and sum(argument is target for argument in node.args) == 1
+    )
+
+
+def _inputs(node: Node) -> Iterator[Storage]:
+    """The storages whose content ``node`` depends on."""
+    for region in node.reads:
+        yield region.storage
+    for region in node.writes:
+        if not overwrites(node, region.storage):
+            yield region.storage
+
+
+def _pending_readers(node: Node) -> list[Node]:
+    """Operations before ``node`` that read what it overwrites and whose results somebody may still want."""
+    found = []
+    for region in node.writes:
+        for reference in region.storage.readers:
+            reader = reference()
+            if reader is not None and not reader.done and reader.seq < node.seq:
+                found.append(reader)
+    return found

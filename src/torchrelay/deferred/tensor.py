@@ -1,0 +1,226 @@
+"""The fake tensor: a tensor with shape, dtype, device and autograd, but without memory.
+
+It is a wrapper subclass of our own. Its methods that need values, and those that torch would stop before they
+reach the dispatcher (``.to("cuda")`` where there is no CUDA), are overridden here, on the class; nothing of
+torch is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred.graph import History, Region
+from torchrelay.errors import DeferredError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FakeTensor", "assign", "dispatch_with", "fake_from_region"]
+
+_wrap = torch.Tensor._make_wrapper_subclass
+_dispatch: Callable[..., Any]
+
+
+def dispatch_with(function: Callable[..., Any]) -> None:
+    """Sets what carries out operations on fake tensors: ``function(func, args, kwargs)``."""
+    global _dispatch
+    _dispatch = function
+
+
+class FakeTensor(torch.Tensor):
+    """A tensor without memory. Made by :func:`.fake.fake_mode` and :func:`.deferred_init`, never directly.
+
+    Its class becomes that of the real tensor when it is materialized, and it stays the same object.
+    """
+
+    _region: Region
+    _history: History
+
+    __torch_function__ = _torch.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    # What it looks like.
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        parts = ["...", f"size={_size_text(self.shape)}"]
+        if self.dtype != torch.get_default_dtype():
+            parts.append(f"dtype={self.dtype}")
+        if self.device.type != "cpu":
+            parts.append(f"device={self.device}")
+        if self.requires_grad:
+            parts.append("requires_grad=True")
+        text = f"tensor({', '.join(parts)}, fake=True)"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    def __format__(self, spec: str) -> str:
+        return object.__format__(self, spec)
+
+    # What needs values.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return _real_value(self, "numpy()").numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        values = _real_value(self, "numpy.asarray()").numpy(force=True)
+        return values if dtype is None else values.astype(dtype)
+
+    def tolist(self) -> Any:
+        return _real_value(self, "tolist()").tolist()
+
+    def data_ptr(self) -> NoReturn:
+        self._no_memory("data_ptr()")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._no_memory("pickling")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._no_memory("__dlpack__()")
+
+    def share_memory_(self) -> NoReturn:
+        self._no_memory("share_memory_()")
+
+    def _no_memory(self, what: str) -> NoReturn:
+        raise DeferredError(
+            f"{what} needs the memory of a tensor, and {self!r} has none. "
+            "Materialize it first (materialize_tensor, or materialize_module for its module)."
+        )
+
+    # What torch stops on the way to the dispatcher.
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        assign(self, value)
+
+    @property
+    def is_meta(self) -> bool:
+        return False
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copy = kwargs.pop("copy", False)
+        if (args and isinstance(args[0], torch.Tensor)) or "other" in kwargs:
+            other = kwargs.pop("other") if "other" in kwargs else args[0]
+            args, kwargs = (other.device, other.dtype, *args[1:]), kwargs
+        device, dtype, non_blocking, memory_format = _torch.parse_to(*args, **kwargs)
+        return self._convert(device, dtype, non_blocking, copy, memory_format)
+
+    def _convert(
+        self,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+        non_blocking: bool = False,
+        copy: bool = False,
+        memory_format: torch.memory_format | None = None,
+    ) -> torch.Tensor:
+        same = (device in (None, self.device)) and dtype in (None, self.dtype)
+        if same and not copy and memory_format in (None, torch.preserve_format):
+            return self
+        return torch.ops.aten._to_copy(
+            self, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format
+        )
+
+    def cuda(
+        self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+    ) -> torch.Tensor:
+        where = (
+            torch.device("cuda")
+            if device is None
+            else torch.device("cuda", torch.device(device).index)
+            if not isinstance(device, int)
+            else torch.device("cuda", device)
+        )
+        return self._convert(where, None, non_blocking, False, memory_format)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        return _deepcopy(self, memo)
+
+
+def assign(fake: FakeTensor, value: torch.Tensor) -> None:
+    """The effect of ``fake.data = value``: the same object becomes a view of ``value``'s storage."""
+    if isinstance(value, FakeTensor):
+        _set_data(fake, value)
+        fake._region, fake._history = value._region, value._history
+    else:
+        become(fake, value)
+
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
+    """A copy with its own storage; what shared a storage before does so after."""
+    if not fake.is_leaf:
+        raise DeferredError("Only tensors that are leaves of the autograd graph can be deep-copied.")
+    region = fake._region
+    storage = region.storage
+    with torch.no_grad():
+        copied = memo.get(id(storage))
+        if copied is None:
+            count = storage.size_bytes // region.dtype.itemsize
+            flat = Region(storage, region.dtype, (count,), (1,))
+            copied = memo[id(storage)] = fake_from_region(flat, fake._history).clone()
+        mine = Region(copied._region.storage, region.dtype, region.size, region.stride, region.offset)
+        new = fake_from_region(mine, copied._history)
+    new.__class__ = fake.__class__
+    new.__dict__.update(copy.deepcopy(user_attributes(fake), memo))
+    new.requires_grad_(fake.requires_grad)
+    memo[id(fake)] = new
+    return new
+
+
+_OWN = ("_region", "_history")
+
+
+def user_attributes(fake: FakeTensor) -> dict[str, Any]:
+    """The attributes that were set on ``fake`` from outside."""
+    return {name: value for name, value in fake.__dict__.items() if name not in _OWN}
+
+
+def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
+    """Turns ``fake`` into ``real``, a detached tensor: same object, class, attributes, hooks."""
+    attributes = user_attributes(fake)
+    if attributes.pop("_is_param", False):
+        real = torch.Tensor._make_subclass(torch.nn.Parameter, real, fake.requires_grad)
+    elif fake.requires_grad and fake.is_leaf:
+        real.requires_grad_()
+    hooks = list((fake._backward_hooks or {}).values()) if fake.is_leaf else []
+    real.__dict__.update(attributes)
+    _torch.swap_tensors(fake, real)
+    for hook in hooks:
+        fake.register_hook(hook)
+    return fake
+
+
+def _real_value(fake: FakeTensor, what: str) -> torch.Tensor:
+    fake._no_memory(what)
+
+
+def _size_text(size: torch.Size) -> str:
+    return str(tuple(size))
+
+
+def fake_from_region(region: Region, history: History, layout: torch.layout = torch.strided) -> FakeTensor:
+    """A new fake tensor that is ``region``."""
+    fake: FakeTensor = _wrap(
+        FakeTensor,
+        region.size,
+        strides=region.stride,
+        storage_offset=region.offset,
+        dtype=region.dtype,
+        device=region.storage.device,
+    )
+    fake._region = region
+    fake._history = history
+    return fake
