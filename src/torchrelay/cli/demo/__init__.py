@@ -1,0 +1,80 @@
+"""``torchrelay demo``: the main job, a knowledge graph learned on several processes.
+
+:func:`demo` reads and checks the data, then starts the processes with torchrun; each of them runs
+:mod:`~torchrelay.cli.demo.worker`. The stages: :mod:`~torchrelay.cli.demo.code_graph` and
+:mod:`~torchrelay.cli.demo.triples` read a graph, :mod:`~torchrelay.cli.demo.model` scores it,
+:mod:`~torchrelay.cli.demo.training` and :mod:`~torchrelay.cli.demo.evaluation` do what they say, and
+:mod:`~torchrelay.cli.demo.report` prints.
+
+This module imports torch only when the command runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchrelay.cli.demo.options import Options
+
+__all__ = ["demo"]
+
+
+def demo(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with train.txt, valid.txt, test.txt: lines of subject, relation, object, separated "
+            "by tabs. Without it: the code graph of this Python's standard library."
+        ),
+    ] = None,
+    allow_unseen: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unseen", help="Accept valid and test facts with an entity that train lacks (WN18RR)."
+        ),
+    ] = False,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes to train on.")] = Options.nproc,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training facts.")] = Options.epochs,
+    dim: Annotated[int, typer.Option(min=1, help="Complex numbers in an embedding.")] = Options.dim,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Facts in a step, of all processes.")
+    ] = Options.batch_size,
+    negatives: Annotated[
+        int, typer.Option(min=1, help="Entities that each process draws in a step as wrong answers.")
+    ] = Options.negatives,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, help="Adagrad's, falling to 0 at the end.")
+    ] = Options.learning_rate,
+    regularisation: Annotated[
+        float, typer.Option(min=0.0, help="Weight of the N3 regulariser.")
+    ] = Options.regularisation,
+    seed: Annotated[
+        int, typer.Option(help="The same seed and --nproc give the same figures.")
+    ] = Options.seed,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds after which a silent process counts as lost.")
+    ] = Options.timeout_s,
+) -> None:
+    """Learn a graph of real data on several processes, and time each stage beside the usual way.
+
+    A ComplEx model is built by deferred initialisation, trained by DistributedDataParallel over the [bold]sml[/bold]
+    backend, and evaluated by link prediction.
+    """
+    options = Options(
+        data=data or Path(),
+        allow_unseen=allow_unseen,
+        nproc=nproc,
+        epochs=epochs,
+        dim=dim,
+        batch_size=batch_size,
+        negatives=negatives,
+        learning_rate=learning_rate,
+        regularisation=regularisation,
+        seed=seed,
+        timeout_s=timeout,
+    )
+    from torchrelay.cli.demo import launch  # noqa: PLC0415 - imports torch
+
+    raise typer.Exit(launch.run(options) if data else launch.run_on_code_graph(options))

@@ -1,0 +1,258 @@
+"""The code graph of Python sources: who imports, defines, inherits, calls, takes, raises and catches what.
+
+:func:`read_code_graph` reads any folder of sources with :mod:`ast`; :func:`split_facts` makes train, valid and test.
+
+Entities are named so that a person can read them::
+
+    json.decoder                        a module
+    json.decoder.JSONDecoder            a class
+    json.decoder.JSONDecoder.decode     a method, as a thing that has been written
+    .decode()                           a method's name, called on or defined by anything
+    timeout=                            a parameter's name
+    ValueError, len                     builtins
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import random
+import sysconfig
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchrelay.cli.demo.triples import SPLITS, Fact
+from torchrelay.errors import DataError
+
+__all__ = ["prune", "read_code_graph", "source_files", "split_facts", "standard_library"]
+
+# Third-party packages, and tests: code about code, twice as much as the library itself.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def standard_library() -> Path:
+    """The folder of the running Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def source_files(root: Path) -> list[Path]:
+    """The sources below ``root`` that make the graph, sorted; without tests and third-party packages."""
+    files = (path for path in root.rglob("*.py") if path.is_file())
+    return sorted(path for path in files if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+
+
+def read_code_graph(root: Path) -> list[Fact]:
+    """All facts about the sources below ``root``, sorted, each once. ``root`` is what imports start from.
+
+    Raises:
+        DataError: there are no sources.
+    """
+    paths = {_module_name(root, path): path for path in source_files(root)}
+    if not paths:
+        raise DataError(f"{root} has no Python sources: is the standard library installed as source?")
+    facts: set[Fact] = set()
+    for module, path in paths.items():
+        tree = _parse(path)
+        if tree is not None:
+            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+            facts.update(_Module(module, package, paths.keys(), tree).facts())
+    return sorted(facts)
+
+
+def prune(facts: Iterable[Fact], at_least: int) -> list[Fact]:
+    """The largest part of the graph in which each entity has ``at_least`` facts: what occurs once teaches nothing."""
+    kept = list(facts)
+    while True:
+        degree = Counter(name for subject, _, obj in kept for name in (subject, obj))
+        rest = [fact for fact in kept if degree[fact[0]] >= at_least and degree[fact[2]] >= at_least]
+        if len(rest) == len(kept):
+            return rest
+        kept = rest
+
+
+def split_facts(facts: Sequence[Fact], share: float, seed: int) -> dict[str, list[Fact]]:
+    """Train, valid and test: a random ``share`` of the facts each for valid and test.
+
+    A fact leaves train only while its entities and its relation keep another one there, so valid and test
+    hold nothing that train has never seen. The same facts, share and seed give the same split.
+    """
+    wanted = int(len(facts) * share)
+    left = Counter(name for fact in facts for name in _names(fact))
+    splits: dict[str, list[Fact]] = {name: [] for name in SPLITS}
+    for fact in random.Random(seed).sample(facts, len(facts)):
+        target = next((name for name in SPLITS[1:] if len(splits[name]) < wanted), "train")
+        needed = Counter(_names(fact))
+        if target != "train" and all(left[name] > count for name, count in needed.items()):
+            left.subtract(needed)
+            splits[target].append(fact)
+        else:
+            splits["train"].append(fact)
+    return splits
+
+
+def _names(fact: Fact) -> tuple[str, str, str]:
+    subject, relation, obj = fact
+    return subject, f"relation {relation}", obj
+
+
+def _module_name(root: Path, path: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _parse(path: Path) -> ast.Module | None:
+    """The syntax tree, or None for a file that is no valid source of this Python: templates, other versions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in old sources
+        try:
+            return ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            return None
+
+
+def _target(node: ast.AST) -> list[str]:
+    """The parts of a dotted name, ``["os", "path", "join"]``; other expressions before a dot give ``""``."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Call) and not parts:
+        return _target(node.func)
+    parts.append(node.id if isinstance(node, ast.Name) else "")
+    return parts[::-1]
+
+
+@dataclass
+class _Module:
+    """One source file, and what its names mean."""
+
+    name: str
+    package: str
+    modules: Iterable[str]
+    tree: ast.Module
+    known: dict[str, str] = field(default_factory=dict)
+    """Imported and defined names of the module's scope, and what they stand for: ``{"join": "os.path.join"}``."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Variables of the module's scope: ``{"FLAGS": "json.decoder.FLAGS"}``."""
+
+    def __post_init__(self) -> None:
+        for statement in self.tree.body:
+            if isinstance(statement, ast.Assign):
+                names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+                self.variables.update((name, f"{self.name}.{name}") for name in names)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self.known[alias.asname or alias.name.split(".")[0]] = (
+                        alias.name if alias.asname else alias.name.split(".")[0]
+                    )
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    self.known[alias.asname or alias.name] = f"{self._source(node)}.{alias.name}"
+        for name in self._definitions():
+            self.known[name] = f"{self.name}.{name}"
+
+    def facts(self) -> Iterator[Fact]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((self.name, "imports", alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from ((self.name, "imports", module) for module in self._imported(node))
+        for name, node in self._definitions().items():
+            yield self.name, "defines", f"{self.name}.{name}"
+            if isinstance(node, ast.ClassDef):
+                yield from self._class_facts(f"{self.name}.{name}", node)
+            else:
+                yield from self._function_facts(f"{self.name}.{name}", node, {})
+
+    def _definitions(self) -> dict[str, ast.ClassDef | _Function]:
+        """Classes and functions of the module's own scope, those under ``if`` and ``try`` too."""
+        found: dict[str, ast.ClassDef | _Function] = {}
+        pending: list[ast.stmt] = list(self.tree.body)
+        while pending:
+            node = pending.pop(0)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found[node.name] = node
+            elif isinstance(node, ast.If | ast.Try | ast.With):
+                pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+                pending += [s for h in getattr(node, "handlers", []) for s in h.body]
+        return found
+
+    def _source(self, node: ast.ImportFrom) -> str:
+        """The module that ``from ... import`` names, its leading dots resolved."""
+        if not node.level:
+            return node.module or ""
+        parts = self.package.split(".")
+        base = parts[: len(parts) - node.level + 1]
+        return ".".join([*base, *([node.module] if node.module else [])])
+
+    def _imported(self, node: ast.ImportFrom) -> Iterator[str]:
+        source = self._source(node)
+        for alias in node.names:
+            module = f"{source}.{alias.name}"
+            yield module if module in self.modules else source
+
+    def _class_facts(self, name: str, node: ast.ClassDef) -> Iterator[Fact]:
+        methods = {
+            item.name: item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        for base in node.bases:
+            yield from self._fact(name, "inherits", self._resolve(base, {}))
+        for decorator in node.decorator_list:
+            yield from self._fact(name, "is decorated by", self._resolve(decorator, {}))
+        for method, function in methods.items():
+            yield name, "has method", f".{method}()"
+            yield name, "defines", f"{name}.{method}"
+            yield from self._function_facts(f"{name}.{method}", function, {m: f"{name}.{m}" for m in methods})
+
+    def _function_facts(self, name: str, node: _Function, methods: Mapping[str, str]) -> Iterator[Fact]:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        for argument in arguments:
+            if argument.arg not in ("self", "cls"):
+                yield name, "takes", f"{argument.arg}="
+        for decorator in node.decorator_list:
+            yield from self._fact(name, "is decorated by", self._resolve(decorator, methods))
+        for child in ast.walk(node):
+            if isinstance(child, ast.Call):
+                yield from self._fact(name, "calls", self._resolve(child.func, methods, called=True))
+            elif isinstance(child, ast.Name | ast.Attribute):
+                yield from self._fact(name, "uses", self._variable(child, methods))
+            elif isinstance(child, ast.Raise) and child.exc is not None:
+                yield from self._fact(name, "raises", self._resolve(child.exc, methods))
+            elif isinstance(child, ast.ExceptHandler) and child.type is not None:
+                types = child.type.elts if isinstance(child.type, ast.Tuple) else [child.type]
+                for caught in types:
+                    yield from self._fact(name, "catches", self._resolve(caught, methods))
+
+    def _variable(self, node: ast.Name | ast.Attribute, methods: Mapping[str, str]) -> str | None:
+        """The module's variable or the class's attribute that an expression is, ``json.decoder.JSONDecoder.strict``."""
+        if isinstance(node, ast.Name):
+            return self.variables.get(node.id)
+        of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if of_self and node.attr not in methods and methods:
+            return f"{next(iter(methods.values())).rpartition('.')[0]}.{node.attr}"
+        return None
+
+    def _resolve(self, node: ast.AST, methods: Mapping[str, str], *, called: bool = False) -> str | None:
+        """The entity an expression names; None for local variables and what has no name.
+
+        ``methods`` are those of the class around, which ``self.`` reaches.
+        """
+        first, *rest = _target(node)
+        if first in ("self", "cls") and len(rest) == 1 and rest[0] in methods:
+            return methods[rest[0]]
+        if first in self.known:
+            return ".".join([self.known[first], *rest])
+        if not rest:
+            return first if hasattr(builtins, first) else None
+        return f".{rest[-1]}()" if called else None
+
+    @staticmethod
+    def _fact(subject: str, relation: str, obj: str | None) -> Iterator[Fact]:
+        if obj:
+            yield subject, relation, obj

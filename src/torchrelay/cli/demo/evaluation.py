@@ -1,0 +1,112 @@
+"""Link prediction by the standard protocol: both sides, filtered, ties shared.
+
+For each fact (s, r, o) the model ranks all entities as answers to (s, r, ?) and to (?, r, o). Other right
+answers, of train, valid or test, do not count (*filtered*; Bordes et al., NIPS 2013). Equal scores share
+their places: the rank is the mean of the best and the worst that the scores allow (*realistic*; Berrendorf
+et al., 2020), so a model that scores everything the same gains nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrelay.cli.demo.triples import Graph
+from torchrelay.errors import ArgumentError
+
+__all__ = [
+    "Answers",
+    "Metrics",
+    "Scorer",
+    "frequency_scorer",
+    "rank_answers",
+    "sum_metrics",
+    "with_reciprocals",
+]
+
+HITS_AT = (1, 3, 10)
+
+Scorer = Callable[[Tensor, Tensor], Tensor]
+"""Takes numbers of subjects and relations, ``(b,)``; gives the score of every entity as the object, ``(b, entities)``."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Mean reciprocal rank, and the share of questions whose answer is among the first 1, 3 and 10."""
+
+    questions: int
+    mrr: float
+    hits: tuple[float, ...]
+
+    @classmethod
+    def from_sums(cls, sums: Tensor) -> Metrics:
+        """Metrics of what :func:`sum_metrics` gave, summed over all ranks' shares."""
+        count, reciprocal, *hits = sums.tolist()
+        return cls(int(count), reciprocal / count, tuple(hit / count for hit in hits))
+
+
+def with_reciprocals(triples: Tensor, relations: int) -> Tensor:
+    """The triples, then each turned round, (o, r + relations, s): questions about the subject."""
+    s, r, o = triples.unbind(1)
+    return torch.cat([triples, torch.stack([o, r + relations, s], dim=1)])
+
+
+class Answers:
+    """All right answers to each question (subject, relation), reciprocal relations included."""
+
+    def __init__(self, graph: Graph) -> None:
+        triples = with_reciprocals(graph.triples(), len(graph.relations))
+        self._width = 2 * len(graph.relations)
+        self._keys, order = (triples[:, 0] * self._width + triples[:, 1]).sort()
+        self._objects = triples[order, 2]
+
+    def of(self, subjects: Tensor, relations: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and entity of every right answer to the questions, which are ``(b,)`` each."""
+        keys = subjects * self._width + relations
+        start = torch.searchsorted(self._keys, keys)
+        count = torch.searchsorted(self._keys, keys, right=True) - start
+        rows = torch.arange(len(keys)).repeat_interleave(count)
+        within = torch.arange(len(rows)) - (count.cumsum(0) - count)[rows]
+        return rows, self._objects[start[rows] + within]
+
+
+@torch.no_grad()
+def rank_answers(score: Scorer, questions: Tensor, answers: Answers, batch_size: int = 256) -> Tensor:
+    """The rank of each question's own answer, from 1, float64 ``(n,)``; ``questions`` is ``(n, 3)``.
+
+    Raises:
+        ArgumentError: a score is not finite: the model has diverged.
+    """
+    ranks = [_rank_batch(score, batch, answers) for batch in torch.split(questions, batch_size)]
+    return torch.cat(ranks) if ranks else torch.empty(0, dtype=torch.float64)
+
+
+def _rank_batch(score: Scorer, questions: Tensor, answers: Answers) -> Tensor:
+    s, r, o = questions.unbind(1)
+    scores = score(s, r)
+    if not scores.isfinite().all():
+        raise ArgumentError("the model has diverged: its scores are not finite; try a lower --learning-rate")
+    own = scores.gather(1, o.unsqueeze(1))
+    scores[answers.of(s, r)] = -math.inf
+    scores.scatter_(1, o.unsqueeze(1), own)
+    better = (scores > own).sum(dim=1)
+    equal = (scores == own).sum(dim=1) - 1
+    return 1 + better.double() + equal.double() / 2
+
+
+def sum_metrics(ranks: Tensor) -> Tensor:
+    """Count, sum of 1/rank, and counts of hits, float64 ``(5,)``: sums of several shares add up."""
+    hits = [(ranks <= k).sum().double() for k in HITS_AT]
+    return torch.stack([torch.tensor(float(len(ranks)), dtype=torch.float64), (1 / ranks).sum(), *hits])
+
+
+def frequency_scorer(graph: Graph) -> Scorer:
+    """The baseline: answers each question with the objects most frequent with its relation in train."""
+    train = with_reciprocals(graph.train, len(graph.relations))
+    counts = torch.zeros(2 * len(graph.relations), len(graph.entities))
+    counts.index_put_((train[:, 1], train[:, 2]), torch.ones(len(train)), accumulate=True)
+    return lambda _, relations: counts[relations]

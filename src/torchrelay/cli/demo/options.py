@@ -1,0 +1,38 @@
+"""What the main job is asked to do; travels to its processes as one line of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``torchrelay demo``, which documents them, with its defaults."""
+
+    data: Path
+    allow_unseen: bool = False
+    nproc: int = 2
+    epochs: int = 20
+    dim: int = 64
+    batch_size: int = 2048
+    negatives: int = 2048
+    learning_rate: float = 0.1
+    regularisation: float = 0.03
+    seed: int = 0
+    timeout_s: float = 60.0
+    reading_s: float = 0.0
+    """What it took to make the graph's files; 0 if they were given."""
+    cached: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "data": str(self.data)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Options:
+        fields = json.loads(text)
+        return cls(**{**fields, "data": Path(fields["data"])})

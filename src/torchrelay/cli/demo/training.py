@@ -1,0 +1,132 @@
+"""Training: the same seeded batches whatever the number of processes, each taking its share of every batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrelay.cli.demo.evaluation import with_reciprocals
+from torchrelay.cli.demo.model import ComplEx
+from torchrelay.cli.demo.options import Options
+from torchrelay.cli.demo.triples import Graph
+from torchrelay.errors import ArgumentError
+from torchrelay.world import World
+
+__all__ = ["Batches", "Trainer", "compare_groups"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What each step of training sees: this rank's share of the batch, and its own negatives."""
+
+    triples: Tensor
+    entities: int
+    batch_size: int
+    negatives: int
+    seed: int
+    world: World
+
+    @classmethod
+    def of(cls, graph: Graph, options: Options, world: World) -> Batches:
+        triples = with_reciprocals(graph.train, len(graph.relations))
+        # Every rank takes the same number of facts, so that the mean of their gradients is the batch's.
+        batch_size = min(options.batch_size, len(triples)) // world.size * world.size
+        if batch_size == 0:
+            raise ArgumentError(
+                f"{world.size} processes need at least {world.size} facts in a batch; "
+                f"there are {len(triples)}, of which --batch-size takes {options.batch_size}"
+            )
+        negatives = min(options.negatives, len(graph.entities))
+        return cls(triples, len(graph.entities), batch_size, negatives, options.seed, world)
+
+    @property
+    def steps(self) -> int:
+        """Steps in an epoch; what does not fill a batch is left for another epoch's order."""
+        return len(self.triples) // self.batch_size
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Triples ``(batch_size / ranks, 3)`` and negatives ``(k,)`` of each step of one epoch."""
+        shuffle = torch.Generator().manual_seed(self._seed(number, 0))
+        draw = torch.Generator().manual_seed(self._seed(number, 1 + self.world.rank))
+        order = torch.randperm(len(self.triples), generator=shuffle)
+        for step in range(self.steps):
+            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+            share = self.triples[batch[self.world.rank :: self.world.size]]
+            yield share, torch.randperm(self.entities, generator=draw)[: self.negatives]
+
+    def _seed(self, epoch: int, stream: int) -> int:
+        """Distinct for all epochs and streams of one seed, and far from those of the next seed."""
+        return (self.seed * 1_000_003 + epoch) * 10_007 + stream
+
+
+class Trainer:
+    """A model, wrapped by DistributedDataParallel over ``group``, and its optimizer.
+
+    Args:
+        group: the process group that sums the gradients; None for the default one.
+    """
+
+    def __init__(self, model: ComplEx, options: Options, group: dist.ProcessGroup | None = None) -> None:
+        self._parallel = DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True, static_graph=True
+        )
+        self._options = options
+        self._optimizer = torch.optim.Adagrad(model.parameters(), lr=options.learning_rate, fused=True)
+
+    def step(self, triples: Tensor, negatives: Tensor) -> float:
+        """One step; gives this rank's loss.
+
+        Raises:
+            ArgumentError: the loss is not finite.
+        """
+        loss = self._parallel(triples, negatives, self._options.regularisation)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        value = float(loss.item())
+        if not math.isfinite(value):
+            raise ArgumentError(
+                "the loss is not finite any more: the model has diverged; try a lower --learning-rate"
+            )
+        return value
+
+    def train(self, batches: Batches, on_step: Callable[[int, float], None]) -> None:
+        """All epochs; calls ``on_step`` with the epoch, from 1, and the loss after each step."""
+        total = self._options.epochs * batches.steps
+        done = 0
+        for epoch in range(1, self._options.epochs + 1):
+            for triples, negatives in batches.epoch(epoch):
+                self._set_learning_rate(1 - done / total)
+                on_step(epoch, self.step(triples, negatives))
+                done += 1
+
+    def _set_learning_rate(self, share: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._options.learning_rate * share
+
+
+def compare_groups(
+    model: ComplEx, batches: Batches, options: Options, groups: Mapping[str, dist.ProcessGroup], steps: int
+) -> dict[str, float]:
+    """Median seconds of a training step over each group, taken in turns on copies of the model."""
+    trainers = {name: Trainer(copy.deepcopy(model), options, group) for name, group in groups.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in groups}
+    for number, (triples, negatives) in enumerate(batches.epoch(0)):
+        if number == steps + 1:
+            break
+        for name, trainer in trainers.items():
+            dist.barrier()
+            start = time.perf_counter()
+            trainer.step(triples, negatives)
+            if number:  # the first step makes DDP's buckets
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items() if times}

@@ -1,0 +1,139 @@
+"""Knowledge graphs as files: ``train.txt``, ``valid.txt`` and ``test.txt`` in one folder.
+
+Each line is a fact: subject, relation and object, separated by tabs. This is how WN18RR, FB15k-237 and
+other benchmarks are published.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchrelay.errors import DataError
+
+__all__ = ["SPLITS", "Fact", "Graph", "read_facts", "read_graph", "write_facts"]
+
+SPLITS = ("train", "valid", "test")
+
+Fact = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph as numbers. Triples are int64 of shape ``(n, 3)``: subject, relation, object."""
+
+    entities: tuple[str, ...]
+    relations: tuple[str, ...]
+    train: torch.Tensor
+    valid: torch.Tensor
+    test: torch.Tensor
+    unseen: int = 0
+    """How many facts of valid and test have an entity that train lacks."""
+
+    def triples(self) -> torch.Tensor:
+        """All facts, of train, valid and test in this order."""
+        return torch.cat([self.train, self.valid, self.test])
+
+
+def read_graph(folder: Path, *, allow_unseen: bool = False) -> Graph:
+    """The graph in ``folder``; numbers are given in the order of appearance in train, valid, test.
+
+    Args:
+        allow_unseen: accept facts in valid and test with an entity that train lacks. Such an entity gets an
+            embedding that no fact has trained and is ranked like any other, as published results for
+            WN18RR do (7 % of its test facts have one).
+
+    Raises:
+        DataError: a file is missing, empty or malformed, or valid or test has an entity (unless allowed) or
+            a relation that train lacks.
+    """
+    if not folder.is_dir():
+        found = "is not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {found}: it must be a folder with train.txt, valid.txt and test.txt")
+    facts = {split: read_facts(folder / f"{split}.txt") for split in SPLITS}
+    unseen = sum(
+        _count_unseen(folder / f"{s}.txt", facts["train"], facts[s], allow_unseen) for s in SPLITS[1:]
+    )
+    everything = [fact for split in SPLITS for fact in facts[split]]
+    entities = _number(name for subject, _, obj in everything for name in (subject, obj))
+    relations = _number(relation for _, relation, _ in everything)
+
+    def encode(facts: Sequence[Fact]) -> torch.Tensor:
+        return torch.tensor([(entities[s], relations[r], entities[o]) for s, r, o in facts])
+
+    train, valid, test = (encode(facts[split]) for split in SPLITS)
+    return Graph(tuple(entities), tuple(relations), train, valid, test, unseen)
+
+
+def read_facts(path: Path) -> list[Fact]:
+    """The facts of one file.
+
+    Raises:
+        DataError: the file is missing, has no fact, is not UTF-8, or has a line without exactly three fields.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} is missing: the folder must hold train.txt, valid.txt and test.txt"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    lines = enumerate(text.split("\n"), start=1)
+    facts = [_parse(path, number, line) for number, line in lines if line.strip()]
+    if not facts:
+        raise DataError(
+            f"{path} has no facts: each line must be subject, relation and object separated by tabs"
+        )
+    return facts
+
+
+def write_facts(path: Path, facts: Iterable[Fact]) -> None:
+    """Writes a file that :func:`read_facts` reads."""
+    path.write_text("".join("\t".join(fact) + "\n" for fact in facts), encoding="utf-8")
+
+
+def _parse(path: Path, number: int, line: str) -> Fact:
+    fields = [part.strip() for part in line.split("\t")]
+    if len(fields) == 3 and all(fields):
+        return fields[0], fields[1], fields[2]
+    found = str(len(fields))
+    if len(fields) == 3:
+        found += f", and the {('1st', '2nd', '3rd')[fields.index('')]} is empty"
+    raise DataError(
+        f"{path}, line {number}: a line must have three fields, subject, relation and object, separated by tabs, "
+        f"but this one has {found}: {line[:80]!r}"
+    )
+
+
+def _number(names: Iterable[str]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+
+def _count_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allow: bool) -> int:
+    """How many ``facts`` (of ``path``) have an entity that ``train`` lacks; an error unless allowed."""
+    entities = {name for subject, _, obj in train for name in (subject, obj)}
+    relations = {relation for _, relation, _ in train}
+    for _, relation, _ in facts:
+        if relation not in relations:
+            raise DataError(
+                f"{path}: the relation {relation!r} does not occur in train.txt, so nothing can learn it"
+            )
+    missing = Counter(
+        next(name for name in (subject, obj) if name not in entities)
+        for subject, _, obj in facts
+        if not (subject in entities and obj in entities)
+    )
+    if missing and not allow:
+        raise DataError(
+            f"{path}: the entity {next(iter(missing))!r} does not occur in train.txt, like those of "
+            f"{missing.total()} of {len(facts)} lines; correct the split, or pass --allow-unseen to rank such "
+            "entities with untrained embeddings, as published results for WN18RR do"
+        )
+    return sum(missing.values())
