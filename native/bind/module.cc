@@ -43,5 +43,8 @@ void raise_in_python(const std::exception_ptr& pointer, void*) {
 NB_MODULE(_native, module) {
   module.doc() = "The native core: memory, reductions and messages. Knows neither torch nor the rooms.";
   nb::register_exception_translator(raise_in_python);
+  torchrelay::register_endpoint(module);
+  torchrelay::register_mt19937(module);
   torchrelay::register_shared_memory(module);
+  torchrelay::register_shared_group(module);
 }

@@ -100,3 +100,80 @@ def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
             raise ConfigError(f"{key}: no such setting; {cls.name} has {', '.join(sorted(fields))}")
     values = {f.name: parse_value(environ[key], f, key) for key, f in fields.items() if key in environ}
     return cls(**values)
+
+
+@section
+class Mpi(Section):
+    """Differentiable MPI."""
+
+    name = "mpi"
+
+    timeout_s: float = setting(
+        300.0,
+        "how long a communication waits for other ranks before every rank gets an error",
+        unit="s",
+        minimum=0.0,
+    )
+    grace_s: float = setting(
+        2.0,
+        "how long a rank whose communication timed out waits for the others to say where they are",
+        unit="s",
+        minimum=0.0,
+    )
+    debug: bool = setting(
+        False, "compare function, shape, dtype and grad mode between the ranks before each communication"
+    )
+    convention: str = setting(
+        "sum",
+        "what a gradient is the derivative of: the sum of all ranks' losses, or one loss that every rank holds a replica of",
+        allowed=("sum", "replicated"),
+    )
+    unreached: str = setting(
+        "raise",
+        "what to do when a backward pass cannot reach all communications recorded before it",
+        allowed=("raise", "warn", "ignore"),
+    )
+    chain_warning: int = setting(
+        10_000,
+        "warn when so many communications were recorded without a backward pass",
+        unit="communications",
+        minimum=1,
+    )
+    max_count: int = setting(
+        2**31 - 1,
+        "the most elements given to one MPI call; larger tensors go in pieces",
+        unit="elements",
+        minimum=1,
+    )
+
+
+@section
+class Aggregation(Section):
+    """The backend ``sml``."""
+
+    name = "aggregation"
+
+    slot_bytes: int = setting(
+        256 * 1024,
+        "how much each rank stages at a time for the others to read; larger messages go in pieces",
+        unit="bytes",
+        minimum=4096,
+    )
+    one_shot_bytes: int = setting(
+        32 * 1024, "all-reduces up to this size are done in one step", unit="bytes", minimum=0
+    )
+    mailbox_bytes: int = setting(
+        128 * 1024, "the buffer between each pair of ranks for send and recv", unit="bytes", minimum=4096
+    )
+    spin_us: int = setting(
+        100, "how long a waiting rank looks for the others before it sleeps", unit="us", minimum=0
+    )
+    background_spin_us: int = setting(
+        20, "the same for operations that run in the background", unit="us", minimum=0
+    )
+    crowded_spin_us: int = setting(
+        0, "the same for both, when a host has more ranks than cores", unit="us", minimum=0
+    )
+    crowded_yields: int = setting(
+        20, "how often such a rank lets others run before it sleeps", unit="times", minimum=0
+    )

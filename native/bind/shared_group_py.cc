@@ -1,0 +1,340 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "register.h"
+#include "torchrelay/collectives.h"
+#include "torchrelay/executor.h"
+#include "torchrelay/mailboxes.h"
+#include "torchrelay/shared_group.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace torchrelay {
+namespace {
+
+using Address = std::uintptr_t;
+using BlockList = std::vector<std::pair<Address, std::size_t>>;
+using Released = nb::call_guard<nb::gil_scoped_release>;
+
+std::chrono::nanoseconds seconds(double value) {
+  constexpr double kLongest = 1e9;  // 30 years: later than any deadline, far from overflow
+  return std::chrono::nanoseconds(static_cast<std::int64_t>((value < kLongest ? value : kLongest) * 1e9));
+}
+
+std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
+
+std::vector<Block> blocks(const BlockList& list) {
+  std::vector<Block> out;
+  out.reserve(list.size());
+  for (const auto& [address, size] : list) out.push_back({pointer(address), size});
+  return out;
+}
+
+std::vector<std::byte*> pointers(const std::vector<Address>& list) {
+  std::vector<std::byte*> out;
+  out.reserve(list.size());
+  for (const Address address : list) out.push_back(pointer(address));
+  return out;
+}
+
+// Lets Ctrl-C through while a thread of Python waits in here.
+void check_signals() {
+  const nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw Error(Code::kInterrupted, "interrupted");
+}
+
+// A Python callable that may be dropped by a thread without the GIL.
+std::function<void()> callback(nb::callable function) {
+  std::shared_ptr<nb::callable> held(new nb::callable(std::move(function)), [](nb::callable* callable) {
+    const nb::gil_scoped_acquire gil;
+    delete callable;
+  });
+  return [held] {
+    const nb::gil_scoped_acquire gil;
+    try {
+      (*held)();
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("torchrelay: a callback at the end of an operation");
+    }
+  };
+}
+
+nb::object error_in_python(const std::exception_ptr& error) {
+  if (!error) return nb::none();
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    return nb::make_tuple(static_cast<int>(e.code()), std::string(e.what()), e.ranks());
+  }
+}
+
+// A rank's seat with what drives it: the executor for collectives, the mailboxes for messages.
+class Communicator {
+ public:
+  // Without a memory, makes a segment for `size` ranks; rank 0 does so.
+  Communicator(SharedMemory& memory, int rank, std::vector<int> names, double spin_s,
+               double background_spin_s, int yields)
+      : group_(SharedMemory::from_fd(memory.fd()), rank, std::move(names)),
+        mailboxes_(group_),
+        inline_patience_{seconds(spin_s), yields},
+        background_patience_{seconds(background_spin_s), yields} {}
+
+  ~Communicator() {
+    const nb::gil_scoped_release released;
+    close();
+  }
+
+  void join(double timeout_s) {
+    Operation operation = begin("joining the group", timeout_s, false);
+    group_.join(operation);
+  }
+
+  void close() {
+    executor_.stop();
+    mailboxes_.stop();
+    group_.leave();
+  }
+
+  SharedGroup& group() { return group_; }
+
+  using Pending = std::shared_ptr<Ticket>;
+
+  // Runs the collective here if it may block and nothing is queued (null), else queues it.
+  template <class Collective>
+  Pending run(const char* name, double timeout_s, bool block, Collective collective) {
+    jobs_.fetch_add(1, std::memory_order_relaxed);
+    const auto body = [this, name, timeout_s, &collective] {
+      collective(group_, begin(name, timeout_s, false));
+    };
+    if (block && executor_.try_run(body)) return nullptr;
+    Pending ticket =
+        executor_.submit([this, name, timeout_s, collective = std::move(collective)](bool) mutable {
+          collective(group_, begin(name, timeout_s, true));
+        });
+    if (block) {
+      ticket->wait(seconds(1e9), check_signals);
+      return nullptr;
+    }
+    return ticket;
+  }
+
+  Pending all_reduce(Address data, std::size_t count, Dtype dtype, Op op, double timeout_s, bool block) {
+    return run("all_reduce", timeout_s, block, [=](SharedGroup& group, const Operation& operation) {
+      torchrelay::all_reduce(group, operation, pointer(data), count, dtype, op);
+    });
+  }
+
+  Pending reduce(Address data, std::size_t count, Dtype dtype, Op op, int root, double timeout_s,
+                 bool block) {
+    return run("reduce", timeout_s, block, [=](SharedGroup& group, const Operation& operation) {
+      torchrelay::reduce(group, operation, pointer(data), count, dtype, op, root);
+    });
+  }
+
+  Pending reduce_scatter(const std::vector<Address>& inputs, Address output, std::size_t count, Dtype dtype,
+                         Op op, double timeout_s, bool block) {
+    return run("reduce_scatter", timeout_s, block,
+               [=, in = pointers(inputs)](SharedGroup& group, const Operation& operation) {
+                 torchrelay::reduce_scatter(group, operation, in, pointer(output), count, dtype, op);
+               });
+  }
+
+  Pending broadcast(Address data, std::size_t size_bytes, std::uint8_t code, int root, double timeout_s,
+                    bool block) {
+    return run("broadcast", timeout_s, block, [=](SharedGroup& group, const Operation& operation) {
+      torchrelay::broadcast(group, operation, {pointer(data), size_bytes}, code, root);
+    });
+  }
+
+  Pending all_gather(Address input, std::size_t size_bytes, const BlockList& outputs, std::uint8_t code,
+                     double timeout_s, bool block) {
+    return run("all_gather", timeout_s, block,
+               [=, out = blocks(outputs)](SharedGroup& group, const Operation& operation) {
+                 torchrelay::all_gather(group, operation, {pointer(input), size_bytes}, out, code);
+               });
+  }
+
+  Pending gather(Address input, std::size_t size_bytes, const BlockList& outputs, std::uint8_t code, int root,
+                 double timeout_s, bool block) {
+    return run("gather", timeout_s, block,
+               [=, out = blocks(outputs)](SharedGroup& group, const Operation& operation) {
+                 torchrelay::gather(group, operation, {pointer(input), size_bytes}, out, code, root);
+               });
+  }
+
+  Pending scatter(const BlockList& inputs, Address output, std::size_t size_bytes, std::uint8_t code,
+                  int root, double timeout_s, bool block) {
+    return run("scatter", timeout_s, block,
+               [=, in = blocks(inputs)](SharedGroup& group, const Operation& operation) {
+                 torchrelay::scatter(group, operation, in, {pointer(output), size_bytes}, code, root);
+               });
+  }
+
+  Pending all_to_all(const BlockList& inputs, const BlockList& outputs, std::uint8_t code, double timeout_s,
+                     bool block) {
+    return run(
+        "all_to_all", timeout_s, block,
+        [=, in = blocks(inputs), out = blocks(outputs)](SharedGroup& group, const Operation& operation) {
+          torchrelay::all_to_all(group, operation, in, out, code);
+        });
+  }
+
+  Pending barrier(double timeout_s, bool block) {
+    return run("barrier", timeout_s, block,
+               [](SharedGroup& group, const Operation& operation) { torchrelay::barrier(group, operation); });
+  }
+
+  std::shared_ptr<Transfer> send(Address data, std::size_t size_bytes, int to, std::int32_t tag,
+                                 std::uint8_t code, double timeout_s) {
+    return mailboxes_.send({pointer(data), size_bytes}, to, tag, code, seconds(timeout_s));
+  }
+
+  std::shared_ptr<Transfer> receive(Address data, std::size_t size_bytes, int from, std::int32_t tag,
+                                    std::uint8_t code, double timeout_s) {
+    return mailboxes_.receive({pointer(data), size_bytes}, from, tag, code, seconds(timeout_s));
+  }
+
+  bool wait_transfer(Transfer& transfer, double timeout_s) {
+    return mailboxes_.wait(transfer, seconds(timeout_s), inline_patience_, check_signals);
+  }
+
+  std::uint64_t jobs() const { return jobs_.load(std::memory_order_relaxed); }
+
+ private:
+  Operation begin(const char* name, double timeout_s, bool in_background) {
+    Operation operation;
+    operation.name = name;
+    operation.timeout = seconds(timeout_s);
+    operation.patience = in_background ? background_patience_ : inline_patience_;
+    if (in_background) {
+      operation.poll = [this] {
+        if (executor_.stopping())
+          throw Error(Code::kPeerLost, "the group was destroyed on this rank before the operation ended");
+      };
+    } else {
+      operation.poll = check_signals;
+    }
+    return operation;
+  }
+
+  SharedGroup group_;
+  Executor executor_;
+  Mailboxes mailboxes_;
+  Patience inline_patience_;
+  Patience background_patience_;
+  std::atomic<std::uint64_t> jobs_{0};
+};
+
+void register_ticket(nb::module_& module) {
+  nb::class_<Ticket>(module, "Ticket", "The fate of one operation.")
+      .def_prop_ro("done", &Ticket::done)
+      .def(
+          "wait",
+          [](const Ticket& ticket, double timeout_s) {
+            return ticket.wait(seconds(timeout_s), check_signals);
+          },
+          "timeout_s"_a, Released())
+      .def(
+          "error", [](const Ticket& ticket) { return error_in_python(ticket.error()); },
+          nb::sig("def error(self) -> tuple[int, str, list[int]] | None"),
+          "What it failed with (code, message, ranks), or None.")
+      .def(
+          "when_done",
+          [](Ticket& ticket, nb::callable function) {
+            auto then = callback(std::move(function));
+            const nb::gil_scoped_release released;
+            ticket.when_done(std::move(then));
+          },
+          "function"_a);
+  nb::class_<Transfer>(module, "Transfer", "A send or receive in progress.")
+      .def_prop_ro("ticket", &Transfer::ticket, nb::rv_policy::reference_internal)
+      .def_prop_ro("source", &Transfer::source);
+}
+
+void register_reduce(nb::module_& module) {
+  nb::enum_<Dtype>(module, "Dtype")
+      .value("int8", Dtype::kInt8)
+      .value("uint8", Dtype::kUint8)
+      .value("int16", Dtype::kInt16)
+      .value("int32", Dtype::kInt32)
+      .value("int64", Dtype::kInt64)
+      .value("float16", Dtype::kFloat16)
+      .value("bfloat16", Dtype::kBfloat16)
+      .value("float32", Dtype::kFloat32)
+      .value("float64", Dtype::kFloat64);
+  nb::enum_<Op>(module, "Op")
+      .value("SUM", Op::kSum)
+      .value("AVG", Op::kAverage)
+      .value("PRODUCT", Op::kProduct)
+      .value("MIN", Op::kMin)
+      .value("MAX", Op::kMax)
+      .value("BAND", Op::kAnd)
+      .value("BOR", Op::kOr)
+      .value("BXOR", Op::kXor);
+  module.def("instruction_sets", &instruction_sets,
+             "What reductions can use on this machine, the best first.");
+  module.def(
+      "reduce",
+      [](const std::vector<Address>& sources, Address out, std::size_t count, Dtype dtype, Op op,
+         const std::string& instruction_set) {
+        const auto in = pointers(sources);
+        const Kernel kernel = find_kernel(dtype, op, instruction_set);
+        kernel(const_cast<const std::byte* const*>(in.data()), static_cast<int>(in.size()), pointer(out),
+               count);
+      },
+      "sources"_a, "out"_a, "count"_a, "dtype"_a, "op"_a, "instruction_set"_a, Released(),
+      "Reduces `count` elements of each source into out.");
+}
+
+}  // namespace
+
+void register_shared_group(nb::module_& module) {
+  register_ticket(module);
+  register_reduce(module);
+  nb::class_<Communicator>(module, "Communicator", "One rank's part in a group of ranks of one host.")
+      .def_static(
+          "create_segment",
+          [](int size, std::size_t slot_bytes, std::size_t one_shot_bytes, std::size_t mailbox_bytes) {
+            return SharedGroup::create({size, slot_bytes, one_shot_bytes, mailbox_bytes});
+          },
+          "size"_a, "slot_bytes"_a, "one_shot_bytes"_a, "mailbox_bytes"_a)
+      .def(nb::init<SharedMemory&, int, std::vector<int>, double, double, int>(), "memory"_a, "rank"_a,
+           "names"_a, "spin_s"_a, "background_spin_s"_a, "yields"_a)
+      .def("join", &Communicator::join, "timeout_s"_a, Released())
+      .def("close", &Communicator::close, Released())
+      .def("all_reduce", &Communicator::all_reduce, "data"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a,
+           "block"_a, Released())
+      .def("reduce", &Communicator::reduce, "data"_a, "count"_a, "dtype"_a, "op"_a, "root"_a, "timeout_s"_a,
+           "block"_a, Released())
+      .def("reduce_scatter", &Communicator::reduce_scatter, "inputs"_a, "output"_a, "count"_a, "dtype"_a,
+           "op"_a, "timeout_s"_a, "block"_a, Released())
+      .def("broadcast", &Communicator::broadcast, "data"_a, "size_bytes"_a, "code"_a, "root"_a, "timeout_s"_a,
+           "block"_a, Released())
+      .def("all_gather", &Communicator::all_gather, "input"_a, "size_bytes"_a, "outputs"_a, "code"_a,
+           "timeout_s"_a, "block"_a, Released())
+      .def("gather", &Communicator::gather, "input"_a, "size_bytes"_a, "outputs"_a, "code"_a, "root"_a,
+           "timeout_s"_a, "block"_a, Released())
+      .def("scatter", &Communicator::scatter, "inputs"_a, "output"_a, "size_bytes"_a, "code"_a, "root"_a,
+           "timeout_s"_a, "block"_a, Released())
+      .def("all_to_all", &Communicator::all_to_all, "inputs"_a, "outputs"_a, "code"_a, "timeout_s"_a,
+           "block"_a, Released())
+      .def("barrier", &Communicator::barrier, "timeout_s"_a, "block"_a, Released())
+      .def("send", &Communicator::send, "data"_a, "size_bytes"_a, "to"_a, "tag"_a, "code"_a, "timeout_s"_a,
+           Released())
+      .def("receive", &Communicator::receive, "data"_a, "size_bytes"_a, "source"_a, "tag"_a, "code"_a,
+           "timeout_s"_a, Released())
+      .def("wait_transfer", &Communicator::wait_transfer, "transfer"_a, "timeout_s"_a, Released())
+      .def_prop_ro("jobs", &Communicator::jobs)
+      .def_prop_ro("waiting_ns", [](Communicator& self) { return self.group().waiting_ns(); });
+}
+
+}  // namespace torchrelay

@@ -1,0 +1,61 @@
+// Collectives over a SharedGroup: each is called by all ranks, from one thread a rank, and returns when this
+// rank's part is done and its buffers may be used again.
+//
+// Steps and bytes, for n ranks and a message of m bytes (r = read, w = written by each rank):
+//   all_reduce, small   1 step:  w m to the slot; r n*m
+//   all_reduce, large   blocks of a slot, three stages in a pipeline, one meeting a block:
+//                       copy in (n-1)/n*m, reduce m/n from each of n ranks, copy out (n-1)/n*m
+//   reduce              as all_reduce, but only the root copies out
+//   reduce_scatter      copy in, reduce: as the first two stages
+//   broadcast           the root copies in m, the others copy out m
+//   all_gather, gather  each copies in its block, all (or the root) copy out all
+//   all_to_all, scatter each (or the root) copies in a block a peer, each copies out its own
+// Sums are made in the order of the ranks, by one rank for each element: all ranks get the same bits, every
+// time.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "torchrelay/shared_group.h"
+
+namespace torchrelay {
+
+struct Block {
+  std::byte* data = nullptr;
+  std::size_t size_bytes = 0;
+};
+
+// data: count elements, replaced by the result.
+void all_reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count,
+                Dtype dtype, Op op);
+
+// The same, but only the root's data is replaced.
+void reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
+            Op op, int root);
+
+// inputs: a block of count elements for each rank; output: count elements. It may be inputs[rank].
+void reduce_scatter(SharedGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
+                    std::byte* output, std::size_t count, Dtype dtype, Op op);
+
+// `code` is the caller's number for the type of the elements; all ranks must give the same.
+void broadcast(SharedGroup& group, const Operation& operation, Block data, std::uint8_t code, int root);
+
+// outputs: a block for each rank; outputs[rank] may be input itself.
+void all_gather(SharedGroup& group, const Operation& operation, Block input,
+                const std::vector<Block>& outputs, std::uint8_t code);
+
+// outputs is read on the root only.
+void gather(SharedGroup& group, const Operation& operation, Block input, const std::vector<Block>& outputs,
+            std::uint8_t code, int root);
+
+// inputs is read on the root only.
+void scatter(SharedGroup& group, const Operation& operation, const std::vector<Block>& inputs, Block output,
+             std::uint8_t code, int root);
+
+void all_to_all(SharedGroup& group, const Operation& operation, const std::vector<Block>& inputs,
+                const std::vector<Block>& outputs, std::uint8_t code);
+
+void barrier(SharedGroup& group, const Operation& operation);
+
+}  // namespace torchrelay

@@ -1,0 +1,93 @@
+// Runs a group's operations in the order they were given, in a thread of its own or, if nothing is waiting,
+// in the caller's.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace torchrelay {
+
+// The fate of one operation. Thread-safe.
+class Ticket {
+ public:
+  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+
+  // Waits up to timeout; false if it is still not done. Throws what the operation threw. `poll` is called
+  // about 20 times a second and may throw to stop waiting; the operation goes on.
+  bool wait(std::chrono::nanoseconds timeout, const std::function<void()>& poll) const;
+
+  // What the operation threw, or null.
+  std::exception_ptr error() const;
+
+  // Calls `then` once the operation is done, in the thread that ends it; at once if it is done.
+  void when_done(std::function<void()> then);
+
+  void finish(std::exception_ptr error);
+
+ private:
+  mutable std::mutex lock_;
+  mutable std::condition_variable changed_;
+  std::atomic<bool> done_{false};
+  std::exception_ptr error_;
+  std::vector<std::function<void()>> then_;
+};
+
+class Executor {
+ public:
+  // A job blocks until its operation is done; `in_background` tells it whether it runs in the executor's
+  // thread.
+  using Job = std::function<void(bool in_background)>;
+
+  Executor() = default;
+  ~Executor() { stop(); }
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  // Queues the job. The thread starts with the first.
+  std::shared_ptr<Ticket> submit(Job job);
+
+  // Runs the job here and throws what it throws, if nothing is queued or running; else returns false.
+  template <class Function>
+  bool try_run(Function&& job) {
+    if (!take_turn()) return false;
+    const Turn turn(*this);
+    job();
+    return true;
+  }
+
+  // Whether running jobs should give up.
+  bool stopping() const noexcept { return stopping_.load(std::memory_order_acquire); }
+
+  // Fails what is queued, waits for what is running (which must watch stopping()), ends the thread.
+  void stop();
+
+ private:
+  struct Turn {
+    explicit Turn(Executor& executor) : executor_(executor) {}
+    ~Turn() { executor_.end_turn(); }
+    Executor& executor_;
+  };
+
+  bool take_turn();
+  void end_turn();
+  void loop();
+
+  std::mutex lock_;
+  std::condition_variable changed_;
+  std::deque<std::pair<Job, std::shared_ptr<Ticket>>> queue_;
+  bool running_ = false;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+  int pid_ = 0;  // the process the thread runs in
+};
+
+}  // namespace torchrelay

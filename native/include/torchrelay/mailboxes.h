@@ -1,0 +1,117 @@
+// Messages between two ranks of a SharedGroup: send and receive that do not block, with tags.
+//
+// Each ordered pair of ranks has a ring of bytes in the segment. A message is a frame: its size, tag and
+// type, then its bytes, and may be larger than the ring. Messages of one pair and tag arrive in the order
+// they were sent. A message for which nothing is posted stays in the ring, unless another message behind it
+// is wanted: then it is put aside in memory.
+//
+// Transfers are driven by whoever waits for one, else by a thread that starts with the first transfer that
+// does not end at once.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "torchrelay/collectives.h"
+#include "torchrelay/executor.h"
+#include "torchrelay/shared_group.h"
+
+namespace torchrelay {
+
+// One send or receive in progress. Its data must stay valid until it is done.
+class Transfer {
+ public:
+  Transfer(Block data, int peer, std::int32_t tag, std::uint8_t code, std::chrono::nanoseconds timeout)
+      : data_(data), peer_(peer), tag_(tag), code_(code), end_(std::chrono::steady_clock::now() + timeout) {}
+
+  Ticket& ticket() noexcept { return ticket_; }
+  // Where a received message came from; valid once it is done.
+  int source() const noexcept { return source_; }
+
+ private:
+  friend class Mailboxes;
+  Block data_;
+  int peer_;  // -1: receive from any rank
+  std::int32_t tag_;
+  std::uint8_t code_;
+  std::chrono::steady_clock::time_point end_;
+  std::size_t moved_ = 0;  // bytes in or out of the ring so far
+  bool begun_ = false;
+  int source_ = -1;
+  Ticket ticket_;
+};
+
+class Mailboxes {
+ public:
+  explicit Mailboxes(SharedGroup& group);
+  ~Mailboxes() { stop(); }
+
+  // Throw what the group's earlier failure was. A message whose size or type is not what the receiver expects
+  // fails the receive with kMismatch.
+  std::shared_ptr<Transfer> send(Block data, int to, std::int32_t tag, std::uint8_t code,
+                                 std::chrono::nanoseconds timeout);
+  std::shared_ptr<Transfer> receive(Block data, int from, std::int32_t tag, std::uint8_t code,
+                                    std::chrono::nanoseconds timeout);
+
+  // Drives transfers until this one is done; throws what it failed with. false: not done within timeout.
+  bool wait(Transfer& transfer, std::chrono::nanoseconds timeout, Patience patience,
+            const std::function<void()>& poll);
+
+  // Fails everything in progress and ends the thread.
+  void stop();
+
+ private:
+  struct Ring;
+  struct Frame {
+    std::uint64_t size_bytes;
+    std::int32_t tag;
+    std::uint32_t code;
+  };
+  // What is being read from one peer.
+  struct Inbox {
+    bool open = false;  // a frame's header was read and its bytes are not all here
+    Frame frame{};
+    std::uint64_t got = 0;
+    std::shared_ptr<Transfer> target;  // null: put aside
+    std::vector<std::byte> aside;
+    std::deque<std::pair<Frame, std::vector<std::byte>>> unclaimed;
+  };
+  struct Ended {
+    std::shared_ptr<Transfer> transfer;
+    std::exception_ptr error;
+  };
+
+  Ring& ring(int from, int to) const noexcept;
+  bool step(std::unique_lock<std::mutex>& guard);
+  bool push(std::vector<Ended>& ended);
+  bool pull(int from, std::vector<Ended>& ended);
+  bool open_frame(int from, std::vector<Ended>& ended);
+  void close_frame(int from, std::vector<Ended>& ended);
+  bool wanted(int from) const;
+  std::shared_ptr<Transfer> claim(int from, std::int32_t tag);
+  bool claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended);
+  std::exception_ptr mismatch(const Transfer& transfer, int from, const Frame& frame) const;
+  void look_after_peers(const std::function<void()>& poll);
+  void expire(std::vector<Ended>& ended);
+  void fail_all(std::exception_ptr error);
+  void drive(const std::shared_ptr<Transfer>& transfer);
+  void loop();
+  bool busy() const;
+
+  SharedGroup& group_;
+  std::mutex lock_;
+  std::condition_variable changed_;
+  std::vector<std::deque<std::shared_ptr<Transfer>>> outgoing_;  // a queue a peer
+  std::deque<std::shared_ptr<Transfer>> incoming_;               // posted, not begun
+  std::vector<Inbox> inboxes_;
+  int waiters_ = 0;
+  bool stopping_ = false;
+  std::thread thread_;
+  int pid_ = 0;
+};
+
+}  // namespace torchrelay

@@ -1,0 +1,174 @@
+// Ranks of one host that meet in a shared segment.
+//
+// Each rank owns a seat (its counters), two slots that it fills for the others to read, and two result slots.
+// The one way to synchronise is meet(): a rank says that it has arrived at the next step and waits until all
+// have. What a rank wrote before a meeting, the others may read after it and until the next one; so two
+// slots, used in turn, let one step's reading overlap the next step's writing, and no second barrier is
+// needed.
+//
+// A segment is used by one group. Each process has one SharedGroup over it, and calls it from one thread at a
+// time; ranks may also be threads of one process.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "torchrelay/error.h"
+#include "torchrelay/liveness.h"
+#include "torchrelay/reduce.h"
+#include "torchrelay/shared_memory.h"
+#include "torchrelay/wait.h"
+
+namespace torchrelay {
+
+enum class Kind : std::uint8_t {
+  kNone,
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+};
+
+// What all ranks must agree on in one collective.
+struct Call {
+  Kind kind = Kind::kNone;
+  std::uint8_t dtype = 0;
+  Op op = Op::kSum;
+  std::uint8_t has_op = 0;
+  std::int32_t root = -1;
+  std::uint64_t count = 0;  // elements; 0 where each pair of ranks has its own (see SharedGroup::tables)
+
+  bool operator==(const Call&) const = default;
+};
+
+// One operation in progress: how long it may take, how it waits, who may stop it.
+struct Operation {
+  const char* name = "";  // for messages
+  std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+  std::chrono::nanoseconds timeout{0};
+  Patience patience;
+  std::function<void()> poll;  // called about 20 times a second while waiting; throws to stop
+
+  double elapsed_s() const;
+};
+
+class SharedGroup {
+ public:
+  struct Shape {
+    int size = 1;
+    std::size_t slot_bytes = 0;      // of each of a rank's two slots
+    std::size_t one_shot_bytes = 0;  // all_reduce up to this size is done in one step; at most slot_bytes
+    std::size_t mailbox_bytes = 0;   // of the ring between each ordered pair of ranks
+  };
+
+  // How often a waiter looks whether those it waits for are still alive.
+  static constexpr std::chrono::milliseconds kSlice{50};
+  static constexpr int kMaxSize = 1024;
+
+  static SharedMemory create(const Shape& shape);
+
+  // Takes a seat. `names` are the ranks as users know them (of the default group), for messages.
+  SharedGroup(SharedMemory memory, int rank, std::vector<int> names);
+  ~SharedGroup();
+  SharedGroup(const SharedGroup&) = delete;
+  SharedGroup& operator=(const SharedGroup&) = delete;
+
+  // Waits until all ranks have taken their seats.
+  void join(const Operation& operation);
+
+  // The others learn that this rank takes part no more; whoever waits for it fails. Idempotent.
+  void leave() noexcept;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return shape_.size; }
+  const Shape& shape() const noexcept { return shape_; }
+
+  // Arrives at the next step and waits until all have. Throws kPeerLost, kTimeout, or what poll throws; after
+  // that the group is broken: the other ranks' waits and all later calls fail with the same cause.
+  void meet(const Operation& operation);
+
+  // The first meeting of a collective; also compares the calls. Throws kMismatch on every rank, naming the
+  // difference, if they are not equal; the group stays usable.
+  void meet(const Operation& operation, const Call& call);
+
+  // The same for collectives where each pair has its own size: `sends[i]` bytes go to rank i, `receives[i]`
+  // come from it. Returns the largest block of any pair, in bytes.
+  std::size_t meet(const Operation& operation, const Call& call, const std::vector<std::size_t>& sends,
+                   const std::vector<std::size_t>& receives);
+
+  // For messages between two ranks: each rank has a counter that others advance when they left something in
+  // one of its mailboxes, or took something out.
+  std::uint32_t mail() const noexcept;
+  void notify(int peer) noexcept;
+  // Waits for mail() to change from `seen`, for at most a slice of time.
+  void await_mail(std::uint32_t seen, Patience patience) noexcept;
+  std::byte* mailbox(int from, int to) const noexcept;
+
+  // Throws if waiting for `peer` is in vain: somebody failed, it has left or died, or poll throws.
+  void look_after(const Operation& operation, int peer);
+  bool has_left(int rank) const noexcept;
+
+  // The slots of the current step: written before a meeting, read by others after it.
+  std::byte* slot(int rank) const noexcept { return slot_at(rank, step_); }
+  std::byte* next_slot() const noexcept { return slot_at(rank_, step_ + 1); }
+  std::byte* result(int rank) const noexcept { return result_at(rank, step_); }
+  std::byte* last_result(int rank) const noexcept { return result_at(rank, step_ - 1); }
+  // A rank's result slot holds this many bytes: its share of a slot.
+  std::size_t share_bytes() const noexcept { return share_bytes_; }
+
+  std::uint64_t waiting_ns() const noexcept { return waiting_ns_.load(std::memory_order_relaxed); }
+  std::string describe(const Call& call) const;
+  int name_of(int rank) const noexcept { return names_[static_cast<std::size_t>(rank)]; }
+
+  // Marks the group broken, tells the others, throws.
+  [[noreturn]] void fail(Code code, const std::string& message, int culprit);
+  void throw_if_broken(const Operation& operation);
+
+ private:
+  struct Seat;
+  struct Head;
+
+  Head& head() const noexcept;
+  Seat& seat(int rank) const noexcept;
+  std::byte* slot_at(int rank, std::uint32_t step) const noexcept;
+  std::byte* result_at(int rank, std::uint32_t step) const noexcept;
+  std::uint64_t* table(int rank) const noexcept;
+  void arrive_and_wait(const Operation& operation);
+  void wait_for_rank(const Operation& operation, int peer, std::uint32_t target);
+  void compare_calls(const Operation& operation, const Call& mine);
+  std::vector<int> missing(std::uint32_t target) const;
+  std::string prefix(const Operation& operation) const;
+
+  SharedMemory memory_;
+  Shape shape_;
+  int rank_;
+  std::vector<int> names_;
+  std::size_t share_bytes_;
+  std::size_t tables_at_ = 0;
+  std::size_t mailboxes_at_ = 0;
+  std::size_t slots_at_ = 0;
+  std::size_t results_at_ = 0;
+  std::uint32_t step_ = 0;
+  std::uint32_t call_count_ = 0;
+  std::mutex broken_lock_;
+  std::atomic<bool> broken_{false};
+  Code broken_code_ = Code::kPeerLost;
+  std::string broken_why_;
+  std::vector<int> broken_ranks_;
+  std::atomic<bool> left_{false};
+  int pid_;  // a forked child shares the object, but has no seat
+  std::atomic<std::uint64_t> waiting_ns_{0};
+};
+
+}  // namespace torchrelay

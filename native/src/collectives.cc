@@ -1,0 +1,311 @@
+#include "torchrelay/collectives.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace torchrelay {
+namespace {
+
+// Shares start at multiples of this, so that no cache line has two writers.
+constexpr std::size_t kLine = 64;
+// What is reduced at a time is copied on while it is still in L1.
+constexpr std::size_t kPiece = std::size_t{16} << 10;
+
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t size_bytes) {
+  if (size_bytes != 0 && to != from) std::memcpy(to, from, size_bytes);
+}
+
+// The part of a block of `size` bytes that starts at `offset`, at most `limit` long.
+std::size_t part(std::size_t size, std::size_t offset, std::size_t limit) {
+  return offset >= size ? 0 : std::min(limit, size - offset);
+}
+
+// Writes the reduction of sources to `first` and `second`, where these are not null.
+class Reducer {
+ public:
+  Reducer(SharedGroup& group, Dtype dtype, Op op)
+      : kernel_(find_kernel(dtype, op)),
+        item_(size_bytes(dtype)),
+        sources_(static_cast<std::size_t>(group.size())) {}
+
+  std::vector<const std::byte*>& sources() { return sources_; }
+
+  void run(std::byte* first, std::byte* second, std::size_t size) {
+    std::vector<const std::byte*>& at = sources_;
+    for (std::size_t done = 0; done < size; done += kPiece) {
+      const std::size_t piece = std::min(kPiece, size - done);
+      std::byte* out = (first != nullptr ? first : second) + done;
+      kernel_(at.data(), static_cast<int>(at.size()), out, piece / item_);
+      if (first != nullptr && second != nullptr) std::memcpy(second + done, out, piece);
+      for (auto& source : at) source += piece;
+    }
+  }
+
+ private:
+  Kernel kernel_;
+  std::size_t item_;
+  std::vector<const std::byte*> sources_;
+};
+
+Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root = -1) {
+  Call call;
+  call.kind = kind;
+  call.dtype = static_cast<std::uint8_t>(dtype);
+  call.op = op;
+  call.has_op = 1;
+  call.root = root;
+  call.count = count;
+  return call;
+}
+
+// Everybody publishes everything, everybody reduces everything.
+void reduce_in_one_step(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
+                        Reducer& reducer, std::size_t size) {
+  copy_bytes(group.next_slot(), data, size);
+  group.meet(operation, call);
+  if (call.root >= 0 && call.root != group.rank()) return;
+  for (int r = 0; r < group.size(); ++r)
+    reducer.sources()[static_cast<std::size_t>(r)] = r == group.rank() ? data : group.slot(r);
+  reducer.run(data, nullptr, size);
+}
+
+// A message in blocks, each block in shares: rank r reduces share r of every block.
+class Pipeline {
+ public:
+  Pipeline(SharedGroup& group, std::byte* data, std::size_t size)
+      : group_(group),
+        data_(data),
+        size_(size),
+        ranks_(static_cast<std::size_t>(group.size())),
+        block_(group.shape().slot_bytes / kLine / ranks_ * kLine * ranks_) {}
+
+  std::size_t blocks() const { return (size_ + block_ - 1) / block_; }
+
+  // Publishes the shares that others reduce.
+  void copy_in(std::size_t block) {
+    for (std::size_t r = 0; r < ranks_; ++r)
+      if (r != mine()) {
+        const Share share = share_of(block, r);
+        copy_bytes(group_.next_slot() + share.in_block, data_ + share.in_data, share.size);
+      }
+  }
+
+  void reduce(std::size_t block, Reducer& reducer, bool keep) {
+    const Share share = share_of(block, mine());
+    for (std::size_t r = 0; r < ranks_; ++r)
+      reducer.sources()[r] =
+          r == mine() ? data_ + share.in_data : group_.slot(static_cast<int>(r)) + share.in_block;
+    reducer.run(keep ? data_ + share.in_data : nullptr, group_.result(group_.rank()), share.size);
+  }
+
+  void copy_out(std::size_t block) {
+    for (std::size_t i = 1; i < ranks_; ++i) {
+      const std::size_t r = (mine() + i) % ranks_;
+      const Share share = share_of(block, r);
+      copy_bytes(data_ + share.in_data, group_.last_result(static_cast<int>(r)), share.size);
+    }
+  }
+
+ private:
+  struct Share {
+    std::size_t in_data, in_block, size;
+  };
+
+  std::size_t mine() const { return static_cast<std::size_t>(group_.rank()); }
+
+  Share share_of(std::size_t block, std::size_t rank) const {
+    const std::size_t start = block * block_;
+    const std::size_t length = std::min(block_, size_ - start);
+    const std::size_t share = (length + ranks_ * kLine - 1) / (ranks_ * kLine) * kLine;
+    const std::size_t from = std::min(length, rank * share);
+    return {start + from, from, std::min(share, length - from)};
+  }
+
+  SharedGroup& group_;
+  std::byte* data_;
+  std::size_t size_;
+  std::size_t ranks_;
+  std::size_t block_;
+};
+
+void reduce_in_blocks(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
+                      Reducer& reducer, std::size_t size) {
+  const bool keep = call.root < 0 || call.root == group.rank();
+  Pipeline pipeline(group, data, size);
+  const std::size_t blocks = pipeline.blocks();
+  pipeline.copy_in(0);
+  group.meet(operation, call);
+  for (std::size_t block = 0; block < blocks; ++block) {
+    if (block + 1 < blocks) pipeline.copy_in(block + 1);
+    pipeline.reduce(block, reducer, keep);
+    if (block > 0 && keep) pipeline.copy_out(block - 1);
+    group.meet(operation);
+  }
+  if (keep) pipeline.copy_out(blocks - 1);
+}
+
+void reduce_any(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
+                Dtype dtype) {
+  Reducer reducer(group, dtype, call.op);
+  const std::size_t size = call.count * size_bytes(dtype);
+  if (size <= group.shape().one_shot_bytes)
+    reduce_in_one_step(group, operation, call, data, reducer, size);
+  else
+    reduce_in_blocks(group, operation, call, data, reducer, size);
+}
+
+std::vector<std::size_t> sizes(const std::vector<Block>& blocks) {
+  std::vector<std::size_t> out;
+  out.reserve(blocks.size());
+  for (const Block& block : blocks) out.push_back(block.size_bytes);
+  return out;
+}
+
+// Each rank publishes one block; those with outputs copy out every other rank's.
+void spread(SharedGroup& group, const Operation& operation, const Call& call, Block input,
+            const std::vector<std::size_t>& sends, const std::vector<Block>& outputs) {
+  const std::size_t limit = group.shape().slot_bytes;
+  const auto n = static_cast<std::size_t>(group.size());
+  std::vector<std::size_t> receives = sizes(outputs);
+  receives.resize(n);
+  std::size_t largest = 1;
+  for (std::size_t offset = 0; offset == 0 || offset < largest; offset += limit) {
+    copy_bytes(group.next_slot(), input.data + offset, part(input.size_bytes, offset, limit));
+    if (offset == 0)
+      largest = group.meet(operation, call, sends, receives);
+    else
+      group.meet(operation);
+    for (std::size_t i = 1; i < n && !outputs.empty(); ++i) {
+      const auto r = (static_cast<std::size_t>(group.rank()) + i) % n;
+      copy_bytes(outputs[r].data + offset, group.slot(static_cast<int>(r)),
+                 part(outputs[r].size_bytes, offset, limit));
+    }
+  }
+}
+
+// Each rank publishes a section for each other rank, and copies out its own section of theirs.
+void exchange(SharedGroup& group, const Operation& operation, const Call& call,
+              const std::vector<Block>& inputs, const std::vector<Block>& outputs) {
+  const auto n = static_cast<std::size_t>(group.size());
+  const std::size_t limit = group.shape().slot_bytes / kLine / n * kLine;
+  const auto mine = static_cast<std::size_t>(group.rank());
+  std::size_t largest = 1;
+  for (std::size_t offset = 0; offset == 0 || offset < largest; offset += limit) {
+    for (std::size_t r = 0; r < n; ++r)
+      if (r != mine)
+        copy_bytes(group.next_slot() + r * limit, inputs[r].data + offset,
+                   part(inputs[r].size_bytes, offset, limit));
+    if (offset == 0)
+      largest = group.meet(operation, call, sizes(inputs), sizes(outputs));
+    else
+      group.meet(operation);
+    for (std::size_t i = 1; i < n; ++i) {
+      const std::size_t r = (mine + i) % n;
+      copy_bytes(outputs[r].data + offset, group.slot(static_cast<int>(r)) + mine * limit,
+                 part(outputs[r].size_bytes, offset, limit));
+    }
+  }
+  copy_bytes(outputs[mine].data, inputs[mine].data,
+             std::min(inputs[mine].size_bytes, outputs[mine].size_bytes));
+}
+
+Call bytes_call(Kind kind, std::uint8_t code, int root = -1) {
+  Call call;
+  call.kind = kind;
+  call.dtype = code;
+  call.root = root;
+  return call;
+}
+
+}  // namespace
+
+void all_reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count,
+                Dtype dtype, Op op) {
+  reduce_any(group, operation, reduction_call(Kind::kAllReduce, count, dtype, op), data, dtype);
+}
+
+void reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
+            Op op, int root) {
+  reduce_any(group, operation, reduction_call(Kind::kReduce, count, dtype, op, root), data, dtype);
+}
+
+void reduce_scatter(SharedGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
+                    std::byte* output, std::size_t count, Dtype dtype, Op op) {
+  Reducer reducer(group, dtype, op);
+  const auto n = static_cast<std::size_t>(group.size());
+  const auto mine = static_cast<std::size_t>(group.rank());
+  const std::size_t limit = group.shape().slot_bytes / kLine / n * kLine;
+  const std::size_t size = count * size_bytes(dtype);
+  const Call call = reduction_call(Kind::kReduceScatter, count, dtype, op);
+  for (std::size_t offset = 0; offset == 0 || offset < size; offset += limit) {
+    const std::size_t length = part(size, offset, limit);
+    for (std::size_t r = 0; r < n; ++r)
+      if (r != mine) copy_bytes(group.next_slot() + r * limit, inputs[r] + offset, length);
+    if (offset == 0)
+      group.meet(operation, call);
+    else
+      group.meet(operation);
+    for (std::size_t r = 0; r < n; ++r)
+      reducer.sources()[r] = r == mine ? inputs[r] + offset : group.slot(static_cast<int>(r)) + mine * limit;
+    reducer.run(output + offset, nullptr, length);
+  }
+}
+
+void broadcast(SharedGroup& group, const Operation& operation, Block data, std::uint8_t code, int root) {
+  Call call = bytes_call(Kind::kBroadcast, code, root);
+  call.count = data.size_bytes;
+  const std::size_t limit = group.shape().slot_bytes;
+  const bool is_root = group.rank() == root;
+  for (std::size_t offset = 0; offset == 0 || offset < data.size_bytes; offset += limit) {
+    const std::size_t length = part(data.size_bytes, offset, limit);
+    if (is_root) copy_bytes(group.next_slot(), data.data + offset, length);
+    if (offset == 0)
+      group.meet(operation, call);
+    else
+      group.meet(operation);
+    if (!is_root) copy_bytes(data.data + offset, group.slot(root), length);
+  }
+}
+
+void all_gather(SharedGroup& group, const Operation& operation, Block input,
+                const std::vector<Block>& outputs, std::uint8_t code) {
+  const std::vector<std::size_t> sends(static_cast<std::size_t>(group.size()), input.size_bytes);
+  spread(group, operation, bytes_call(Kind::kAllGather, code), input, sends, outputs);
+  const Block& own = outputs[static_cast<std::size_t>(group.rank())];
+  copy_bytes(own.data, input.data, own.size_bytes);
+}
+
+void gather(SharedGroup& group, const Operation& operation, Block input, const std::vector<Block>& outputs,
+            std::uint8_t code, int root) {
+  std::vector<std::size_t> sends(static_cast<std::size_t>(group.size()), 0);
+  sends[static_cast<std::size_t>(root)] = input.size_bytes;
+  const bool is_root = group.rank() == root;
+  spread(group, operation, bytes_call(Kind::kGather, code, root), input, sends,
+         is_root ? outputs : std::vector<Block>{});
+  if (is_root) {
+    const Block& own = outputs[static_cast<std::size_t>(root)];
+    copy_bytes(own.data, input.data, own.size_bytes);
+  }
+}
+
+void scatter(SharedGroup& group, const Operation& operation, const std::vector<Block>& inputs, Block output,
+             std::uint8_t code, int root) {
+  const std::vector<Block> nothing(static_cast<std::size_t>(group.size()));
+  std::vector<Block> outputs = nothing;
+  outputs[static_cast<std::size_t>(root)] = output;
+  exchange(group, operation, bytes_call(Kind::kScatter, code, root), group.rank() == root ? inputs : nothing,
+           outputs);
+}
+
+void all_to_all(SharedGroup& group, const Operation& operation, const std::vector<Block>& inputs,
+                const std::vector<Block>& outputs, std::uint8_t code) {
+  exchange(group, operation, bytes_call(Kind::kAllToAll, code), inputs, outputs);
+}
+
+void barrier(SharedGroup& group, const Operation& operation) {
+  Call call;
+  call.kind = Kind::kBarrier;
+  group.meet(operation, call);
+}
+
+}  // namespace torchrelay

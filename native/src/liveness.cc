@@ -1,0 +1,55 @@
+#include "torchrelay/liveness.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "torchrelay/error.h"
+
+namespace torchrelay {
+namespace {
+
+struct Status {
+  char state = 'X';
+  std::uint64_t start_ticks = 0;
+};
+
+// proc(5): "pid (name) state ppid ...", the start time is field 22. The name may hold blanks and parentheses.
+bool read_status(std::int32_t pid, Status& status) noexcept {
+  char path[48];
+  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  const int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  char text[1024];
+  const ssize_t size = read(fd, text, sizeof text - 1);
+  close(fd);
+  if (size <= 0) return false;
+  text[size] = '\0';
+  const char* rest = std::strrchr(text, ')');
+  return rest != nullptr &&
+         std::sscanf(rest + 1,
+                     " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %" SCNu64,
+                     &status.state, &status.start_ticks) == 2;
+}
+
+}  // namespace
+
+ProcessId ProcessId::current() {
+  const auto pid = static_cast<std::int32_t>(getpid());
+  Status status;
+  if (!read_status(pid, status))
+    throw Error(Code::kUnavailable, with_errno("reading /proc/self/stat; is /proc mounted?"));
+  return {pid, status.start_ticks};
+}
+
+bool alive(ProcessId process) noexcept {
+  Status status;
+  if (!read_status(process.pid, status)) return false;
+  return status.start_ticks == process.start_ticks && status.state != 'Z' && status.state != 'X';
+}
+
+}  // namespace torchrelay

@@ -1,0 +1,411 @@
+#include "torchrelay/mailboxes.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+namespace torchrelay {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Error stopped() {
+  return {Code::kPeerLost, "the group was destroyed on this rank before the transfer ended"};
+}
+
+}  // namespace
+
+// One writer, one reader. Positions only grow; the bytes of position p lie at p modulo the capacity.
+struct Mailboxes::Ring {
+  alignas(64) std::atomic<std::uint64_t> written;
+  alignas(64) std::atomic<std::uint64_t> read;
+
+  std::byte* bytes() noexcept { return reinterpret_cast<std::byte*>(this + 1); }
+
+  void put(std::size_t capacity, std::uint64_t at, const std::byte* from, std::size_t size) noexcept {
+    const std::size_t start = at % capacity;
+    const std::size_t first = std::min(size, capacity - start);
+    if (first != 0) std::memcpy(bytes() + start, from, first);
+    if (size != first) std::memcpy(bytes(), from + first, size - first);
+  }
+
+  void take(std::size_t capacity, std::uint64_t at, std::byte* to, std::size_t size) noexcept {
+    const std::size_t start = at % capacity;
+    const std::size_t first = std::min(size, capacity - start);
+    if (first != 0) std::memcpy(to, bytes() + start, first);
+    if (size != first) std::memcpy(to + first, bytes(), size - first);
+  }
+};
+
+Mailboxes::Mailboxes(SharedGroup& group)
+    : group_(group),
+      outgoing_(static_cast<std::size_t>(group.size())),
+      inboxes_(static_cast<std::size_t>(group.size())) {
+  if (group.shape().mailbox_bytes < 2 * sizeof(Ring))
+    throw Error(Code::kArgument, "a mailbox needs at least " + std::to_string(2 * sizeof(Ring)) + " bytes");
+}
+
+Mailboxes::Ring& Mailboxes::ring(int from, int to) const noexcept {
+  return *reinterpret_cast<Ring*>(group_.mailbox(from, to));
+}
+
+std::shared_ptr<Transfer> Mailboxes::send(Block data, int to, std::int32_t tag, std::uint8_t code,
+                                          std::chrono::nanoseconds timeout) {
+  Operation operation;
+  operation.name = "send";
+  group_.throw_if_broken(operation);
+  auto transfer = std::make_shared<Transfer>(data, to, tag, code, timeout);
+  {
+    const std::lock_guard guard(lock_);
+    outgoing_[static_cast<std::size_t>(to)].push_back(transfer);
+  }
+  drive(transfer);
+  return transfer;
+}
+
+std::shared_ptr<Transfer> Mailboxes::receive(Block data, int from, std::int32_t tag, std::uint8_t code,
+                                             std::chrono::nanoseconds timeout) {
+  Operation operation;
+  operation.name = "recv";
+  group_.throw_if_broken(operation);
+  auto transfer = std::make_shared<Transfer>(data, from, tag, code, timeout);
+  std::vector<Ended> ended;
+  {
+    const std::lock_guard guard(lock_);
+    if (!claim_aside(transfer, ended)) incoming_.push_back(transfer);
+  }
+  for (auto& end : ended) end.transfer->ticket().finish(end.error);
+  drive(transfer);
+  return transfer;
+}
+
+// Does what can be done at once; leaves the rest to a waiter or the thread.
+void Mailboxes::drive(const std::shared_ptr<Transfer>& transfer) {
+  std::unique_lock guard(lock_);
+  step(guard);
+  if (transfer->ticket().done()) return;
+  if (stopping_) throw stopped();
+  if (!thread_.joinable()) {
+    thread_ = std::thread([this] { loop(); });
+    pid_ = getpid();
+  }
+  changed_.notify_all();
+}
+
+bool Mailboxes::wait(Transfer& transfer, std::chrono::nanoseconds timeout, Patience patience,
+                     const std::function<void()>& poll) {
+  const auto end = Clock::now() + timeout;
+  {
+    const std::lock_guard guard(lock_);
+    ++waiters_;
+  }
+  bool in_time = true;
+  std::exception_ptr stop;
+  while (!transfer.ticket().done() && in_time && !stop) {
+    const std::uint32_t seen = group_.mail();
+    std::unique_lock guard(lock_);
+    if (step(guard) || transfer.ticket().done()) continue;
+    guard.unlock();
+    group_.await_mail(seen, patience);
+    if (group_.mail() != seen) continue;
+    try {
+      look_after_peers({});
+    } catch (...) {
+      fail_all(std::current_exception());
+    }
+    try {
+      if (poll) poll();
+    } catch (...) {
+      stop = std::current_exception();
+    }
+    in_time = Clock::now() < end;
+  }
+  {
+    const std::lock_guard guard(lock_);
+    --waiters_;
+    changed_.notify_all();
+  }
+  if (stop) std::rethrow_exception(stop);
+  return transfer.ticket().done() && transfer.ticket().wait(std::chrono::nanoseconds(0), {});
+}
+
+// Moves what can be moved now. Tickets end after the lock is released, because what follows them may call us.
+bool Mailboxes::step(std::unique_lock<std::mutex>& guard) {
+  std::vector<Ended> ended;
+  bool moved = push(ended);
+  for (int from = 0; from < group_.size(); ++from) moved |= pull(from, ended);
+  expire(ended);
+  if (ended.empty()) return moved;
+  guard.unlock();
+  for (auto& end : ended) end.transfer->ticket().finish(end.error);
+  guard.lock();
+  return true;
+}
+
+bool Mailboxes::push(std::vector<Ended>& ended) {
+  bool moved = false;
+  const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring);
+  for (int to = 0; to < group_.size(); ++to) {
+    auto& queue = outgoing_[static_cast<std::size_t>(to)];
+    bool told = false;
+    while (!queue.empty()) {
+      Transfer& transfer = *queue.front();
+      Ring& out = ring(group_.rank(), to);
+      std::uint64_t at = out.written.load(std::memory_order_relaxed);
+      std::size_t space = capacity - static_cast<std::size_t>(at - out.read.load(std::memory_order_acquire));
+      if (!transfer.begun_) {
+        if (space < sizeof(Frame)) break;
+        const Frame frame{transfer.data_.size_bytes, transfer.tag_, transfer.code_};
+        out.put(capacity, at, reinterpret_cast<const std::byte*>(&frame), sizeof frame);
+        at += sizeof frame;
+        space -= sizeof frame;
+        transfer.begun_ = true;
+      }
+      const std::size_t size = std::min(space, transfer.data_.size_bytes - transfer.moved_);
+      out.put(capacity, at, transfer.data_.data + transfer.moved_, size);
+      if (at + size == out.written.load(std::memory_order_relaxed)) break;  // the ring is full
+      out.written.store(at + size, std::memory_order_release);
+      transfer.moved_ += size;
+      told = moved = true;
+      if (transfer.moved_ < transfer.data_.size_bytes) break;
+      ended.push_back({queue.front(), nullptr});
+      queue.pop_front();
+    }
+    if (told) group_.notify(to);
+  }
+  return moved;
+}
+
+bool Mailboxes::pull(int from, std::vector<Ended>& ended) {
+  Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
+  Ring& in = ring(from, group_.rank());
+  const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring);
+  const std::uint64_t start = in.read.load(std::memory_order_relaxed);
+  while (inbox.open || open_frame(from, ended)) {
+    const std::uint64_t at = in.read.load(std::memory_order_relaxed);
+    const auto there = static_cast<std::size_t>(in.written.load(std::memory_order_acquire) - at);
+    const auto size = std::min<std::size_t>(there, inbox.frame.size_bytes - inbox.got);
+    std::byte* to = inbox.target ? inbox.target->data_.data : inbox.aside.data();
+    in.take(capacity, at, to + inbox.got, size);
+    in.read.store(at + size, std::memory_order_release);
+    inbox.got += size;
+    if (inbox.got == inbox.frame.size_bytes)
+      close_frame(from, ended);
+    else if (size == 0)
+      break;
+  }
+  const bool moved = in.read.load(std::memory_order_relaxed) != start;
+  if (moved) group_.notify(from);
+  return moved;
+}
+
+// Begins the next message, if it is here and somebody wants it or one behind it.
+bool Mailboxes::open_frame(int from, std::vector<Ended>& ended) {
+  Ring& in = ring(from, group_.rank());
+  const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring);
+  const std::uint64_t at = in.read.load(std::memory_order_relaxed);
+  if (in.written.load(std::memory_order_acquire) - at < sizeof(Frame) || !wanted(from)) return false;
+  Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
+  in.take(capacity, at, reinterpret_cast<std::byte*>(&inbox.frame), sizeof(Frame));
+  in.read.store(at + sizeof(Frame), std::memory_order_release);
+  inbox.open = true;
+  inbox.got = 0;
+  inbox.target = claim(from, inbox.frame.tag);
+  if (inbox.target) {
+    if (auto error = mismatch(*inbox.target, from, inbox.frame)) {
+      ended.push_back({inbox.target, error});
+      inbox.target = nullptr;
+      inbox.frame.tag = -1;  // what is put aside is thrown away at the end
+    }
+  }
+  if (!inbox.target) inbox.aside.resize(inbox.frame.size_bytes);
+  return true;
+}
+
+void Mailboxes::close_frame(int from, std::vector<Ended>& ended) {
+  Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
+  inbox.open = false;
+  if (inbox.target) {
+    inbox.target->source_ = from;
+    ended.push_back({std::move(inbox.target), nullptr});
+  } else if (inbox.frame.tag >= 0) {
+    inbox.unclaimed.emplace_back(inbox.frame, std::move(inbox.aside));
+    // A receive may have been posted for it meanwhile.
+    for (auto it = incoming_.begin(); it != incoming_.end(); ++it) {
+      if (!claim_aside(*it, ended)) continue;
+      incoming_.erase(it);
+      break;
+    }
+  }
+  inbox.target = nullptr;
+  inbox.aside = {};
+}
+
+bool Mailboxes::wanted(int from) const {
+  return std::any_of(incoming_.begin(), incoming_.end(),
+                     [&](const auto& transfer) { return transfer->peer_ < 0 || transfer->peer_ == from; });
+}
+
+std::shared_ptr<Transfer> Mailboxes::claim(int from, std::int32_t tag) {
+  for (auto it = incoming_.begin(); it != incoming_.end(); ++it) {
+    const auto transfer = *it;
+    if ((transfer->peer_ >= 0 && transfer->peer_ != from) || transfer->tag_ != tag) continue;
+    incoming_.erase(it);
+    transfer->begun_ = true;
+    return transfer;
+  }
+  return nullptr;
+}
+
+// Takes a message that was put aside, if there is one for this receive.
+bool Mailboxes::claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended) {
+  for (int from = 0; from < group_.size(); ++from) {
+    if (transfer->peer_ >= 0 && transfer->peer_ != from) continue;
+    auto& unclaimed = inboxes_[static_cast<std::size_t>(from)].unclaimed;
+    for (auto it = unclaimed.begin(); it != unclaimed.end(); ++it) {
+      if (it->first.tag != transfer->tag_) continue;
+      const auto error = mismatch(*transfer, from, it->first);
+      if (!error && !it->second.empty())
+        std::memcpy(transfer->data_.data, it->second.data(), it->second.size());
+      transfer->source_ = from;
+      ended.push_back({transfer, error});
+      unclaimed.erase(it);
+      return true;
+    }
+  }
+  return false;
+}
+
+std::exception_ptr Mailboxes::mismatch(const Transfer& transfer, int from, const Frame& frame) const {
+  if (frame.size_bytes == transfer.data_.size_bytes && frame.code == transfer.code_) return nullptr;
+  const auto sender = std::to_string(group_.name_of(from));
+  const auto type = [](std::uint32_t code) {
+    return code < 9 ? std::string(name(static_cast<Dtype>(code))) : "type " + std::to_string(code);
+  };
+  return std::make_exception_ptr(Error(
+      Code::kMismatch, "rank " + std::to_string(group_.name_of(group_.rank())) + ", recv: rank " + sender +
+                           " sent " + std::to_string(frame.size_bytes) + " bytes of " + type(frame.code) +
+                           " with tag " + std::to_string(frame.tag) + ", but the receiver expects " +
+                           std::to_string(transfer.data_.size_bytes) + " bytes of " + type(transfer.code_) +
+                           "; both must give tensors of one shape and dtype"));
+}
+
+// Transfers past their time end with an error. One that has begun cannot be taken back: its group is broken.
+void Mailboxes::expire(std::vector<Ended>& ended) {
+  const auto now = Clock::now();
+  const auto late = [&](const std::shared_ptr<Transfer>& transfer, const char* what) {
+    if (transfer->begun_ || now < transfer->end_) return false;
+    const std::vector<int> ranks =
+        transfer->peer_ >= 0 ? std::vector<int>{group_.name_of(transfer->peer_)} : std::vector<int>{};
+    const std::string whom = ranks.empty() ? "any rank" : "rank " + std::to_string(ranks[0]);
+    ended.push_back({transfer, std::make_exception_ptr(Error(
+                                   Code::kTimeout,
+                                   "rank " + std::to_string(group_.name_of(group_.rank())) + ", " + what +
+                                       whom + ", tag " + std::to_string(transfer->tag_) +
+                                       ": no answer within the timeout; did the other side make its call?",
+                                   ranks))});
+    return true;
+  };
+  std::erase_if(incoming_, [&](const auto& transfer) { return late(transfer, "recv from "); });
+  for (auto& queue : outgoing_)
+    std::erase_if(queue, [&](const auto& transfer) { return late(transfer, "send to "); });
+}
+
+void Mailboxes::look_after_peers(const std::function<void()>& poll) {
+  Operation operation;
+  operation.name = "send/recv";
+  operation.poll = poll;
+  std::vector<bool> peers(static_cast<std::size_t>(group_.size()));
+  int stuck = -1;
+  {
+    const std::lock_guard guard(lock_);
+    const auto now = Clock::now();
+    for (std::size_t r = 0; r < peers.size(); ++r) {
+      const auto& target = inboxes_[r].target;
+      const auto& queue = outgoing_[r];
+      if ((target && now >= target->end_) ||
+          (!queue.empty() && queue.front()->begun_ && now >= queue.front()->end_))
+        stuck = static_cast<int>(r);
+    }
+    bool any = false;
+    for (const auto& transfer : incoming_) {
+      if (transfer->peer_ >= 0) peers[static_cast<std::size_t>(transfer->peer_)] = true;
+      any |= transfer->peer_ < 0;
+    }
+    for (std::size_t r = 0; r < peers.size(); ++r)
+      peers[r] = peers[r] || !outgoing_[r].empty() || inboxes_[r].open ||
+                 (any && !group_.has_left(static_cast<int>(r)));
+  }
+  if (stuck >= 0)
+    group_.fail(Code::kTimeout,
+                "rank " + std::to_string(group_.name_of(group_.rank())) + ": a message to or from rank " +
+                    std::to_string(group_.name_of(stuck)) +
+                    " stopped half way and did not go on within the timeout",
+                stuck);
+  for (int r = 0; r < group_.size(); ++r)
+    if (r != group_.rank() && peers[static_cast<std::size_t>(r)]) group_.look_after(operation, r);
+}
+
+void Mailboxes::fail_all(std::exception_ptr error) {
+  std::vector<std::shared_ptr<Transfer>> all;
+  {
+    const std::lock_guard guard(lock_);
+    all.assign(incoming_.begin(), incoming_.end());
+    incoming_.clear();
+    for (auto& queue : outgoing_) {
+      all.insert(all.end(), queue.begin(), queue.end());
+      queue.clear();
+    }
+    for (auto& inbox : inboxes_)
+      if (inbox.target) all.push_back(std::exchange(inbox.target, nullptr));
+    for (auto& inbox : inboxes_)
+      if (inbox.open) inbox.aside.resize(inbox.frame.size_bytes);
+  }
+  for (auto& transfer : all) transfer->ticket().finish(error);
+}
+
+bool Mailboxes::busy() const {
+  return !incoming_.empty() ||
+         std::any_of(outgoing_.begin(), outgoing_.end(), [](const auto& queue) { return !queue.empty(); }) ||
+         std::any_of(inboxes_.begin(), inboxes_.end(),
+                     [](const auto& inbox) { return inbox.target != nullptr; });
+}
+
+void Mailboxes::loop() {
+  std::unique_lock guard(lock_);
+  while (!stopping_) {
+    changed_.wait(guard, [this] { return stopping_ || (busy() && waiters_ == 0); });
+    const std::uint32_t seen = group_.mail();
+    if (stopping_ || step(guard)) continue;
+    guard.unlock();
+    group_.await_mail(seen, {});
+    if (group_.mail() == seen) {
+      try {
+        look_after_peers({});
+      } catch (...) {
+        fail_all(std::current_exception());
+      }
+    }
+    guard.lock();
+  }
+}
+
+void Mailboxes::stop() {
+  if (thread_.joinable() && getpid() != pid_) {
+    thread_.detach();  // it stayed in the process we were forked from
+    return;
+  }
+  {
+    const std::lock_guard guard(lock_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  group_.notify(group_.rank());
+  if (thread_.joinable()) thread_.join();
+  fail_all(std::make_exception_ptr(stopped()));
+}
+
+}  // namespace torchrelay

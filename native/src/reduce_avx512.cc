@@ -1,0 +1,2 @@
+#define TORCHRELAY_ISA avx512
+#include "reduce_kernels.h"

@@ -1,0 +1,2 @@
+#define TORCHRELAY_ISA baseline
+#include "reduce_kernels.h"

@@ -1,0 +1,243 @@
+// The kernels, compiled once per instruction set: a source sets TORCHRELAY_ISA to the name of its namespace
+// and includes this file. Plain loops that the compiler turns into vector code; a tile of accumulators stays
+// in L1.
+//
+// Nothing here may call an inline function of the standard library: the linker would keep one copy of it for
+// all instruction sets.
+#include <cstring>
+
+#include "reduce_table.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace torchrelay::TORCHRELAY_ISA {
+namespace {
+
+constexpr std::size_t kTile = 1024;
+
+struct Half {
+  std::uint16_t bits;
+};
+struct Brain {
+  std::uint16_t bits;
+};
+
+float as_float(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+std::uint32_t as_bits(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+float widen(Brain value) { return as_float(static_cast<std::uint32_t>(value.bits) << 16); }
+
+Brain narrow_brain(float value) {
+  const std::uint32_t bits = as_bits(value);
+  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return {static_cast<std::uint16_t>(value != value ? 0x7FC0u | (bits >> 16) : rounded)};
+}
+
+// IEEE 754 binary16: subnormals are scaled up by a power of two that float32 holds exactly.
+float widen(Half value) {
+  const std::uint32_t sign = (value.bits & 0x8000u) << 16;
+  const std::uint32_t magnitude = value.bits & 0x7FFFu;
+  if (magnitude >= 0x7C00u) return as_float(sign | 0x7F800000u | ((magnitude & 0x3FFu) << 13));
+  return as_float(sign | as_bits(as_float(magnitude << 13) * 0x1p112f));
+}
+
+Half narrow_half(float value) {
+  const std::uint32_t bits = as_bits(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
+  std::uint32_t half;
+  if (magnitude > 0x7F800000u) {
+    half = 0x7E00u | ((magnitude >> 13) & 0x3FFu);
+  } else if (magnitude >= 0x477FF000u) {  // rounds to 65536 or is past it
+    half = 0x7C00u;
+  } else if (magnitude >= 0x38800000u) {  // normal
+    half = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  } else {  // subnormal: adding 0.5 leaves the rounded bits at the bottom of the sum
+    half = as_bits(as_float(magnitude) + 0.5f) - 0x3F000000u;
+  }
+  return {static_cast<std::uint16_t>(sign | half)};
+}
+
+// How elements of T are accumulated: Value is the accumulator, load and store convert a run of elements.
+template <class T>
+struct Element {
+  using Value = T;
+  static void load(Value* out, const std::byte* in, std::size_t count) {
+    std::memcpy(out, in, count * sizeof(T));
+  }
+  static void store(std::byte* out, const Value* in, std::size_t count) {
+    std::memcpy(out, in, count * sizeof(T));
+  }
+};
+
+template <>
+struct Element<Brain> {
+  using Value = float;
+  static void load(float* out, const std::byte* in, std::size_t count) {
+    const auto* values = reinterpret_cast<const Brain*>(in);
+    for (std::size_t i = 0; i < count; ++i) out[i] = widen(values[i]);
+  }
+  static void store(std::byte* out, const float* in, std::size_t count) {
+    auto* values = reinterpret_cast<Brain*>(out);
+    for (std::size_t i = 0; i < count; ++i) values[i] = narrow_brain(in[i]);
+  }
+};
+
+template <>
+struct Element<Half> {
+  using Value = float;
+  static void load(float* out, const std::byte* in, std::size_t count) {
+    const auto* values = reinterpret_cast<const Half*>(in);
+    std::size_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8)
+      _mm256_storeu_ps(out + i,
+                       _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values + i))));
+#endif
+    for (; i < count; ++i) out[i] = widen(values[i]);
+  }
+  static void store(std::byte* out, const float* in, std::size_t count) {
+    auto* values = reinterpret_cast<Half*>(out);
+    std::size_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i),
+                       _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < count; ++i) values[i] = narrow_half(in[i]);
+  }
+};
+
+// Signed sums and products wrap, so they are done unsigned; a small type would be promoted to signed int.
+template <class T>
+struct Wrapping {
+  using Type = T;
+};
+template <>
+struct Wrapping<std::int8_t> {
+  using Type = std::uint32_t;
+};
+template <>
+struct Wrapping<std::uint8_t> {
+  using Type = std::uint32_t;
+};
+template <>
+struct Wrapping<std::int16_t> {
+  using Type = std::uint32_t;
+};
+template <>
+struct Wrapping<std::int32_t> {
+  using Type = std::uint32_t;
+};
+template <>
+struct Wrapping<std::int64_t> {
+  using Type = std::uint64_t;
+};
+
+template <class V>
+struct Sum {
+  using W = typename Wrapping<V>::Type;
+  static V combine(V a, V b) { return static_cast<V>(static_cast<W>(a) + static_cast<W>(b)); }
+};
+template <class V>
+struct Product {
+  using W = typename Wrapping<V>::Type;
+  static V combine(V a, V b) { return static_cast<V>(static_cast<W>(a) * static_cast<W>(b)); }
+};
+template <class V>
+struct Min {
+  static V combine(V a, V b) { return (a < b || a != a) ? a : b; }
+};
+template <class V>
+struct Max {
+  static V combine(V a, V b) { return (a > b || a != a) ? a : b; }
+};
+template <class V>
+struct And {
+  static V combine(V a, V b) { return static_cast<V>(a & b); }
+};
+template <class V>
+struct Or {
+  static V combine(V a, V b) { return static_cast<V>(a | b); }
+};
+template <class V>
+struct Xor {
+  static V combine(V a, V b) { return static_cast<V>(a ^ b); }
+};
+
+template <class T, template <class> class Operation, bool average>
+void run(const std::byte* const* sources, int count_sources, std::byte* out, std::size_t count) {
+  using Value = typename Element<T>::Value;
+  alignas(64) Value total[kTile];
+  alignas(64) Value next[kTile];
+  for (std::size_t base = 0; base < count; base += kTile) {
+    const std::size_t size = count - base < kTile ? count - base : kTile;
+    Element<T>::load(total, sources[0] + base * sizeof(T), size);
+    for (int s = 1; s < count_sources; ++s) {
+      Element<T>::load(next, sources[s] + base * sizeof(T), size);
+      for (std::size_t i = 0; i < size; ++i) total[i] = Operation<Value>::combine(total[i], next[i]);
+    }
+    if constexpr (average) {
+      const auto divisor = static_cast<Value>(count_sources);
+      for (std::size_t i = 0; i < size; ++i) total[i] = static_cast<Value>(total[i] / divisor);
+    }
+    Element<T>::store(out + base * sizeof(T), total, size);
+  }
+}
+
+template <class T, template <class> class Operation>
+Kernel plain() {
+  return run<T, Operation, false>;
+}
+
+template <class T>
+Kernel arithmetic(Op op) {
+  switch (op) {
+    case Op::kSum: return plain<T, Sum>();
+    case Op::kAverage: return run<T, Sum, true>;
+    case Op::kProduct: return plain<T, Product>();
+    case Op::kMin: return plain<T, Min>();
+    case Op::kMax: return plain<T, Max>();
+    default: return nullptr;
+  }
+}
+
+template <class T>
+Kernel integral(Op op) {
+  switch (op) {
+    case Op::kAnd: return plain<T, And>();
+    case Op::kOr: return plain<T, Or>();
+    case Op::kXor: return plain<T, Xor>();
+    default: return arithmetic<T>(op);
+  }
+}
+
+}  // namespace
+
+Kernel kernel(Dtype dtype, Op op) {
+  switch (dtype) {
+    case Dtype::kInt8: return integral<std::int8_t>(op);
+    case Dtype::kUint8: return integral<std::uint8_t>(op);
+    case Dtype::kInt16: return integral<std::int16_t>(op);
+    case Dtype::kInt32: return integral<std::int32_t>(op);
+    case Dtype::kInt64: return integral<std::int64_t>(op);
+    case Dtype::kFloat16: return arithmetic<Half>(op);
+    case Dtype::kBfloat16: return arithmetic<Brain>(op);
+    case Dtype::kFloat32: return arithmetic<float>(op);
+    case Dtype::kFloat64: return arithmetic<double>(op);
+  }
+  return nullptr;
+}
+
+}  // namespace torchrelay::TORCHRELAY_ISA

@@ -1,0 +1,363 @@
+#include "torchrelay/shared_group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+namespace torchrelay {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::uint64_t kMagic = 0x3130'7961'6c65'7274;  // "trelay01"
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kPage = 4096;
+
+std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
+std::string text(const char* format, double value) {
+  char buffer[64];
+  std::snprintf(buffer, sizeof buffer, format, value);
+  return buffer;
+}
+
+std::string list(const std::vector<int>& ranks) {
+  std::string out = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) out += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return out;
+}
+
+const char* name(Kind kind) {
+  constexpr const char* names[] = {"nothing",    "all_reduce", "reduce",  "reduce_scatter", "broadcast",
+                                   "all_gather", "gather",     "scatter", "all_to_all",     "barrier"};
+  return names[static_cast<int>(kind)];
+}
+
+}  // namespace
+
+// The counter and the calls of both parities share a cache line: a waiter fetches them together.
+struct alignas(kLine) SharedGroup::Seat {
+  Flag arrived;
+  Call calls[2];
+  alignas(kLine) Flag mail;
+  std::atomic<std::int32_t> pid{0};
+  std::atomic<std::uint64_t> start_ticks{0};
+  std::atomic<std::uint32_t> left{0};
+};
+
+struct alignas(kLine) SharedGroup::Head {
+  std::uint64_t magic;
+  std::int32_t size;
+  std::uint64_t slot_bytes;
+  std::uint64_t one_shot_bytes;
+  std::uint64_t mailbox_bytes;
+  // The first failure: 0 none, 1 being written, 2 written.
+  alignas(kLine) std::atomic<std::uint32_t> failure{0};
+  std::int32_t code;
+  std::int32_t culprit;
+  std::int32_t reporter;
+};
+
+double Operation::elapsed_s() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+namespace {
+
+struct Layout {
+  std::size_t share, tables, mailboxes, slots, results, total;
+};
+
+Layout layout(const SharedGroup::Shape& shape, std::size_t head_bytes, std::size_t seat_bytes) {
+  const auto n = static_cast<std::size_t>(shape.size);
+  Layout at{};
+  at.share = round_up((shape.slot_bytes + n - 1) / n, kLine) + kLine;
+  at.tables = head_bytes + n * seat_bytes;
+  at.mailboxes = round_up(at.tables + n * 2 * round_up(2 * n * sizeof(std::uint64_t), kLine), kPage);
+  at.slots = round_up(at.mailboxes + n * n * round_up(shape.mailbox_bytes, kPage), kPage);
+  at.results = at.slots + n * 2 * round_up(shape.slot_bytes, kPage);
+  at.total = at.results + n * 2 * round_up(at.share, kPage);
+  return at;
+}
+
+}  // namespace
+
+SharedMemory SharedGroup::create(const Shape& shape) {
+  if (shape.size < 1 || shape.size > kMaxSize)
+    throw Error(Code::kArgument, "a group of " + std::to_string(shape.size) + " ranks on one host: 1 to " +
+                                     std::to_string(kMaxSize) + " are possible");
+  if (shape.slot_bytes < kPage || shape.one_shot_bytes > shape.slot_bytes)
+    throw Error(Code::kArgument,
+                "a slot needs at least 4096 bytes, and one_shot_bytes must not be larger than a slot");
+  auto memory = SharedMemory::create(layout(shape, sizeof(Head), sizeof(Seat)).total, "torchrelay-group");
+  auto* head = new (memory.data()) Head{};
+  head->size = shape.size;
+  head->slot_bytes = shape.slot_bytes;
+  head->one_shot_bytes = shape.one_shot_bytes;
+  head->mailbox_bytes = shape.mailbox_bytes;
+  head->magic = kMagic;
+  return memory;
+}
+
+SharedGroup::SharedGroup(SharedMemory memory, int rank, std::vector<int> names)
+    : memory_(std::move(memory)), rank_(rank), names_(std::move(names)) {
+  const Head& h = head();
+  if (memory_.size_bytes() < sizeof(Head) || h.magic != kMagic)
+    throw Error(Code::kProtocol, "this segment holds no group, or one of another version of torchrelay");
+  shape_ = {h.size, h.slot_bytes, h.one_shot_bytes, h.mailbox_bytes};
+  if (rank < 0 || rank >= shape_.size || names_.size() != static_cast<std::size_t>(shape_.size))
+    throw Error(Code::kArgument, "rank " + std::to_string(rank) + " does not fit a group of " +
+                                     std::to_string(shape_.size) + " ranks");
+  const Layout at = layout(shape_, sizeof(Head), sizeof(Seat));
+  share_bytes_ = at.share;
+  tables_at_ = at.tables;
+  mailboxes_at_ = at.mailboxes;
+  slots_at_ = at.slots;
+  results_at_ = at.results;
+  const ProcessId process = ProcessId::current();
+  pid_ = process.pid;
+  seat(rank_).start_ticks.store(process.start_ticks, std::memory_order_relaxed);
+  seat(rank_).pid.store(process.pid, std::memory_order_release);
+}
+
+SharedGroup::~SharedGroup() { leave(); }
+
+void SharedGroup::leave() noexcept {
+  if (getpid() != pid_ || left_.exchange(true)) return;
+  seat(rank_).left.store(1, std::memory_order_release);
+  seat(rank_).arrived.wake();
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank_) notify(peer);
+}
+
+SharedGroup::Head& SharedGroup::head() const noexcept { return *reinterpret_cast<Head*>(memory_.data()); }
+
+SharedGroup::Seat& SharedGroup::seat(int rank) const noexcept {
+  return reinterpret_cast<Seat*>(memory_.data() + sizeof(Head))[rank];
+}
+
+std::byte* SharedGroup::slot_at(int rank, std::uint32_t step) const noexcept {
+  return memory_.data() + slots_at_ +
+         (static_cast<std::size_t>(rank) * 2 + step % 2) * round_up(shape_.slot_bytes, kPage);
+}
+
+std::byte* SharedGroup::result_at(int rank, std::uint32_t step) const noexcept {
+  return memory_.data() + results_at_ +
+         (static_cast<std::size_t>(rank) * 2 + step % 2) * round_up(share_bytes_, kPage);
+}
+
+std::byte* SharedGroup::mailbox(int from, int to) const noexcept {
+  const auto index =
+      static_cast<std::size_t>(from) * static_cast<std::size_t>(shape_.size) + static_cast<std::size_t>(to);
+  return memory_.data() + mailboxes_at_ + index * round_up(shape_.mailbox_bytes, kPage);
+}
+
+std::uint64_t* SharedGroup::table(int rank) const noexcept {
+  const auto n = static_cast<std::size_t>(shape_.size);
+  const std::size_t row = round_up(2 * n * sizeof(std::uint64_t), kLine);
+  return reinterpret_cast<std::uint64_t*>(memory_.data() + tables_at_ +
+                                          (static_cast<std::size_t>(rank) * 2 + call_count_ % 2) * row);
+}
+
+void SharedGroup::join(const Operation& operation) { arrive_and_wait(operation); }
+
+void SharedGroup::meet(const Operation& operation) { arrive_and_wait(operation); }
+
+void SharedGroup::meet(const Operation& operation, const Call& call) {
+  throw_if_broken(operation);
+  ++call_count_;
+  seat(rank_).calls[call_count_ % 2] = call;
+  arrive_and_wait(operation);
+  compare_calls(operation, call);
+}
+
+std::size_t SharedGroup::meet(const Operation& operation, const Call& call,
+                              const std::vector<std::size_t>& sends,
+                              const std::vector<std::size_t>& receives) {
+  throw_if_broken(operation);
+  ++call_count_;
+  seat(rank_).calls[call_count_ % 2] = call;
+  const auto n = static_cast<std::size_t>(size());
+  std::copy(sends.begin(), sends.end(), table(rank_));
+  std::copy(receives.begin(), receives.end(), table(rank_) + n);
+  arrive_and_wait(operation);
+  compare_calls(operation, call);
+  std::size_t largest = 0;
+  for (std::size_t from = 0; from < n; ++from)
+    for (std::size_t to = 0; to < n; ++to) {
+      const std::size_t sent = table(static_cast<int>(from))[to];
+      const std::size_t expected = table(static_cast<int>(to))[n + from];
+      if (sent != expected)
+        throw Error(Code::kMismatch, prefix(operation) + "the ranks do not agree on sizes: rank " +
+                                         std::to_string(names_[from]) + " sends " + std::to_string(sent) +
+                                         " bytes to rank " + std::to_string(names_[to]) + ", which expects " +
+                                         std::to_string(expected) +
+                                         "; check the shapes and split sizes on both");
+      largest = std::max(largest, sent);
+    }
+  return largest;
+}
+
+void SharedGroup::compare_calls(const Operation& operation, const Call& mine) {
+  for (int peer = 0; peer < size(); ++peer) {
+    if (seat(peer).calls[call_count_ % 2] == mine) continue;
+    std::string message = prefix(operation) + "the ranks made different calls: ";
+    for (int r = 0; r < size(); ++r) {
+      message += (r == 0 ? "rank " : "; rank ") + std::to_string(names_[static_cast<std::size_t>(r)]) +
+                 " made " + describe(seat(r).calls[call_count_ % 2]);
+    }
+    throw Error(Code::kMismatch,
+                message + ". All ranks of a group must make the same calls in the same order");
+  }
+}
+
+std::string SharedGroup::describe(const Call& call) const {
+  std::string out = name(call.kind);
+  if (call.kind == Kind::kBarrier) return out;
+  out += " of ";
+  if (call.count != 0 || call.has_op) out += std::to_string(call.count) + " x ";
+  out += call.dtype < 9 ? torchrelay::name(static_cast<Dtype>(call.dtype)) : "bytes";
+  if (call.has_op) out += std::string(", ") + torchrelay::name(call.op);
+  if (call.root >= 0) out += ", root " + std::to_string(name_of(call.root));
+  return out;
+}
+
+void SharedGroup::arrive_and_wait(const Operation& operation) {
+  throw_if_broken(operation);
+  const std::uint32_t target = ++step_;
+  seat(rank_).arrived.advance(target);
+  for (int i = 1; i < size(); ++i) {
+    const int peer = (rank_ + i) % size();
+    if (!reached(seat(peer).arrived.value.load(std::memory_order_acquire), target))
+      wait_for_rank(operation, peer, target);
+  }
+}
+
+void SharedGroup::wait_for_rank(const Operation& operation, int peer, std::uint32_t target) {
+  const auto start = Clock::now();
+  Patience patience = operation.patience;
+  while (!wait_for(seat(peer).arrived, target, patience, kSlice)) {
+    patience = {};
+    look_after(operation, peer);
+    if (reached(seat(peer).arrived.value.load(std::memory_order_acquire), target)) break;
+    if (Clock::now() - operation.start >= operation.timeout) {
+      const auto absent = missing(target);
+      if (absent.empty()) break;
+      fail(Code::kTimeout,
+           prefix(operation) + list(absent) + " did not arrive within " +
+               text("%.3g s", std::chrono::duration<double>(operation.timeout).count()) +
+               "; is it stuck, slow, or in another call? A longer timeout can be given to init_process_group",
+           peer);
+    }
+  }
+  waiting_ns_.fetch_add(static_cast<std::uint64_t>((Clock::now() - start).count()),
+                        std::memory_order_relaxed);
+}
+
+void SharedGroup::look_after(const Operation& operation, int peer) {
+  throw_if_broken(operation);
+  if (head().failure.load(std::memory_order_acquire) == 2) {
+    const Head& h = head();
+    const auto culprit = static_cast<std::size_t>(h.culprit);
+    const bool lost = static_cast<Code>(h.code) != Code::kTimeout;
+    fail(lost ? Code::kPeerLost : Code::kTimeout,
+         prefix(operation) + "rank " + std::to_string(names_[static_cast<std::size_t>(h.reporter)]) +
+             (lost ? " reports that rank " + std::to_string(names_[culprit]) + " is lost"
+                   : " gave up waiting for rank " + std::to_string(names_[culprit])) +
+             "; this group cannot be used any more",
+         h.culprit);
+  }
+  const Seat& other = seat(peer);
+  const auto name = std::to_string(name_of(peer));
+  if (has_left(peer))
+    fail(Code::kPeerLost,
+         prefix(operation) + "rank " + name +
+             " has left the group (destroy_process_group, or its process ended)",
+         peer);
+  const std::int32_t pid = other.pid.load(std::memory_order_acquire);
+  if (pid != 0 && !alive({pid, other.start_ticks.load(std::memory_order_relaxed)}))
+    fail(Code::kPeerLost,
+         prefix(operation) + "rank " + name + " (process " + std::to_string(pid) +
+             ") has died; look at its own output for the cause",
+         peer);
+  if (!operation.poll) return;
+  try {
+    operation.poll();
+  } catch (const Error& error) {
+    try {
+      fail(error.code(), prefix(operation) + error.what(), rank_);
+    } catch (const Error&) {
+      throw error;
+    }
+  }
+}
+
+std::vector<int> SharedGroup::missing(std::uint32_t target) const {
+  std::vector<int> absent;
+  for (int r = 0; r < size(); ++r)
+    if (!reached(seat(r).arrived.value.load(std::memory_order_acquire), target)) absent.push_back(name_of(r));
+  return absent;
+}
+
+std::string SharedGroup::prefix(const Operation& operation) const {
+  return "rank " + std::to_string(name_of(rank_)) + ", " + operation.name + " #" +
+         std::to_string(call_count_) + ", after " + text("%.3g s: ", operation.elapsed_s());
+}
+
+void SharedGroup::fail(Code code, const std::string& message, int culprit) {
+  Head& h = head();
+  std::uint32_t none = 0;
+  if (h.failure.compare_exchange_strong(none, 1)) {
+    h.code = static_cast<std::int32_t>(code);
+    h.culprit = culprit;
+    h.reporter = rank_;
+    h.failure.store(2, std::memory_order_release);
+  }
+  for (int r = 0; r < size(); ++r) {
+    seat(r).arrived.wake();
+    notify(r);
+  }
+  const std::vector<int> ranks = {name_of(culprit)};
+  {
+    const std::lock_guard guard(broken_lock_);
+    if (!broken_.load()) {
+      broken_code_ = code == Code::kInterrupted ? Code::kPeerLost : code;
+      broken_why_ = message;
+      broken_ranks_ = ranks;
+      broken_.store(true);
+    }
+  }
+  throw Error(code, message, ranks);
+}
+
+void SharedGroup::throw_if_broken(const Operation& operation) {
+  if (!broken_.load(std::memory_order_acquire)) return;
+  const std::lock_guard guard(broken_lock_);
+  throw Error(broken_code_,
+              prefix(operation) +
+                  "this group failed before and cannot be used any more. The cause was: " + broken_why_,
+              broken_ranks_);
+}
+
+std::uint32_t SharedGroup::mail() const noexcept {
+  return seat(rank_).mail.value.load(std::memory_order_acquire);
+}
+
+void SharedGroup::notify(int peer) noexcept {
+  Flag& flag = seat(peer).mail;
+  flag.value.fetch_add(1, std::memory_order_seq_cst);
+  if (flag.sleepers.load(std::memory_order_seq_cst) != 0) flag.wake();
+}
+
+void SharedGroup::await_mail(std::uint32_t seen, Patience patience) noexcept {
+  const auto start = Clock::now();
+  wait_for(seat(rank_).mail, seen + 1, patience, kSlice);
+  waiting_ns_.fetch_add(static_cast<std::uint64_t>((Clock::now() - start).count()),
+                        std::memory_order_relaxed);
+}
+
+bool SharedGroup::has_left(int rank) const noexcept {
+  return seat(rank).left.load(std::memory_order_acquire) != 0;
+}
+
+}  // namespace torchrelay

@@ -1,0 +1,80 @@
+"""What is reduced natively, and what stands in for the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from torchrelay._native import Dtype, Op
+from torchrelay.errors import ArgumentError, UnsupportedError
+
+__all__ = ["NATIVE", "OPS", "as_native", "code"]
+
+NATIVE = {
+    torch.int8: Dtype.int8,
+    torch.uint8: Dtype.uint8,
+    torch.int16: Dtype.int16,
+    torch.int32: Dtype.int32,
+    torch.int64: Dtype.int64,
+    torch.float16: Dtype.float16,
+    torch.bfloat16: Dtype.bfloat16,
+    torch.float32: Dtype.float32,
+    torch.float64: Dtype.float64,
+}
+
+# By the value of c10d's ReduceOp; PREMUL_SUM is a SUM of tensors that were multiplied before.
+OPS = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR, Op.SUM)
+
+_BOOL_OPS = {
+    Op.SUM: Op.BOR,
+    Op.MAX: Op.BOR,
+    Op.BOR: Op.BOR,
+    Op.PRODUCT: Op.BAND,
+    Op.MIN: Op.BAND,
+    Op.BAND: Op.BAND,
+    Op.BXOR: Op.BXOR,
+}
+_BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
+_COMPLEX_OPS = (Op.SUM, Op.AVG)
+
+# Numbers for types in messages and comparisons: the native ones first.
+_CODES = {
+    dtype: index
+    for index, dtype in enumerate(
+        [*NATIVE, torch.bool, torch.complex64, torch.complex128, torch.complex32]
+        + [
+            getattr(torch, name)
+            for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
+            if hasattr(torch, name)
+        ]
+    )
+}
+
+
+def code(dtype: torch.dtype) -> int:
+    """A number that is the same for ``dtype`` on every rank."""
+    return _CODES.get(dtype, 255)
+
+
+def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
+    """A view of ``tensor`` (and the op on it) that the native core can reduce.
+
+    bool is reduced as logic: SUM and MAX are or, PRODUCT and MIN are and. Complex numbers are added as pairs.
+
+    Raises:
+        ArgumentError: the op has no meaning for this dtype.
+        UnsupportedError: the dtype is not reduced.
+    """
+    dtype = tensor.dtype
+    if dtype in NATIVE:
+        if op in _BITWISE and dtype.is_floating_point:
+            raise ArgumentError(f"{op.name} of {dtype} is not defined: it needs an integer dtype or bool")
+        return tensor, op
+    if dtype is torch.bool:
+        if op not in _BOOL_OPS:
+            raise ArgumentError(f"{op.name} of torch.bool is not defined: convert to a numeric dtype first")
+        return tensor.view(torch.uint8), _BOOL_OPS[op]
+    if dtype.is_complex and dtype is not torch.complex32:
+        if op not in _COMPLEX_OPS:
+            raise ArgumentError(f"{op.name} of {dtype} is not defined; complex tensors have SUM and AVG")
+        return torch.view_as_real(tensor), op
+    raise UnsupportedError(f"reductions of {dtype} are not supported: convert the tensor first")

@@ -1,0 +1,89 @@
+"""Between a caller's tensors and a plane: contiguous CPU buffers where the caller's tensors are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torchrelay.errors import ArgumentError, UnsupportedError
+
+__all__ = ["Staging", "is_plain", "same_dtype"]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a plane can use the tensor's memory as it is."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def same_dtype(tensors: Sequence[torch.Tensor], operation: str) -> None:
+    """Raises ArgumentError if the tensors of one call differ in dtype."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ArgumentError(
+            f"{operation}: all tensors of one call must have one dtype, but these have {names}"
+        )
+
+
+class Staging:
+    """The buffers of one call. ``finish()`` brings results to where the caller wants them."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.kept: list[torch.Tensor] = []
+
+    def input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain tensor with the values of ``tensor``."""
+        self._check(tensor)
+        buffer = tensor if is_plain(tensor) else _plain_copy(tensor)
+        self.kept.append(buffer)
+        return buffer
+
+    def output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain tensor whose values become those of ``tensor``."""
+        self._check(tensor)
+        if is_plain(tensor):
+            buffer = tensor
+        else:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._copies.append((tensor, buffer))
+        self.kept.append(buffer)
+        return buffer
+
+    def inout(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Both."""
+        self._check(tensor)
+        if is_plain(tensor):
+            buffer = tensor
+        else:
+            buffer = _plain_copy(tensor)
+            self._copies.append((tensor, buffer))
+        self.kept.append(buffer)
+        return buffer
+
+    @property
+    def finish(self) -> Callable[[], None] | None:
+        return self._copy_back if self._copies else None
+
+    def _copy_back(self) -> None:
+        with torch.no_grad():
+            for tensor, buffer in self._copies:
+                tensor.copy_(buffer)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"sml: {tensor.layout} tensors are not supported; use dense ones (e.g. Embedding(sparse=False))"
+            )
+
+
+def _plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

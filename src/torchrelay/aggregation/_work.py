@@ -1,0 +1,178 @@
+"""What a collective returns: when it is done, and how it failed.
+
+A failure must be heard through every caller of c10d. ``wait()`` raises it; the future raises it too, from a
+callback: a future that was given an exception directly crashes DDP and is ignored by functional collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import Work
+
+from torchrelay.aggregation._plane import Ticket, Transfer
+from torchrelay.errors import OperationTimeoutError
+
+if TYPE_CHECKING:
+    from torchrelay.aggregation._plane import Plane
+
+__all__ = ["DoneWork", "PendingWork", "TransferWork", "seconds"]
+
+FOREVER_S = 1e9
+
+
+def seconds(timeout: timedelta | None, default_s: float) -> float:
+    """c10d's timeout: None and negative ones mean the default."""
+    if timeout is None:
+        return default_s
+    value_s = timeout.total_seconds()
+    return value_s if value_s > 0 else default_s
+
+
+class DoneWork(Work):
+    """A collective that ended before its call returned."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class PendingWork(Work):
+    """A collective in progress.
+
+    Args:
+        tickets: in the order they end.
+        tensors: the outputs; the result of the future.
+        kept: tensors that must stay alive until the tickets are done.
+        finish: called once before the result is used: copies to outputs that were not contiguous.
+    """
+
+    def __init__(
+        self,
+        tickets: Sequence[Ticket],
+        tensors: Sequence[torch.Tensor],
+        kept: object = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._tickets = tickets
+        self._tensors = list(tensors)
+        self._kept = kept
+        self._finish = finish
+        self._finishing = threading.Lock()
+
+    @property
+    def in_progress(self) -> bool:
+        return not self._tickets[-1].done
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for ticket in self._tickets:
+            self._wait_for(ticket, seconds(timeout, FOREVER_S))
+        self._finish_once()
+        return True
+
+    def _wait_for(self, ticket: Ticket, timeout_s: float) -> None:
+        if not ticket.wait(timeout_s):
+            raise OperationTimeoutError(
+                f"wait(): the operation is not done after {timeout_s:g} s; it goes on, and wait() can be called again"
+            )
+
+    def _finish_once(self) -> None:
+        with self._finishing:
+            finish, self._finish, self._kept = self._finish, None, None
+            if finish is not None:
+                finish()
+
+    def is_completed(self) -> bool:
+        return not self.in_progress
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> BaseException | None:
+        """What the operation failed with, or None; does not wait."""
+        if self.in_progress:
+            return None
+        try:
+            for ticket in self._tickets:
+                ticket.wait(0)
+        except Exception as error:
+            return error
+        return None
+
+    def _error(self) -> object | None:
+        return next((error for ticket in self._tickets if (error := ticket.error())), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._tensors
+
+    def _settle(self, _: object) -> list[torch.Tensor]:
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        source: torch.futures.Future[None] = torch.futures.Future()
+        future: torch.futures.Future[Any] = source.then(self._settle)
+        self._tickets[-1].when_done(lambda: source.set_result(None))
+        return future
+
+
+class TransferWork(PendingWork):
+    """A send or receive in progress; whoever waits drives it."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        transfer: Transfer,
+        tensors: Sequence[torch.Tensor],
+        kept: object = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__([transfer.ticket], tensors, kept, finish)
+        self._plane = plane
+        self._transfer = transfer
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        timeout_s = seconds(timeout, FOREVER_S)
+        if not self._plane.wait_transfer(self._transfer, timeout_s):
+            raise OperationTimeoutError(
+                f"wait(): the transfer is not done after {timeout_s:g} s; it goes on, and wait() can be called again"
+            )
+        self._finish_once()
+        return True
+
+    def _source_rank(self) -> int:
+        return self._transfer.source
+
+    source_rank = _source_rank

@@ -1,0 +1,23 @@
+"""``python -m torchrelay.compat script.py ...``: runs a script with all compat modules in the originals' place."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from torchrelay.compat import install, names
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(f"usage: python -m torchrelay.compat script.py [arguments]\nprovides: {', '.join(names())}")
+        raise SystemExit(0 if len(sys.argv) > 1 else 2)
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    install()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
