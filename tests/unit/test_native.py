@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from torchrelay.transport import zmq_library_path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "native" / "tests").glob("*_test.cc"))
@@ -29,6 +32,13 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_native(build: Path, source: Path) -> None:
-    result = subprocess.run([build / source.stem], check=False, capture_output=True, text=True, timeout=600)
+    environ = {
+        **os.environ,
+        "TORCHRELAY_LIBZMQ": zmq_library_path(),
+        "TSAN_OPTIONS": f"suppressions={ROOT / 'native' / 'tests' / 'tsan.supp'}",
+    }
+    result = subprocess.run(
+        [build / source.stem], check=False, capture_output=True, text=True, timeout=600, env=environ
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert " 0 failed" in result.stdout

@@ -1,0 +1,145 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+
+#include "register.h"
+#include "torchrelay/endpoint.h"
+#include "torchrelay/error.h"
+#include "torchrelay/memory_network.h"
+#include "torchrelay/zmq_network.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace torchrelay {
+namespace {
+
+using Released = nb::call_guard<nb::gil_scoped_release>;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr microseconds kBetweenSignalChecks{50000};
+
+microseconds to_microseconds(double seconds) {
+  constexpr double kLongest = 1e9;
+  return microseconds(static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e6));
+}
+
+milliseconds to_milliseconds(double seconds) {
+  return std::chrono::duration_cast<milliseconds>(to_microseconds(seconds));
+}
+
+// An endpoint for Python, where two threads may call at once: they take turns.
+class PythonEndpoint {
+ public:
+  explicit PythonEndpoint(std::unique_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
+
+  std::string address() const { return endpoint_->address(); }
+
+  void connect(std::uint32_t peer, const std::string& address) {
+    const nb::gil_scoped_release released;
+    const std::lock_guard lock(mutex_);
+    endpoint_->connect(peer, address);
+  }
+
+  void disconnect(std::uint32_t peer) {
+    const nb::gil_scoped_release released;
+    const std::lock_guard lock(mutex_);
+    endpoint_->disconnect(peer);
+  }
+
+  void send(std::uint32_t peer, const nb::bytes& data) {
+    Message message = Message::allocate(data.size());
+    if (data.size() != 0) std::memcpy(message.data(), data.c_str(), data.size());
+    const nb::gil_scoped_release released;
+    const std::lock_guard lock(mutex_);
+    endpoint_->send(peer, std::move(message));
+  }
+
+  nb::object receive(double timeout_s) {
+    const auto deadline = std::chrono::steady_clock::now() + to_microseconds(timeout_s);
+    for (;;) {
+      const auto left = std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now());
+      Message message;
+      if (receive_for(message, std::clamp(left, microseconds(0), kBetweenSignalChecks)))
+        return nb::bytes(message.data(), message.size_bytes());
+      if (left <= kBetweenSignalChecks) return nb::none();
+      if (PyErr_CheckSignals() != 0) throw Error(Code::kInterrupted, "interrupted");
+    }
+  }
+
+ private:
+  bool receive_for(Message& message, microseconds timeout) {
+    const nb::gil_scoped_release released;
+    const std::lock_guard lock(mutex_);
+    return endpoint_->receive(message, timeout);
+  }
+
+  std::mutex mutex_;
+  std::unique_ptr<Endpoint> endpoint_;
+};
+
+void make_zmq_network(ZmqNetwork* self, const std::string& library_path, const nb::bytes& token,
+                      const std::string& interface, std::size_t max_message_bytes, bool local_sockets,
+                      double heartbeat_s, double silence_s, double linger_s, double spin_s, int io_threads,
+                      const std::string& curve_public_key, const std::string& curve_secret_key) {
+  ZmqOptions options;
+  if (token.size() != options.token.size())
+    throw Error(Code::kArgument, "a session token has " + std::to_string(options.token.size()) +
+                                     " bytes, not " + std::to_string(token.size()));
+  std::memcpy(options.token.data(), token.c_str(), options.token.size());
+  options.interface = interface;
+  options.max_message_bytes = max_message_bytes;
+  options.local_sockets = local_sockets;
+  options.heartbeat = to_milliseconds(heartbeat_s);
+  options.silence = to_milliseconds(silence_s);
+  options.linger = to_milliseconds(linger_s);
+  options.spin = to_microseconds(spin_s);
+  options.curve_public_key = curve_public_key;
+  options.curve_secret_key = curve_secret_key;
+  new (self) ZmqNetwork(std::make_shared<ZmqContext>(library_path, io_threads), options);
+}
+
+}  // namespace
+
+void register_endpoint(nb::module_& module) {
+  nb::class_<PythonEndpoint>(module, "Endpoint", "Sends and receives messages; threads take turns.")
+      .def_prop_ro("address", &PythonEndpoint::address)
+      .def("connect", &PythonEndpoint::connect, "peer"_a, "address"_a)
+      .def("disconnect", &PythonEndpoint::disconnect, "peer"_a)
+      .def("send", &PythonEndpoint::send, "peer"_a, "data"_a)
+      .def("receive", &PythonEndpoint::receive, "timeout_s"_a,
+           nb::sig("def receive(self, timeout_s: float) -> bytes | None"));
+
+  nb::class_<Network>(module, "Network", "Opens endpoints.")
+      .def(
+          "open",
+          [](Network& self, const std::string& label) {
+            return std::make_shared<PythonEndpoint>(self.open(label));
+          },
+          "label"_a, Released());
+
+  nb::class_<MemoryNetwork, Network>(module, "MemoryNetwork",
+                                     "Endpoints of one process; delays, reorders and duplicates on demand.")
+      .def(
+          "__init__",
+          [](MemoryNetwork* self, double max_delay_s, double duplicate_probability, std::uint64_t seed) {
+            new (self) MemoryNetwork({to_microseconds(max_delay_s), duplicate_probability, seed});
+          },
+          "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0)
+      .def("cut", &MemoryNetwork::cut, "label"_a, Released());
+
+  nb::class_<ZmqNetwork, Network>(module, "ZmqNetwork",
+                                  "Endpoints over ZeroMQ; see transport.native_network.")
+      .def("__init__", &make_zmq_network, "library_path"_a, nb::kw_only(), "token"_a,
+           "interface"_a = "127.0.0.1", "max_message_bytes"_a = ZmqOptions().max_message_bytes,
+           "local_sockets"_a = true, "heartbeat_s"_a = 2.0, "silence_s"_a = 10.0, "linger_s"_a = 1.0,
+           "spin_s"_a = 0.0, "io_threads"_a = 1, "curve_public_key"_a = "", "curve_secret_key"_a = "")
+      .def_prop_ro("ignored_messages", &ZmqNetwork::ignored_messages);
+}
+
+}  // namespace torchrelay

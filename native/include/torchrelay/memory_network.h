@@ -1,0 +1,35 @@
+// The in-memory filling of Network: endpoints of one process, for nodes as threads.
+//
+// On demand it delays, reorders and duplicates, as a bad network would; it never loses a message.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "torchrelay/endpoint.h"
+
+namespace torchrelay {
+
+struct Weather {
+  std::chrono::microseconds max_delay{0};  // each message waits from 0 to this long; unequal waits reorder
+  double duplicate_probability = 0;
+  std::uint64_t seed = 0;
+};
+
+class MemoryNetwork : public Network {
+ public:
+  explicit MemoryNetwork(const Weather& weather = {});
+  ~MemoryNetwork() override;
+  std::unique_ptr<Endpoint> open(const std::string& label) override;
+
+  // From now on nothing that `label`'s endpoints send or are sent arrives: a node that died.
+  void cut(const std::string& label);
+
+  struct Shared;
+
+ private:
+  std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace torchrelay

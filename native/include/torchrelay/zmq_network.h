@@ -1,0 +1,53 @@
+// The ZeroMQ filling of endpoint.h: TCP between hosts, abstract Unix sockets within one network namespace.
+//
+// An endpoint binds one PULL socket and connects one PUSH socket per peer. Each message is preceded by a
+// frame that holds a protocol version and the session's token: what strangers send is dropped and counted, a
+// peer of another version is an error. With CURVE keys, connections are encrypted, and refused to whoever
+// does not have the session's public key. Frames above the size limit end the connection that sends them.
+//
+// Order and loss: as TCP's. When a connection breaks, messages under way are lost and later ones are sent on
+// a new connection, so who must not lose any numbers them (courier.h).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+
+#include "torchrelay/endpoint.h"
+#include "torchrelay/zmq_library.h"
+
+namespace torchrelay {
+
+inline constexpr std::uint16_t kZmqProtocolVersion = 1;
+
+struct ZmqOptions {
+  std::string interface = "127.0.0.1";  // an address or a device name ("eth0") that peers can reach
+  bool local_sockets = true;            // Unix sockets to peers of the same network namespace
+  std::array<unsigned char, 16> token{};
+  std::size_t max_message_bytes = std::size_t{1} << 30;
+  std::chrono::milliseconds linger{1000};     // how long closing waits for messages that were not sent yet
+  std::chrono::milliseconds heartbeat{2000};  // a connection without traffic is probed this often; 0: never
+  std::chrono::milliseconds silence{10000};   // and closed after this
+  std::chrono::microseconds spin{0};          // receive() polls for this long before it sleeps
+  std::string curve_public_key;               // of the session, Z85, 40 characters; empty: no encryption
+  std::string curve_secret_key;
+};
+
+class ZmqNetwork final : public Network {
+ public:
+  // Throws kArgument for malformed keys.
+  ZmqNetwork(std::shared_ptr<ZmqContext> context, ZmqOptions options);
+  ~ZmqNetwork() override;
+
+  // Throws kUnavailable if the interface cannot be bound. Endpoints keep what they need of this object.
+  std::unique_ptr<Endpoint> open(const std::string& label) override;
+
+  std::uint64_t ignored_messages() const noexcept;  // of strangers
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace torchrelay
