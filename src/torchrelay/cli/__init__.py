@@ -1,0 +1,50 @@
+"""The ``torchrelay`` command: one file a sub-command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from torchrelay import __version__
+from torchrelay.cli.demo import demo
+from torchrelay.cli.doctor import doctor
+from torchrelay.errors import ArgumentError, ConfigError, DataError, TorchRelayError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Five things distributed PyTorch needs, for an unpatched PyTorch.\n\n"
+    "Start with [bold]torchrelay doctor[/bold], which tells what works on this machine, "
+    "then [bold]torchrelay demo[/bold], which runs the main job on real data.",
+    epilog="Settings are environment variables: docs/settings.md lists them all.",
+)
+app.command(rich_help_panel="First steps")(doctor)
+app.command(rich_help_panel="First steps")(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torchrelay {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Runs the command; an error of ours is one sentence, with exit code 2 if the caller's input caused it."""
+    try:
+        app()
+    except TorchRelayError as error:
+        typer.echo(f"torchrelay: {error}", err=True)
+        sys.exit(2 if isinstance(error, ArgumentError | ConfigError | DataError) else 1)

