@@ -5,6 +5,7 @@ Nothing else in TorchRelay touches a private torch name; ``tests/unit/test_torch
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = [
     "backward_id",
     "backward_keeps_graph",
     "backward_will_run",
+    "callback_error",
     "default_dtype",
     "default_generator",
     "default_generator_as",
@@ -159,3 +161,13 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]
+
+
+def callback_error(error: RuntimeError) -> tuple[str, str] | None:
+    """Type name and message of what a future's callback raised, if that is what ``error`` wraps. 2.11 to 2.13.
+
+    DistributedDataParallel waits for its group in C++, which keeps no more than the text of a Python exception.
+    """
+    wrapped = r"when running the callback: (?:[\w.]+\.)?(\w+): (.*?)\s*(?:\n\nAt:|$)"
+    found = re.search(wrapped, str(error), re.DOTALL)
+    return (found[1], found[2]) if found else None

@@ -90,6 +90,14 @@ def test_loss_gradients_match_those_of_the_full_softmax(
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+def test_a_negative_that_is_the_object_itself_gives_no_gradient(model: ComplEx) -> None:
+    loss = model(torch.tensor([[4, 2, 5]]), torch.tensor([5]), 0.0)
+    loss.backward()
+    assert loss == 0
+    for parameter in model.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
 def test_sampled_softmax_estimates_the_full_one(model: ComplEx, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum over wrong entities is estimated without bias; here its mean over all samples of one size."""
     monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)

@@ -20,7 +20,7 @@ import random
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,42 +133,34 @@ class _Module:
 
     name: str
     package: str
-    modules: Iterable[str]
+    modules: Collection[str]
     tree: ast.Module
-    known: dict[str, str] = field(default_factory=dict)
+    known: dict[str, str] = field(init=False)
     """Imported and defined names of the module's scope, and what they stand for: ``{"join": "os.path.join"}``."""
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(init=False)
     """Variables of the module's scope: ``{"FLAGS": "json.decoder.FLAGS"}``."""
 
     def __post_init__(self) -> None:
-        for statement in self.tree.body:
-            if isinstance(statement, ast.Assign):
-                names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
-                self.variables.update((name, f"{self.name}.{name}") for name in names)
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    self.known[alias.asname or alias.name.split(".")[0]] = (
-                        alias.name if alias.asname else alias.name.split(".")[0]
-                    )
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    self.known[alias.asname or alias.name] = f"{self._source(node)}.{alias.name}"
-        for name in self._definitions():
-            self.known[name] = f"{self.name}.{name}"
+        self._imports = [
+            node for node in ast.walk(self.tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        self._defined = self._definitions()
+        self.known = dict(pair for node in self._imports for pair in self._bound_names(node))
+        self.known.update((name, f"{self.name}.{name}") for name in self._defined)
+        assignments = (node.targets for node in self.tree.body if isinstance(node, ast.Assign))
+        names = (target.id for targets in assignments for target in targets if isinstance(target, ast.Name))
+        self.variables = {name: f"{self.name}.{name}" for name in names}
 
     def facts(self) -> Iterator[Fact]:
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                yield from ((self.name, "imports", alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                yield from ((self.name, "imports", module) for module in self._imported(node))
-        for name, node in self._definitions().items():
-            yield self.name, "defines", f"{self.name}.{name}"
-            if isinstance(node, ast.ClassDef):
-                yield from self._class_facts(f"{self.name}.{name}", node)
+        for node in self._imports:
+            yield from ((self.name, "imports", module) for module in self._imported(node) if module)
+        for local_name, definition in self._defined.items():
+            name = f"{self.name}.{local_name}"
+            yield self.name, "defines", name
+            if isinstance(definition, ast.ClassDef):
+                yield from self._class_facts(name, definition)
             else:
-                yield from self._function_facts(f"{self.name}.{name}", node, {})
+                yield from self._function_facts(name, definition, {})
 
     def _definitions(self) -> dict[str, ast.ClassDef | _Function]:
         """Classes and functions of the module's own scope, those under ``if`` and ``try`` too."""
@@ -191,7 +183,22 @@ class _Module:
         base = parts[: len(parts) - node.level + 1]
         return ".".join([*base, *([node.module] if node.module else [])])
 
-    def _imported(self, node: ast.ImportFrom) -> Iterator[str]:
+    def _bound_names(self, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+        """Names that an import binds, and what they stand for."""
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom):
+                yield alias.asname or alias.name, f"{self._source(node)}.{alias.name}"
+            elif alias.asname:
+                yield alias.asname, alias.name
+            else:
+                top = alias.name.split(".")[0]
+                yield top, top
+
+    def _imported(self, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+        """The modules that an import runs."""
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+            return
         source = self._source(node)
         for alias in node.names:
             module = f"{source}.{alias.name}"
@@ -220,7 +227,7 @@ class _Module:
         for child in ast.walk(node):
             if isinstance(child, ast.Call):
                 yield from self._fact(name, "calls", self._resolve(child.func, methods, called=True))
-            elif isinstance(child, ast.Name | ast.Attribute):
+            elif isinstance(child, (ast.Name, ast.Attribute)):
                 yield from self._fact(name, "uses", self._variable(child, methods))
             elif isinstance(child, ast.Raise) and child.exc is not None:
                 yield from self._fact(name, "raises", self._resolve(child.exc, methods))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchrelay import _torch, errors
 from torchrelay.cli.demo.evaluation import with_reciprocals
 from torchrelay.cli.demo.model import ComplEx
 from torchrelay.cli.demo.options import Options
@@ -87,10 +88,11 @@ class Trainer:
 
         Raises:
             ArgumentError: the loss is not finite.
+            TorchRelayError: the group could not sum the gradients, for one because a rank has died.
         """
         loss = self._parallel(triples, negatives, self._options.regularisation)
         self._optimizer.zero_grad()
-        loss.backward()
+        self._backward(loss)
         self._optimizer.step()
         value = float(loss.item())
         if not math.isfinite(value):
@@ -98,6 +100,17 @@ class Trainer:
                 "the loss is not finite any more: the model has diverged; try a lower --learning-rate"
             )
         return value
+
+    @staticmethod
+    def _backward(loss: Tensor) -> None:
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            name, message = _torch.callback_error(error) or ("", "")
+            kind = getattr(errors, name, None)
+            if kind is None:
+                raise
+            raise kind(message) from error
 
     def train(self, batches: Batches, on_step: Callable[[int, float], None]) -> None:
         """All epochs; calls ``on_step`` with the epoch, from 1, and the loss after each step."""

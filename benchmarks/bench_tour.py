@@ -1,0 +1,117 @@
+"""The main job, whole, as a user runs it: ``torchrelay demo`` on the code graph, or on WN18RR.
+
+    python benchmarks/bench_tour.py                   # the code graph of the standard library
+    python benchmarks/bench_tour.py --wn18rr FOLDER   # folder with WN18RR's train.txt, valid.txt, test.txt
+    python benchmarks/bench_tour.py --smoke           # one epoch of the code graph; writes nothing
+
+Each run replaces its own section of ``benchmarks/results/tour.md`` by the command, its time, and all it printed.
+A run whose test MRR is below what it must reach fails and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results" / "tour.md"
+TITLE = "# The main job\n"
+
+WN18RR_OPTIONS = (
+    "--allow-unseen --epochs 20 --dim 100 --batch-size 1024 --negatives 4096 --regularisation 0.05"
+)
+
+# What a run must reach to be written down: on WN18RR, ComplEx's published figures start about here.
+WN18RR_MRR = 0.42
+TIMES_BASELINE = 4.0
+
+
+def run(arguments: list[str]) -> tuple[str, float]:
+    """What ``torchrelay demo`` printed, and the seconds it took."""
+    command = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo", *arguments]
+    start = time.perf_counter()
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "COLUMNS": "110"}
+    )
+    return result.stdout, time.perf_counter() - start
+
+
+def mrr(output: str, row: str) -> float:
+    """The MRR that a row of the table of figures shows."""
+    found = re.search(rf"^│ {re.escape(row)} +│ +[\d,]+ │ +([\d.]+) │", output, re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"the output has no row {row!r}:\n{output}")
+    return float(found[1])
+
+
+def check(output: str, least: float | None) -> None:
+    """Ends the program unless the model has learned: ``least``, or several times the baseline's MRR."""
+    reached = mrr(output, "test")
+    least = TIMES_BASELINE * mrr(output, "test, most frequent answer") if least is None else least
+    if reached < least:
+        raise SystemExit(f"test MRR is {reached}, but must be at least {least:.4f}:\n{output}")
+
+
+def processor() -> str:
+    """The processor's name and the cores this process may use."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+    return f"{name[1] if name else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def section(heading: str, command: str, output: str, seconds: float) -> str:
+    hardware = f"{processor()}; Python {platform.python_version()}, torch {torch.__version__}"
+    output = output.replace(str(Path.home()), "~").rstrip()
+    return (
+        f"## {heading}\n\n{hardware}; {time.strftime('%Y-%m-%d')}\n\n    {command}\n\n"
+        f"{seconds:.0f} s from start to end. It printed:\n\n```text\n{output}\n```\n"
+    )
+
+
+def write(heading: str, text: str) -> None:
+    """Replaces the section ``heading`` of the results file."""
+    old = RESULTS.read_text() if RESULTS.exists() else TITLE
+    sections = [
+        part
+        for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]
+        if not part.startswith(f"## {heading}\n")
+    ]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join([TITLE, *(part.strip() + "\n" for part in sorted([*sections, text]))]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--wn18rr", type=Path, metavar="FOLDER", help="WN18RR's three files")
+    parser.add_argument("--smoke", action="store_true", help="one epoch, nothing written")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        output, _ = run(["--epochs", "1", "--dim", "8", "--negatives", "64"])
+        mrr(output, "test")
+        return
+    if arguments.wn18rr:
+        heading, options = "WN18RR", WN18RR_OPTIONS
+        output, seconds = run(["--data", str(arguments.wn18rr), *shlex.split(options)])
+        check(output, WN18RR_MRR)
+        output = output.replace(str(arguments.wn18rr), "WN18RR")
+        command = f"torchrelay demo --data WN18RR {options}"
+    else:
+        heading, command = "The code graph of the standard library", "torchrelay demo"
+        output, seconds = run([])
+        check(output, None)
+    write(heading, section(heading, command, output, seconds))
+    print(output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The main job as a program: learn the code graph of Python's standard library on two processes.
+
+Run it under torchrun, on as many processes as you like::
+
+    torchrun --standalone --nproc-per-node 2 examples/tour.py [EPOCHS]
+
+``torchrelay demo`` does the same with a progress bar, predictions, and the usual way timed beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import torchrelay.aggregation  # noqa: F401 - registers the backend sml
+from torchrelay.cli.demo.code_graph import prune, read_code_graph, split_facts, standard_library
+from torchrelay.cli.demo.evaluation import Answers, Metrics, rank_answers, sum_metrics, with_reciprocals
+from torchrelay.cli.demo.model import ComplEx
+from torchrelay.cli.demo.options import Options
+from torchrelay.cli.demo.training import Batches, Trainer
+from torchrelay.cli.demo.triples import Graph, read_graph, write_facts
+from torchrelay.deferred import deferred_init, materialize_module
+from torchrelay.world import World
+
+
+def read(folder: Path) -> Graph:
+    """Who imports, defines, inherits, calls, takes, raises and catches what, in this Python's own sources."""
+    facts = prune(read_code_graph(standard_library()), at_least=3)
+    for split, part in split_facts(facts, share=0.05, seed=0).items():
+        write_facts(folder / f"{split}.txt", part)
+    return read_graph(folder)
+
+
+def main(epochs: int) -> None:
+    world = World.from_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        graph = read(Path(folder))
+
+    # No memory is taken and no number drawn until the module is materialised; then it equals the eager one.
+    torch.manual_seed(0)
+    model = deferred_init(ComplEx, len(graph.entities), len(graph.relations), dim=64)
+    materialize_module(model)
+
+    dist.init_process_group("sml")
+    options = Options(data=Path(), epochs=epochs)
+    Trainer(model, options).train(Batches.of(graph, options, world), on_step=lambda epoch, loss: None)
+
+    # Each rank answers its share of the questions; sums of shares add up.
+    questions = with_reciprocals(graph.test, len(graph.relations))[world.rank :: world.size]
+    sums = sum_metrics(rank_answers(model.score_all, questions, Answers(graph)))
+    dist.all_reduce(sums)
+    if world.rank == 0:
+        metrics = Metrics.from_sums(sums)
+        print(
+            f"test MRR {metrics.mrr:.4f} over {metrics.questions:,} questions, {len(graph.entities):,} candidates"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else Options.epochs)
