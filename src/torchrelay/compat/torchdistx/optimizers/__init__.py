@@ -1,0 +1,5 @@
+"""torchdistX's optimizers, on :mod:`torchrelay.deferred.any_precision`."""
+
+from torchrelay.compat.torchdistx.optimizers.anyprecision_optimizer import AnyPrecisionAdamW
+
+__all__ = ["AnyPrecisionAdamW"]

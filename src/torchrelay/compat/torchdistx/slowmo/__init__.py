@@ -1,0 +1,5 @@
+"""torchdistX's SlowMo, on :mod:`torchrelay.deferred.slowmo`."""
+
+from torchrelay.compat.torchdistx.slowmo import slowmo_comm, slowmo_optimizer
+
+__all__ = ["slowmo_comm", "slowmo_optimizer"]

@@ -1,0 +1,5 @@
+"""The communication hook; see :mod:`torchrelay.deferred.slowmo`."""
+
+from torchrelay.deferred.slowmo import SlowMoState, slowmo_hook
+
+__all__ = ["SlowMoState", "slowmo_hook"]

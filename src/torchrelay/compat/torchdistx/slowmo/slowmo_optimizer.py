@@ -1,0 +1,5 @@
+"""The optimizer; see :mod:`torchrelay.deferred.slowmo`."""
+
+from torchrelay.deferred.slowmo import SlowMomentumOptimizer
+
+__all__ = ["SlowMomentumOptimizer"]
