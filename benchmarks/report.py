@@ -1,0 +1,48 @@
+"""What every benchmark shares: how a results file looks, and what machine and versions it names."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchrelay import __version__
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> str:
+    """Processor, cores, memory, kernel and versions, in one line."""
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB; Linux {platform.release()}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}, torchrelay {__version__}"
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def write(name: str, title: str, *parts: str) -> None:
+    """Writes ``results/<name>.md``: title, command, date, machine, then ``parts``, separated by blank lines."""
+    command = f"python {Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
+    head = f"`{command}`, {datetime.date.today()}\n\n{machine()}"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text("\n\n".join([f"# {title}", head, *parts]) + "\n")
