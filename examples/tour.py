@@ -1,7 +1,6 @@
-"""The main job as a program: learn the code graph of Python's standard library on two processes.
+"""The main job as a program: learn the code graph of Python's standard library, on one process or several::
 
-Run it under torchrun, on as many processes as you like::
-
+    python examples/tour.py [EPOCHS]
     torchrun --standalone --nproc-per-node 2 examples/tour.py [EPOCHS]
 
 ``torchrelay demo`` does the same with a progress bar, predictions, and the usual way timed beside it.
@@ -45,7 +44,8 @@ def main(epochs: int) -> None:
     model = deferred_init(ComplEx, len(graph.entities), len(graph.relations), dim=64)
     materialize_module(model)
 
-    dist.init_process_group("sml")
+    # The same for one process as for many; under torchrun, init_process_group("sml") alone does it too.
+    dist.init_process_group("sml", store=world.connect(), rank=world.rank, world_size=world.size)
     options = Options(data=Path(), epochs=epochs)
     Trainer(model, options).train(Batches.of(graph, options, world), on_step=lambda epoch, loss: None)
 

@@ -30,6 +30,7 @@ def run(options: Options) -> NoReturn:
         DataError: the data is malformed; no process has been started.
     """
     read_graph(options.data, allow_unseen=options.allow_unseen)
+    options = replace(options, launched_at=time.time())
     threads = max(1, len(os.sched_getaffinity(0)) // options.nproc)
     # One host: the processes meet on the loopback interface and listen on no other.
     defaults = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}

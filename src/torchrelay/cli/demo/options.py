@@ -28,6 +28,8 @@ class Options:
     reading_s: float = 0.0
     """What it took to make the graph's files; 0 if they were given."""
     cached: bool = False
+    launched_at: float = 0.0
+    """When the processes were started, in seconds since the epoch."""
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "data": str(self.data)})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,9 @@ from torchrelay.cli.demo.triples import Graph
 from torchrelay.errors import ArgumentError
 from torchrelay.world import World
 
-__all__ = ["Batches", "Trainer", "compare_groups"]
+__all__ = ["Batches", "Trainer", "compare_all_reduce", "compare_steps"]
+
+_ROUNDS = 13
 
 
 @dataclass(frozen=True)
@@ -127,19 +131,40 @@ class Trainer:
             group["lr"] = self._options.learning_rate * share
 
 
-def compare_groups(
-    model: ComplEx, batches: Batches, options: Options, groups: Mapping[str, dist.ProcessGroup], steps: int
+def compare_steps(
+    model: ComplEx, batches: Batches, options: Options, groups: Mapping[str, dist.ProcessGroup]
 ) -> dict[str, float]:
-    """Median seconds of a training step over each group, taken in turns on copies of the model."""
+    """Median seconds of a training step over each group, on copies of the model."""
     trainers = {name: Trainer(copy.deepcopy(model), options, group) for name, group in groups.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in groups}
-    for number, (triples, negatives) in enumerate(batches.epoch(0)):
-        if number == steps + 1:
-            break
-        for name, trainer in trainers.items():
+    steps = itertools.cycle(batches.epoch(0))
+
+    def step_all() -> Iterator[Callable[[], object]]:
+        triples, negatives = next(steps)
+        for trainer in trainers.values():
+            yield partial(trainer.step, triples, negatives)
+
+    return _in_turns(list(groups), step_all)
+
+
+def compare_all_reduce(model: ComplEx, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, float]:
+    """Median seconds of summing the model's gradients over each group."""
+    gradients = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+
+    def reduce_all() -> Iterator[Callable[[], object]]:
+        for group in groups.values():
+            yield partial(dist.all_reduce, gradients, group=group)
+
+    return _in_turns(list(groups), reduce_all)
+
+
+def _in_turns(names: list[str], calls: Callable[[], Iterator[Callable[[], object]]]) -> dict[str, float]:
+    """Median seconds of what ``calls`` yields for each name, over rounds that all ranks begin together."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(_ROUNDS):
+        for name, call in zip(names, calls(), strict=True):
             dist.barrier()
             start = time.perf_counter()
-            trainer.step(triples, negatives)
-            if number:  # the first step makes DDP's buckets
+            call()
+            if number:  # the first one sets things up
                 seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items() if times}
+    return {name: statistics.median(times) for name, times in seconds.items()}
