@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad
 
+from torchrelay.errors import UnsupportedError
+
 __all__ = [
+    "CheckpointShard",
     "after_backward",
     "backward_id",
     "backward_keeps_graph",
@@ -28,6 +31,7 @@ __all__ = [
     "fake_mode_key",
     "forward_mode_active",
     "has_fast_bfloat16",
+    "local_shape_and_offset",
     "parse_to",
     "plain_torch",
     "strip_dead_transform",
@@ -171,3 +175,62 @@ def callback_error(error: RuntimeError) -> tuple[str, str] | None:
     wrapped = r"when running the callback: (?:[\w.]+\.)?(\w+): (.*?)\s*(?:\n\nAt:|$)"
     found = re.search(wrapped, str(error), re.DOTALL)
     return (found[1], found[2]) if found else None
+
+
+class CheckpointShard(torch.Tensor):
+    """A block of rows of a larger tensor that Distributed Checkpoint saves and loads. Checked on 2.11 to 2.13.
+
+    It has the larger tensor's size and answers DCP's own protocol (``torch.distributed._checkpointable``);
+    computing with it is an error. ``local`` is this rank's block, at ``offsets`` of the whole.
+    """
+
+    local: torch.Tensor
+    offsets: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, offsets: tuple[int, ...], size: torch.Size, *_: Any
+    ) -> CheckpointShard:
+        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype)  # type: ignore[attr-defined]
+        self.local, self.offsets = local, offsets
+        return self  # type: ignore[no-any-return]
+
+    def __init__(self, local: torch.Tensor, offsets: tuple[int, ...], size: torch.Size) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedError(f"{func}: a {cls.__name__} is for checkpoints only; compute with its .local")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(offsets={self.offsets}, shape={tuple(self.local.shape)}, of={tuple(self.size())})"
+
+    def _chunk(self) -> Any:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.local.size())
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        chunk = self._chunk()
+        data = TensorWriteData(
+            chunk=chunk, properties=TensorProperties.create_from_tensor(self.local), size=self.size()
+        )
+        return [
+            WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [self._chunk()]
+
+    def __get_tensor_shard__(self, _: object) -> torch.Tensor:
+        return self.local
+
+
+def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the offset of this rank's part of a distributed tensor. Checked on 2.11 to 2.13."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)

@@ -38,8 +38,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _simple(func, operator, args, kwargs)
     if func is aten.detach.default and type(args[0]) is FakeTensor:
         return fake_from_region(args[0]._region, args[0]._history)
-    if func is aten.empty.memory_format:
-        fake = _empty(func, args, kwargs)
+    if func in _FACTORIES:
+        fake = _factory(func, operator, args, kwargs)
         if fake is not None:
             return fake
     if operator.composite:
@@ -79,22 +79,37 @@ def _simple(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[s
     return fake
 
 
-def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeTensor | None:
-    """``torch.empty`` of the usual kind, or None for another."""
+# Factories whose first argument is the size, and whose result is contiguous.
+_FACTORIES = {
+    aten.empty.memory_format,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.rand.default,
+    aten.randn.default,
+}
+
+
+def _factory(
+    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FakeTensor | None:
+    """What a factory of the usual kind makes, or None for another kind."""
     session = sessions.current()
-    layout = kwargs.get("layout")
-    if session is None or kwargs.get("memory_format") is not None or layout not in (None, torch.strided):
+    dtype = kwargs.get("dtype") or (None if func is aten.full.default else torch.get_default_dtype())
+    if session is None or dtype is None or kwargs.get("memory_format") is not None:
         return None
     device = kwargs.get("device") or _CPU
-    if device.type == "meta" or kwargs.get("pin_memory"):
+    if device.type == "meta" or kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided):
         return None
     if device.type != "cpu":
         _check_device(device, session)
     size = tuple(args[0])
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
     stride, count = _contiguous(size)
-    storage = Storage(count * dtype.itemsize, device, session.deferred)
-    return fake_from_region(Region(storage, dtype, size, stride), storage.history())
+    region = Region(Storage(count * dtype.itemsize, device, session.deferred), dtype, size, stride)
+    fake = fake_from_region(region, region.storage.history())
+    if session.deferred and func is not aten.empty.memory_format:
+        record(func, operator, args, kwargs, outputs=(region,))
+    return fake
 
 
 def _contiguous(size: tuple[int, ...]) -> tuple[tuple[int, ...], int]:

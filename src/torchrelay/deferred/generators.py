@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
 from torchrelay.deferred.graph import Node
 from torchrelay.deferred.positions import Origin, Position
+from torchrelay.deferred.twister import jump
 from torchrelay.errors import UnavailableError
 
-__all__ = ["Generators", "jump"]
-
-_CHUNK_WORDS = 1 << 20
-
-
-def jump(state: torch.Tensor, words: int) -> torch.Tensor:
-    """The CPU generator state ``words`` 32-bit words after ``state``."""
-    generator = torch.Generator()
-    generator.set_state(state)
-    chunk = torch.empty(min(words, _CHUNK_WORDS))
-    for start in range(0, words, _CHUNK_WORDS):
-        chunk[: words - start].uniform_(generator=generator)
-    return generator.get_state()
+__all__ = ["Generators"]
 
 
 class Generators:
@@ -38,6 +25,7 @@ class Generators:
         self._run = run
         self._generators: dict[torch.device, torch.Generator] = {}
         self._positions: dict[torch.device, Position] = {}
+        self._last: dict[Origin, tuple[int, torch.Tensor | None]] = {}
 
     def at(self, position: Position) -> torch.Generator:
         """A generator standing at ``position``."""
@@ -51,6 +39,12 @@ class Generators:
         self._positions[device] = position
         return generator
 
+    def loose_at(self, position: Position) -> torch.Generator:
+        """The same, for a draw after which nothing is known of the generator."""
+        generator = self.at(position)
+        del self._positions[position.origin.device]
+        return generator
+
     def drawn(self, device: torch.device, after: Position) -> None:
         """The generator of ``device`` has just drawn, and stands at ``after``."""
         if after.origin.state is None:
@@ -59,14 +53,16 @@ class Generators:
 
     def state(self, position: Position) -> torch.Tensor:
         """The generator's state at ``position``."""
-        base = self._origin_state(position.origin)
+        origin = position.origin
         if position.words == 0:
-            return base
-        device = position.origin.device
-        current = self._positions.get(device)
-        if current is not None and current.origin is position.origin and 0 < current.words <= position.words:
-            return jump(self._generators[device].get_state(), position.words - current.words)
-        return jump(base, position.words)
+            return self._origin_state(origin)
+        # From the last state asked for: the layers of a model lie at equal distances, which jump() remembers.
+        words, state = self._last.get(origin, (0, None))
+        if state is None or words > position.words:
+            words, state = 0, self._origin_state(origin)
+        state = jump(state, position.words - words)
+        self._last[origin] = position.words, state
+        return state
 
     def _origin_state(self, origin: Origin) -> torch.Tensor:
         pending: list[Origin] = []
@@ -91,8 +87,3 @@ def _new_generator(device: torch.device) -> torch.Generator:
             f"The recorded random numbers come from the generator of {device}, which this machine does not have: "
             f"{error}. Record with another device, or materialize on a machine that has it."
         ) from error
-
-
-def as_default(generator: torch.Generator) -> AbstractContextManager[Any]:
-    """For operations that take no generator: the default generator stands where ``generator`` does."""
-    return nullcontext()

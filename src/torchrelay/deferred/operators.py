@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Operator", "describe", "words_drawn"]
+__all__ = ["Operator", "describe"]
 
 aten = torch.ops.aten
 
@@ -44,6 +43,17 @@ _WITH_GENERATOR = {
 }
 
 
+# Elementwise operations by IEEE arithmetic or by comparison: an element's result does not depend on its place.
+_ELEMENTWISE = {
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min", "clone", "copy_",
+    "div", "eq", "fill", "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
+    "maximum", "minimum", "mul", "ne", "neg", "reciprocal", "relu", "rsub", "sign", "sqrt", "sub", "where",
+    "_to_copy",
+}  # fmt: skip
+# By approximation: checked before use, see parts.
+_APPROXIMATED = {"cos", "erf", "erfinv", "exp", "expm1", "log", "log1p", "sin", "tanh"}
+
+
 @dataclass(frozen=True)
 class Operator:
     """Properties of one overload.
@@ -59,6 +69,7 @@ class Operator:
         draws: takes random numbers.
         with_generator: the overload to call to give it a generator, or None.
         written: positions and names of the arguments it writes.
+        slices: elementwise, and an element's bits do not depend on where it lies.
         creates: it has results that are no alias of an argument.
         needs_values: its result, or the shape of it, depends on values.
         takes_dtype, takes_device: it has an argument of that name.
@@ -74,6 +85,7 @@ class Operator:
     draws: bool
     with_generator: Any
     written: tuple[int | str, ...]
+    slices: bool
     creates: bool
     needs_values: bool
     takes_dtype: bool
@@ -113,6 +125,7 @@ def _describe(func: Any) -> Operator:
         draws=takes_generator or torch.Tag.nondeterministic_seeded in func.tags,
         with_generator=func if takes_generator else _WITH_GENERATOR.get(func),
         written=written,
+        slices=_name(schema) in _ELEMENTWISE | _APPROXIMATED and not name.endswith((".out", "_out")),
         creates=any(r.alias_info is None for r in schema.returns),
         needs_values=bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)),
         takes_dtype=any(a.name == "dtype" for a in arguments),
@@ -120,34 +133,13 @@ def _describe(func: Any) -> Operator:
     )
 
 
+def _name(schema: Any) -> str:
+    """``add`` of ``aten::add_.Tensor``."""
+    name: str = schema.name.removeprefix("aten::")
+    return name if name == "copy_" else name.removesuffix("_")
+
+
 def _is_composite(func: Any) -> bool:
     return func._can_decompose() and func.has_kernel_for_dispatch_key(
         torch._C.DispatchKey.CompositeImplicitAutograd
     )
-
-
-def words_drawn(func: Any, region: Any, args: tuple[Any, ...]) -> int | None:
-    """How many 32-bit words the CPU generator gives to ``func`` filling ``region``; None: not known beforehand."""
-    rule = _WORDS.get(func)
-    return None if rule is None else rule(region, args)
-
-
-def _uniform(region: Any, args: tuple[Any, ...]) -> int:
-    return region.numel * (2 if region.dtype is torch.float64 else 1)
-
-
-def _normal(region: Any, args: tuple[Any, ...]) -> int | None:
-    count = region.numel
-    if count == 0:
-        return 0
-    if count < 16 or not region.is_contiguous:
-        return None
-    if count % 16:
-        count += 16
-    return count * (2 if region.dtype is torch.float64 else 1)
-
-
-_WORDS: dict[Any, Callable[[Any, tuple[Any, ...]], int | None]] = {
-    aten.uniform_.default: _uniform,
-    aten.normal_.default: _normal,
-}

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from torchrelay.deferred import session as sessions
+from torchrelay.deferred.draws import words_drawn
 from torchrelay.deferred.graph import External, History, Node, Region, map_tensors
-from torchrelay.deferred.operators import Operator, words_drawn
+from torchrelay.deferred.operators import Operator
 from torchrelay.deferred.replay import Replay
 from torchrelay.deferred.session import Session
 from torchrelay.deferred.tensor import FakeTensor

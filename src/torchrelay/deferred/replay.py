@@ -11,8 +11,9 @@ from torchrelay import _torch
 from torchrelay.deferred.generators import Generators
 from torchrelay.deferred.graph import Constant, External, Node, Region, Storage, map_tensors
 from torchrelay.deferred.operators import describe
+from torchrelay.errors import UnavailableError
 
-__all__ = ["Replay"]
+__all__ = ["Replay", "writers"]
 
 
 class Replay:
@@ -20,9 +21,13 @@ class Replay:
 
     Results of operations that are run for good stay with their storages; those of a temporary evaluation
     (:meth:`values` of something large) live in ``_scratch`` until it ends.
+
+    Args:
+        device: where to run what was recorded for a device that this machine does not have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._instead = device
         self.generators = Generators(self._run_for_draw)
         self._scratch: dict[Storage, torch.UntypedStorage] | None = None
 
@@ -35,22 +40,38 @@ class Replay:
         """A real tensor over the memory of ``region``'s storage, with everything written so far."""
         return region.over(self.storage(region.storage))
 
-    def values(self, region: Region) -> torch.Tensor:
-        """The values of ``region`` now. Nothing large is kept: the operations stay to be run again."""
-        if region.storage.size_bytes <= _KEEP_BYTES:
+    def values(self, region: Region, before: int | None = None) -> torch.Tensor:
+        """The values of ``region`` now, or at an earlier place in the program. The operations stay to be run."""
+        if before is None and region.storage.size_bytes <= _KEEP_BYTES:
             return self.tensor(region)
         outer, self._scratch = self._scratch, {}
         try:
-            return self.tensor(region)
+            self._run_all(needed([(region.storage, before)], readers=False))
+            return region.over(self._memory(region.storage))
         finally:
             self._scratch = outer
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where what was recorded for ``device`` is to be.
+
+        Raises:
+            UnavailableError: it is not on this machine, and no other was given.
+        """
+        if device.type == "cpu" or _torch.device_available(device):
+            return device
+        if self._instead is None:
+            raise UnavailableError(
+                f"The tensors were recorded on {device}, which this machine does not have. "
+                "Materialize on a machine that has it, or give materialize_module(..., device='cpu')."
+            )
+        return self._instead
 
     # Running.
 
     def _run_for_draw(self, node: Node) -> None:
         outer, self._scratch = self._scratch, {}
         try:
-            self._run_all([*needed([], [node]), node])
+            self._run_all([*needed([], [node], readers=False), node])
         finally:
             self._scratch = outer
 
@@ -69,6 +90,8 @@ class Replay:
 
         args = map_tensors(args, (Region, External, Constant), real)
         kwargs = map_tensors(kwargs, (Region, External, Constant), real)
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs = {**kwargs, "device": self.place(kwargs["device"])}
         with _torch.default_dtype(node.default_dtype):
             if node.position is None:
                 result = node.func(*args, **kwargs)
@@ -122,7 +145,9 @@ class Replay:
                 return found
         elif storage.real is not None:
             return storage.real
-        empty = torch.empty(storage.size_bytes, dtype=torch.uint8, device=storage.device).untyped_storage()
+        empty = torch.empty(
+            storage.size_bytes, dtype=torch.uint8, device=self.place(storage.device)
+        ).untyped_storage()
         self._put(storage, empty)
         return empty
 
@@ -138,12 +163,15 @@ def flatten(result: Any) -> list[Any]:
     return [result]
 
 
-def needed(storages: Iterable[tuple[Storage, int | None]], nodes: Iterable[Node] = ()) -> list[Node]:
+def needed(
+    storages: Iterable[tuple[Storage, int | None]], nodes: Iterable[Node] = (), readers: bool = True
+) -> list[Node]:
     """The operations to run, in program order, for the state that ``storages`` have at a place in the program.
 
     Args:
         storages: pairs of a storage and a ``seq`` before which its writers count; None: all of them.
         nodes: operations that will be run, whose arguments must be ready.
+        readers: with those that read what is about to be overwritten, if their results may still be wanted.
     """
     chosen: dict[int, Node] = {}
     asked: dict[Storage, int] = {}
@@ -155,11 +183,11 @@ def needed(storages: Iterable[tuple[Storage, int | None]], nodes: Iterable[Node]
         if asked.get(storage, 0) >= before:
             continue
         asked[storage] = before
-        for node in _writers(storage, before):
+        for node in writers(storage, before):
             if node.seq in chosen:
                 continue
             chosen[node.seq] = node
-            for earlier in [node, *_pending_readers(node)]:
+            for earlier in [node, *(_pending_readers(node) if readers else ())]:
                 chosen[earlier.seq] = earlier
                 todo.extend((source, earlier.seq) for source in _inputs(earlier))
     return [chosen[seq] for seq in sorted(chosen)]
@@ -168,8 +196,8 @@ def needed(storages: Iterable[tuple[Storage, int | None]], nodes: Iterable[Node]
 _END = 1 << 62
 
 
-def _writers(storage: Storage, before: int) -> list[Node]:
-    """The writers of ``storage`` that decide its content before ``before``: none that is wholly overwritten."""
+def writers(storage: Storage, before: int) -> list[Node]:
+    """The writers of ``storage`` that decide its content before ``before``, in order: none that is wholly overwritten."""
     history = storage.history()
     chosen: list[Node] = []
     for node in reversed(history):
@@ -178,6 +206,7 @@ def _writers(storage: Storage, before: int) -> list[Node]:
         chosen.append(node)
         if overwrites(node, storage):
             break
+    chosen.reverse()
     return chosen
 
 

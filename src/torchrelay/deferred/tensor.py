@@ -19,7 +19,7 @@ from torchrelay.errors import DeferredError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FakeTensor", "assign", "dispatch_with", "fake_from_region"]
+__all__ = ["FakeTensor", "assign", "become", "dispatch_with", "fake_from_region", "replacement"]
 
 _wrap = torch.Tensor._make_wrapper_subclass
 _dispatch: Callable[..., Any]
@@ -201,6 +201,16 @@ def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
     for hook in hooks:
         fake.register_hook(hook)
     return fake
+
+
+def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
+    """A new object that is to ``fake`` what :func:`become` makes of it, for a class it cannot take: DTensor."""
+    attributes = user_attributes(fake)
+    if attributes.pop("_is_param", False):
+        real = torch.nn.Parameter(real, fake.requires_grad)
+    for name, value in attributes.items():
+        setattr(real, name, value)
+    return real
 
 
 def _real_value(fake: FakeTensor, what: str) -> torch.Tensor:

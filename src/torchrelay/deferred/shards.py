@@ -1,0 +1,109 @@
+"""Which part of each tensor this process materializes, and what it then becomes: a slice or a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrelay.deferred.graph import Region
+from torchrelay.deferred.tensor import FakeTensor
+from torchrelay.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["Slices", "check_shard", "distributed", "local_slices", "sliced"]
+
+Slices = tuple[slice, ...]
+Placements = Sequence["Placement"]
+Shard = (
+    Callable[[str, torch.Tensor], "Slices | None"]
+    | tuple["DeviceMesh", "Placements | Callable[[str, torch.Tensor], Placements | None]"]
+)
+
+
+def check_shard(shard: Any) -> None:
+    """Raises :class:`ArgumentError` if ``shard`` is none of the allowed kinds."""
+    if shard is None or callable(shard) or (isinstance(shard, tuple) and len(shard) == 2):
+        return
+    raise ArgumentError(
+        "shard must be a function (name, tensor) -> tuple of slices or None, or a pair (device_mesh, placements); "
+        f"got {type(shard).__name__}."
+    )
+
+
+def placements_for(shard: Any, name: str, fake: torch.Tensor) -> Placements | None:
+    """The placements of one tensor, if ``shard`` is of the DTensor kind; None: this tensor stays whole."""
+    if not isinstance(shard, tuple):
+        return None
+    placements = shard[1]
+    return placements(name, fake) if callable(placements) else placements
+
+
+def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
+    """The slices of this process; None: all of the tensor.
+
+    Raises:
+        ArgumentError: the slices do not fit the tensor, or a placement is neither Shard nor Replicate.
+    """
+    if shard is None:
+        return None
+    if isinstance(shard, tuple):
+        placements = placements_for(shard, name, fake)
+        return None if placements is None else _mesh_slices(shard[0], placements, name, fake)
+    slices = shard(name, fake)
+    if slices is None:
+        return None
+    if not isinstance(slices, tuple) or not all(isinstance(item, slice) for item in slices):
+        raise ArgumentError(f"{name}: shard must give a tuple of slices or None, and gave {slices!r}.")
+    if len(slices) > fake.dim() or any(item.step not in (None, 1) for item in slices):
+        raise ArgumentError(
+            f"{name}: the slices {slices!r} do not fit a tensor of shape {tuple(fake.shape)}: at most one for each "
+            "dimension, with step 1."
+        )
+    return slices
+
+
+def _mesh_slices(mesh: DeviceMesh, placements: Placements, name: str, fake: torch.Tensor) -> Slices:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as ShardPlacement
+
+    from torchrelay import _torch
+
+    for placement in placements:
+        if type(placement) not in (Replicate, ShardPlacement):
+            raise ArgumentError(
+                f"{name}: a tensor can be materialized under Shard or Replicate, not {placement}."
+            )
+    size, offset = _torch.local_shape_and_offset(fake.shape, mesh, placements)
+    return tuple(slice(start, start + extent) for start, extent in zip(offset, size, strict=True))
+
+
+def sliced(fake: FakeTensor, slices: Slices) -> Region:
+    """The region of ``fake`` that ``slices`` select."""
+    region = fake._region
+    size, offset = list(region.size), region.offset
+    for dim, item in enumerate(slices):
+        start, stop, _ = item.indices(size[dim])
+        offset += start * region.stride[dim]
+        size[dim] = max(0, stop - start)
+    return Region(region.storage, region.dtype, tuple(size), region.stride, offset)
+
+
+def distributed(shard: Any, name: str, fake: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as it must stand in the module: a DTensor if ``shard`` gives placements for this tensor."""
+    placements = placements_for(shard, name, fake)
+    if placements is None:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, shard[0], placements, run_check=False, shape=fake.shape, stride=_contiguous(fake.shape)
+    )
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
