@@ -191,28 +191,34 @@ class CheckpointShard(torch.Tensor):
     def __new__(
         cls, local: torch.Tensor, offsets: tuple[int, ...], size: torch.Size, *_: Any
     ) -> CheckpointShard:
-        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype)  # type: ignore[attr-defined]
+        self: CheckpointShard = torch.Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype)
         self.local, self.offsets = local, offsets
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __init__(self, local: torch.Tensor, offsets: tuple[int, ...], size: torch.Size) -> None:
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise UnsupportedError(f"{func}: a {cls.__name__} is for checkpoints only; compute with its .local")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(offsets={self.offsets}, shape={tuple(self.local.shape)}, of={tuple(self.size())})"
 
     def _chunk(self) -> Any:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
 
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.local.size())
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
+        from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
+            TensorWriteData,
+            WriteItem,
+            WriteItemType,
+        )
 
         chunk = self._chunk()
         data = TensorWriteData(

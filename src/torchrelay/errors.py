@@ -7,6 +7,7 @@
     ├── ConfigError (ValueError)             a setting is unknown or has a bad value
     ├── DataError (ValueError)               input data does not have the form it must have
     ├── DeferredError (RuntimeError)         a fake or deferred tensor is used in a way that needs its values
+    ├── GraphError (RuntimeError)            a backward pass cannot be run as asked; its communications would not match
     ├── UnsupportedError (NotImplementedError)   valid, but not done by this version or this torch
     ├── UnavailableError (RuntimeError)      a package, a device or a permission is missing here
     ├── MismatchError (ValueError)           ranks made different calls: op, shape or dtype
@@ -29,6 +30,7 @@ __all__ = [
     "CorruptionError",
     "DataError",
     "DeferredError",
+    "GraphError",
     "MismatchError",
     "OperationTimeoutError",
     "PeerLostError",
@@ -58,6 +60,10 @@ class DataError(TorchRelayError, ValueError):
 
 class DeferredError(TorchRelayError, RuntimeError):
     """A fake or deferred tensor is used in a way that needs values it does not have."""
+
+
+class GraphError(TorchRelayError, RuntimeError):
+    """A backward pass cannot be run as asked: communications out of its reach, or an overwritten input reused."""
 
 
 class UnsupportedError(TorchRelayError, NotImplementedError):

@@ -1,0 +1,62 @@
+"""MPI functions that PyTorch's autograd can differentiate, in an order that it keeps by itself.
+
+::
+
+    from torchrelay import mpi
+
+    comm = mpi.COMM_WORLD
+    total = comm.Allreduce(local_loss, mpi.MPI_SUM)
+    total.backward()
+
+Every communication made while grad mode is on joins a chain in autograd's graph, so a backward pass runs all
+of a rank's communications in exactly the reverse order, and ends wherever the forward pass ended.
+"""
+
+from torchrelay.mpi._chain import chain, reset
+from torchrelay.mpi._dtypes import Op
+from torchrelay.mpi._library import MPI as _MPI
+from torchrelay.mpi.allreduce import Located
+from torchrelay.mpi.communicator import COMM_WORLD, CartCommunicator, Communicator, from_mpi4py
+from torchrelay.mpi.passes import backward, grad
+from torchrelay.mpi.point_to_point import WaitHandle, join_dummies, join_dummies_handle
+
+__all__ = [
+    "COMM_WORLD",
+    "MPI_ANY_SOURCE",
+    "MPI_ANY_TAG",
+    "MPI_BAND",
+    "MPI_BOR",
+    "MPI_BXOR",
+    "MPI_LAND",
+    "MPI_LOR",
+    "MPI_LXOR",
+    "MPI_MAX",
+    "MPI_MAXLOC",
+    "MPI_MIN",
+    "MPI_MINLOC",
+    "MPI_PROC_NULL",
+    "MPI_PROD",
+    "MPI_SUM",
+    "MPI_UNDEFINED",
+    "CartCommunicator",
+    "Communicator",
+    "JoinDummies",
+    "JoinDummiesHandle",
+    "Located",
+    "Op",
+    "WaitHandle",
+    "backward",
+    "chain",
+    "from_mpi4py",
+    "grad",
+    "reset",
+]
+
+MPI_MAX, MPI_MIN, MPI_SUM, MPI_PROD = Op.MAX, Op.MIN, Op.SUM, Op.PROD
+MPI_LAND, MPI_BAND, MPI_LOR, MPI_BOR = Op.LAND, Op.BAND, Op.LOR, Op.BOR
+MPI_LXOR, MPI_BXOR, MPI_MINLOC, MPI_MAXLOC = Op.LXOR, Op.BXOR, Op.MINLOC, Op.MAXLOC
+MPI_ANY_SOURCE, MPI_ANY_TAG = _MPI.ANY_SOURCE, _MPI.ANY_TAG
+MPI_PROC_NULL, MPI_UNDEFINED = _MPI.PROC_NULL, _MPI.UNDEFINED
+
+JoinDummies = join_dummies
+JoinDummiesHandle = join_dummies_handle

@@ -1,0 +1,202 @@
+"""The order of communications, kept as a chain in autograd's graph.
+
+Every recorded communication takes the chain's head, a 0-dim tensor that always requires grad, as one more
+input and returns a new head. The backward pass therefore runs *all* of a rank's communications, in exactly
+the reverse order; where the forward order let every rank finish, the reverse order does too.
+
+A chain belongs to the process, not to one communicator: a rank's communications have one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchrelay import _torch
+from torchrelay.errors import GraphError
+from torchrelay.mpi._settings import settings
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+__all__ = ["ROOT", "Chain", "Link", "active", "adjoint_chain", "chain", "current", "reset"]
+
+ROOT = torch.zeros((), requires_grad=True)
+"""Every chain starts here, so that ``torch.autograd.grad`` can be told to go all the way."""
+
+
+class Chain:
+    """Communications recorded since the last backward pass, each dependent on the one before."""
+
+    __slots__ = ("__weakref__", "first", "head", "names", "task", "warned")
+
+    def __init__(self) -> None:
+        self.head: Tensor | None = ROOT
+        self.names: list[str] = []
+        self.first: weakref.ref[Link] | None = None
+        self.task = -1
+        self.warned = False
+
+    def extend(self, name: str) -> Tensor:
+        """The token the next communication takes; the caller stores the token it returns in :attr:`head`."""
+        self.names.append(name)
+        if len(self.names) > settings.chain_warning and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{len(self.names)} communications were recorded without a backward pass, and everything they "
+                "depend on is kept: run evaluation under torch.no_grad(), or drop them with torchrelay.mpi.reset()",
+                stacklevel=4,
+            )
+        assert self.head is not None
+        return self.head
+
+    def close(self) -> None:
+        """Lets go of the graph. Nodes refer to their chain, so holding its head would be a cycle."""
+        self.head = None
+
+
+class Link:
+    """A recorded communication's place in its chain."""
+
+    __slots__ = ("__weakref__", "chain", "done", "node", "position")
+
+    def __init__(self, chain: Chain, node: Node) -> None:
+        self.chain = chain
+        self.node = weakref.ref(node)
+        self.position = len(chain.names)
+        self.done = False
+        if self.position == 1:
+            chain.first = weakref.ref(self)
+
+    def enter(self, unreached: str) -> bool:
+        """Called when the node's backward starts. False: it has run before, and only passes the order on."""
+        if self.done:
+            return False
+        chain, task = self.chain, _torch.backward_id()
+        if chain.task != task:
+            chain.task = task
+            self._begin(unreached)
+        self.done = not _torch.backward_keeps_graph()
+        return True
+
+    def _begin(self, unreached: str) -> None:
+        """This is the first communication of its chain in this backward pass: are all others in reach?"""
+        global _current  # noqa: PLW0603 - the process's chain
+        chain = self.chain
+        if unreached != "ignore":
+            self._check_reach(unreached)
+        if not _torch.backward_keeps_graph() and chain is _current:
+            _current = Chain()
+            chain.close()
+
+    def _check_reach(self, unreached: str) -> None:
+        after = self.chain.names[self.position :]
+        first = self.chain.first() if self.chain.first is not None else None
+        node = first.node() if first is not None else None
+        before = node is not None and not _torch.backward_will_run(node)
+        if not after and not before:
+            return
+        where = f"the {len(after)} communications after it ({_few(after)})" if after else ""
+        if before:
+            where += " and " if where else ""
+            where += (
+                f"some of the {self.position - 1} before it ({_few(self.chain.names[: self.position - 1])})"
+            )
+        message = (
+            f"this backward pass starts at {self.chain.names[self.position - 1]} (number {self.position}) and does not "
+            f"reach {where}; ranks whose loss depends on them would wait forever or get wrong values. Use "
+            "torchrelay.mpi.backward(loss) or torchrelay.mpi.grad(outputs, inputs), which run all of them, or "
+            "communicate what needs no gradient under torch.no_grad()"
+        )
+        if unreached == "warn":
+            warnings.warn(message, stacklevel=2)
+        else:
+            self.chain.task = -1
+            raise GraphError(message)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+_current = Chain()
+_adjoint: Chain | None = None
+
+
+def current() -> Chain:
+    """The chain that the next communication joins."""
+    if _adjoint is not None:
+        return _adjoint
+    if _torch.backward_id() >= 0:
+        return _scratch(_torch.backward_id())
+    return _current
+
+
+def active() -> Chain | None:
+    """The process's chain, if anything is recorded in it."""
+    return _current if _current.names else None
+
+
+_scratches: dict[int, Chain] = {}
+
+
+def _scratch(task: int) -> Chain:
+    """The chain of forward code that runs inside a backward pass: a checkpoint that is computed again.
+
+    Its graph serves that backward pass alone, so it must not become part of the process's chain.
+    """
+    if task not in _scratches:
+        _scratches[task] = Chain()
+        _torch.after_backward(lambda: _forget(task))
+    return _scratches[task]
+
+
+def _forget(task: int) -> None:
+    chain = _scratches.pop(task, None)
+    if chain is not None:
+        chain.close()
+
+
+@contextlib.contextmanager
+def adjoint_chain(link: Link) -> Iterator[None]:
+    """Inside, what is recorded (under ``create_graph``) joins the chain of the node whose backward runs."""
+    global _adjoint  # noqa: PLW0603
+    before = _adjoint
+    is_open = link.chain.head is not None
+    _adjoint = link.chain if is_open else _scratch(_torch.backward_id())
+    try:
+        yield
+    finally:
+        _adjoint = before
+
+
+@contextlib.contextmanager
+def chain() -> Iterator[None]:
+    """Communications in the block form a chain of their own, apart from those before and after it.
+
+    For computations whose backward pass is run apart, in any order: two losses of one step, or a function
+    given to ``torch.autograd.gradcheck``. All ranks must then run those backward passes in the same order.
+    """
+    global _current  # noqa: PLW0603
+    before, mine = _current, Chain()
+    _current = mine
+    try:
+        yield
+    finally:
+        mine.close()
+        if _current is not mine:
+            _current.close()
+        _current = before
+
+
+def reset() -> None:
+    """Forgets all communications recorded so far; a later backward pass does not run those it cannot reach."""
+    global _current  # noqa: PLW0603
+    _current.close()
+    _current = Chain()

@@ -1,0 +1,150 @@
+"""torch's dtypes and MPI's operations, in MPI's words.
+
+MPI knows neither float16 nor bfloat16: they travel as two bytes, and are reduced by operations of our own.
+bool is reduced by MPI's logical operations, and logical operations on floats go through bool.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._library import MPI
+
+__all__ = ["CODES", "DTYPES", "Op", "buffer", "datatype", "is_differentiable", "mpi_op"]
+
+
+class Op(enum.Enum):
+    """A reduction. ``MAXLOC`` and ``MINLOC`` also tell on which rank the value is."""
+
+    MAX = "MAX"
+    MIN = "MIN"
+    SUM = "SUM"
+    PROD = "PROD"
+    LAND = "LAND"
+    BAND = "BAND"
+    LOR = "LOR"
+    BOR = "BOR"
+    LXOR = "LXOR"
+    BXOR = "BXOR"
+    MINLOC = "MINLOC"
+    MAXLOC = "MAXLOC"
+
+    __hash__ = object.__hash__
+
+
+LOGICAL = (Op.LAND, Op.LOR, Op.LXOR)
+BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
+ARITHMETIC = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
+
+_two_bytes = MPI.BYTE.Create_contiguous(2).Commit()
+
+_TYPES: dict[torch.dtype, MPI.Datatype] = {
+    torch.uint8: MPI.UINT8_T,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.float16: _two_bytes,
+    torch.bfloat16: _two_bytes,
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+    torch.bool: MPI.C_BOOL,
+}
+DTYPES = tuple(_TYPES)
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+_BOOL_OPS = {
+    Op.SUM: MPI.LOR,
+    Op.MAX: MPI.LOR,
+    Op.LOR: MPI.LOR,
+    Op.BOR: MPI.LOR,
+    Op.PROD: MPI.LAND,
+    Op.MIN: MPI.LAND,
+    Op.LAND: MPI.LAND,
+    Op.BAND: MPI.LAND,
+    Op.LXOR: MPI.LXOR,
+    Op.BXOR: MPI.LXOR,
+}
+_KERNELS: dict[Op, Callable[..., Tensor]] = {
+    Op.SUM: torch.add,
+    Op.PROD: torch.mul,
+    Op.MAX: torch.maximum,
+    Op.MIN: torch.minimum,
+}
+
+
+def _half_op(dtype: torch.dtype, op: Op) -> MPI.Op:
+    kernel = _KERNELS[op]
+
+    def reduce(incoming: Any, result: Any, _datatype: MPI.Datatype) -> None:
+        theirs, ours = torch.frombuffer(incoming, dtype=dtype), torch.frombuffer(result, dtype=dtype)
+        kernel(theirs, ours, out=ours)
+
+    return MPI.Op.Create(reduce, commute=True)
+
+
+def _table() -> dict[tuple[torch.dtype, Op], MPI.Op]:
+    table: dict[tuple[torch.dtype, Op], MPI.Op] = {}
+    for dtype in DTYPES:
+        if dtype is torch.bool:
+            table.update({(dtype, op): mpi for op, mpi in _BOOL_OPS.items()})
+        elif dtype in (torch.float16, torch.bfloat16):
+            table.update({(dtype, op): _half_op(dtype, op) for op in ARITHMETIC})
+        else:
+            ops: tuple[Op, ...] = ARITHMETIC if not dtype.is_complex else (Op.SUM, Op.PROD)
+            if not (dtype.is_floating_point or dtype.is_complex):
+                ops = ops + LOGICAL + BITWISE
+            table.update({(dtype, op): getattr(MPI, op.value) for op in ops})
+    return table
+
+
+_OPS = _table()
+
+
+def datatype(dtype: torch.dtype) -> MPI.Datatype:
+    """MPI's name for ``dtype``.
+
+    Raises:
+        ArgumentError: MPI cannot carry it.
+    """
+    try:
+        return _TYPES[dtype]
+    except KeyError:
+        raise ArgumentError(
+            f"{dtype} cannot be communicated; these can: {', '.join(map(str, DTYPES))}"
+        ) from None
+
+
+def mpi_op(dtype: torch.dtype, op: Op) -> MPI.Op:
+    """MPI's operation ``op`` on ``dtype``.
+
+    Raises:
+        ArgumentError: the operation is not defined on it (bitwise on floats, an order of complex numbers).
+    """
+    try:
+        return _OPS[dtype, op]
+    except KeyError:
+        raise ArgumentError(f"MPI_{op.value} is not defined for {dtype}") from None
+
+
+def is_differentiable(dtype: torch.dtype) -> bool:
+    """Floating point and complex; equal on all ranks, so all of them record a communication or none does."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def buffer(tensor: Tensor) -> tuple[MPI.buffer, int, MPI.Datatype]:
+    """The memory of a contiguous CPU tensor as mpi4py takes it. The caller keeps ``tensor`` alive."""
+    count = tensor.numel()
+    memory = MPI.buffer.fromaddress(tensor.data_ptr(), count * tensor.itemsize)
+    return (memory, count, datatype(tensor.dtype))

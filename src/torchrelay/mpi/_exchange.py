@@ -1,0 +1,258 @@
+"""Moving contiguous memory between ranks: what all collectives are made of.
+
+Nothing here is recorded. Counts are in elements. Where a count does not fit one MPI call, blocks go as
+point-to-point messages in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError, MismatchError
+from torchrelay.mpi._dtypes import CODES, DTYPES, buffer, datatype
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._settings import settings
+from torchrelay.mpi._wait import finish
+
+if TYPE_CHECKING:
+    from torchrelay.mpi._record import Call
+
+__all__ = [
+    "Header",
+    "agree",
+    "allgather_blocks",
+    "alltoall_blocks",
+    "axis_of",
+    "exchange_headers",
+    "flat_of",
+    "gather_blocks",
+    "join",
+    "packed",
+    "pieces",
+    "placed",
+    "scatter_blocks",
+]
+
+MAX_DIMS = 16
+PIECE_TAG = 7
+
+
+def packed(x: Tensor) -> Tensor:
+    """``x``, or a copy of it, as plain contiguous memory of this host.
+
+    Raises:
+        ArgumentError: it is sparse, or has no values.
+    """
+    if x.layout is not torch.strided or x.is_meta:
+        raise ArgumentError(f"a tensor of layout {x.layout} on device {x.device} cannot be communicated")
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    if x.device.type != "cpu":
+        x = x.cpu()
+    return x.contiguous()
+
+
+def placed(y: Tensor, x: Tensor) -> Tensor:
+    """``y`` on the device of ``x``."""
+    return y if x.device.type == "cpu" else y.to(x.device)
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Equal parts of flat, equally long tensors, each part small enough for one MPI call."""
+    count = tensors[0].numel()
+    if count <= settings.max_count:
+        yield tensors
+        return
+    flat = [tensor.view(-1) for tensor in tensors]
+    for start in range(0, count, settings.max_count):
+        yield tuple(tensor[start : start + settings.max_count] for tensor in flat)
+
+
+def axis_of(axis: int, ndim: int) -> int:
+    """``axis`` counted from the front.
+
+    Raises:
+        ArgumentError: there is no such axis.
+    """
+    if not -ndim <= axis < ndim:
+        raise ArgumentError(f"axis {axis} of a tensor that has {ndim} axes")
+    return axis % ndim
+
+
+class Header:
+    """What one rank tells the others before a collective whose blocks may differ in length."""
+
+    __slots__ = ("dtype", "number", "shape")
+
+    def __init__(self, row: np.ndarray) -> None:
+        self.number = int(row[0])
+        self.dtype = DTYPES[row[1]]
+        self.shape = tuple(row[3 : 3 + row[2]].tolist())
+
+    def block(self, axis: int, length: int) -> tuple[int, ...]:
+        """The shape with ``length`` along ``axis``."""
+        return (*self.shape[:axis], length, *self.shape[axis + 1 :])
+
+
+def exchange_headers(call: Call, x: Tensor, number: int = 0) -> list[Header]:
+    """Every rank's dtype and shape, and a number of its choice."""
+    if x.ndim > MAX_DIMS:
+        raise ArgumentError(f"{call.describe()}: {x.ndim} axes are more than {MAX_DIMS}")
+    datatype(x.dtype)
+    row = np.zeros(MAX_DIMS + 3, np.int64)
+    row[: 3 + x.ndim] = (number, CODES[x.dtype], x.ndim, *x.shape)
+    comm = call.comm
+    rows = np.empty((comm.size, MAX_DIMS + 3), np.int64)
+    finish(comm.mpi.Iallgather((row, MAX_DIMS + 3, MPI.INT64_T), (rows, MAX_DIMS + 3, MPI.INT64_T)), call)
+    return [Header(each) for each in rows]
+
+
+def agree(call: Call, headers: Sequence[Header], *free_axes: int) -> None:
+    """Raises :class:`MismatchError`, on all ranks, if dtypes or shapes differ, save along ``free_axes``."""
+
+    def fixed(header: Header) -> tuple[object, ...]:
+        shape = [size for axis, size in enumerate(header.shape) if axis not in free_axes]
+        return (header.dtype, len(header.shape), *shape)
+
+    if len({fixed(header) for header in headers}) > 1:
+        given = "; ".join(f"rank {rank}: {h.dtype} {h.shape}" for rank, h in enumerate(headers))
+        raise MismatchError(
+            f"{call.describe()} on {call.comm.name}: the ranks' tensors do not fit together ({given})"
+        )
+
+
+def join(blocks: Sequence[Tensor], axis: int, flat: Tensor) -> Tensor:
+    """The blocks, which lie one after the other in ``flat``, along ``axis``; no copy where none is needed."""
+    shape = blocks[0].shape
+    if all(size == 1 for size in shape[:axis]):
+        return flat.view(
+            *shape[:axis], -1 if flat.numel() else sum(b.shape[axis] for b in blocks), *shape[axis + 1 :]
+        )
+    return torch.cat(list(blocks), axis)
+
+
+def _carve(dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+    """New memory for tensors of ``shapes``, one after the other, and those tensors."""
+    counts = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+    flat = torch.empty(sum(counts), dtype=dtype)
+    return flat, [
+        part.view(*shape) for part, shape in zip(flat.split_with_sizes(counts), shapes, strict=True)
+    ]
+
+
+def flat_of(blocks: Sequence[Tensor]) -> Tensor:
+    """The blocks one after the other; no copy where they already lie so."""
+    first, offset = blocks[0], blocks[0].storage_offset()
+    for block in blocks:
+        if not block.is_contiguous() or block.storage_offset() != offset or not _same_storage(block, first):
+            return _copied(blocks)
+        offset += block.numel()
+    return first.as_strided((offset - first.storage_offset(),), (1,))
+
+
+def _copied(blocks: Sequence[Tensor]) -> Tensor:
+    flat, parts = _carve(blocks[0].dtype, [block.shape for block in blocks])
+    for part, block in zip(parts, blocks, strict=True):
+        part.copy_(block)
+    return flat
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _vector(flat: Tensor, blocks: Sequence[Tensor]) -> tuple[object, ...]:
+    """``flat`` as mpi4py takes the memory of a v-collective."""
+    counts = [block.numel() for block in blocks]
+    memory, _, kind = buffer(flat)
+    return (memory, counts, [0, *accumulate(counts[:-1])], kind)
+
+
+def _is_large(counts: int) -> bool:
+    return counts > settings.max_count
+
+
+def allgather_blocks(
+    call: Call, block: Tensor, shapes: Sequence[Sequence[int]]
+) -> tuple[list[Tensor], Tensor]:
+    """Every rank's block, on every rank."""
+    flat, blocks = _carve(block.dtype, shapes)
+    if _is_large(flat.numel()):
+        _exchange_pieces(call, [block] * len(blocks), blocks)
+    else:
+        finish(call.comm.mpi.Iallgatherv(buffer(block), _vector(flat, blocks)), call)
+    return blocks, flat
+
+
+def gather_blocks(
+    call: Call, block: Tensor, shapes: Sequence[Sequence[int]], root: int
+) -> tuple[list[Tensor], Tensor] | None:
+    """Every rank's block, on ``root``; None on the others."""
+    comm, total = call.comm, sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
+    is_root = comm.rank == root
+    flat, blocks = _carve(block.dtype, shapes if is_root else [(0,)] * comm.size)
+    if _is_large(total):
+        nothing = block.new_empty(0)
+        _exchange_pieces(call, [block if rank == root else nothing for rank in range(comm.size)], blocks)
+    else:
+        finish(comm.mpi.Igatherv(buffer(block), _vector(flat, blocks) if is_root else None, root), call)
+    return (blocks, flat) if is_root else None
+
+
+def scatter_blocks(
+    call: Call,
+    blocks: Sequence[Tensor] | None,
+    dtype: torch.dtype,
+    shapes: Sequence[Sequence[int]],
+    root: int,
+) -> Tensor:
+    """This rank's block of those that ``root`` gives."""
+    comm, total = call.comm, sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
+    result = torch.empty(tuple(shapes[comm.rank]), dtype=dtype)
+    if _is_large(total):
+        nothing = torch.empty(0, dtype=dtype)
+        sending = blocks if blocks is not None else [nothing] * comm.size
+        _exchange_pieces(call, sending, [result if rank == root else nothing for rank in range(comm.size)])
+    elif blocks is None:
+        finish(comm.mpi.Iscatterv(None, buffer(result), root), call)
+    else:
+        flat = flat_of(blocks)
+        finish(comm.mpi.Iscatterv(_vector(flat, blocks), buffer(result), root), call)
+    return result
+
+
+def alltoall_blocks(
+    call: Call, blocks: Sequence[Tensor], dtype: torch.dtype, shapes: Sequence[Sequence[int]], total: int
+) -> tuple[list[Tensor], Tensor]:
+    """``blocks[r]`` goes to rank r, and what comes from it has ``shapes[r]``.
+
+    ``total`` is the number of elements on all ranks: they must agree on whether to send in pieces.
+    """
+    result, received = _carve(dtype, shapes)
+    if _is_large(total):
+        _exchange_pieces(call, blocks, received)
+    else:
+        flat = flat_of(blocks)
+        finish(call.comm.mpi.Ialltoallv(_vector(flat, blocks), _vector(result, received)), call)
+    return received, result
+
+
+def _exchange_pieces(call: Call, sending: Sequence[Tensor], receiving: Sequence[Tensor]) -> None:
+    """``sending[r]`` goes to rank r and ``receiving[r]`` comes from it, in pieces."""
+    comm = call.comm
+    requests: list[MPI.Request] = []
+    steps: list[tuple[Callable[..., MPI.Request], Sequence[Tensor]]]
+    steps = [(comm.mpi.Irecv, receiving), (comm.mpi.Isend, [block.contiguous() for block in sending])]
+    for post, tensors in steps:
+        for rank, tensor in enumerate(tensors):
+            if tensor.numel():
+                for (piece,) in pieces(tensor):
+                    requests.append(post(buffer(piece), rank, PIECE_TAG))
+    for request in requests:
+        finish(request, call)

@@ -1,0 +1,102 @@
+"""Communications whose result replaces a tensor's values.
+
+A tensor that autograd lets change in place becomes the result, history included. A leaf that requires grad
+keeps its history, and the result is a new tensor with the leaf's new values; the leaf itself has lost the values
+that its gradient belongs to, so a gradient that reaches it on any other way is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchrelay import _torch
+from torchrelay.errors import GraphError
+from torchrelay.mpi._record import record
+
+if TYPE_CHECKING:
+    from torchrelay.mpi._record import Call
+
+__all__ = ["can_overwrite", "overwrite"]
+
+
+def overwrite(in_place: Call | None, copying: Call | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Runs ``in_place`` on ``x`` where its memory and its history allow it, else ``copying``."""
+    run: Callable[[Tensor], Tensor] = copying if callable(copying) else lambda t: record(copying, t)
+    if in_place is None or not can_overwrite(x):
+        if _is_used_leaf(x):
+            return _overwrite_leaf(run, x)
+        return x.copy_(run(x))
+    y = record(in_place, x)
+    if y is x and not torch.is_grad_enabled():
+        torch.autograd.graph.increment_version(x)
+    return y
+
+
+def _is_used_leaf(x: Tensor) -> bool:
+    return x.requires_grad and x.is_leaf and torch.is_grad_enabled() and not _torch.transforms_active()
+
+
+def can_overwrite(x: Tensor) -> bool:
+    """Whether MPI can write into the tensor's own memory, and autograd can replace its history."""
+    return (
+        not (_torch.transforms_active() or _torch.forward_mode_active() or _is_used_leaf(x))
+        and x.device.type == "cpu"
+        and x.is_contiguous()
+        and not (x.is_conj() or x.is_neg())
+        and not (x._is_view() and torch.is_grad_enabled())
+    )
+
+
+def _overwrite_leaf(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    source = _mark(x)
+    node: Any = source.grad_fn
+    guard = weakref.ref(node.guard)
+    y = run(source)
+    with torch.no_grad():
+        x.copy_(y)
+    register: Any = x.register_hook
+    handle = register(lambda grad: _check(guard(), grad))
+    weakref.finalize(node.guard, handle.remove)
+    return y
+
+
+class _Guard:
+    """Knows the one cotangent that may reach an overwritten leaf."""
+
+    def __init__(self) -> None:
+        self.expected: Tensor | None = None
+        self.task = -1
+
+
+def _check(guard: _Guard | None, grad: Tensor) -> None:
+    if guard is None or guard.expected is None:
+        return
+    expected, guard.expected = guard.expected, None
+    if guard.task == _torch.backward_id() and grad.data_ptr() != expected.data_ptr():
+        raise GraphError(
+            f"a tensor of shape {tuple(grad.shape)} was overwritten by an MPI function and also used otherwise, so its "
+            "gradient has no meaning: use the function's result instead, or give it a clone of the tensor"
+        )
+
+
+class _Mark(torch.autograd.Function):
+    """The identity; tells the guard of the leaf which cotangent comes from the result."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.guard = _Guard()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        guard: _Guard = ctx.guard
+        guard.expected, guard.task = grad, _torch.backward_id()
+        return grad
+
+
+_mark: Any = _Mark.apply

@@ -1,0 +1,231 @@
+"""How a communication becomes a node of autograd's graph.
+
+A :class:`Call` is one communication with its arguments. It knows its forward, its backward (in terms of other
+recorded communications, so that it can be differentiated again), and how ``vmap`` turns it into a call on a
+tensor with one more dimension. :func:`record` runs it in whatever mode torch is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchrelay import _torch
+from torchrelay.errors import UnsupportedError
+from torchrelay.mpi import _chain, _check
+from torchrelay.mpi._dtypes import is_differentiable
+from torchrelay.mpi._settings import settings
+from torchrelay.mpi._wait import check_usable
+
+if TYPE_CHECKING:
+    from torchrelay.mpi.communicator import Communicator
+
+__all__ = ["Call", "nothing_of", "record"]
+
+
+class Call:
+    """One communication with its arguments; the tensor is given to its methods."""
+
+    __slots__ = ("comm",)
+
+    name: ClassVar[str]
+    everyone: ClassVar[bool] = True
+    """Whether all ranks of the communicator take part, so that debug mode can compare them."""
+    overwrites: ClassVar[bool] = False
+    """Whether the result lies in the input's memory."""
+
+    comm: Communicator
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Communicates; records nothing."""
+        raise NotImplementedError
+
+    def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """What :meth:`backward` and :meth:`tangent` need. Linear functions need nothing."""
+        return ()
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor | None:
+        """The input's cotangent, computed with recorded communications on ``comm.reverse``."""
+        raise NotImplementedError
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        """The output's tangent. A linear function is its own."""
+        return record(self, tangent)
+
+    def batched(self) -> Call:
+        """The same call on tensors that have one more dimension, in front."""
+        return self
+
+    def differentiable(self, x: Tensor) -> bool:
+        """Whether to record it; must be equal on all ranks, so it may depend on dtype and arguments alone."""
+        return is_differentiable(x.dtype)
+
+    def signature(self, x: Tensor) -> str:
+        """What must be equal on all ranks."""
+        return f"{self.describe()} of {x.dtype} {tuple(x.shape)}"
+
+    def describe(self) -> str:
+        """The function and its arguments, for messages."""
+        return f"{self.name}({self.arguments()})"
+
+    def arguments(self) -> str:
+        return ""
+
+    def peers(self) -> Iterable[int]:
+        """The ranks this call waits for."""
+        return range(self.comm.size)
+
+
+class Node(torch.autograd.Function):
+    """The node of a call that is recorded outside of ``torch.func``."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        y = call.forward(x)
+        remember(ctx, call, x, y)
+        ctx.link = _chain.Link(_chain.current(), ctx)
+        return y, torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[None, Tensor | None, None]:
+        if not ctx.link.enter(settings.unreached if ctx.call.comm.size > 1 else "ignore"):
+            return None, None, None
+        with _chain.adjoint_chain(ctx.link):
+            return None, pull_back(ctx, grad), None
+
+
+class TransformNode(Node):
+    """The node of a call inside ``torch.func`` transforms, which want forward and context apart."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return call.forward(x), torch.empty(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Call, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        call, x, _ = inputs
+        ctx.set_materialize_grads(False)
+        remember(ctx, call, x, output[0])
+        ctx.save_for_forward(*call.saved(x, output[0]))
+        ctx.link = None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[None, Tensor | None, None]:
+        return None, pull_back(ctx, grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None) -> tuple[Tensor, Tensor]:
+        if tangent is None:
+            tangent = torch.zeros(ctx.input_shape, dtype=ctx.dtype, device=ctx.device)
+        return ctx.call.tangent(tangent, *ctx.saved_tensors), torch.zeros(())
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, x: Tensor, token: Tensor) -> Any:
+        dim = in_dims[1]
+        if dim is None:
+            return record_transformed(call, x, token), (None, None)
+        return record_transformed(call.batched(), x.movedim(dim, 0), token), (0, None)
+
+
+_apply: Any = Node.apply
+_apply_transformed: Any = TransformNode.apply
+_unpack_dual: Any = forward_ad.unpack_dual
+_make_dual: Any = forward_ad.make_dual
+
+
+def remember(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
+    ctx.call = call
+    ctx.input_shape, ctx.output_shape, ctx.dtype, ctx.device = x.shape, y.shape, y.dtype, y.device
+    saved = call.saved(x, y)
+    if saved:
+        ctx.save_for_backward(*saved)
+    if call.overwrites:
+        ctx.mark_dirty(x)
+
+
+def pull_back(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        grad = torch.zeros(ctx.output_shape, dtype=ctx.dtype, device=ctx.device)
+    result: Tensor | None = ctx.call.backward(grad, *ctx.saved_tensors)
+    return result if ctx.needs_input_grad[1] else None
+
+
+def record(call: Call, x: Tensor) -> Tensor:
+    """Runs ``call`` on ``x``, recorded in autograd's graph if grad mode is on."""
+    check_usable()
+    if settings.debug:
+        _check.compare(call, x)
+    if _torch.transforms_active():
+        return _record_under_transform(call, x)
+    if _torch.forward_mode_active() and not _in_tangent:
+        return _record_dual(call, x)
+    return _record_plain(call, x)
+
+
+def _record_plain(call: Call, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return call.forward(x)
+    if not call.differentiable(x):
+        with torch.no_grad():
+            return call.forward(x)
+    chain = _chain.current()
+    y, chain.head = _apply(call, x, chain.extend(call.name))
+    return y  # type: ignore[no-any-return]
+
+
+_in_tangent = False
+
+
+def _record_dual(call: Call, x: Tensor) -> Tensor:
+    """Forward mode: every rank communicates a tangent, zero where it has none."""
+    global _in_tangent  # noqa: PLW0603
+    primal, tangent = _unpack_dual(x)
+    if not call.differentiable(x):
+        return _record_plain(call, primal)
+    if tangent is None:
+        tangent = torch.zeros_like(primal)
+    _in_tangent = True
+    try:
+        y = _record_plain(call, primal)
+        return _make_dual(y, call.tangent(tangent, *call.saved(primal, y)))  # type: ignore[no-any-return]
+    finally:
+        _in_tangent = False
+
+
+_transform_head: Tensor | None = None
+
+
+def _record_under_transform(call: Call, x: Tensor) -> Tensor:
+    """Inside ``torch.func``: the order is kept within one transform, by a chain that ends with it."""
+    global _transform_head
+    if not call.differentiable(x):
+        raise UnsupportedError(f"{call.describe()} of {x.dtype} inside a torch.func transform")
+    y, _transform_head = record_transformed(call, x, _transform_token())
+    return y
+
+
+def _transform_token() -> Tensor:
+    if _transform_head is not None:
+        head = _torch.strip_dead_transform(_transform_head)
+        if torch._C._functorch.is_functorch_wrapped_tensor(head):
+            return head
+    return torch.zeros(())
+
+
+def record_transformed(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    return _apply_transformed(call, x, token)  # type: ignore[no-any-return]
+
+
+def nothing_of(y: Tensor) -> Tensor:
+    """Zeros of y's shape that depend on it, so that a loss made of them runs what made ``y`` backward."""
+    return torch.where(torch.zeros((), dtype=torch.bool, device=y.device), y, 0)

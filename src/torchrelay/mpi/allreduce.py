@@ -1,0 +1,117 @@
+"""Allreduce: every rank gets the reduction of all ranks' tensors.
+
+The derivative of a sum hands every rank's cotangent to every rank: Allreduce again. That of a maximum goes to
+those that hold it, in equal shares; that of a product is the product of the others, safe at zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
+from torchrelay.mpi._exchange import packed, pieces, placed
+from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._wait import finish
+
+if TYPE_CHECKING:
+    from torchrelay.mpi.communicator import Communicator
+
+__all__ = ["Located", "allreduce"]
+
+DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
+
+
+class Allreduce(Call):
+    __slots__ = ("op",)
+    name = "Allreduce"
+
+    def __init__(self, comm: Communicator, op: Op) -> None:
+        self.comm = comm
+        self.op = op
+
+    def forward(self, x: Tensor) -> Tensor:
+        source = packed(x)
+        result = torch.empty_like(source)
+        op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Iallreduce
+        for ours, total in pieces(source, result):
+            finish(start(buffer(ours), buffer(total), op), self)
+        return placed(result, x)
+
+    def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return () if self.op is Op.SUM else (x, y)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+        reverse = self.comm.reverse
+        total = grad if self.comm.convention == "replicated" else allreduce(reverse, grad, Op.SUM)
+        return total * share(reverse, self.op, *saved) if saved else total
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        if saved:
+            tangent = tangent * share(self.comm.reverse, self.op, *saved).conj()
+        return allreduce(self.comm, tangent, Op.SUM)
+
+    def differentiable(self, x: Tensor) -> bool:
+        return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
+
+    def arguments(self) -> str:
+        return self.op.value
+
+
+class Located(NamedTuple):
+    """What MAXLOC and MINLOC give: each element's extreme value, and the lowest rank that holds it."""
+
+    values: Tensor
+    ranks: Tensor
+
+
+def allreduce(comm: Communicator, x: Tensor, op: Op) -> Tensor:
+    """The element-wise reduction of all ranks' ``x``, which have one shape and dtype, on every rank.
+
+    MAXLOC and MINLOC give a :class:`Located` instead.
+    """
+    if op in LOGICAL and is_differentiable(x.dtype):
+        return record(Allreduce(comm, op), x != 0).to(x.dtype)
+    return record(Allreduce(comm, op), x)
+
+
+def allreduce_located(comm: Communicator, x: Tensor, op: Op) -> Located:
+    """MAXLOC or MINLOC."""
+    if x.dtype.is_complex:
+        raise ArgumentError(f"MPI_{op.value} is not defined for {x.dtype}")
+    values = allreduce(comm, x, Op.MAX if op is Op.MAXLOC else Op.MIN)
+    here = torch.where(x.detach() == values.detach(), comm.rank, comm.size)
+    return Located(values, allreduce(comm, here, Op.MIN))
+
+
+def share(comm: Communicator, op: Op, x: Tensor, y: Tensor) -> Tensor:
+    """The conjugate of dy/dx: for MAX and MIN 1 / (number of ranks that hold it), for PROD all others' product."""
+    if op is Op.PROD:
+        return product_of_others(comm, x, y).conj()
+    with torch.no_grad():
+        mine = (x == y).to(x.dtype)
+        return mine / allreduce(comm, mine, Op.SUM)
+
+
+def reduce_locally(parts: Tensor, op: Op) -> Tensor:
+    """MAX, MIN or PROD of ``parts`` along their first axis, as torch differentiates it."""
+    if op is Op.PROD:
+        return parts.prod(0)
+    return parts.amax(0) if op is Op.MAX else parts.amin(0)
+
+
+def product_of_others(comm: Communicator, x: Tensor, y: Tensor) -> Tensor:
+    """The product of all other ranks' ``x``, given ``y``, that of all."""
+    if torch.is_grad_enabled():  # differentiated again: let torch.prod, which is safe at zeros, do it
+        from torchrelay.mpi.allgather import allgather  # noqa: PLC0415 - it needs this module
+
+        every = allgather(comm.replace(convention="sum"), x.unsqueeze(0), 0)
+        return torch.cat([every[: comm.rank], every[comm.rank + 1 :]]).prod(0)
+    is_zero = x == 0
+    zeros = allreduce(comm, is_zero.to(torch.int32), Op.SUM)
+    nonzero = allreduce(comm, torch.where(is_zero, torch.ones_like(x), x), Op.PROD)
+    others = torch.where(zeros == 0, y / torch.where(is_zero, torch.ones_like(x), x), torch.zeros_like(y))
+    return torch.where((zeros == 1) & is_zero, nonzero, others)

@@ -1,0 +1,106 @@
+"""Alltoall: every rank cuts its tensor along one axis, and joins the parts it gets along another.
+
+As if the tensors were gathered along ``gatheraxis`` and scattered along ``scatteraxis``; with equal axes this
+moves the borders between the ranks' parts. The derivative exchanges the axes.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._exchange import (
+    Header,
+    agree,
+    alltoall_blocks,
+    axis_of,
+    exchange_headers,
+    join,
+    packed,
+    placed,
+)
+from torchrelay.mpi._record import Call, record
+
+if TYPE_CHECKING:
+    from torchrelay.mpi.communicator import Communicator
+
+__all__ = ["alltoall"]
+
+
+class Alltoall(Call):
+    __slots__ = ("gatheraxis", "length", "numelem", "scatteraxis")
+    name = "Alltoall"
+
+    def __init__(
+        self, comm: Communicator, gatheraxis: int, scatteraxis: int, numelem: int, length: int
+    ) -> None:
+        self.comm = comm
+        self.gatheraxis = gatheraxis
+        self.scatteraxis = scatteraxis
+        self.numelem = numelem
+        self.length = length  # of the input along gatheraxis: what the derivative asks for
+
+    def forward(self, x: Tensor) -> Tensor:
+        headers = exchange_headers(self, x, self.numelem)
+        agree(self, headers, self.gatheraxis)
+        sending, receiving = self._plan(headers)
+        blocks = packed(x).split_with_sizes(sending, self.scatteraxis)
+        shapes = [headers[rank].block(self.scatteraxis, length) for rank, length in enumerate(receiving)]
+        total = sum(_volume(h.shape) for h in headers)
+        received, flat = alltoall_blocks(self, blocks, x.dtype, shapes, total)
+        return placed(join(received, self.gatheraxis, flat), x)
+
+    def _plan(self, headers: list[Header]) -> tuple[list[int], list[int]]:
+        """How much along ``scatteraxis`` goes to each rank, and how much comes from each."""
+        wanted = [h.number for h in headers]
+        held = [h.shape[self.scatteraxis] for h in headers]
+        rank, equal = self.comm.rank, self.gatheraxis == self.scatteraxis
+        there = sum(held) if equal else held[rank]
+        if min(wanted) < 0 or sum(wanted) != there:
+            raise ArgumentError(
+                f"{self.describe()}: the ranks ask for {wanted}, together {sum(wanted)}, but there are {there} along "
+                f"axis {self.scatteraxis}"
+            )
+        if not equal:
+            return wanted, [self.numelem] * len(headers)
+        old, new = _borders(held), _borders(wanted)
+        return (
+            [_overlap(old[rank : rank + 2], new[peer : peer + 2]) for peer in range(len(headers))],
+            [_overlap(old[peer : peer + 2], new[rank : rank + 2]) for peer in range(len(headers))],
+        )
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+        return alltoall(self.comm.reverse, grad, self.scatteraxis, self.gatheraxis, self.length)
+
+    def batched(self) -> Alltoall:
+        return Alltoall(self.comm, self.gatheraxis + 1, self.scatteraxis + 1, self.numelem, self.length)
+
+    def signature(self, x: Tensor) -> str:
+        return f"{self.describe()} of {x.dtype} with {x.ndim} axes"
+
+    def arguments(self) -> str:
+        return f"gatheraxis={self.gatheraxis}, scatteraxis={self.scatteraxis}"
+
+
+def _borders(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)]
+
+
+def _overlap(a: list[int], b: list[int]) -> int:
+    return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    volume = 1
+    for size in shape:
+        volume *= size
+    return volume
+
+
+def alltoall(comm: Communicator, x: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
+    """All ranks' ``x`` along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
+    gatheraxis, scatteraxis = axis_of(gatheraxis, x.ndim), axis_of(scatteraxis, x.ndim)
+    return record(Alltoall(comm, gatheraxis, scatteraxis, numelem, x.shape[gatheraxis]), x)

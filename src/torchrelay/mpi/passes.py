@@ -1,0 +1,72 @@
+"""Backward passes that run every communication, also those the loss does not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrelay.errors import GraphError
+from torchrelay.mpi import _chain
+
+__all__ = ["backward", "grad"]
+
+
+def backward(
+    loss: Tensor | None = None,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> None:
+    """``loss.backward(gradient)``, through all communications recorded since the last backward pass.
+
+    A rank that has no loss of its own calls it without one. Collective over all ranks that communicated.
+    """
+    outputs, grads = _roots([] if loss is None else [loss], [] if loss is None else [gradient])
+    if outputs:
+        torch.autograd.backward(outputs, grads, retain_graph, create_graph)
+
+
+def grad(
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor, ...]:
+    """``torch.autograd.grad``, through all communications recorded since the last backward pass."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if grad_outputs is None:
+        grad_outputs = [None] * len(outputs)
+    elif isinstance(grad_outputs, Tensor):
+        grad_outputs = [grad_outputs]
+    roots, cotangents = _roots(outputs, list(grad_outputs))
+    results = torch.autograd.grad(
+        roots,
+        [*inputs, _chain.ROOT],
+        cotangents,
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=True,
+    )[:-1]
+    if materialize_grads:
+        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, results, strict=True))
+    if not allow_unused and any(g is None for g in results):
+        unused = [number for number, g in enumerate(results) if g is None]
+        raise GraphError(
+            f"the outputs do not depend on inputs {unused}; allow_unused=True gives None for them"
+        )
+    return results
+
+
+def _roots(outputs: list[Tensor], grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The outputs that have a graph, and the head of the chain."""
+    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    chain = _chain.active()
+    if chain is not None and chain.head is not None:
+        pairs.append((chain.head, torch.zeros_like(chain.head)))
+    return [y for y, _ in pairs], [g for _, g in pairs]

@@ -1,0 +1,357 @@
+"""Send and Recv, blocking or in two steps, and Sendrecv.
+
+The derivative sends the cotangent the other way: what was received is sent to where it came from, what was sent
+is received. Backward, a received tensor's cotangent is sent without waiting for its receiver, and the send
+completes at the end of the backward pass; else a forward pass that relied on MPI's buffers could deadlock
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchrelay import _torch
+from torchrelay.mpi._dtypes import buffer
+from torchrelay.mpi._exchange import packed, pieces, placed
+from torchrelay.mpi._inplace import can_overwrite, overwrite
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._wait import Waiting, finish
+
+if TYPE_CHECKING:
+    from torchrelay.mpi.communicator import Communicator
+
+__all__ = [
+    "WaitHandle",
+    "irecv",
+    "isend",
+    "join_dummies",
+    "join_dummies_handle",
+    "recv",
+    "send",
+    "sendrecv",
+    "wait",
+]
+
+
+class _PeerCall(Call):
+    """A call between two ranks; debug mode cannot compare it, since the others do not take part."""
+
+    __slots__ = ("peer", "tag")
+    everyone = False
+
+    def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
+        self.comm = comm
+        self.peer = peer
+        self.tag = tag
+
+    def arguments(self) -> str:
+        return f"rank {self.peer}, tag {self.tag}"
+
+    def peers(self) -> Iterable[int]:
+        return range(self.comm.size) if self.peer == MPI.ANY_SOURCE else (self.peer,)
+
+
+class Send(_PeerCall):
+    __slots__ = ("dtype", "shape")
+    name = "Send"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape, self.dtype = x.shape, x.dtype
+        for request, _ in start_send(self, packed(x)):
+            finish(request, self)
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+        memory = torch.empty(self.shape, dtype=self.dtype, device=grad.device)
+        return record(Recv(self.comm.reverse, self.peer, self.tag), memory)
+
+
+class Post(Send):
+    """A send that completes at the end of the backward pass it belongs to."""
+
+    __slots__ = ()
+    name = "Send"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape, self.dtype = x.shape, x.dtype
+        started = start_send(self, packed(x))
+        if not all(request.Test() for request, _ in started):
+            _torch.after_backward(lambda: finish_all(started, self))
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+
+class Recv(_PeerCall):
+    __slots__ = ()
+    name = "Recv"
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.zeros(x.shape, dtype=x.dtype)
+        self.receive(memory)
+        return placed(memory, x)
+
+    def receive(self, memory: Tensor) -> None:
+        status = MPI.Status()
+        for (part,) in pieces(memory):
+            request = self.comm.mpi.Irecv(buffer(part), self.peer, self.tag)
+            finish(_WithStatus(request, status), self)
+            self.peer, self.tag = status.Get_source(), status.Get_tag()
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+        record(Post(self.comm.reverse, self.peer, self.tag), grad)
+
+
+class RecvInPlace(Recv):
+    __slots__ = ()
+    overwrites = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.receive(x)
+        return x
+
+
+class Sendrecv(_PeerCall):
+    __slots__ = ("like", "sent_shape", "source", "source_tag")
+    name = "Sendrecv"
+
+    def __init__(
+        self, comm: Communicator, dest: int, tag: int, like: Tensor, source: int, source_tag: int
+    ) -> None:
+        super().__init__(comm, dest, tag)
+        self.like = like
+        self.source = source
+        self.source_tag = source_tag
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sent_shape = x.shape
+        received = Recv(self.comm, self.source, self.source_tag)
+        status, sent = MPI.Status(), []
+        memory = torch.zeros(self.like.shape, dtype=x.dtype)
+        parts = list(pieces(memory))
+        request = self.comm.mpi.Irecv(buffer(parts[0][0]), self.source, self.source_tag)
+        sent = start_send(self, packed(x))
+        finish(_WithStatus(request, status), received)
+        self.source, self.source_tag = received.peer, received.tag = status.Get_source(), status.Get_tag()
+        for (part,) in parts[1:]:
+            finish(self.comm.mpi.Irecv(buffer(part), self.source, self.source_tag), received)
+        finish_all(sent, self)
+        return placed(memory, x)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+        back = torch.empty(self.sent_shape, dtype=grad.dtype, device="meta")
+        call = Sendrecv(self.comm.reverse, self.source, self.source_tag, back, self.peer, self.tag)
+        return record(call, grad)
+
+    def peers(self) -> Iterable[int]:
+        return (self.peer, self.source)
+
+
+class Transfer:
+    """What the two steps of a non-blocking communication share."""
+
+    __slots__ = ("call", "in_place", "memory", "requests", "target", "twin")
+
+    def __init__(self, call: _PeerCall) -> None:
+        self.call = call
+        self.requests: list[tuple[MPI.Request, Tensor]] = []
+        self.memory: Tensor | None = None
+        self.target: Tensor | None = None
+        self.in_place = False
+        self.twin: WaitHandle | None = None  # the tangent's communication, in forward mode
+
+
+class WaitHandle:
+    """A communication under way: give it to ``Wait``. ``dummy`` is a 0-dim tensor that depends on its start."""
+
+    __slots__ = ("dummy", "transfer")
+
+    def __init__(self, transfer: Transfer, dummy: Tensor) -> None:
+        self.transfer = transfer
+        self.dummy = dummy
+
+    def Wait(self) -> Tensor:
+        """The received tensor; for a send, a 0-dim tensor."""
+        return wait(self)
+
+
+class Isend(Send):
+    __slots__ = ("transfer",)
+    name = "Isend"
+
+    def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
+        super().__init__(comm, peer, tag)
+        self.transfer = Transfer(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape, self.dtype = x.shape, x.dtype
+        self.transfer.requests = start_send(self, packed(x))
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        self.transfer.twin = isend(self.comm, tangent, self.peer, self.tag)
+        return self.transfer.twin.dummy
+
+
+class Irecv(_PeerCall):
+    __slots__ = ("transfer",)
+    name = "Irecv"
+
+    def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
+        super().__init__(comm, peer, tag)
+        self.transfer = Transfer(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        transfer = self.transfer
+        transfer.memory = x.detach() if transfer.in_place else torch.zeros(x.shape, dtype=x.dtype)
+        start = self.comm.mpi.Irecv
+        transfer.requests = [
+            (start(buffer(part), self.peer, self.tag), part) for (part,) in pieces(transfer.memory)
+        ]
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+        return None  # what Wait's backward posted completes at the end of the backward pass
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        self.transfer.twin = irecv(self.comm, torch.zeros_like(tangent), self.peer, self.tag)
+        return self.transfer.twin.dummy
+
+
+class WaitRecv(_PeerCall):
+    __slots__ = ("transfer",)
+    name = "Wait"
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__(transfer.call.comm, transfer.call.peer, transfer.call.tag)
+        self.transfer = transfer
+
+    def forward(self, x: Tensor) -> Tensor:
+        status = MPI.Status()
+        for request, _ in self.transfer.requests:
+            finish(_WithStatus(request, status), self)
+            self.peer, self.tag = status.Get_source(), status.Get_tag()
+        self.transfer.requests = []
+        memory, self.transfer.memory = self.transfer.memory, None
+        assert memory is not None
+        return x if self.overwrites else placed(memory, x)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+        record(Post(self.comm.reverse, self.peer, self.tag), grad)
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        assert self.transfer.twin is not None
+        return wait(self.transfer.twin)
+
+
+class WaitRecvInPlace(WaitRecv):
+    __slots__ = ()
+    overwrites = True
+
+
+def start_send(call: _PeerCall, memory: Tensor) -> list[tuple[MPI.Request, Tensor]]:
+    return [(call.comm.mpi.Isend(buffer(part), call.peer, call.tag), part) for (part,) in pieces(memory)]
+
+
+def finish_all(started: Sequence[tuple[MPI.Request, Tensor]], call: Waiting) -> None:
+    for request, _ in started:
+        finish(request, call)
+
+
+class _WithStatus:
+    """A request whose tests also fill a status."""
+
+    __slots__ = ("request", "status")
+
+    def __init__(self, request: MPI.Request, status: MPI.Status) -> None:
+        self.request = request
+        self.status = status
+
+    def Test(self) -> bool:
+        return self.request.Test(self.status)
+
+
+def send(comm: Communicator, x: Tensor, dest: int, tag: int) -> Tensor:
+    """Returns when ``x`` may be changed again. The result is a 0-dim tensor that depends on it."""
+    return record(Send(comm, comm.check_peer(dest), tag), x)
+
+
+def recv(comm: Communicator, x: Tensor, source: int, tag: int) -> Tensor:
+    """Fills ``x``, and returns it (a new tensor, if ``x`` is a leaf that requires grad)."""
+    comm.check_peer(source)
+    return overwrite(RecvInPlace(comm, source, tag), Recv(comm, source, tag), x)
+
+
+def sendrecv(
+    comm: Communicator, x: Tensor, dest: int, sendtag: int, like: Tensor | None, source: int, recvtag: int
+) -> Tensor:
+    """Sends ``x`` and receives a tensor shaped as ``like`` (default: as ``x``), both at once."""
+    comm.check_peer(dest)
+    comm.check_peer(source)
+    return record(Sendrecv(comm, dest, sendtag, x if like is None else like, source, recvtag), x)
+
+
+def isend(comm: Communicator, x: Tensor, dest: int, tag: int) -> WaitHandle:
+    """Starts sending ``x``, which must not be changed until ``Wait``."""
+    call = Isend(comm, comm.check_peer(dest), tag)
+    return WaitHandle(call.transfer, record(call, x))
+
+
+def irecv(comm: Communicator, x: Tensor, source: int, tag: int) -> WaitHandle:
+    """Starts receiving into ``x``; ``Wait`` gives the result."""
+    call = Irecv(comm, comm.check_peer(source), tag)
+    call.transfer.target = x
+    call.transfer.in_place = can_overwrite(x)
+    return WaitHandle(call.transfer, record(call, x))
+
+
+def wait(handle: WaitHandle) -> Tensor:
+    """Ends what ``handle`` started. Collective handles: see :mod:`torchrelay.mpi.nonblocking`."""
+    transfer = handle.transfer
+    if transfer.target is None:
+        finish_all(transfer.requests, transfer.call)
+        transfer.requests = []
+        if transfer.twin is not None:
+            wait(transfer.twin)
+        return handle.dummy
+    if transfer.in_place:
+        return record(WaitRecvInPlace(transfer), transfer.target)
+    return overwrite(None, WaitRecv(transfer), transfer.target)
+
+
+def join_dummies(x: Tensor, dummies: Sequence[Tensor]) -> Tensor:
+    """``x``, which autograd then takes to depend on ``dummies`` too."""
+    return _join(x, *dummies)  # type: ignore[no-any-return]
+
+
+def join_dummies_handle(handle: WaitHandle, dummies: Sequence[Tensor]) -> WaitHandle:
+    """``handle``, whose ``dummy`` autograd then takes to depend on ``dummies`` too."""
+    return WaitHandle(handle.transfer, join_dummies(handle.dummy, dummies))
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, *dummies: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.dummies = [(d.shape, d.dtype, d.device) for d in inputs[1:]]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros((), dtype=d, device=v).expand(s) for s, d, v in ctx.dummies)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *dummies: Tensor) -> tuple[Tensor, Any]:
+        return x.view_as(x), in_dims[0]
+
+
+_join: Any = _Join.apply

@@ -1,0 +1,84 @@
+"""Reduce_scatter: every rank gets its part of the reduction of all ranks' tensors, cut along an axis.
+
+The derivative of a sum hands every part's cotangent to all ranks: Allgather.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
+from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, flat_of, packed, placed
+from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._settings import settings
+from torchrelay.mpi._wait import finish
+from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, reduce_locally
+
+if TYPE_CHECKING:
+    from torchrelay.mpi.communicator import Communicator
+
+__all__ = ["reduce_scatter"]
+
+
+class ReduceScatter(Call):
+    __slots__ = ("axis", "length", "op")
+    name = "Reduce_scatter"
+
+    def __init__(self, comm: Communicator, op: Op, axis: int, length: int) -> None:
+        self.comm = comm
+        self.op = op
+        self.axis = axis
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        headers = exchange_headers(self, x, self.length)
+        agree(self, headers)
+        lengths = [h.number for h in headers]
+        if min(lengths) < 0 or sum(lengths) != x.shape[self.axis]:
+            raise ArgumentError(
+                f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but the tensors "
+                f"have {x.shape[self.axis]} along axis {self.axis}"
+            )
+        if x.numel() > settings.max_count:
+            total = Allreduce(self.comm, self.op).forward(x)
+            return total.narrow(self.axis, sum(lengths[: self.comm.rank]), self.length).clone()
+        blocks = packed(x).split_with_sizes(lengths, self.axis)
+        flat = flat_of(blocks)
+        result = torch.empty(headers[0].block(self.axis, self.length), dtype=x.dtype)
+        counts = [block.numel() for block in blocks]
+        op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
+        finish(start(buffer(flat), buffer(result), counts, op), self)
+        return placed(result, x)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+        from torchrelay.mpi.allgather import allgather  # noqa: PLC0415 - each is the other's derivative
+
+        return allgather(self.comm.reverse.replace(convention="sum"), grad, self.axis)
+
+    def differentiable(self, x: Tensor) -> bool:
+        return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
+
+    def batched(self) -> ReduceScatter:
+        return ReduceScatter(self.comm, self.op, self.axis + 1, self.length)
+
+    def arguments(self) -> str:
+        return f"{self.op.value}, axis={self.axis}"
+
+
+def reduce_scatter(comm: Communicator, x: Tensor, op: Op, axis: int, numelem: int) -> Tensor:
+    """This rank's ``numelem`` along ``axis`` of the reduction of all ranks' ``x``, which have one shape and dtype.
+
+    MAX, MIN and PROD are reduced locally, after an Alltoall, where a derivative is wanted.
+    """
+    axis = axis_of(axis, x.ndim)
+    call = ReduceScatter(comm, op, axis, numelem)
+    if op is Op.SUM or not (torch.is_grad_enabled() and call.differentiable(x)):
+        return record(call, x)
+    from torchrelay.mpi.alltoall import alltoall  # noqa: PLC0415 - its derivative needs this module
+
+    parts = alltoall(comm, x.unsqueeze(0), 0, axis + 1, numelem)
+    return reduce_locally(parts, op)

@@ -1,0 +1,72 @@
+"""Scatter: every rank gets its part of root's tensor, cut along an axis.
+
+The derivative gathers the parts' cotangents on root; the others' tensors have had no influence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._exchange import Header, exchange_headers, packed, placed, scatter_blocks
+from torchrelay.mpi._record import Call, record
+
+if TYPE_CHECKING:
+    from torchrelay.mpi.communicator import Communicator
+
+__all__ = ["scatter"]
+
+
+class Scatter(Call):
+    __slots__ = ("axis", "input_shape", "length", "root")
+    name = "Scatter"
+
+    def __init__(self, comm: Communicator, axis: int, length: int, root: int) -> None:
+        self.comm = comm
+        self.axis = axis
+        self.length = length
+        self.root = root
+        self.input_shape: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.input_shape = tuple(x.shape)
+        headers = exchange_headers(self, x, self.length)
+        whole, lengths = headers[self.root], [h.number for h in headers]
+        axis = self._check(whole, lengths)
+        blocks = packed(x).split_with_sizes(lengths, axis) if self.comm.rank == self.root else None
+        shapes = [whole.block(axis, length) for length in lengths]
+        return placed(scatter_blocks(self, blocks, whole.dtype, shapes, self.root), x)
+
+    def _check(self, whole: Header, lengths: list[int]) -> int:
+        ndim = len(whole.shape)
+        if not -ndim <= self.axis < ndim:
+            raise ArgumentError(f"{self.describe()}: root's tensor has {ndim} axes")
+        axis = self.axis % ndim
+        if min(lengths) < 0 or sum(lengths) != whole.shape[axis]:
+            raise ArgumentError(
+                f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but root's tensor "
+                f"of shape {whole.shape} has {whole.shape[axis]} along axis {axis}"
+            )
+        return axis
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+        from torchrelay.mpi.gather import gather  # noqa: PLC0415 - each is the other's derivative
+
+        gathered = gather(self.comm.reverse, grad, self.axis, self.root)
+        return gathered if self.comm.rank == self.root else grad.new_zeros(self.input_shape)
+
+    def batched(self) -> Scatter:
+        return Scatter(self.comm, self.axis + 1 if self.axis >= 0 else self.axis, self.length, self.root)
+
+    def signature(self, x: Tensor) -> str:
+        return f"{self.describe()} of {x.dtype}"
+
+    def arguments(self) -> str:
+        return f"axis={self.axis}, root={self.root}"
+
+
+def scatter(comm: Communicator, x: Tensor, axis: int, numelem: int, root: int) -> Tensor:
+    """This rank's ``numelem`` of root's ``x`` along ``axis``; root's shape rules, the others' tensors are not read."""
+    return record(Scatter(comm, axis, numelem, comm.check_rank(root)), x)
