@@ -17,12 +17,12 @@ class Options:
     data: Path
     allow_unseen: bool = False
     nproc: int = 2
-    epochs: int = 20
+    epochs: int = 15
     dim: int = 64
     batch_size: int = 2048
     negatives: int = 2048
-    learning_rate: float = 0.1
-    regularisation: float = 0.03
+    learning_rate: float = 0.5
+    regularisation: float = 0.05
     seed: int = 0
     timeout_s: float = 60.0
     reading_s: float = 0.0
