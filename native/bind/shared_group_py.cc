@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <memory>
 #include <optional>
@@ -78,33 +79,45 @@ nb::object error_in_python(const std::exception_ptr& error) {
 }
 
 // A rank's seat with what drives it: the executor for collectives, the mailboxes for messages.
+struct Parts {
+  Parts(SharedMemory memory, int rank, std::vector<int> names)
+      : group(std::move(memory), rank, std::move(names)), mailboxes(group) {}
+
+  SharedGroup group;
+  Executor executor;
+  Mailboxes mailboxes;
+};
+
+// A forked child has the object but neither its threads nor its seat: there, closing does nothing, and the
+// parts are never destroyed (a condition variable that a lost thread waits on would wait for it for ever).
 class Communicator {
  public:
-  // Without a memory, makes a segment for `size` ranks; rank 0 does so.
   Communicator(SharedMemory& memory, int rank, std::vector<int> names, double spin_s,
                double background_spin_s, int yields)
-      : group_(SharedMemory::from_fd(memory.fd()), rank, std::move(names)),
-        mailboxes_(group_),
+      : parts_(std::make_unique<Parts>(SharedMemory::from_fd(memory.fd()), rank, std::move(names))),
+        pid_(getpid()),
         inline_patience_{seconds(spin_s), yields},
         background_patience_{seconds(background_spin_s), yields} {}
 
   ~Communicator() {
     const nb::gil_scoped_release released;
     close();
+    if (getpid() != pid_) (void)parts_.release();
   }
 
   void join(double timeout_s) {
     Operation operation = begin("joining the group", timeout_s, false);
-    group_.join(operation);
+    parts_->group.join(operation);
   }
 
   void close() {
-    executor_.stop();
-    mailboxes_.stop();
-    group_.leave();
+    if (getpid() != pid_) return;
+    parts_->executor.stop();
+    parts_->mailboxes.stop();
+    parts_->group.leave();
   }
 
-  SharedGroup& group() { return group_; }
+  SharedGroup& group() { return parts_->group; }
 
   using Pending = std::shared_ptr<Ticket>;
 
@@ -113,12 +126,12 @@ class Communicator {
   Pending run(const char* name, double timeout_s, bool block, Collective collective) {
     jobs_.fetch_add(1, std::memory_order_relaxed);
     const auto body = [this, name, timeout_s, &collective] {
-      collective(group_, begin(name, timeout_s, false));
+      collective(parts_->group, begin(name, timeout_s, false));
     };
-    if (block && executor_.try_run(body)) return nullptr;
+    if (block && parts_->executor.try_run(body)) return nullptr;
     Pending ticket =
-        executor_.submit([this, name, timeout_s, collective = std::move(collective)](bool) mutable {
-          collective(group_, begin(name, timeout_s, true));
+        parts_->executor.submit([this, name, timeout_s, collective = std::move(collective)](bool) mutable {
+          collective(parts_->group, begin(name, timeout_s, true));
         });
     if (block) {
       ticket->wait(seconds(1e9), check_signals);
@@ -195,16 +208,16 @@ class Communicator {
 
   std::shared_ptr<Transfer> send(Address data, std::size_t size_bytes, int to, std::int32_t tag,
                                  std::uint8_t code, double timeout_s) {
-    return mailboxes_.send({pointer(data), size_bytes}, to, tag, code, seconds(timeout_s));
+    return parts_->mailboxes.send({pointer(data), size_bytes}, to, tag, code, seconds(timeout_s));
   }
 
   std::shared_ptr<Transfer> receive(Address data, std::size_t size_bytes, int from, std::int32_t tag,
                                     std::uint8_t code, double timeout_s) {
-    return mailboxes_.receive({pointer(data), size_bytes}, from, tag, code, seconds(timeout_s));
+    return parts_->mailboxes.receive({pointer(data), size_bytes}, from, tag, code, seconds(timeout_s));
   }
 
   bool wait_transfer(Transfer& transfer, double timeout_s) {
-    return mailboxes_.wait(transfer, seconds(timeout_s), inline_patience_, check_signals);
+    return parts_->mailboxes.wait(transfer, seconds(timeout_s), inline_patience_, check_signals);
   }
 
   std::uint64_t jobs() const { return jobs_.load(std::memory_order_relaxed); }
@@ -217,7 +230,7 @@ class Communicator {
     operation.patience = in_background ? background_patience_ : inline_patience_;
     if (in_background) {
       operation.poll = [this] {
-        if (executor_.stopping())
+        if (parts_->executor.stopping())
           throw Error(Code::kPeerLost, "the group was destroyed on this rank before the operation ended");
       };
     } else {
@@ -226,9 +239,8 @@ class Communicator {
     return operation;
   }
 
-  SharedGroup group_;
-  Executor executor_;
-  Mailboxes mailboxes_;
+  std::unique_ptr<Parts> parts_;
+  int pid_;
   Patience inline_patience_;
   Patience background_patience_;
   std::atomic<std::uint64_t> jobs_{0};

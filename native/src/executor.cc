@@ -1,7 +1,5 @@
 #include "torchrelay/executor.h"
 
-#include <unistd.h>
-
 #include "torchrelay/error.h"
 
 namespace torchrelay {
@@ -64,7 +62,6 @@ std::shared_ptr<Ticket> Executor::submit(Job job) {
     if (stopping()) throw stopped();
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { loop(); });
-      pid_ = getpid();
     }
     queue_.emplace_back(std::move(job), ticket);
   }
@@ -116,10 +113,6 @@ void Executor::loop() {
 }
 
 void Executor::stop() {
-  if (thread_.joinable() && getpid() != pid_) {
-    thread_.detach();  // it stayed in the process we were forked from
-    return;
-  }
   std::deque<std::pair<Job, std::shared_ptr<Ticket>>> left;
   {
     std::unique_lock guard(lock_);

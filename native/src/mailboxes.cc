@@ -1,7 +1,5 @@
 #include "torchrelay/mailboxes.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -88,10 +86,7 @@ void Mailboxes::drive(const std::shared_ptr<Transfer>& transfer) {
   step(guard);
   if (transfer->ticket().done()) return;
   if (stopping_) throw stopped();
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { loop(); });
-    pid_ = getpid();
-  }
+  if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
   changed_.notify_all();
 }
 
@@ -394,10 +389,6 @@ void Mailboxes::loop() {
 }
 
 void Mailboxes::stop() {
-  if (thread_.joinable() && getpid() != pid_) {
-    thread_.detach();  // it stayed in the process we were forked from
-    return;
-  }
   {
     const std::lock_guard guard(lock_);
     stopping_ = true;

@@ -1,7 +1,5 @@
 #include "torchrelay/shared_group.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -115,7 +113,6 @@ SharedGroup::SharedGroup(SharedMemory memory, int rank, std::vector<int> names)
   slots_at_ = at.slots;
   results_at_ = at.results;
   const ProcessId process = ProcessId::current();
-  pid_ = process.pid;
   seat(rank_).start_ticks.store(process.start_ticks, std::memory_order_relaxed);
   seat(rank_).pid.store(process.pid, std::memory_order_release);
 }
@@ -123,7 +120,7 @@ SharedGroup::SharedGroup(SharedMemory memory, int rank, std::vector<int> names)
 SharedGroup::~SharedGroup() { leave(); }
 
 void SharedGroup::leave() noexcept {
-  if (getpid() != pid_ || left_.exchange(true)) return;
+  if (left_.exchange(true)) return;
   seat(rank_).left.store(1, std::memory_order_release);
   seat(rank_).arrived.wake();
   for (int peer = 0; peer < size(); ++peer)
@@ -224,6 +221,7 @@ std::string SharedGroup::describe(const Call& call) const {
 
 void SharedGroup::arrive_and_wait(const Operation& operation) {
   throw_if_broken(operation);
+  if (head().failure.load(std::memory_order_relaxed) != 0) hear_failure(operation);
   const std::uint32_t target = ++step_;
   seat(rank_).arrived.advance(target);
   for (int i = 1; i < size(); ++i) {
@@ -254,19 +252,23 @@ void SharedGroup::wait_for_rank(const Operation& operation, int peer, std::uint3
                         std::memory_order_relaxed);
 }
 
+// Throws if another rank has reported that the group failed.
+void SharedGroup::hear_failure(const Operation& operation) {
+  if (head().failure.load(std::memory_order_acquire) != 2) return;
+  const Head& h = head();
+  const auto culprit = static_cast<std::size_t>(h.culprit);
+  const bool lost = static_cast<Code>(h.code) != Code::kTimeout;
+  fail(lost ? Code::kPeerLost : Code::kTimeout,
+       prefix(operation) + "rank " + std::to_string(names_[static_cast<std::size_t>(h.reporter)]) +
+           (lost ? " reports that rank " + std::to_string(names_[culprit]) + " is lost"
+                 : " gave up waiting for rank " + std::to_string(names_[culprit])) +
+           "; this group cannot be used any more",
+       h.culprit);
+}
+
 void SharedGroup::look_after(const Operation& operation, int peer) {
   throw_if_broken(operation);
-  if (head().failure.load(std::memory_order_acquire) == 2) {
-    const Head& h = head();
-    const auto culprit = static_cast<std::size_t>(h.culprit);
-    const bool lost = static_cast<Code>(h.code) != Code::kTimeout;
-    fail(lost ? Code::kPeerLost : Code::kTimeout,
-         prefix(operation) + "rank " + std::to_string(names_[static_cast<std::size_t>(h.reporter)]) +
-             (lost ? " reports that rank " + std::to_string(names_[culprit]) + " is lost"
-                   : " gave up waiting for rank " + std::to_string(names_[culprit])) +
-             "; this group cannot be used any more",
-         h.culprit);
-  }
+  hear_failure(operation);
   const Seat& other = seat(peer);
   const auto name = std::to_string(name_of(peer));
   if (has_left(peer))

@@ -87,7 +87,6 @@ class Executor {
   bool running_ = false;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
-  int pid_ = 0;  // the process the thread runs in
 };
 
 }  // namespace torchrelay

@@ -111,7 +111,6 @@ class Mailboxes {
   int waiters_ = 0;
   bool stopping_ = false;
   std::thread thread_;
-  int pid_ = 0;
 };
 
 }  // namespace torchrelay

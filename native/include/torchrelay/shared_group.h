@@ -146,6 +146,7 @@ class SharedGroup {
   std::uint64_t* table(int rank) const noexcept;
   void arrive_and_wait(const Operation& operation);
   void wait_for_rank(const Operation& operation, int peer, std::uint32_t target);
+  void hear_failure(const Operation& operation);
   void compare_calls(const Operation& operation, const Call& mine);
   std::vector<int> missing(std::uint32_t target) const;
   std::string prefix(const Operation& operation) const;
@@ -167,7 +168,6 @@ class SharedGroup {
   std::string broken_why_;
   std::vector<int> broken_ranks_;
   std::atomic<bool> left_{false};
-  int pid_;  // a forked child shares the object, but has no seat
   std::atomic<std::uint64_t> waiting_ns_{0};
 };
 

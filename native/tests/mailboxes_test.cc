@@ -1,0 +1,171 @@
+// Ranks are threads over one segment.
+#include "torchrelay/mailboxes.h"
+
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "check.h"
+
+using namespace torchrelay;
+
+namespace {
+
+constexpr std::chrono::seconds kLong{30};
+
+struct Rank {
+  Rank(const SharedMemory& memory, int rank, std::vector<int> names)
+      : group(SharedMemory::from_fd(memory.fd()), rank, std::move(names)), mail(group) {}
+
+  std::shared_ptr<Transfer> send(std::vector<int>& data, int to, int tag = 0,
+                                 std::chrono::nanoseconds limit = kLong) {
+    return mail.send(block(data), to, tag, 3, limit);
+  }
+  std::shared_ptr<Transfer> receive(std::vector<int>& data, int from, int tag = 0,
+                                    std::chrono::nanoseconds limit = kLong) {
+    return mail.receive(block(data), from, tag, 3, limit);
+  }
+  void wait(const std::shared_ptr<Transfer>& transfer) { CHECK(mail.wait(*transfer, kLong, {}, {})); }
+
+  static Block block(std::vector<int>& data) {
+    return {reinterpret_cast<std::byte*>(data.data()), data.size() * sizeof(int)};
+  }
+
+  SharedGroup group;
+  Mailboxes mail;
+};
+
+struct World {
+  explicit World(int size) : memory(SharedGroup::create({size, 8192, 2048, 4096})) {
+    std::vector<int> names(static_cast<std::size_t>(size));
+    std::iota(names.begin(), names.end(), 0);
+    for (int r = 0; r < size; ++r) ranks.push_back(std::make_unique<Rank>(memory, r, names));
+  }
+  Rank& operator[](int r) { return *ranks[static_cast<std::size_t>(r)]; }
+
+  SharedMemory memory;
+  std::vector<std::unique_ptr<Rank>> ranks;
+};
+
+std::vector<int> numbers(int first, std::size_t count) {
+  std::vector<int> out(count);
+  std::iota(out.begin(), out.end(), first);
+  return out;
+}
+
+}  // namespace
+
+TEST(a_small_message_is_sent_without_waiting) {
+  World world(2);
+  auto out = numbers(5, 100);
+  const auto sent = world[0].send(out, 1);
+  CHECK(sent->ticket().done());
+  std::vector<int> in(100);
+  const auto received = world[1].receive(in, 0);
+  CHECK(received->ticket().done() && received->source() == 0 && in == out);
+}
+
+TEST(a_message_larger_than_the_ring_flows_with_nobody_waiting) {
+  World world(2);
+  auto out = numbers(1, 100000);
+  std::vector<int> in(out.size());
+  const auto sent = world[0].send(out, 1);
+  CHECK(!sent->ticket().done());
+  const auto received = world[1].receive(in, 0);
+  CHECK(received->ticket().wait(kLong, {}) && sent->ticket().wait(kLong, {}));
+  CHECK(in == out);
+}
+
+TEST(tags_and_sources_choose_messages) {
+  World world(3);
+  auto a = numbers(10, 4), b = numbers(20, 4), c = numbers(30, 4), nothing = numbers(0, 0);
+  for (const auto& t :
+       {world[0].send(a, 2, 1), world[0].send(b, 2, 2), world[1].send(c, 2, 1), world[1].send(nothing, 2, 9)})
+    CHECK(t->ticket().done());
+  std::vector<int> in_b(4), in_c(4), in_a(4), empty;
+  world[2].wait(world[2].receive(in_b, 0, 2));  // behind a, which is put aside
+  CHECK(in_b == b);
+  world[2].wait(world[2].receive(in_c, 1, 1));
+  CHECK(in_c == c);
+  const auto any = world[2].receive(in_a, -1, 1);
+  world[2].wait(any);
+  CHECK(in_a == a && any->source() == 0);
+  world[2].wait(world[2].receive(empty, 1, 9));
+}
+
+TEST(many_messages_both_ways_at_once) {
+  World world(3);
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int r = 0; r < 3; ++r)
+    threads.emplace_back([&, r] {
+      std::mt19937 random(static_cast<std::uint32_t>(r));
+      std::vector<std::vector<int>> out, in;
+      std::vector<std::shared_ptr<Transfer>> transfers;
+      out.reserve(1000);
+      in.reserve(1000);
+      for (int i = 0; i < 300; ++i)
+        for (int peer = 0; peer < 3; ++peer) {
+          if (peer == r) continue;
+          const auto count = static_cast<std::size_t>((i * 37) % 2000);
+          out.push_back(numbers(r * 1000 + i, count));
+          in.emplace_back(count);
+          transfers.push_back(world[r].send(out.back(), peer, i % 5));
+          transfers.push_back(world[r].receive(in.back(), peer, i % 5));
+          if (random() % 16 == 0) std::this_thread::yield();
+        }
+      for (const auto& t : transfers) world[r].wait(t);
+      std::size_t k = 0;
+      for (int i = 0; i < 300; ++i)
+        for (int peer = 0; peer < 3; ++peer) {
+          if (peer == r) continue;
+          if (in[k] != numbers(peer * 1000 + i, in[k].size())) ++wrong;
+          ++k;
+        }
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(wrong == 0);
+}
+
+TEST(a_wrong_size_fails_the_receive_and_nothing_else) {
+  World world(2);
+  auto three = numbers(1, 3), four = numbers(1, 4);
+  (void)world[0].send(three, 1);
+  (void)world[0].send(four, 1);
+  std::vector<int> in(4);
+  const auto bad = world[1].receive(in, 0);
+  CHECK_THROWS(Code::kMismatch, world[1].mail.wait(*bad, kLong, {}, {}));
+  world[1].wait(world[1].receive(in, 0));
+  CHECK(in == four);
+}
+
+TEST(nobody_sends) {
+  World world(2);
+  std::vector<int> in(4);
+  const auto lonely = world[1].receive(in, 0, 0, std::chrono::milliseconds(100));
+  CHECK_THROWS(Code::kTimeout, world[1].mail.wait(*lonely, kLong, {}, {}));
+  auto out = numbers(3, 4);  // the group is not broken
+  (void)world[0].send(out, 1);
+  world[1].wait(world[1].receive(in, 0));
+}
+
+TEST(the_other_side_leaves) {
+  World world(2);
+  std::vector<int> in(4);
+  const auto lonely = world[1].receive(in, 0);
+  world.ranks[0].reset();
+  try {
+    (void)world[1].mail.wait(*lonely, kLong, {}, {});
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.code() == Code::kPeerLost && error.ranks() == std::vector<int>{0});
+  }
+}
+
+TEST(stopping_fails_what_is_in_progress) {
+  World world(2);
+  std::vector<int> in(4);
+  const auto pending = world[1].receive(in, 0);
+  world[1].mail.stop();
+  CHECK_THROWS(Code::kPeerLost, pending->ticket().wait(kLong, {}));
+}
