@@ -45,6 +45,7 @@ NB_MODULE(_native, module) {
   nb::register_exception_translator(raise_in_python);
   torchrelay::register_endpoint(module);
   torchrelay::register_mt19937(module);
+  torchrelay::register_parameters(module);
   torchrelay::register_shared_memory(module);
   torchrelay::register_shared_group(module);
 }

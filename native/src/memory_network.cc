@@ -95,7 +95,8 @@ class MemoryEndpoint : public Endpoint {
         return true;
       }
       if (now >= deadline) return false;
-      inbox_->arrived.wait_until(lock, queue.empty() ? deadline : std::min(deadline, queue.top().due));
+      const Clock::time_point until = queue.empty() ? deadline : std::min(deadline, queue.top().due);
+      inbox_->arrived.wait_until(lock, until);
     }
   }
 
@@ -105,8 +106,8 @@ class MemoryEndpoint : public Endpoint {
     const auto max_delay = shared_->weather.max_delay;
     Clock::time_point due{};
     if (max_delay.count() > 0)
-      due = Clock::now() + std::chrono::microseconds(
-                               std::uniform_int_distribution<std::int64_t>(0, max_delay.count())(shared_->random));
+      due = Clock::now() + std::chrono::microseconds(std::uniform_int_distribution<std::int64_t>(
+                               0, max_delay.count())(shared_->random));
     return {due, shared_->next_number++, message};
   }
 

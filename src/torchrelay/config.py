@@ -177,3 +177,41 @@ class Aggregation(Section):
     crowded_yields: int = setting(
         20, "how often such a rank lets others run before it sleeps", unit="times", minimum=0
     )
+
+
+@section
+class Parameters(Section):
+    """The adaptive parameter manager."""
+
+    name = "parameters"
+
+    timeout_s: float = setting(
+        300.0, "how long an operation, a barrier or the start waits for other nodes", unit="s", minimum=0.0
+    )
+    num_channels: int = setting(
+        1, "threads of a node that serve other nodes, each its share of the keys", unit="threads", minimum=1
+    )
+    max_rounds_per_s: float = setting(
+        1000.0, "how often a channel acts on intents and exchanges updates at most", unit="1/s", minimum=0.1
+    )
+    sync_threshold: float = setting(
+        0.0, "the smallest l2 norm of a replica's update that is sent while the replica lives", minimum=0.0
+    )
+    hysteresis_rounds: int = setting(
+        10,
+        "how long a relocated key stays before a replica elsewhere takes it over",
+        unit="rounds",
+        minimum=0,
+    )
+    heartbeat_interval_s: float = setting(
+        0.5, "how often a node tells the others that it lives", unit="s", minimum=0.01
+    )
+    heartbeat_timeout_s: float = setting(
+        10.0, "a node not heard of for this long is lost, and every operation says so", unit="s", minimum=0.1
+    )
+    pool_size: int = setting(
+        250_000,
+        "samples drawn at a time by the sampling scheme pool, and used again until shuffled anew",
+        unit="samples",
+        minimum=1,
+    )

@@ -1,0 +1,194 @@
+// One channel of a node: the thread that answers other nodes about its share of the keys, and that brings
+// keys here, or copies of them, because workers of this node announced to need them.
+//
+// Only a key's channel changes where it is; workers only read and write rows that are here. Channels of equal
+// number on all nodes talk to each other, in order and exactly once (courier.h). What the protocol rests on:
+//
+//  * The owner has the master copy and decides. What is meant for the owner is routed by (owner, counter):
+//  the
+//    counter rises with each relocation, and the larger one is right. A node that is told to own a key it
+//    does not have yet parks what it is asked: the key is on its way to it.
+//  * The old owner sends the key before it sends anything that follows it there.
+//  * A replica has a row and an accumulator. At most one update of it is under way; its copy is kept until
+//  the
+//    owner has acknowledged it, so that a refresh that was sent before the owner got it can be completed.
+//  * A replica is given up by an update marked as its last. Until it is acknowledged, and as long as more is
+//    pushed, the row stays and is read: what a worker wrote, it reads.
+//  * An answer to a node that holds a replica of the key goes through that node's channel, behind a refresh,
+//  so
+//    that no worker sees a replica older than what it has already been told.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "torchrelay/parameters/courier.h"
+#include "torchrelay/parameters/intents.h"
+#include "torchrelay/parameters/store.h"
+#include "torchrelay/parameters/worker.h"
+
+namespace torchrelay::parameters {
+
+enum class Techniques : std::uint32_t { kAll, kReplicationOnly, kRelocationOnly };
+
+struct ChannelOptions {
+  Techniques techniques = Techniques::kAll;
+  double max_rounds_per_s = 1000;
+  double sync_threshold = 0;             // smallest l2 norm of an update worth sending before it must be
+  std::uint32_t hysteresis_rounds = 10;  // a key stays at least this long before a replica takes it over
+  std::chrono::milliseconds heartbeat_interval{500};
+  std::chrono::milliseconds heartbeat_timeout{10000};
+};
+
+class Channel {
+ public:
+  Channel(std::shared_ptr<Store> store, std::uint32_t number, Network& network,
+          const ChannelOptions& options);
+
+  std::string address() const { return courier_.address(); }
+  void connect(const ChannelAddresses& addresses);
+
+  // Serves until the slab says to stop; then tells the others. Never throws: what goes wrong is written into
+  // the slab, for the workers to raise.
+  void run() noexcept;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // What this channel knows of an entry beside what the slab holds.
+  struct Control {
+    std::uint32_t intents = 0;      // live, of this node's workers
+    std::uint32_t arrived = 0;      // the round in which the key was relocated here
+    std::uint32_t list_place = 0;   // in shared_ (owner) or replicas_ (replica)
+    std::uint32_t outstanding = 0;  // updates and overwrites not acknowledged
+    std::uint32_t returning = 0;    // of these, those that come back to us, the owner since
+    bool wanted = false;            // an acquire is under way
+    bool leaving = false;           // the replica's last update has been sent
+    bool overwritten = false;       // an overwrite is outstanding: refreshes sent before it are void
+  };
+  struct Replica {
+    std::uint32_t node;
+    std::uint32_t version;  // that the node has or will have by what was sent
+  };
+  struct SharedKey {
+    std::int64_t number;
+    std::vector<Replica> replicas;
+  };
+  struct Outbox {
+    std::vector<std::byte> bytes;
+    std::uint32_t count = 0;
+  };
+  // Part of a request, of one key.
+  struct Asked {
+    RequestHead head;
+    std::int64_t key;
+    std::uint32_t counter;
+    std::uint32_t position;
+    const std::byte* value;  // null: a read
+  };
+  struct Parked {
+    Message message;  // keeps what the others point to
+    Asked asked;
+    Record record;  // kind 0: it is `asked`
+    const std::byte* payload;
+  };
+  struct FlushItem {
+    std::int64_t number;
+    bool sent;
+  };
+
+  // channel.cc: the loop
+  void loop();
+  void handle(const Header& header, const Message& message);
+  void handle_bundle(const Header& header, const Message& message);
+  void handle_record(const Record& record, const std::byte* payload, const Message& message);
+  void handle_routed(const Record& record, const std::byte* payload, const Message& message);
+  void take_location(const Record& record);
+  void round();
+  void round_intents();
+  void beat();
+  void goodbye();
+  void serve_flush_updates();
+  void serve_flush_refreshes();
+  void put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes);
+  void send_outbox(std::uint32_t node);
+  void send_outboxes();
+  void publish_counters();
+  Control& control(std::int64_t number);
+
+  // channel_owner.cc: deciding where a key lives
+  void owner_acquire(std::int64_t number, const Record& record);
+  void owner_update(std::int64_t number, const Record& record, const std::byte* payload);
+  void owner_overwrite(std::int64_t number, const Record& record, const std::byte* payload);
+  void transfer(std::int64_t number, std::uint32_t node);
+  void grant(std::int64_t number, std::uint32_t node);
+  void raise_version(std::int64_t number);
+  void refresh(std::int64_t number, Replica& replica, std::uint8_t flags);
+  void refresh_all();
+  void remove_replica(std::int64_t number, std::uint32_t node);
+  void consider_upgrade(std::int64_t number);
+  SharedKey* shared(std::int64_t number);
+  Replica* replica_of(std::int64_t number, std::uint32_t node);
+
+  // channel_replica.cc: keys that come here
+  void begin_intent(std::int64_t key);
+  void end_intent(std::int64_t key);
+  void acquire(std::int64_t number);
+  void take_grant(const Record& record, const std::byte* payload);
+  void take_transfer(const Record& record, const std::byte* payload);
+  void take_refresh(const Record& record, const std::byte* payload);
+  void take_ack(const Record& record);
+  void settle_ack(std::int64_t number, std::uint32_t version);
+  void send_update(std::int64_t number, bool last);
+  void sync_replica(std::int64_t number, bool force);
+  void add_replica(std::int64_t number);
+  void forget_replica(std::int64_t number);
+
+  // channel_requests.cc: serving, forwarding and parking
+  void handle_request(const Header& header, const Message& message);
+  void handle_relay(const Header& header, const Message& message);
+  bool catch_up(std::uint32_t node, const std::int64_t* keys, const std::vector<std::uint32_t>& indices);
+  void place_missed(const RequestHead& head, Asked asked, const Message& message,
+                    std::vector<std::vector<Asked>>& by_node);
+  void overwrite_replica(std::int64_t number, const Asked& asked);
+  void answer_overwrites(std::int64_t number);
+  void forward_requests(const RequestHead& head, const std::vector<std::vector<Asked>>& by_node);
+  void route(Record record, const std::byte* payload, const Message& message);
+  void park(Parked parked);
+  void unpark(std::int64_t key);
+  Message request_of(const RequestHead& head, const Asked* asked, std::size_t count);
+  Message reply_of(const Asked& asked);
+  void send_reply(std::uint32_t requester, std::uint32_t count, Message reply, bool through_channel);
+
+  std::shared_ptr<Store> store_;
+  std::uint32_t number_;
+  std::uint32_t node_;
+  ChannelOptions options_;
+  Courier courier_;
+  std::vector<Control> controls_;
+  std::vector<SharedKey> shared_;
+  std::vector<std::int64_t> replicas_;
+  std::vector<std::int64_t> reconsider_;
+  std::unordered_map<std::int64_t, std::vector<std::byte>> in_flight_;  // the update under way, by entry
+  std::unordered_map<std::int64_t, std::vector<Parked>> parked_;        // by key
+  std::unordered_map<std::int64_t, std::vector<Asked>> overwrites_;     // to be answered, by entry
+  std::unordered_map<std::uint32_t, WorkerIntents> intents_;            // by user
+  std::vector<Outbox> outboxes_;                                        // by node
+  std::vector<Clock::time_point> last_heard_;                           // by node
+  std::vector<bool> gone_;                                              // by node: said goodbye
+  Clock::time_point next_round_, last_round_, next_beat_, next_look_;
+  Clock::duration round_interval_{};
+  bool waiting_intents_ = false;
+  std::uint32_t rounds_ = 0;
+  std::vector<FlushItem> flush_items_;
+  std::uint64_t flush_updates_target_ = 0;
+  std::uint64_t flush_refreshes_target_ = 0;
+  std::uint32_t fences_missing_ = 0;
+  std::uint64_t fence_number_ = 0;
+};
+
+}  // namespace torchrelay::parameters

@@ -1,0 +1,53 @@
+// A lock in shared memory that survives the death of the process that holds it.
+//
+// The word holds 0, or the holder's user number + 1. A waiter spins, then yields, then asks now and then
+// whether the holder's process still lives, and takes the lock from a dead one. What the dead process was
+// writing may then be half written: callers order their writes so that this harms one row at most.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace torchrelay::parameters {
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// Who may hold locks: one per worker or service thread, in the slab.
+struct User {
+  std::atomic<std::int32_t> pid{0};  // 0: free
+  std::atomic<std::uint32_t> incarnation{0};
+  std::atomic<std::uint64_t> process_start{0};  // tells a recycled pid
+  std::atomic<std::int64_t> clock{0};
+};
+
+// When a process started, in clock ticks since boot; 0 if there is none, or only its zombie.
+std::uint64_t process_start(std::int32_t pid);
+bool is_alive(const User& user);
+
+class LockGuard {
+ public:
+  LockGuard(std::atomic<std::uint32_t>& word, const User* users, std::uint32_t user) : word_(word) {
+    std::uint32_t expected = 0;
+    if (!word_.compare_exchange_weak(expected, user + 1, std::memory_order_acquire,
+                                     std::memory_order_relaxed))
+      wait(users, user);
+  }
+  ~LockGuard() { word_.store(0, std::memory_order_release); }
+  LockGuard(const LockGuard&) = delete;
+  LockGuard& operator=(const LockGuard&) = delete;
+
+ private:
+  void wait(const User* users, std::uint32_t user);
+
+  std::atomic<std::uint32_t>& word_;
+};
+
+}  // namespace torchrelay::parameters

@@ -1,0 +1,135 @@
+// The layout of a node's slab: one block of shared memory that all processes of the node map.
+//
+//   header | users | classes | pools | entries | counters | class of each entry | keys (dynamic tables) |
+//   per class: free slots, rows, accumulators
+//
+// Keys with rows of equal length form a class; a class has a pool of slots, and a slot is a row's place. A
+// slot of a replica also has an accumulator: what was pushed to it and has not been sent to the owner. Pages
+// that were never touched take no memory, so the pools are laid out for all keys.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "torchrelay/parameters/element.h"
+#include "torchrelay/parameters/robust_lock.h"
+#include "torchrelay/parameters/update_rule.h"
+
+namespace torchrelay::parameters {
+
+constexpr std::uint32_t kMaxChannels = 64;
+constexpr std::uint32_t kMaxWorkers = 256;
+constexpr std::uint32_t kMaxUsers = kMaxChannels + kMaxWorkers;  // channels first, then workers
+constexpr std::uint32_t kMaxNodes = 1024;
+constexpr std::uint32_t kNoSlot = 0xffffffffu;
+constexpr std::int64_t kFinished = INT64_MAX;  // the clock of a worker that will not come back
+
+enum class State : std::uint8_t {
+  kAbsent,   // no row here; owner and counter say where to ask
+  kOwned,    // the master copy
+  kReplica,  // a copy; pushes are also summed in the accumulator
+};
+
+enum Flag : std::uint8_t {
+  kDirty = 1,    // replica: the accumulator holds something
+  kShared = 2,   // owner: other nodes hold replicas
+  kChanged = 4,  // owner of a shared key: changed since its version was last raised
+  kUsed = 8,     // dynamic tables: used since the eviction hand last passed
+  kPinned = 16,  // dynamic tables: a worker of this node has announced to use it
+};
+
+// 16 bytes, so that four share a cache line and one never straddles two.
+struct Entry {
+  std::atomic<std::uint32_t> lock;  // guards all of the entry and its row
+  State state;
+  std::uint8_t flags;
+  std::uint16_t owner;              // best known; certain where state is kOwned
+  std::atomic<std::uint32_t> slot;  // written under the lock; read without it to prefetch
+  std::uint32_t version;
+};
+static_assert(sizeof(Entry) == 16);
+
+struct ClassInfo {
+  std::uint32_t length;        // elements of a value
+  std::uint32_t row_length;    // and of its optimizer state
+  std::uint64_t stride_bytes;  // from row to row
+  std::uint64_t capacity;      // slots
+  std::uint64_t free_offset;   // of the stack of freed slots, in the slab
+  std::uint64_t rows_offset;
+  std::uint64_t accumulators_offset;
+};
+
+// Which slots of a class are free.
+struct Pool {
+  std::atomic<std::uint32_t> lock;
+  std::uint32_t never_used;  // slots from here on were never taken
+  std::uint64_t free_count;  // on the stack of freed slots
+};
+
+// Work that workers ask of a channel by raising `requested`; the channel answers by raising `done`.
+struct Flush {
+  std::atomic<std::uint64_t> requested;
+  std::atomic<std::uint64_t> done;
+};
+
+struct ChannelBoard {
+  Flush updates;    // all updates of this node have reached their owners
+  Flush refreshes;  // all replicas of this node's keys have what the owner has
+  std::atomic<std::uint64_t> rounds;
+  std::atomic<std::uint64_t> replicas;
+};
+
+enum Counter : std::uint32_t {
+  kLocalPulls,
+  kRemotePulls,
+  kLocalPushes,
+  kRemotePushes,
+  kLocalSets,
+  kRemoteSets,
+  kSentBytes,
+  kReceivedBytes,
+  kSentMessages,
+  kReceivedMessages,
+  kRelocationsIn,
+  kReplicasMade,
+  kRefreshes,
+  kForwards,
+  kParked,
+  kEvictions,
+  kProtocolErrors,
+  kDuplicates,
+  kNumCounters,
+};
+
+struct Geometry {
+  Element element;
+  std::uint32_t node, num_nodes, num_channels, num_classes;
+  std::uint64_t num_entries;
+  std::uint64_t num_keys;  // 0: dynamic
+  std::uint64_t users_offset, classes_offset, pools_offset, entries_offset, counters_offset;
+  std::uint64_t class_of_offset, keys_offset;  // 0: there is none
+  std::uint64_t size_bytes;
+  UpdateRule rule;  // its learning rate is the first one; the current one is in the header
+};
+
+struct SlabHeader : Geometry {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::atomic<double> learning_rate;
+  std::atomic<std::uint32_t> index_lock;  // dynamic tables: making and removing keys
+  std::uint64_t eviction_hand;            // under index_lock, as is the next
+  std::uint64_t live_entries;
+  std::atomic<std::uint32_t> lost_node;  // number + 1 of the first node found dead
+  std::atomic<std::uint32_t> stopping;
+  std::atomic<std::uint32_t> failed;  // 1: `failure` is being written, 2: it says what made a channel stop
+  char failure[512];
+  std::int32_t leader_pid;
+  std::uint64_t leader_start;
+  ChannelBoard boards[kMaxChannels];
+  std::atomic<std::uint64_t> counters[kMaxUsers][kNumCounters];
+};
+
+}  // namespace torchrelay::parameters

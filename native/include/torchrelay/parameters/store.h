@@ -1,0 +1,149 @@
+// A node's part of the table: rows in a slab that all processes of the node map.
+//
+// Any process may pull, push and set; each key's row is accessed under its entry's lock, so an access is
+// atomic per key. Nothing here blocks longer than another's access, and nothing knows of other nodes but the
+// numbers that an entry holds. A key whose row is not here is reported as missed, and left to the caller.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torchrelay/parameters/slab.h"
+#include "torchrelay/shared_memory.h"
+
+namespace torchrelay::parameters {
+
+enum class InitKind : std::uint32_t { kZeros, kConstant, kUniform, kNormal };
+
+// The value of a key nobody has set: a function of the key and the seed alone.
+struct KeyInit {
+  InitKind kind = InitKind::kZeros;
+  double a = 0;
+  double b = 0;
+  std::uint64_t seed = 0;
+};
+
+struct StoreSpec {
+  std::vector<std::uint32_t> lengths;  // one for all keys, or one per key
+  std::uint64_t num_keys = 0;          // 0: keys are made at first use
+  std::uint64_t capacity = 0;          // dynamic: rows this node can hold
+  Element element = Element::kFloat32;
+  UpdateRule rule;
+  KeyInit init;
+  std::uint32_t node = 0, num_nodes = 1, num_channels = 1;
+};
+
+enum class Op : std::uint8_t { kPull, kPush, kSet, kPullRow, kSetRow };
+
+constexpr bool reads(Op op) { return op == Op::kPull || op == Op::kPullRow; }
+constexpr bool whole_row(Op op) { return op == Op::kPullRow || op == Op::kSetRow; }
+
+// A key of a batch that could not be served here.
+struct Missed {
+  std::uint32_t index;    // in the batch
+  std::uint32_t owner;    // the node to ask
+  std::uint32_t counter;  // how recent that knowledge is
+};
+
+class Store {
+ public:
+  // A new slab; this process becomes the node's leader.
+  static Store create(const StoreSpec& spec);
+  // The slab of another process of this host. `init` must be the creator's.
+  static Store attach(const std::string& address, const KeyInit& init);
+
+  std::string address() const { return memory_.address(); }
+  SlabHeader& header() const { return *header_; }
+  User* users() const { return users_; }
+  bool dynamic() const { return header_->num_keys == 0; }
+  std::uint32_t home_of(std::int64_t key) const {
+    return static_cast<std::uint32_t>(static_cast<std::uint64_t>(key) % header_->num_nodes);
+  }
+  std::uint32_t channel_of(std::int64_t key) const {
+    return static_cast<std::uint32_t>(static_cast<std::uint64_t>(key) / header_->num_nodes %
+                                      header_->num_channels);
+  }
+
+  // Takes a user number; frees the locks its dead predecessor held. Throws kArgument if it is in use.
+  void take_user(std::uint32_t user);
+  void leave_user(std::uint32_t user);
+
+  // Bytes a batch's values take. Throws kArgument, naming the first key that is out of range.
+  std::size_t value_bytes(Op op, const std::int64_t* keys, std::size_t count) const;
+  std::size_t value_bytes(Op op, std::int64_t key) const;
+  std::uint32_t length_of(std::int64_t key) const;
+  bool valid(std::int64_t key) const;
+
+  // Serves the keys whose rows are here; appends the others to `missed`. `values` holds the batch's rows one
+  // after another and is read or written at the keys served.
+  void access(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
+              std::vector<Missed>& missed) const;
+
+  // --- for channels ---
+  // The same for the master copies only; appends the indices of those that other nodes hold replicas of.
+  void access_owned(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
+                    std::vector<Missed>& missed, std::vector<std::uint32_t>& shared) const;
+  std::int64_t find(std::int64_t key) const;                              // the entry's number, or -1
+  std::int64_t find_or_make(std::uint32_t user, std::int64_t key) const;  // throws kUnavailable: table full
+  Entry& entry(std::int64_t number) const { return entries_[number]; }
+  std::int64_t key_of(std::int64_t number) const { return dynamic() ? keys_[number].load() : number; }
+  std::atomic<std::uint32_t>& location_counter(std::int64_t number) const { return counters_[number]; }
+  const ClassInfo& class_of(std::int64_t number) const { return classes_[class_number(number)]; }
+  std::byte* row(std::int64_t number) const;
+  std::byte* accumulator(std::int64_t number) const;
+  // Under the entry's lock. A taken slot's row holds anything; its accumulator holds zeros.
+  void take_slot(std::uint32_t user, std::int64_t number) const;
+  void free_slot(std::uint32_t user, std::int64_t number) const;
+  void initialize_row(std::int64_t number) const;
+  // One push onto the row, by the rule; under the lock.
+  void apply(std::byte* row, const std::byte* pushed, std::uint32_t length) const;
+  void count(std::uint32_t user, Counter counter, std::uint64_t amount) const {
+    auto& cell = header_->counters[user][counter];  // one writer
+    cell.store(cell.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+  }
+  std::uint64_t total(Counter counter) const;
+  std::vector<std::int64_t> owned_keys() const;
+  // Replaces each of `keys` by the nearest one of [low, high) whose row is here; with `distinct`, by one that
+  // is neither in `taken` (sorted) nor was chosen before. Stops where there is none; returns how many were
+  // replaced.
+  std::size_t nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low, std::int64_t high,
+                            const std::vector<std::int64_t>& taken, bool distinct) const;
+  // A channel cannot go on; the first reason given stays.
+  void fail(const char* reason) const;
+  // Throws kPeerLost or kUnavailable if this node cannot work on.
+  void check_peers() const;
+  LockGuard guard(Entry& entry, std::uint32_t user) const { return LockGuard(entry.lock, users_, user); }
+
+ private:
+  Store(SharedMemory memory, const KeyInit& init);
+  void map();
+  std::uint32_t class_number(std::int64_t number) const {
+    return class_of_ == nullptr ? 0 : class_of_[number];
+  }
+  std::int64_t make(std::uint32_t user, std::int64_t key) const;
+  bool evict_one(std::uint32_t user) const;  // under the index lock
+  bool take_free_slot(std::uint32_t user, std::int64_t number) const;
+  [[noreturn]] void throw_full() const;
+  // False if the entry has become another key's meanwhile.
+  bool access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,
+                  std::size_t index, std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
+  void access_batch(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
+                    std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
+  void count_access(Op op, std::uint32_t user, std::size_t served) const;
+  [[noreturn]] void throw_out_of_range(const std::int64_t* keys, std::size_t count) const;
+
+  SharedMemory memory_;
+  KeyInit init_;
+  SlabHeader* header_;
+  User* users_;
+  ClassInfo* classes_;
+  Pool* pools_;
+  Entry* entries_;
+  std::atomic<std::uint32_t>* counters_;
+  std::uint16_t* class_of_;          // null: one class
+  std::atomic<std::int64_t>* keys_;  // null: dense
+};
+
+}  // namespace torchrelay::parameters

@@ -1,0 +1,102 @@
+// A worker's access to the whole table: keys of its node through the slab, others by asking their owners.
+//
+// Used by one thread at a time. Answers are taken in inside the worker's own calls, never by another thread,
+// so the caller's buffers are written only while the caller is inside. Each buffer of an asynchronous call is
+// held until the call is finished.
+//
+// Order: a worker's operations on one key take effect in the order it made them.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "torchrelay/parameters/courier.h"
+#include "torchrelay/parameters/store.h"
+
+namespace torchrelay::parameters {
+
+// Addresses of all channels: addresses[node * num_channels + channel].
+using ChannelAddresses = std::vector<std::string>;
+
+class Worker {
+ public:
+  using Interrupt = std::function<void()>;  // called now and then while waiting; may throw
+
+  // `network` may be null where there is one node. Throws kArgument if the number is taken.
+  Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_ptr<Network> network,
+         const ChannelAddresses& addresses, std::chrono::milliseconds timeout, Interrupt interrupt);
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  // Reads or writes the keys' rows in `values`, `size_bytes` long. Returns -1 if all is done, else a
+  // timestamp. `holder` keeps keys and values alive until then.
+  std::int64_t access(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
+                      std::size_t size_bytes, std::shared_ptr<void> holder);
+  // False, and nothing is asked of other nodes, unless all keys are here.
+  bool pull_if_local(const std::int64_t* keys, std::size_t count, std::byte* values, std::size_t size_bytes);
+
+  void wait(std::int64_t timestamp);
+  void wait_all();
+  bool is_finished(std::int64_t timestamp);
+  std::size_t unfinished() const { return pending_.size(); }
+
+  // Announces accesses to `keys` in the clocks [start, end).
+  void intent(const std::int64_t* keys, std::size_t count, std::int64_t start, std::int64_t end);
+  std::int64_t advance_clock();
+  std::int64_t clock() const;
+
+  // This node's share of wait_sync; the caller puts a barrier of all nodes between and after.
+  void flush_updates();
+  void flush_refreshes();
+
+  // No more accesses; intents end. Finishes what is unfinished first.
+  void finalize();
+
+  const Store& store() const { return *store_; }
+  std::uint32_t user() const { return user_; }
+
+ private:
+  struct Pending {
+    Op op;
+    std::vector<std::int64_t> keys;  // those that were missed, in the order of the request
+    std::vector<std::byte*> places;  // where each one's value lies
+    std::size_t remaining;
+    std::shared_ptr<void> holder;
+  };
+
+  void check_size(Op op, const std::int64_t* keys, std::size_t count, std::size_t size_bytes) const;
+  std::int64_t ask_owners(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
+                          std::shared_ptr<void> holder);
+  void drop_overwritten(const std::int64_t* keys, std::size_t count);
+  void send_request(std::int64_t id, const Pending& pending, std::uint32_t destination,
+                    const std::vector<std::uint32_t>& positions, const std::vector<Missed>& missed);
+  void take_answer(const Header& header, const Message& message);
+  void learn(std::int64_t key, std::uint32_t owner, std::uint32_t counter);
+  bool receive(std::chrono::microseconds timeout);
+  void wait_until(const std::function<bool()>& done, const char* what);
+  void settle_writes(Op op, const std::int64_t* keys, std::size_t count);
+  std::size_t filter_place(std::int64_t key) const;
+  void flush(Flush ChannelBoard::* which, const char* what);
+
+  std::shared_ptr<Store> store_;
+  std::uint32_t user_;
+  std::chrono::milliseconds timeout_;
+  Interrupt interrupt_;
+  std::shared_ptr<Network> network_;  // outlives the courier's endpoint
+  std::unique_ptr<Courier> courier_;  // null: one node
+  std::unordered_map<std::int64_t, Pending> pending_;
+  std::int64_t next_id_ = 0;
+  std::vector<Missed> missed_;
+  std::vector<std::vector<std::uint32_t>> by_destination_;  // positions in a Pending
+  std::array<std::uint32_t, 4096> unfinished_writes_{};     // by hash of the key
+  std::size_t num_unfinished_writes_ = 0;
+  std::size_t sets_unfinished_ = 0;  // operations
+  bool finalized_ = false;
+};
+
+}  // namespace torchrelay::parameters

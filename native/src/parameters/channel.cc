@@ -1,0 +1,331 @@
+#include "torchrelay/parameters/channel.h"
+
+#include <algorithm>
+
+namespace torchrelay::parameters {
+namespace {
+
+constexpr std::size_t kOutboxBytes = std::size_t{256} << 10;  // sent on when it has grown to this
+constexpr int kMessagesPerTurn = 64;                          // handled before what they caused is sent
+constexpr auto kLook = std::chrono::milliseconds(500);        // between two looks for dead workers
+constexpr auto kIdle = std::chrono::milliseconds(5);          // the longest sleep
+
+std::uint32_t node_count(const Store& store) { return store.header().num_nodes; }
+
+}  // namespace
+
+Channel::Channel(std::shared_ptr<Store> store, std::uint32_t number, Network& network,
+                 const ChannelOptions& options)
+    : store_(std::move(store)),
+      number_(number),
+      node_(store_->header().node),
+      options_(options),
+      courier_(network.open("node" + std::to_string(node_)), channel_endpoint(node_, number), 1),
+      outboxes_(node_count(*store_)),
+      last_heard_(node_count(*store_), Clock::now()),
+      gone_(node_count(*store_), false) {
+  const std::uint64_t stripe = std::uint64_t{node_count(*store_)} * store_->header().num_channels;
+  const std::uint64_t entries = store_->header().num_entries;
+  controls_.resize(store_->dynamic() ? entries : (entries + stripe - 1) / stripe * node_count(*store_));
+  store_->take_user(number_);
+}
+
+// A dense table's keys are dealt to channels in runs of num_nodes; see Store::channel_of.
+Channel::Control& Channel::control(std::int64_t number) {
+  if (store_->dynamic()) return controls_[static_cast<std::size_t>(number)];
+  const std::uint64_t nodes = node_count(*store_), channels = store_->header().num_channels;
+  const auto key = static_cast<std::uint64_t>(number);
+  return controls_[key / (nodes * channels) * nodes + key % nodes];
+}
+
+void Channel::connect(const ChannelAddresses& addresses) {
+  const std::uint32_t channels = store_->header().num_channels;
+  for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
+    courier_.connect(channel_endpoint(node, number_), addresses[node * channels + number_]);
+}
+
+void Channel::run() noexcept {
+  try {
+    loop();
+  } catch (const std::exception& error) {
+    store_->fail(error.what());
+  }
+  store_->leave_user(number_);
+}
+
+void Channel::loop() {
+  const auto now = Clock::now();
+  round_interval_ = std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(1.0 / options_.max_rounds_per_s));
+  next_round_ = last_round_ = next_beat_ = next_look_ = now;
+  std::ranges::fill(last_heard_, now);
+  while (store_->header().stopping.load(std::memory_order_relaxed) == 0) {
+    Header header;
+    Message message;
+    const auto until_round =
+        std::clamp<Clock::duration>(next_round_ - Clock::now(), Clock::duration(0), kIdle);
+    auto timeout = std::chrono::duration_cast<std::chrono::microseconds>(until_round);
+    for (int i = 0; i < kMessagesPerTurn && courier_.receive(header, message, timeout); ++i) {
+      timeout = std::chrono::microseconds(0);
+      try {
+        handle(header, message);
+      } catch (const Error& error) {
+        if (error.code() != Code::kProtocol && error.code() != Code::kArgument) throw;
+        store_->count(number_, kProtocolErrors, 1);
+      }
+    }
+    if (Clock::now() >= next_round_) round();
+    serve_flush_updates();
+    serve_flush_refreshes();
+    send_outboxes();
+    if (Clock::now() >= next_beat_) beat();
+  }
+  goodbye();
+}
+
+void Channel::handle(const Header& header, const Message& message) {
+  const std::uint32_t sender = node_of(header.sender);
+  if (sender >= outboxes_.size())
+    throw Error(Code::kProtocol, "parameters: a message from a node that is not there");
+  last_heard_[sender] = Clock::now();
+  switch (header.kind) {
+    case Kind::kRequest: return handle_request(header, message);
+    case Kind::kBundle: return handle_bundle(header, message);
+    case Kind::kRelay: return handle_relay(header, message);
+    case Kind::kIntent: {
+      if (sender != node_) throw Error(Code::kProtocol, "parameters: an intent from another node");
+      Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
+      const auto head = reader.take<IntentHead>();
+      const auto* keys = reader.take_array<std::int64_t>(header.count);
+      store_->value_bytes(Op::kPull, keys, header.count);
+      intents_[kMaxChannels + index_of(header.sender)].announce(head.start, head.end,
+                                                                {keys, keys + header.count});
+      next_round_ = std::min(next_round_, last_round_ + round_interval_);
+      return;
+    }
+    case Kind::kFence: {
+      Writer writer(8);
+      writer.put_bytes(message.data() + sizeof(Header),
+                       std::min<std::size_t>(8, message.size_bytes() - sizeof(Header)));
+      return courier_.send(header.sender, Kind::kFenceAck, 0, writer.finish());
+    }
+    case Kind::kFenceAck: {
+      Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
+      if (reader.take<std::uint64_t>() == fence_number_ && fences_missing_ > 0) --fences_missing_;
+      return;
+    }
+    case Kind::kGoodbye: gone_[sender] = true; return;
+    case Kind::kHeartbeat: return;
+    default: throw Error(Code::kProtocol, "parameters: a message of an unknown kind");
+  }
+}
+
+void Channel::handle_bundle(const Header& header, const Message& message) {
+  Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
+  for (std::uint32_t i = 0; i < header.count; ++i) {
+    const auto record = reader.take<Record>();
+    const std::byte* payload = reader.take_bytes(record.payload_bytes);
+    handle_record(record, payload, message);
+  }
+}
+
+void Channel::handle_record(const Record& record, const std::byte* payload, const Message& message) {
+  const auto protocol_error = [] {
+    throw Error(Code::kProtocol, "parameters: a record that makes no sense");
+  };
+  if (!store_->valid(record.key) || store_->channel_of(record.key) != number_ ||
+      record.node >= outboxes_.size())
+    protocol_error();
+  const std::size_t value = store_->value_bytes(Op::kPull, record.key);
+  const std::size_t row = store_->value_bytes(Op::kPullRow, record.key);
+  switch (record.kind) {
+    case RecordKind::kGrant:
+    case RecordKind::kTransfer:
+    case RecordKind::kRefresh:
+      if (record.payload_bytes != row) protocol_error();
+      if (record.kind == RecordKind::kGrant) return take_grant(record, payload);
+      if (record.kind == RecordKind::kTransfer) return take_transfer(record, payload);
+      return take_refresh(record, payload);
+    case RecordKind::kAck: return take_ack(record);
+    case RecordKind::kLocation: return take_location(record);
+    case RecordKind::kAcquire:
+      if (record.payload_bytes != 0) protocol_error();
+      break;
+    case RecordKind::kUpdate:
+      if (record.payload_bytes != 0 && record.payload_bytes != value) protocol_error();
+      break;
+    case RecordKind::kOverwrite:
+      if (record.payload_bytes != ((record.flags & kWholeRow) != 0 ? row : value)) protocol_error();
+      break;
+    default: protocol_error();
+  }
+  handle_routed(record, payload, message);
+}
+
+void Channel::handle_routed(const Record& record, const std::byte* payload, const Message& message) {
+  const bool make = store_->home_of(record.key) == node_;
+  const std::int64_t number = make ? store_->find_or_make(number_, record.key) : store_->find(record.key);
+  if (number < 0) return route(record, payload, message);
+  Control& mine = control(number);
+  if (record.node == node_ && mine.returning != 0 && record.kind != RecordKind::kAcquire) {
+    --mine.returning;  // it is in the row already; see take_transfer
+    return;
+  }
+  const LockGuard guard = store_->guard(store_->entry(number), number_);
+  if (store_->entry(number).state != State::kOwned) return route(record, payload, message);
+  switch (record.kind) {
+    case RecordKind::kAcquire: return owner_acquire(number, record);
+    case RecordKind::kUpdate: return owner_update(number, record, payload);
+    default: return owner_overwrite(number, record, payload);
+  }
+}
+
+void Channel::take_location(const Record& record) {
+  const std::int64_t number = store_->find_or_make(number_, record.key);
+  Entry& entry = store_->entry(number);
+  const LockGuard guard = store_->guard(entry, number_);
+  auto& counter = store_->location_counter(number);
+  if (record.counter <= counter.load(std::memory_order_relaxed)) return;
+  entry.owner = record.node;
+  counter.store(record.counter, std::memory_order_relaxed);
+}
+
+void Channel::round() {
+  last_round_ = Clock::now();
+  ++rounds_;
+  round_intents();
+  for (std::size_t i = 0; i < replicas_.size(); ++i) sync_replica(replicas_[i], false);
+  refresh_all();
+  std::vector<std::int64_t> again;
+  again.swap(reconsider_);
+  for (const std::int64_t number : again) {
+    const LockGuard guard = store_->guard(store_->entry(number), number_);
+    if (store_->entry(number).state == State::kOwned) consider_upgrade(number);
+  }
+  const bool busy = waiting_intents_ || !replicas_.empty() || !shared_.empty() || !reconsider_.empty();
+  next_round_ = last_round_ + (busy ? round_interval_ : std::max<Clock::duration>(round_interval_, kIdle));
+  publish_counters();
+}
+
+void Channel::round_intents() {
+  const auto now = Clock::now();
+  const bool look = now >= next_look_;
+  if (look) next_look_ = now + kLook;
+  waiting_intents_ = false;
+  for (auto& [user, intents] : intents_) {
+    const User& worker = store_->users()[user];
+    const bool dead = look && !intents.empty() && worker.pid.load() != 0 && !is_alive(worker);
+    const std::int64_t clock = dead ? kFinished : worker.clock.load(std::memory_order_acquire);
+    intents.round(
+        clock, [this](std::int64_t key) { begin_intent(key); },
+        [this](std::int64_t key) { end_intent(key); });
+    waiting_intents_ |= !intents.empty();
+  }
+}
+
+void Channel::beat() {
+  const auto now = Clock::now();
+  next_beat_ = now + options_.heartbeat_interval;
+  if (number_ != 0) return;
+  for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
+    if (node == node_ || gone_[node]) continue;
+    courier_.send(channel_endpoint(node, 0), Kind::kHeartbeat, 0, Writer(0).finish());
+    if (now - last_heard_[node] > options_.heartbeat_timeout) store_->header().lost_node = node + 1;
+  }
+  const std::int64_t stuck = courier_.stuck_peer(options_.heartbeat_timeout);
+  if (stuck >= 0) store_->header().lost_node = node_of(static_cast<std::uint32_t>(stuck)) + 1;
+}
+
+void Channel::goodbye() {
+  send_outboxes();
+  for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
+    if (node != node_) courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, 0, Writer(0).finish());
+}
+
+// Every replica that has something to send, or has sent something, when the flush begins: sent once more, and
+// acknowledged.
+void Channel::serve_flush_updates() {
+  Flush& flush = store_->header().boards[number_].updates;
+  if (flush_updates_target_ == 0) {
+    const std::uint64_t requested = flush.requested.load();
+    if (requested == flush.done.load()) return;
+    flush_updates_target_ = requested;
+    flush_items_.clear();
+    for (const std::int64_t number : replicas_) flush_items_.push_back({number, false});
+  }
+  std::erase_if(flush_items_, [this](FlushItem& item) {
+    const Entry& entry = store_->entry(item.number);
+    if (entry.state != State::kReplica) return true;
+    if (control(item.number).outstanding != 0) return false;
+    if (item.sent || (entry.flags & kDirty) == 0) return true;
+    sync_replica(item.number, true);
+    item.sent = true;
+    return false;
+  });
+  if (!flush_items_.empty()) return;
+  flush.done.store(flush_updates_target_);
+  flush_updates_target_ = 0;
+}
+
+// Refreshes are followed by a fence; once every node has answered it, they have all arrived.
+void Channel::serve_flush_refreshes() {
+  Flush& flush = store_->header().boards[number_].refreshes;
+  if (flush_refreshes_target_ == 0) {
+    const std::uint64_t requested = flush.requested.load();
+    if (requested == flush.done.load()) return;
+    flush_refreshes_target_ = requested;
+    refresh_all();
+    send_outboxes();
+    ++fence_number_;
+    fences_missing_ = 0;
+    for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
+      if (node == node_ || gone_[node]) continue;
+      Writer writer(8);
+      writer.put(fence_number_);
+      courier_.send(channel_endpoint(node, number_), Kind::kFence, 0, writer.finish());
+      ++fences_missing_;
+    }
+  }
+  if (fences_missing_ != 0) return;
+  flush.done.store(flush_refreshes_target_);
+  flush_refreshes_target_ = 0;
+}
+
+void Channel::put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes) {
+  Outbox& outbox = outboxes_[node];
+  record.payload_bytes = static_cast<std::uint32_t>(payload_bytes);
+  const std::size_t at = outbox.bytes.size();
+  outbox.bytes.resize(at + sizeof record + payload_bytes);
+  std::memcpy(outbox.bytes.data() + at, &record, sizeof record);
+  if (payload_bytes != 0) std::memcpy(outbox.bytes.data() + at + sizeof record, payload, payload_bytes);
+  ++outbox.count;
+  if (outbox.bytes.size() >= kOutboxBytes) send_outbox(node);
+}
+
+void Channel::send_outbox(std::uint32_t node) {
+  Outbox& outbox = outboxes_[node];
+  if (outbox.count == 0) return;
+  Writer writer(outbox.bytes.size());
+  writer.put_bytes(outbox.bytes.data(), outbox.bytes.size());
+  courier_.send(channel_endpoint(node, number_), Kind::kBundle, outbox.count, writer.finish());
+  outbox.bytes.clear();
+  outbox.count = 0;
+}
+
+void Channel::send_outboxes() {
+  for (std::uint32_t node = 0; node < outboxes_.size(); ++node) send_outbox(node);
+}
+
+void Channel::publish_counters() {
+  auto& cells = store_->header().counters[number_];
+  cells[kSentBytes].store(courier_.sent_bytes, std::memory_order_relaxed);
+  cells[kReceivedBytes].store(courier_.received_bytes, std::memory_order_relaxed);
+  cells[kSentMessages].store(courier_.sent_messages, std::memory_order_relaxed);
+  cells[kReceivedMessages].store(courier_.received_messages, std::memory_order_relaxed);
+  cells[kDuplicates].store(courier_.duplicates, std::memory_order_relaxed);
+  ChannelBoard& board = store_->header().boards[number_];
+  board.rounds.store(rounds_, std::memory_order_relaxed);
+  board.replicas.store(replicas_.size(), std::memory_order_relaxed);
+}
+
+}  // namespace torchrelay::parameters

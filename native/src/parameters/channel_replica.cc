@@ -1,0 +1,204 @@
+// The other side of a channel: keys that come to this node, as its own or as replicas.
+#include <algorithm>
+#include <cmath>
+
+#include "torchrelay/parameters/channel.h"
+
+namespace torchrelay::parameters {
+
+void Channel::begin_intent(std::int64_t key) {
+  const std::int64_t number = store_->find_or_make(number_, key);
+  Control& mine = control(number);
+  if (mine.intents++ != 0) return;
+  Entry& entry = store_->entry(number);
+  const LockGuard guard = store_->guard(entry, number_);
+  if (store_->dynamic()) entry.flags |= kPinned;
+  if (entry.state == State::kAbsent && !mine.wanted) acquire(number);
+}
+
+// Under the entry's lock.
+void Channel::acquire(std::int64_t number) {
+  control(number).wanted = true;
+  const std::int64_t key = store_->key_of(number);
+  route({RecordKind::kAcquire, 0, static_cast<std::uint16_t>(node_),
+         store_->location_counter(number).load(std::memory_order_relaxed), key, 0, 0},
+        nullptr, Message());
+}
+
+void Channel::end_intent(std::int64_t key) {
+  const std::int64_t number = store_->find(key);
+  Control& mine = control(number);
+  if (--mine.intents != 0) return;
+  Entry& entry = store_->entry(number);
+  const LockGuard guard = store_->guard(entry, number_);
+  entry.flags = static_cast<std::uint8_t>(entry.flags & ~kPinned);
+  if (entry.state == State::kOwned) consider_upgrade(number);  // a replica is dropped by the round
+}
+
+void Channel::add_replica(std::int64_t number) {
+  control(number).list_place = static_cast<std::uint32_t>(replicas_.size());
+  replicas_.push_back(number);
+}
+
+void Channel::forget_replica(std::int64_t number) {
+  const std::uint32_t place = control(number).list_place;
+  if (place + 1 != replicas_.size()) {
+    replicas_[place] = replicas_.back();
+    control(replicas_[place]).list_place = place;
+  }
+  replicas_.pop_back();
+  in_flight_.erase(number);
+}
+
+void Channel::take_grant(const Record& record, const std::byte* payload) {
+  const std::int64_t number = store_->find_or_make(number_, record.key);
+  Entry& entry = store_->entry(number);
+  const LockGuard guard = store_->guard(entry, number_);
+  Control& mine = control(number);
+  if (entry.state != State::kAbsent || !mine.wanted)
+    throw Error(Code::kProtocol,
+                "parameters: a replica of key " + std::to_string(record.key) + " that was not asked for");
+  mine.wanted = false;
+  mine.leaving = mine.overwritten = false;
+  store_->take_slot(number_, number);
+  std::memcpy(store_->row(number), payload, record.payload_bytes);
+  std::memset(store_->accumulator(number), 0, store_->class_of(number).stride_bytes);
+  entry.version = record.version;
+  entry.owner = record.node;
+  store_->location_counter(number).store(record.counter, std::memory_order_relaxed);
+  entry.state = State::kReplica;
+  add_replica(number);
+  store_->count(number_, kReplicasMade, 1);
+}
+
+void Channel::take_transfer(const Record& record, const std::byte* payload) {
+  const std::int64_t number = store_->find_or_make(number_, record.key);
+  Entry& entry = store_->entry(number);
+  {
+    const LockGuard guard = store_->guard(entry, number_);
+    Control& mine = control(number);
+    if (entry.state == State::kOwned)
+      throw Error(Code::kProtocol,
+                  "parameters: key " + std::to_string(record.key) + " was sent to its owner");
+    if (entry.state == State::kReplica) {  // our updates under way will come back to us: they are in the row
+      const ClassInfo& info = store_->class_of(number);
+      if (!mine.overwritten) {
+        std::memcpy(store_->row(number), payload, record.payload_bytes);
+        if (const auto found = in_flight_.find(number); found != in_flight_.end())
+          store_->apply(store_->row(number), found->second.data(), info.length);
+        if ((entry.flags & kDirty) != 0)
+          store_->apply(store_->row(number), store_->accumulator(number), info.length);
+      }
+      mine.returning += mine.outstanding;
+      mine.outstanding = 0;
+      mine.leaving = mine.overwritten = false;
+      forget_replica(number);
+      entry.flags = static_cast<std::uint8_t>(entry.flags & ~kDirty);
+    } else {
+      store_->take_slot(number_, number);
+      std::memcpy(store_->row(number), payload, record.payload_bytes);
+    }
+    mine.wanted = false;
+    mine.arrived = rounds_;
+    entry.version = record.version;
+    entry.owner = static_cast<std::uint16_t>(node_);
+    store_->location_counter(number).store(record.counter, std::memory_order_relaxed);
+    entry.state = State::kOwned;
+  }
+  store_->count(number_, kRelocationsIn, 1);
+  answer_overwrites(number);
+  unpark(record.key);
+}
+
+// A refresh lacks what has not been acknowledged before it: the update under way and the accumulator.
+void Channel::take_refresh(const Record& record, const std::byte* payload) {
+  const std::int64_t number = store_->find(record.key);
+  if (number < 0 || store_->entry(number).state != State::kReplica) return;
+  Entry& entry = store_->entry(number);
+  const bool acks = (record.flags & kAcks) != 0;
+  {
+    const LockGuard guard = store_->guard(entry, number_);
+    Control& mine = control(number);
+    const bool last_ack = acks && mine.outstanding == 1;
+    if (!mine.overwritten || last_ack) {
+      const ClassInfo& info = store_->class_of(number);
+      std::memcpy(store_->row(number), payload, record.payload_bytes);
+      const auto found = in_flight_.find(number);
+      if (!acks && found != in_flight_.end())
+        store_->apply(store_->row(number), found->second.data(), info.length);
+      if ((entry.flags & kDirty) != 0)
+        store_->apply(store_->row(number), store_->accumulator(number), info.length);
+      entry.version = record.version;
+    }
+    if (acks) settle_ack(number, record.version);
+  }
+  if (acks) answer_overwrites(number);
+}
+
+void Channel::take_ack(const Record& record) {
+  const std::int64_t number = store_->find(record.key);
+  if (number < 0) return;
+  {
+    const LockGuard guard = store_->guard(store_->entry(number), number_);
+    settle_ack(number, record.version);
+  }
+  answer_overwrites(number);
+}
+
+// Under the entry's lock.
+void Channel::settle_ack(std::int64_t number, std::uint32_t version) {
+  Control& mine = control(number);
+  Entry& entry = store_->entry(number);
+  if (entry.state != State::kReplica || mine.outstanding == 0)
+    throw Error(Code::kProtocol, "parameters: an acknowledgement of nothing");
+  if (--mine.outstanding != 0) return;
+  mine.overwritten = false;
+  entry.version = version;
+  in_flight_.erase(number);
+  if (!mine.leaving) return;
+  if ((entry.flags & kDirty) != 0) return send_update(number, true);
+  store_->free_slot(number_, number);
+  entry.state = State::kAbsent;
+  mine.leaving = false;
+  forget_replica(number);
+  if (mine.intents != 0) acquire(number);
+}
+
+// Under the entry's lock, with nothing outstanding.
+void Channel::send_update(std::int64_t number, bool last) {
+  Entry& entry = store_->entry(number);
+  Control& mine = control(number);
+  const std::size_t size = store_->class_of(number).length * size_of(store_->header().element);
+  std::byte* accumulator = store_->accumulator(number);
+  const bool dirty = (entry.flags & kDirty) != 0;
+  ++mine.outstanding;
+  mine.leaving = last;
+  Record record{RecordKind::kUpdate,
+                static_cast<std::uint8_t>(last ? kDrop : 0),
+                static_cast<std::uint16_t>(node_),
+                store_->location_counter(number).load(std::memory_order_relaxed),
+                store_->key_of(number),
+                entry.version,
+                0};
+  put(entry.owner, record, accumulator, dirty ? size : 0);
+  if (!dirty) return;
+  in_flight_[number].assign(accumulator, accumulator + size);
+  std::memset(accumulator, 0, size);
+  entry.flags = static_cast<std::uint8_t>(entry.flags & ~kDirty);
+}
+
+void Channel::sync_replica(std::int64_t number, bool force) {
+  Control& mine = control(number);
+  Entry& entry = store_->entry(number);
+  if (mine.outstanding != 0 || (mine.intents != 0 && (entry.flags & kDirty) == 0)) return;
+  const LockGuard guard = store_->guard(entry, number_);
+  if (mine.intents == 0) return send_update(number, true);
+  if (!force && options_.sync_threshold > 0) {
+    const double norm =
+        squared_norm(store_->header().element, store_->accumulator(number), store_->class_of(number).length);
+    if (norm < options_.sync_threshold * options_.sync_threshold) return;
+  }
+  send_update(number, false);
+}
+
+}  // namespace torchrelay::parameters

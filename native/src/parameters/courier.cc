@@ -1,0 +1,142 @@
+#include "torchrelay/parameters/courier.h"
+
+#include "torchrelay/parameters/slab.h"
+
+namespace torchrelay::parameters {
+namespace {
+
+constexpr std::size_t kMaxEarly = 100000;  // beyond this the peer is hostile or broken
+constexpr std::size_t kMaxAddressBytes = 1024;
+
+Header header_of(const Message& message) {
+  Header header;
+  std::memcpy(&header, message.data(), sizeof header);
+  return header;
+}
+
+}  // namespace
+
+Courier::Courier(std::unique_ptr<Endpoint> endpoint, std::uint32_t number, std::uint32_t incarnation)
+    : endpoint_(std::move(endpoint)), number_(number), incarnation_(incarnation) {}
+
+void Courier::connect(std::uint32_t peer, const std::string& address) {
+  endpoint_->connect(peer, address);
+  peers_.try_emplace(peer);
+}
+
+void Courier::send(std::uint32_t peer, Kind kind, std::uint32_t count, Message message) {
+  const auto found = peers_.find(peer);
+  if (found == peers_.end())
+    throw Error(Code::kArgument, "parameters: endpoint " + std::to_string(peer) + " is not known here");
+  Outgoing& outgoing = found->second;
+  if (!outgoing.greeted) {
+    const std::string mine = address();
+    Writer writer(mine.size());
+    writer.put_bytes(mine.data(), mine.size());
+    outgoing.greeted = true;
+    send_numbered(peer, outgoing, Kind::kHello, 0, writer.finish());
+  }
+  send_numbered(peer, outgoing, kind, count, std::move(message));
+}
+
+void Courier::send_numbered(std::uint32_t peer, Outgoing& outgoing, Kind kind, std::uint32_t count,
+                            Message message) {
+  const Header header{
+      kProtocolMagic | kProtocolVersion, number_, incarnation_, outgoing.next++, kind, 0, count};
+  std::memcpy(message.data(), &header, sizeof header);
+  sent_bytes += message.size_bytes();
+  ++sent_messages;
+  endpoint_->send(peer, std::move(message));
+}
+
+bool Courier::valid(const Message& message, Header& header) {
+  std::string problem;
+  if (message.size_bytes() < sizeof(Header)) {
+    problem = "a message of " + std::to_string(message.size_bytes()) + " bytes";
+  } else {
+    header = header_of(message);
+    if ((header.magic & 0xffffff00u) != kProtocolMagic)
+      problem = "a message that does not start as one";
+    else if ((header.magic & 0xffu) != kProtocolVersion)
+      problem = "protocol version " + std::to_string(header.magic & 0xffu) + " from node " +
+                std::to_string(node_of(header.sender)) + "; this is version " +
+                std::to_string(kProtocolVersion);
+    else if (node_of(header.sender) >= kMaxNodes)
+      problem = "a message from node " + std::to_string(node_of(header.sender));
+  }
+  if (problem.empty()) return true;
+  ++protocol_errors;
+  last_protocol_error = problem;
+  return false;
+}
+
+void Courier::accept(const Header& header, const Message& message) {
+  ++received_messages;
+  received_bytes += message.size_bytes();
+  if (header.kind != Kind::kHello) return ready_.push_back(message);
+  const std::size_t size = message.size_bytes() - sizeof(Header);
+  if (size > kMaxAddressBytes) {
+    ++protocol_errors;
+    return;
+  }
+  if (!knows(header.sender))  // who greets us can be answered
+    connect(header.sender, {reinterpret_cast<const char*>(message.data() + sizeof(Header)), size});
+}
+
+void Courier::sort_in(const Message& message) {
+  Header header;
+  if (!valid(message, header)) return;
+  Incoming& stream = incoming_[header.sender];
+  if (header.incarnation > stream.incarnation) {
+    stream = Incoming{};
+    stream.incarnation = header.incarnation;
+    if ((header.sender & kWorkerBit) != 0) {  // a new worker under an old number: its new address comes
+      peers_.erase(header.sender);
+      endpoint_->disconnect(header.sender);
+    }
+  }
+  const bool seen = header.incarnation < stream.incarnation || header.sequence < stream.next ||
+                    stream.early.contains(header.sequence);
+  if (seen) {
+    ++duplicates;
+    return;
+  }
+  if (header.sequence != stream.next) {
+    if (stream.early.empty()) stream.early_since = std::chrono::steady_clock::now();
+    if (stream.early.size() < kMaxEarly) stream.early.emplace(header.sequence, message);
+    return;
+  }
+  accept(header, message);
+  ++stream.next;
+  while (!stream.early.empty() && stream.early.begin()->first == stream.next) {
+    const Message next = stream.early.begin()->second;
+    stream.early.erase(stream.early.begin());
+    accept(header_of(next), next);
+    ++stream.next;
+    stream.early_since = std::chrono::steady_clock::now();
+  }
+}
+
+bool Courier::receive(Header& header, Message& message, std::chrono::microseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (ready_.empty()) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::microseconds>(deadline - std::chrono::steady_clock::now());
+    Message raw;
+    if (!endpoint_->receive(raw, std::max(left, std::chrono::microseconds(0)))) return false;
+    sort_in(raw);
+  }
+  message = std::move(ready_.front());
+  ready_.pop_front();
+  header = header_of(message);
+  return true;
+}
+
+std::int64_t Courier::stuck_peer(std::chrono::milliseconds timeout) const {
+  const auto now = std::chrono::steady_clock::now();
+  for (const auto& [peer, stream] : incoming_)
+    if (!stream.early.empty() && now - stream.early_since > timeout) return peer;
+  return -1;
+}
+
+}  // namespace torchrelay::parameters

@@ -1,0 +1,61 @@
+#include "torchrelay/parameters/intents.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace torchrelay::parameters {
+namespace {
+
+constexpr double kCertainty = 0.9999;
+constexpr double kCertaintyDeviations = 3.719016485455709;  // the normal quantile of kCertainty
+constexpr double kDecay = 0.9;
+constexpr double kNormalFrom = 1e6;
+constexpr double kTailDeviations = 12;  // below this the Poisson distribution holds nothing that doubles show
+
+}  // namespace
+
+std::int64_t poisson_quantile(double mean, double probability) {
+  if (mean <= 0) return 0;
+  const double deviation = std::sqrt(mean);
+  if (mean > kNormalFrom)
+    return static_cast<std::int64_t>(std::ceil(mean + kCertaintyDeviations * deviation));
+  double k = std::max(0.0, std::floor(mean - kTailDeviations * deviation));
+  double mass = std::exp(k * std::log(mean) - mean - std::lgamma(k + 1));
+  const double last = mean + kTailDeviations * deviation + kTailDeviations;
+  for (double sum = mass; sum < probability && k < last; sum += mass) mass *= mean / ++k;
+  return static_cast<std::int64_t>(k);
+}
+
+std::int64_t TickEstimate::window(std::int64_t ticks) {
+  if (ticks > 0) rate_ = kDecay * rate_ + (1 - kDecay) * static_cast<double>(ticks);
+  const double expected = std::max(static_cast<double>(ticks), rate_);
+  if (expected != computed_for_) {
+    window_ = poisson_quantile(2 * expected, kCertainty);  // this round and the next
+    computed_for_ = expected;
+  }
+  return window_;
+}
+
+void WorkerIntents::announce(std::int64_t start, std::int64_t end, std::vector<std::int64_t> keys) {
+  future_.emplace(start, Announced{end, std::move(keys)});
+}
+
+void WorkerIntents::round(std::int64_t clock, const Action& begin, const Action& expire) {
+  const std::int64_t ticks = clock == INT64_MAX ? 0 : clock - last_clock_;
+  last_clock_ = clock;
+  const std::int64_t window = estimate_.window(ticks);
+  const std::int64_t horizon = clock > INT64_MAX - window ? INT64_MAX : clock + window;
+  while (!future_.empty() && future_.begin()->first <= horizon) {
+    Announced announced = std::move(future_.begin()->second);
+    future_.erase(future_.begin());
+    if (announced.end <= clock) continue;
+    for (const std::int64_t key : announced.keys) begin(key);
+    live_.emplace(announced.end, std::move(announced.keys));
+  }
+  while (!live_.empty() && live_.begin()->first <= clock) {
+    for (const std::int64_t key : live_.begin()->second) expire(key);
+    live_.erase(live_.begin());
+  }
+}
+
+}  // namespace torchrelay::parameters

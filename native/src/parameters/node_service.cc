@@ -1,0 +1,31 @@
+#include "torchrelay/parameters/node_service.h"
+
+namespace torchrelay::parameters {
+
+NodeService::NodeService(std::shared_ptr<Store> store, std::shared_ptr<Network> network,
+                         const ChannelOptions& options)
+    : store_(std::move(store)), network_(std::move(network)) {
+  for (std::uint32_t number = 0; number < store_->header().num_channels; ++number)
+    channels_.push_back(std::make_unique<Channel>(store_, number, *network_, options));
+}
+
+NodeService::~NodeService() { stop(); }
+
+ChannelAddresses NodeService::addresses() const {
+  ChannelAddresses addresses;
+  for (const auto& channel : channels_) addresses.push_back(channel->address());
+  return addresses;
+}
+
+void NodeService::start(const ChannelAddresses& addresses) {
+  for (const auto& channel : channels_) channel->connect(addresses);
+  for (const auto& channel : channels_) threads_.emplace_back([&channel = *channel] { channel.run(); });
+}
+
+void NodeService::stop() {
+  store_->header().stopping = 1;
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+}  // namespace torchrelay::parameters

@@ -1,0 +1,286 @@
+#include "torchrelay/parameters/store.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <new>
+
+#include "torchrelay/error.h"
+
+namespace torchrelay::parameters {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x3142414c53525454;  // "TTRSLAB1"
+constexpr std::uint32_t kVersion = 1;
+constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kRowAlignment = 16;
+constexpr std::int64_t kNoKey = INT64_MIN;
+
+std::uint64_t align(std::uint64_t value, std::uint64_t to) { return (value + to - 1) / to * to; }
+
+// Takes `size` bytes of the slab; what starts on a page of its own shares no cache line with its neighbour.
+std::uint64_t take(std::uint64_t& end, std::uint64_t size) {
+  const std::uint64_t start = align(end, kPage);
+  end = start + size;
+  return start;
+}
+
+struct Plan {
+  Geometry geometry{};
+  std::vector<std::uint32_t> lengths;  // of each class
+  std::vector<std::uint64_t> sizes;    // keys of each class
+  std::vector<std::uint16_t> class_of;
+};
+
+void check(const StoreSpec& spec) {
+  const auto fail = [](const std::string& message) {
+    throw Error(Code::kArgument, "parameters: " + message);
+  };
+  if (spec.num_nodes < 1 || spec.num_nodes > kMaxNodes || spec.node >= spec.num_nodes)
+    fail("node " + std::to_string(spec.node) + " of " + std::to_string(spec.num_nodes) +
+         " does not exist; at most " + std::to_string(kMaxNodes) + " nodes");
+  if (spec.num_channels < 1 || spec.num_channels > kMaxChannels)
+    fail(std::to_string(spec.num_channels) + " channels; from 1 to " + std::to_string(kMaxChannels) +
+         " are possible");
+  if (spec.lengths.empty() || std::ranges::find(spec.lengths, 0u) != spec.lengths.end())
+    fail("every key's length must be at least 1");
+  if (spec.num_keys == 0 && spec.capacity == 0) fail("a table without a number of keys needs a capacity");
+  if (spec.lengths.size() != 1 && spec.lengths.size() != spec.num_keys)
+    fail("there are " + std::to_string(spec.lengths.size()) + " lengths for " +
+         std::to_string(spec.num_keys) + " keys");
+  if (!spec.rule.allows(spec.element)) fail("optimizers inside the store need float32 or float64 values");
+}
+
+Plan plan_classes(const StoreSpec& spec) {
+  Plan plan;
+  if (spec.lengths.size() == 1) {
+    plan.lengths = spec.lengths;
+    plan.sizes = {spec.num_keys == 0 ? spec.capacity : spec.num_keys};
+    return plan;
+  }
+  std::map<std::uint32_t, std::uint16_t> number;
+  for (const std::uint32_t length : spec.lengths) {
+    const auto [place, is_new] = number.try_emplace(length, static_cast<std::uint16_t>(plan.lengths.size()));
+    if (is_new) {
+      if (plan.lengths.size() == UINT16_MAX)
+        throw Error(Code::kArgument, "parameters: keys may have at most 65534 different lengths");
+      plan.lengths.push_back(length);
+      plan.sizes.push_back(0);
+    }
+    plan.class_of.push_back(place->second);
+    ++plan.sizes[place->second];
+  }
+  if (plan.lengths.size() == 1) plan.class_of.clear();
+  return plan;
+}
+
+std::vector<ClassInfo> lay_out(const StoreSpec& spec, Plan& plan) {
+  Geometry& header = plan.geometry;
+  const std::uint64_t entries = spec.num_keys != 0 ? spec.num_keys : std::bit_ceil(spec.capacity * 2);
+  header.element = spec.element;
+  header.rule = spec.rule;
+  header.node = spec.node;
+  header.num_nodes = spec.num_nodes;
+  header.num_channels = spec.num_channels;
+  header.num_classes = static_cast<std::uint32_t>(plan.lengths.size());
+  header.num_entries = entries;
+  header.num_keys = spec.num_keys;
+  std::uint64_t end = sizeof(SlabHeader);
+  header.users_offset = take(end, sizeof(User) * kMaxUsers);
+  header.classes_offset = take(end, sizeof(ClassInfo) * header.num_classes);
+  header.pools_offset = take(end, sizeof(Pool) * header.num_classes);
+  header.entries_offset = take(end, sizeof(Entry) * entries);
+  header.counters_offset = take(end, sizeof(std::uint32_t) * entries);
+  header.class_of_offset = plan.class_of.empty() ? 0 : take(end, sizeof(std::uint16_t) * entries);
+  header.keys_offset = spec.num_keys != 0 ? 0 : take(end, sizeof(std::int64_t) * entries);
+  std::vector<ClassInfo> classes(header.num_classes);
+  for (std::size_t i = 0; i < classes.size(); ++i) {
+    ClassInfo& info = classes[i];
+    info.length = plan.lengths[i];
+    info.row_length = static_cast<std::uint32_t>(info.length + spec.rule.state_length(info.length));
+    info.stride_bytes = align(info.row_length * size_of(spec.element), kRowAlignment);
+    info.capacity = plan.sizes[i];
+    info.free_offset = take(end, sizeof(std::uint32_t) * info.capacity);
+    info.rows_offset = take(end, info.stride_bytes * info.capacity);
+    info.accumulators_offset = take(end, info.stride_bytes * info.capacity);
+  }
+  header.size_bytes = align(end, kPage);
+  return classes;
+}
+
+}  // namespace
+
+Store::Store(SharedMemory memory, const KeyInit& init) : memory_(std::move(memory)), init_(init) {
+  header_ = reinterpret_cast<SlabHeader*>(memory_.data());
+}
+
+void Store::map() {
+  std::byte* base = memory_.data();
+  users_ = reinterpret_cast<User*>(base + header_->users_offset);
+  classes_ = reinterpret_cast<ClassInfo*>(base + header_->classes_offset);
+  pools_ = reinterpret_cast<Pool*>(base + header_->pools_offset);
+  entries_ = reinterpret_cast<Entry*>(base + header_->entries_offset);
+  counters_ = reinterpret_cast<std::atomic<std::uint32_t>*>(base + header_->counters_offset);
+  class_of_ = header_->class_of_offset == 0
+                  ? nullptr
+                  : reinterpret_cast<std::uint16_t*>(base + header_->class_of_offset);
+  keys_ = header_->keys_offset == 0
+              ? nullptr
+              : reinterpret_cast<std::atomic<std::int64_t>*>(base + header_->keys_offset);
+}
+
+Store Store::create(const StoreSpec& spec) {
+  check(spec);
+  Plan plan = plan_classes(spec);
+  const std::vector<ClassInfo> classes = lay_out(spec, plan);
+  Store store(SharedMemory::create(plan.geometry.size_bytes, "torchrelay-parameters"), spec.init);
+  SlabHeader& header = *store.header_;
+  static_cast<Geometry&>(header) = plan.geometry;
+  header.learning_rate = spec.rule.learning_rate;
+  header.leader_pid = getpid();
+  header.leader_start = process_start(getpid());
+  store.map();
+  std::ranges::copy(classes, store.classes_);
+  if (store.class_of_ != nullptr) std::ranges::copy(plan.class_of, store.class_of_);
+  for (std::uint64_t number = 0; number < header.num_entries; ++number) {
+    Entry& entry = store.entries_[number];
+    entry.slot.store(kNoSlot, std::memory_order_relaxed);
+    if (store.dynamic()) {
+      store.keys_[number].store(kNoKey, std::memory_order_relaxed);
+      continue;
+    }
+    entry.owner = static_cast<std::uint16_t>(store.home_of(static_cast<std::int64_t>(number)));
+    if (entry.owner != spec.node) continue;
+    Pool& pool = store.pools_[store.class_number(static_cast<std::int64_t>(number))];
+    entry.slot.store(pool.never_used++, std::memory_order_relaxed);
+    entry.state = State::kOwned;
+    if (spec.init.kind != InitKind::kZeros || spec.rule.initial_accumulator != 0)
+      store.initialize_row(static_cast<std::int64_t>(number));
+  }
+  header.version = kVersion;
+  std::atomic_ref(header.magic).store(kMagic, std::memory_order_release);
+  return store;
+}
+
+Store Store::attach(const std::string& address, const KeyInit& init) {
+  Store store(SharedMemory::attach(address), init);
+  const SlabHeader& header = *store.header_;
+  if (store.memory_.size_bytes() < sizeof(SlabHeader) || header.magic != kMagic ||
+      header.version != kVersion || header.size_bytes != store.memory_.size_bytes())
+    throw Error(Code::kProtocol,
+                "parameters: the segment at " + address + " is no table of this version of torchrelay");
+  store.map();
+  return store;
+}
+
+void Store::take_user(std::uint32_t user) {
+  User& place = users_[user];
+  if (place.pid.load() != 0 && is_alive(place))
+    throw Error(Code::kArgument, "parameters: worker " + std::to_string(user - kMaxChannels) +
+                                     " of this node exists already, in process " +
+                                     std::to_string(place.pid.load()) +
+                                     "; give each worker its own worker_id");
+  if (place.pid.load() != 0)  // its holder died, maybe holding a lock
+    for (std::uint64_t number = 0; number < header_->num_entries; ++number) {
+      std::uint32_t expected = user + 1;
+      entries_[number].lock.compare_exchange_strong(expected, 0);
+    }
+  place.process_start = process_start(getpid());
+  ++place.incarnation;
+  place.clock = 0;
+  place.pid = getpid();
+}
+
+void Store::leave_user(std::uint32_t user) {
+  users_[user].clock = kFinished;
+  users_[user].pid = 0;
+}
+
+std::byte* Store::row(std::int64_t number) const {
+  const ClassInfo& info = class_of(number);
+  return memory_.data() + info.rows_offset +
+         info.stride_bytes * entries_[number].slot.load(std::memory_order_relaxed);
+}
+
+std::byte* Store::accumulator(std::int64_t number) const {
+  const ClassInfo& info = class_of(number);
+  return memory_.data() + info.accumulators_offset +
+         info.stride_bytes * entries_[number].slot.load(std::memory_order_relaxed);
+}
+
+bool Store::take_free_slot(std::uint32_t user, std::int64_t number) const {
+  const std::uint32_t class_number = this->class_number(number);
+  const ClassInfo& info = classes_[class_number];
+  Pool& pool = pools_[class_number];
+  const LockGuard guard(pool.lock, users_, user);
+  const auto* free_slots = reinterpret_cast<const std::uint32_t*>(memory_.data() + info.free_offset);
+  if (pool.free_count > 0)
+    entries_[number].slot.store(free_slots[--pool.free_count], std::memory_order_relaxed);
+  else if (pool.never_used < info.capacity)
+    entries_[number].slot.store(pool.never_used++, std::memory_order_relaxed);
+  else
+    return false;
+  return true;
+}
+
+void Store::take_slot(std::uint32_t user, std::int64_t number) const {
+  while (!take_free_slot(user, number)) {
+    const LockGuard guard(header_->index_lock, users_, user);
+    if (!evict_one(user)) throw_full();
+  }
+}
+
+void Store::throw_full() const {
+  throw Error(Code::kUnavailable,
+              "parameters: node " + std::to_string(header_->node) + " holds " +
+                  std::to_string(header_->num_entries / 2) +
+                  " keys or fewer, as many as its slab has room for, and can evict none: all are "
+                  "replicated, on loan from another node, or just used; give the table a larger capacity");
+}
+
+void Store::free_slot(std::uint32_t user, std::int64_t number) const {
+  const std::uint32_t class_number = this->class_number(number);
+  Pool& pool = pools_[class_number];
+  const std::uint32_t slot = entries_[number].slot.exchange(kNoSlot, std::memory_order_relaxed);
+  const LockGuard guard(pool.lock, users_, user);
+  auto* free_slots = reinterpret_cast<std::uint32_t*>(memory_.data() + classes_[class_number].free_offset);
+  free_slots[pool.free_count++] = slot;
+}
+
+std::uint64_t Store::total(Counter counter) const {
+  std::uint64_t sum = 0;
+  for (const auto& counters : header_->counters) sum += counters[counter].load(std::memory_order_relaxed);
+  return sum;
+}
+
+std::vector<std::int64_t> Store::owned_keys() const {
+  std::vector<std::int64_t> keys;
+  for (std::uint64_t number = 0; number < header_->num_entries; ++number)
+    if (entries_[number].state == State::kOwned) keys.push_back(key_of(static_cast<std::int64_t>(number)));
+  return keys;
+}
+
+void Store::fail(const char* reason) const {
+  std::uint32_t expected = 0;
+  if (!header_->failed.compare_exchange_strong(expected, 1)) return;
+  std::strncpy(header_->failure, reason, sizeof header_->failure - 1);
+  header_->failed.store(2, std::memory_order_release);
+}
+
+void Store::check_peers() const {
+  const std::uint32_t lost = header_->lost_node.load(std::memory_order_relaxed);
+  if (lost != 0)
+    throw Error(
+        Code::kPeerLost,
+        "parameters: node " + std::to_string(lost - 1) + " is lost (noticed by node " +
+            std::to_string(header_->node) +
+            "): it died, or could not be reached for longer than the heartbeat timeout; restart from the "
+            "last checkpoint",
+        {static_cast<int>(lost) - 1});
+  if (header_->failed.load(std::memory_order_acquire) == 2) throw Error(Code::kUnavailable, header_->failure);
+}
+
+}  // namespace torchrelay::parameters

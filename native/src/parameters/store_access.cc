@@ -1,0 +1,151 @@
+// The local path of the store: batches of keys, read ahead in three steps so that misses overlap.
+#include <algorithm>
+#include <cstring>
+
+#include "torchrelay/error.h"
+#include "torchrelay/parameters/store.h"
+
+namespace torchrelay::parameters {
+namespace {
+
+constexpr std::size_t kAhead = 16;  // keys looked up and prefetched before the first is served
+constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kPrefetchBytes = 1024;  // of a row; the hardware follows from there
+
+template <bool kWrite>
+void prefetch_row(const std::byte* row, std::size_t size) {
+  for (std::size_t at = 0; at < std::min(size, kPrefetchBytes); at += kCacheLine)
+    __builtin_prefetch(row + at, kWrite ? 1 : 0);
+}
+
+}  // namespace
+
+bool Store::valid(std::int64_t key) const {
+  return dynamic() ? key > INT64_MIN + 1 : static_cast<std::uint64_t>(key) < header_->num_keys;
+}
+
+std::uint32_t Store::length_of(std::int64_t key) const {
+  return class_of_ == nullptr ? classes_[0].length : class_of(key).length;
+}
+
+std::size_t Store::value_bytes(Op op, std::int64_t key) const {
+  const ClassInfo& info = class_of_ == nullptr ? classes_[0] : class_of(key);
+  return (whole_row(op) ? info.row_length : info.length) * size_of(header_->element);
+}
+
+std::size_t Store::value_bytes(Op op, const std::int64_t* keys, std::size_t count) const {
+  bool all_valid = true;
+  for (std::size_t i = 0; i < count; ++i) all_valid &= valid(keys[i]);
+  if (!all_valid) throw_out_of_range(keys, count);
+  if (class_of_ == nullptr) return count * value_bytes(op, 0);
+  std::size_t total = 0;
+  for (std::size_t i = 0; i < count; ++i) total += value_bytes(op, keys[i]);
+  return total;
+}
+
+void Store::throw_out_of_range(const std::int64_t* keys, std::size_t count) const {
+  const auto* bad = std::find_if(keys, keys + count, [this](std::int64_t key) { return !valid(key); });
+  const std::string range = dynamic()
+                                ? "the two smallest int64 values are reserved"
+                                : "this table has the keys 0 to " + std::to_string(header_->num_keys - 1);
+  throw Error(Code::kArgument, "parameters: keys[" + std::to_string(bad - keys) +
+                                   "] = " + std::to_string(*bad) + " is out of range: " + range +
+                                   "; nothing was read or written");
+}
+
+void Store::apply(std::byte* row, const std::byte* pushed, std::uint32_t length) const {
+  if (header_->rule.kind == RuleKind::kAdd) return add(header_->element, row, pushed, length);
+  UpdateRule rule = header_->rule;
+  rule.learning_rate = header_->learning_rate.load(std::memory_order_relaxed);
+  rule.apply(header_->element, row, pushed, length);
+}
+
+bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,
+                       std::size_t index, std::vector<Missed>& missed,
+                       std::vector<std::uint32_t>* shared) const {
+  Entry& entry = entries_[number];
+  const LockGuard guard(entry.lock, users_, user);
+  if (dynamic() && keys_[number].load(std::memory_order_relaxed) != key) return false;
+  const bool owned = entry.state == State::kOwned;
+  const bool writes_whole = op == Op::kSet || op == Op::kSetRow;
+  if (!owned && (entry.state == State::kAbsent || writes_whole || shared != nullptr)) {
+    // A replica's set goes to the owner behind the pushes that its own channel has sent there.
+    const std::uint32_t owner = entry.state == State::kAbsent ? entry.owner : header_->node;
+    missed.push_back(
+        {static_cast<std::uint32_t>(index), owner, counters_[number].load(std::memory_order_relaxed)});
+    return true;
+  }
+  const ClassInfo& info = class_of(number);
+  std::byte* row = this->row(number);
+  const std::size_t element = size_of(header_->element);
+  switch (op) {
+    case Op::kPull: std::memcpy(values, row, info.length * element); break;
+    case Op::kPullRow: std::memcpy(values, row, info.row_length * element); break;
+    case Op::kSet: std::memcpy(row, values, info.length * element); break;
+    case Op::kSetRow: std::memcpy(row, values, info.row_length * element); break;
+    case Op::kPush:
+      apply(row, values, info.length);
+      if (!owned) {
+        add(header_->element, accumulator(number), values, info.length);
+        entry.flags |= kDirty;
+      }
+  }
+  if ((entry.flags & kShared) != 0) {
+    if (!reads(op)) entry.flags |= kChanged;
+    if (shared != nullptr) shared->push_back(static_cast<std::uint32_t>(index));
+  }
+  if (dynamic()) entry.flags |= kUsed;
+  return true;
+}
+
+void Store::count_access(Op op, std::uint32_t user, std::size_t served) const {
+  const Counter counter = reads(op) ? kLocalPulls : op == Op::kPush ? kLocalPushes : kLocalSets;
+  this->count(user, counter, served);
+}
+
+void Store::access(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
+                   std::vector<Missed>& missed) const {
+  const std::size_t before = missed.size();
+  access_batch(op, user, keys, count, values, missed, nullptr);
+  count_access(op, user, count - (missed.size() - before));
+}
+
+void Store::access_owned(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count,
+                         std::byte* values, std::vector<Missed>& missed,
+                         std::vector<std::uint32_t>& shared) const {
+  access_batch(op, user, keys, count, values, missed, &shared);
+}
+
+void Store::access_batch(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count,
+                         std::byte* values, std::vector<Missed>& missed,
+                         std::vector<std::uint32_t>* shared) const {
+  std::int64_t numbers[kAhead];
+  for (std::size_t start = 0; start < count; start += kAhead) {
+    const std::size_t end = std::min(start + kAhead, count);
+    for (std::size_t i = start; i < end; ++i) {
+      numbers[i - start] = dynamic() ? find(keys[i]) : keys[i];
+      if (numbers[i - start] >= 0) __builtin_prefetch(&entries_[numbers[i - start]], 1);
+    }
+    for (std::size_t i = start; i < end; ++i) {
+      const std::int64_t number = numbers[i - start];
+      if (number < 0) continue;
+      const std::uint32_t slot = entries_[number].slot.load(std::memory_order_relaxed);
+      if (slot == kNoSlot) continue;
+      const ClassInfo& info = class_of(number);
+      const std::byte* row = memory_.data() + info.rows_offset + info.stride_bytes * slot;
+      reads(op) ? prefetch_row<false>(row, info.stride_bytes) : prefetch_row<true>(row, info.stride_bytes);
+    }
+    for (std::size_t i = start; i < end; ++i) {
+      std::int64_t number = numbers[i - start];
+      const bool at_home = home_of(keys[i]) == header_->node;
+      do {
+        if (number < 0) number = at_home ? find_or_make(user, keys[i]) : find(keys[i]);
+        if (number < 0) missed.push_back({static_cast<std::uint32_t>(i), home_of(keys[i]), 0});
+      } while (number >= 0 && !access_one(op, user, keys[i], number, values, i, missed, shared) &&
+               (number = -1));
+      values += value_bytes(op, keys[i]);
+    }
+  }
+}
+
+}  // namespace torchrelay::parameters

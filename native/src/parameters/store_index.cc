@@ -1,0 +1,148 @@
+// Tables without a number of keys: an open-addressing index of int64 keys, made at first use, evicted when
+// full.
+//
+// Looking up takes no lock. Making and removing keys takes the index lock. An entry never moves, so its lock
+// can be taken safely; whoever takes it checks that the entry still is the key's. A removed key leaves a
+// tombstone, which turns back into nothing where the next place is empty.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <unordered_set>
+
+#include "torchrelay/error.h"
+#include "torchrelay/parameters/store.h"
+
+namespace torchrelay::parameters {
+namespace {
+
+constexpr std::int64_t kNoKey = INT64_MIN;
+constexpr std::int64_t kTombstone = INT64_MIN + 1;
+
+// SplitMix64 (Steele, Lea, Flood 2014): every bit of the result depends on every bit of the argument.
+std::uint64_t mix(std::uint64_t value) {
+  value += 0x9e3779b97f4a7c15u;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
+  return value ^ (value >> 31);
+}
+
+double unit(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }  // [0, 1)
+
+}  // namespace
+
+std::int64_t Store::find(std::int64_t key) const {
+  if (!dynamic()) return key;
+  const std::uint64_t mask = header_->num_entries - 1;
+  std::uint64_t place = mix(static_cast<std::uint64_t>(key)) & mask;
+  for (std::uint64_t probes = 0; probes <= mask; ++probes, place = (place + 1) & mask) {
+    const std::int64_t found = keys_[place].load(std::memory_order_acquire);
+    if (found == key) return static_cast<std::int64_t>(place);
+    if (found == kNoKey) return -1;
+  }
+  return -1;
+}
+
+std::int64_t Store::find_or_make(std::uint32_t user, std::int64_t key) const {
+  const std::int64_t number = find(key);
+  return number >= 0 ? number : make(user, key);
+}
+
+std::int64_t Store::make(std::uint32_t user, std::int64_t key) const {
+  const LockGuard guard(header_->index_lock, users_, user);
+  const std::int64_t found = find(key);
+  if (found >= 0) return found;
+  const bool full = header_->live_entries >= header_->num_entries / 2;
+  if (full && !evict_one(user)) throw_full();
+  const std::uint64_t mask = header_->num_entries - 1;
+  std::uint64_t place = mix(static_cast<std::uint64_t>(key)) & mask;
+  while (keys_[place].load(std::memory_order_relaxed) > kTombstone) place = (place + 1) & mask;
+  const auto number = static_cast<std::int64_t>(place);
+  Entry& entry = entries_[place];
+  {
+    const LockGuard entry_guard(entry.lock, users_, user);
+    entry.state = State::kAbsent;
+    entry.flags = kUsed;
+    entry.owner = static_cast<std::uint16_t>(home_of(key));
+    entry.version = 0;
+    counters_[place].store(0, std::memory_order_relaxed);
+    if (entry.owner == header_->node) {
+      while (!take_free_slot(user, number))
+        if (!evict_one(user)) throw_full();
+      keys_[place].store(key, std::memory_order_relaxed);
+      initialize_row(number);
+      entry.state = State::kOwned;
+    }
+    keys_[place].store(key, std::memory_order_release);
+  }
+  ++header_->live_entries;
+  return number;
+}
+
+// The clock algorithm: passes over the entries, sparing once those used since its last pass. Only keys that
+// nobody else knows of can go: owned at their home and never moved.
+bool Store::evict_one(std::uint32_t user) const {
+  const std::uint64_t mask = header_->num_entries - 1;
+  for (std::uint64_t turns = 0; turns < 2 * header_->num_entries; ++turns) {
+    const std::uint64_t place = header_->eviction_hand++ & mask;
+    if (keys_[place].load(std::memory_order_relaxed) <= kTombstone) continue;
+    Entry& entry = entries_[place];
+    std::uint32_t expected = 0;  // who is busy is in use; and waiting here could wait for ourselves
+    if (!entry.lock.compare_exchange_strong(expected, user + 1, std::memory_order_acquire)) continue;
+    const bool evictable = entry.state == State::kOwned && (entry.flags & (kShared | kUsed | kPinned)) == 0 &&
+                           counters_[place].load(std::memory_order_relaxed) == 0;
+    entry.flags = static_cast<std::uint8_t>(entry.flags & ~kUsed);
+    if (evictable) {
+      free_slot(user, static_cast<std::int64_t>(place));
+      entry.state = State::kAbsent;
+      std::uint64_t at = place;
+      const bool last = keys_[(place + 1) & mask].load(std::memory_order_relaxed) == kNoKey;
+      keys_[at].store(last ? kNoKey : kTombstone, std::memory_order_release);
+      while (last && keys_[at = (at - 1) & mask].load(std::memory_order_relaxed) == kTombstone)
+        keys_[at].store(kNoKey, std::memory_order_release);
+      --header_->live_entries;
+      count(user, kEvictions, 1);
+    }
+    entry.lock.store(0, std::memory_order_release);
+    if (evictable) return true;
+  }
+  return false;
+}
+
+std::size_t Store::nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low, std::int64_t high,
+                                 const std::vector<std::int64_t>& taken, bool distinct) const {
+  std::unordered_set<std::int64_t> used(taken.begin(), taken.end());
+  const auto usable = [&](std::int64_t key) {
+    if (key < low || key >= high) return false;
+    const std::int64_t number = find(key);
+    return number >= 0 && entries_[number].slot.load(std::memory_order_relaxed) != kNoSlot &&
+           !used.contains(key);
+  };
+  for (std::size_t i = 0; i < count; ++i) {
+    std::int64_t distance = 0;
+    const std::int64_t farthest = std::max(keys[i] - low, high - 1 - keys[i]);
+    while (distance <= farthest && !usable(keys[i] - distance) && !usable(keys[i] + distance)) ++distance;
+    if (distance > farthest) return i;
+    keys[i] += usable(keys[i] - distance) ? -distance : distance;
+    if (distinct) used.insert(keys[i]);
+  }
+  return count;
+}
+
+void Store::initialize_row(std::int64_t number) const {
+  const ClassInfo& info = class_of(number);
+  const Element element = header_->element;
+  std::byte* row = this->row(number);
+  std::memset(row, 0, info.stride_bytes);
+  const std::uint64_t stream = mix(mix(static_cast<std::uint64_t>(key_of(number))) + init_.seed);
+  for (std::uint32_t i = 0; i < info.length && init_.kind != InitKind::kZeros; ++i) {
+    double value = init_.a;
+    const double u = unit(mix(stream + 2 * i)), v = unit(mix(stream + 2 * i + 1));
+    if (init_.kind == InitKind::kUniform) value += (init_.b - init_.a) * u;
+    if (init_.kind == InitKind::kNormal)  // Box and Muller
+      value += init_.b * std::sqrt(-2 * std::log(1 - u)) * std::cos(6.283185307179586 * v);
+    store_double(element, row + i * size_of(element), value);
+  }
+  header_->rule.initialize_state(element, row + info.length * size_of(element), info.length);
+}
+
+}  // namespace torchrelay::parameters

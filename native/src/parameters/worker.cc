@@ -1,0 +1,227 @@
+#include "torchrelay/parameters/worker.h"
+
+#include <algorithm>
+#include <thread>
+#include <unordered_set>
+
+namespace torchrelay::parameters {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(50);  // between two looks at peers and interrupts
+constexpr auto kFlushPoll = std::chrono::microseconds(100);
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+std::string with_seconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds);
+  return text;
+}
+
+}  // namespace
+
+Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_ptr<Network> network,
+               const ChannelAddresses& addresses, std::chrono::milliseconds timeout, Interrupt interrupt)
+    : store_(std::move(store)),
+      user_(kMaxChannels + worker),
+      timeout_(timeout),
+      interrupt_(std::move(interrupt)),
+      network_(std::move(network)) {
+  if (worker >= kMaxWorkers)
+    throw Error(Code::kArgument, "parameters: worker_id " + std::to_string(worker) + "; a node has at most " +
+                                     std::to_string(kMaxWorkers) + " workers");
+  store_->take_user(user_);
+  if (network_ == nullptr) return;
+  const SlabHeader& header = store_->header();
+  const std::string label = "node" + std::to_string(header.node);
+  courier_ = std::make_unique<Courier>(network_->open(label), worker_endpoint(header.node, worker),
+                                       store_->users()[user_].incarnation.load());
+  for (std::size_t i = 0; i < addresses.size(); ++i)
+    courier_->connect(channel_endpoint(static_cast<std::uint32_t>(i / header.num_channels),
+                                       static_cast<std::uint32_t>(i % header.num_channels)),
+                      addresses[i]);
+  by_destination_.resize(addresses.size());
+}
+
+Worker::~Worker() {
+  if (!finalized_) store_->leave_user(user_);
+}
+
+void Worker::check_size(Op op, const std::int64_t* keys, std::size_t count, std::size_t size_bytes) const {
+  const std::size_t expected = store_->value_bytes(op, keys, count);
+  const std::size_t element = size_of(store_->header().element);
+  if (expected != size_bytes)
+    throw Error(Code::kArgument, "parameters: the values of these " + std::to_string(count) + " keys are " +
+                                     std::to_string(expected / element) + " elements, but the buffer holds " +
+                                     std::to_string(size_bytes / element) + "; nothing was read or written");
+}
+
+std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
+                            std::size_t size_bytes, std::shared_ptr<void> holder) {
+  check_size(op, keys, count, size_bytes);
+  store_->check_peers();
+  if (num_unfinished_writes_ > 0) settle_writes(op, keys, count);
+  missed_.clear();
+  store_->access(op, user_, keys, count, values, missed_);
+  if (missed_.empty()) return -1;
+  return ask_owners(op, keys, count, values, std::move(holder));
+}
+
+bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byte* values,
+                           std::size_t size_bytes) {
+  check_size(Op::kPull, keys, count, size_bytes);
+  store_->check_peers();
+  if (num_unfinished_writes_ > 0) settle_writes(Op::kPull, keys, count);
+  missed_.clear();
+  store_->access(Op::kPull, user_, keys, count, values, missed_);
+  return missed_.empty();
+}
+
+std::size_t Worker::filter_place(std::int64_t key) const {
+  return (static_cast<std::uint64_t>(key) * 0x9e3779b97f4a7c15u) >> 52;
+}
+
+// Writes on their way may be overtaken by a later operation that takes another way. Pushes may: they commute.
+void Worker::settle_writes(Op op, const std::int64_t* keys, std::size_t count) {
+  if (op == Op::kPush && store_->header().rule.kind == RuleKind::kAdd && !sets_unfinished_) return;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (unfinished_writes_[filter_place(keys[i])] == 0) continue;
+    wait_until([this] { return num_unfinished_writes_ == 0; }, "earlier pushes and sets of the same keys");
+    return;
+  }
+}
+
+void Worker::wait(std::int64_t timestamp) {
+  if (timestamp >= next_id_)
+    throw Error(Code::kArgument, "parameters: timestamp " + std::to_string(timestamp) +
+                                     " was not returned by this worker; the last one is " +
+                                     std::to_string(next_id_ - 1));
+  wait_until([this, timestamp] { return timestamp < 0 || !pending_.contains(timestamp); }, "an operation");
+}
+
+void Worker::wait_all() {
+  wait_until([this] { return pending_.empty(); }, "all operations");
+}
+
+bool Worker::is_finished(std::int64_t timestamp) {
+  while (courier_ && receive(std::chrono::microseconds(0))) {
+  }
+  store_->check_peers();
+  return timestamp < 0 || !pending_.contains(timestamp);
+}
+
+bool Worker::receive(std::chrono::microseconds timeout) {
+  Header header;
+  Message message;
+  if (!courier_->receive(header, message, timeout)) return false;
+  try {
+    if (header.kind == Kind::kReply) take_answer(header, message);
+  } catch (const Error&) {
+    store_->count(user_, kProtocolErrors, 1);
+  }
+  return true;
+}
+
+void Worker::wait_until(const std::function<bool()>& done, const char* what) {
+  const auto start = std::chrono::steady_clock::now();
+  auto next_look = start + kSlice;
+  while (!done()) {
+    receive(kSlice);
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next_look) continue;
+    next_look = now + kSlice;
+    store_->check_peers();
+    if (interrupt_) interrupt_();
+    if (now - start > timeout_)
+      throw Error(Code::kTimeout, "parameters: node " + std::to_string(store_->header().node) + ", worker " +
+                                      std::to_string(user_ - kMaxChannels) + ": waiting for " + what +
+                                      " did not end within " + with_seconds(seconds_since(start)) + " (" +
+                                      std::to_string(pending_.size()) +
+                                      " operations are unfinished); is a node overloaded or stopped?");
+  }
+}
+
+void Worker::intent(const std::int64_t* keys, std::size_t count, std::int64_t start, std::int64_t end) {
+  store_->value_bytes(Op::kPull, keys, count);  // checks the range
+  if (end <= start)
+    throw Error(Code::kArgument, "parameters: an intent for the clocks [" + std::to_string(start) + ", " +
+                                     std::to_string(end) + ") is empty; end is exclusive");
+  store_->check_peers();
+  if (!courier_ || end <= clock() || count == 0) return;
+  const SlabHeader& header = store_->header();
+  const std::uint32_t channels = header.num_channels;
+  std::vector<Writer> writers;
+  std::vector<std::uint32_t> counts(channels, 0);
+  writers.reserve(channels);
+  for (std::uint32_t c = 0; c < channels; ++c) {
+    writers.emplace_back(sizeof(IntentHead) + count * sizeof(std::int64_t));
+    writers.back().put(IntentHead{start, end});
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t channel = channels == 1 ? 0 : store_->channel_of(keys[i]);
+    writers[channel].put(keys[i]);
+    ++counts[channel];
+  }
+  for (std::uint32_t c = 0; c < channels; ++c)
+    if (counts[c] != 0)
+      courier_->send(channel_endpoint(header.node, c), Kind::kIntent, counts[c], writers[c].finish());
+}
+
+std::int64_t Worker::advance_clock() {
+  auto& clock = store_->users()[user_].clock;
+  const std::int64_t now = clock.load(std::memory_order_relaxed) + 1;
+  clock.store(now, std::memory_order_release);
+  return now;
+}
+
+std::int64_t Worker::clock() const { return store_->users()[user_].clock.load(std::memory_order_relaxed); }
+
+void Worker::flush(Flush ChannelBoard::* which, const char* what) {
+  if (!courier_) return;
+  SlabHeader& header = store_->header();
+  std::vector<std::uint64_t> wanted(header.num_channels);
+  for (std::uint32_t c = 0; c < header.num_channels; ++c)
+    wanted[c] = (header.boards[c].*which).requested.fetch_add(1) + 1;
+  const auto all_done = [&] {
+    for (std::uint32_t c = 0; c < header.num_channels; ++c)
+      if ((header.boards[c].*which).done.load() < wanted[c]) return false;
+    return true;
+  };
+  const auto start = std::chrono::steady_clock::now();
+  for (auto next_look = start + kSlice; !all_done();) {
+    std::this_thread::sleep_for(kFlushPoll);
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next_look) continue;
+    next_look = now + kSlice;
+    store_->check_peers();
+    if (interrupt_) interrupt_();
+    if (now - start > timeout_)
+      throw Error(Code::kTimeout, "parameters: node " + std::to_string(header.node) + ": " + what +
+                                      " did not end within " + with_seconds(seconds_since(start)));
+  }
+}
+
+void Worker::flush_updates() {
+  wait_all();
+  flush(&ChannelBoard::updates, "sending this node's updates (wait_sync)");
+}
+
+void Worker::flush_refreshes() {
+  flush(&ChannelBoard::refreshes, "refreshing other nodes' replicas (wait_sync)");
+}
+
+void Worker::finalize() {
+  if (finalized_) return;
+  finalized_ = true;
+  try {
+    wait_all();
+  } catch (...) {
+    store_->leave_user(user_);
+    throw;
+  }
+  store_->leave_user(user_);
+}
+
+}  // namespace torchrelay::parameters

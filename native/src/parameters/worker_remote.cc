@@ -1,0 +1,134 @@
+// The part of a worker that asks owners on other nodes, and takes in what they answer.
+#include <algorithm>
+#include <unordered_set>
+
+#include "torchrelay/parameters/worker.h"
+
+namespace torchrelay::parameters {
+
+// Of a set's keys that were missed, keeps the last occurrence of each, and none that a later occurrence in
+// the batch has already written here.
+void Worker::drop_overwritten(const std::int64_t* keys, std::size_t count) {
+  std::unordered_set<std::int64_t> seen;
+  std::vector<Missed> kept;
+  auto missed = missed_.rbegin();
+  for (std::size_t i = count; i-- > 0;) {
+    const bool last = seen.insert(keys[i]).second;
+    if (missed == missed_.rend() || missed->index != i) continue;
+    if (last) kept.push_back(*missed);
+    ++missed;
+  }
+  missed_.assign(kept.rbegin(), kept.rend());
+}
+
+std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
+                                std::shared_ptr<void> holder) {
+  if (op == Op::kSet || op == Op::kSetRow) drop_overwritten(keys, count);
+  if (missed_.empty()) return -1;
+  const std::int64_t id = next_id_++;
+  Pending& pending = pending_[id];
+  pending = {op, {}, {}, missed_.size(), std::move(holder)};
+  pending.keys.reserve(missed_.size());
+  pending.places.reserve(missed_.size());
+  for (auto& positions : by_destination_) positions.clear();
+  const SlabHeader& header = store_->header();
+  std::byte* place = values;
+  std::size_t at = 0;
+  for (std::uint32_t position = 0; position < missed_.size(); ++position) {
+    const Missed& missed = missed_[position];
+    const std::int64_t key = keys[missed.index];
+    if (header.num_classes == 1) {
+      place = values + missed.index * store_->value_bytes(op, key);
+    } else {
+      for (; at < missed.index; ++at) place += store_->value_bytes(op, keys[at]);
+    }
+    pending.keys.push_back(key);
+    pending.places.push_back(place);
+    by_destination_[missed.owner * header.num_channels + store_->channel_of(key)].push_back(position);
+    if (!reads(op)) ++unfinished_writes_[filter_place(key)];
+  }
+  if (!reads(op)) num_unfinished_writes_ += missed_.size();
+  if (op == Op::kSet || op == Op::kSetRow) ++sets_unfinished_;
+  for (std::uint32_t d = 0; d < by_destination_.size(); ++d)
+    if (!by_destination_[d].empty()) send_request(id, pending, d, by_destination_[d], missed_);
+  store_->count(user_,
+                reads(op)         ? kRemotePulls
+                : op == Op::kPush ? kRemotePushes
+                                  : kRemoteSets,
+                missed_.size());
+  return id;
+}
+
+void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t destination,
+                          const std::vector<std::uint32_t>& positions, const std::vector<Missed>& missed) {
+  const SlabHeader& header = store_->header();
+  const std::size_t count = positions.size();
+  std::size_t value_bytes = 0;
+  if (!reads(pending.op)) {
+    if (header.num_classes == 1)
+      value_bytes = count * store_->value_bytes(pending.op, pending.keys[0]);
+    else
+      for (const std::uint32_t p : positions) value_bytes += store_->value_bytes(pending.op, pending.keys[p]);
+  }
+  Writer writer(sizeof(RequestHead) + count * 8 + 2 * padded(count * 4) + value_bytes);
+  writer.put(RequestHead{static_cast<std::uint64_t>(id), courier_->number(),
+                         static_cast<std::uint32_t>(pending.op)});
+  auto* keys = writer.array<std::int64_t>(count);
+  auto* counters = reinterpret_cast<std::uint32_t*>(writer.skip(padded(count * 4)));
+  auto* places = reinterpret_cast<std::uint32_t*>(writer.skip(padded(count * 4)));
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t p = positions[i];
+    keys[i] = pending.keys[p];
+    counters[i] = missed[p].counter;
+    places[i] = p;
+    if (!reads(pending.op))
+      writer.put_bytes(pending.places[p], store_->value_bytes(pending.op, pending.keys[p]));
+  }
+  const std::uint32_t channels = header.num_channels;
+  courier_->send(channel_endpoint(destination / channels, destination % channels), Kind::kRequest,
+                 static_cast<std::uint32_t>(count), writer.finish());
+}
+
+void Worker::take_answer(const Header& header, const Message& message) {
+  Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
+  const auto head = reader.take<ReplyHead>();
+  const auto found = pending_.find(static_cast<std::int64_t>(head.id));
+  if (found == pending_.end() || head.served > header.count)
+    throw Error(Code::kProtocol, "parameters: a stray reply");
+  Pending& pending = found->second;
+  const auto* positions = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(header.count * 4)));
+  const auto* counters = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(header.count * 4)));
+  for (std::uint32_t i = 0; i < head.served; ++i) {
+    const std::uint32_t p = positions[i];
+    if (p >= pending.keys.size())
+      throw Error(Code::kProtocol, "parameters: a reply names a key that was not asked for");
+    const std::int64_t key = pending.keys[p];
+    if (reads(pending.op)) {
+      const std::size_t size = store_->value_bytes(pending.op, key);
+      std::memcpy(pending.places[p], reader.take_bytes(size), size);
+    } else {
+      --unfinished_writes_[filter_place(key)];
+    }
+    learn(key, head.owner, counters[i]);
+  }
+  if (!reads(pending.op)) num_unfinished_writes_ -= head.served;
+  pending.remaining -= head.served;
+  if (pending.remaining > 0) return;
+  if (pending.op == Op::kSet || pending.op == Op::kSetRow) --sets_unfinished_;
+  pending_.erase(found);
+}
+
+// Feeds the location cache.
+void Worker::learn(std::int64_t key, std::uint32_t owner, std::uint32_t counter) {
+  const std::int64_t number = store_->find(key);
+  if (number < 0 || store_->location_counter(number).load(std::memory_order_relaxed) >= counter) return;
+  Entry& entry = store_->entry(number);
+  const LockGuard guard = store_->guard(entry, user_);
+  if (store_->key_of(number) != key || entry.state != State::kAbsent ||
+      store_->location_counter(number).load(std::memory_order_relaxed) >= counter)
+    return;
+  entry.owner = static_cast<std::uint16_t>(owner);
+  store_->location_counter(number).store(counter, std::memory_order_relaxed);
+}
+
+}  // namespace torchrelay::parameters

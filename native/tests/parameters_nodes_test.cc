@@ -1,0 +1,150 @@
+#include <algorithm>
+#include <barrier>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "torchrelay/memory_network.h"
+#include "torchrelay/parameters/node_service.h"
+
+using namespace torchrelay;
+using namespace torchrelay::parameters;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr std::uint32_t kLength = 4;
+
+// Nodes of one process over one in-memory network.
+struct Cluster {
+  std::shared_ptr<MemoryNetwork> network;
+  std::vector<std::shared_ptr<Store>> stores;
+  std::vector<std::unique_ptr<NodeService>> services;
+  ChannelAddresses addresses;
+
+  Cluster(std::uint32_t nodes, StoreSpec spec, const Weather& weather, const ChannelOptions& options)
+      : network(std::make_shared<MemoryNetwork>(weather)) {
+    spec.num_nodes = nodes;
+    for (spec.node = 0; spec.node < nodes; ++spec.node) {
+      stores.push_back(std::make_shared<Store>(Store::create(spec)));
+      services.push_back(std::make_unique<NodeService>(stores.back(), network, options));
+      for (const std::string& address : services.back()->addresses()) addresses.push_back(address);
+    }
+    for (const auto& service : services) service->start(addresses);
+  }
+
+  std::unique_ptr<Worker> worker(std::uint32_t node, std::uint32_t number) {
+    return std::make_unique<Worker>(stores[node], number, network, addresses, milliseconds(30000), nullptr);
+  }
+};
+
+StoreSpec dense(std::uint64_t num_keys, std::uint32_t channels = 2) {
+  StoreSpec spec;
+  spec.lengths = {kLength};
+  spec.num_keys = num_keys;
+  spec.num_channels = channels;
+  return spec;
+}
+
+void access(Worker& worker, Op op, const std::vector<std::int64_t>& keys, std::vector<float>& values,
+            bool wait = true) {
+  const std::int64_t timestamp =
+      worker.access(op, keys.data(), keys.size(), reinterpret_cast<std::byte*>(values.data()),
+                    values.size() * sizeof(float), nullptr);
+  if (wait) worker.wait(timestamp);
+}
+
+// Every worker pushes and pulls random keys while intents come and go. Each row's elements count its pushes;
+// what a worker sees of a key never falls, nor below what it pushed itself; in the end all sums are exact.
+void random_load(Techniques techniques, const Weather& weather, std::uint32_t nodes, std::uint32_t workers,
+                 int steps, double max_rounds_per_s = 1000) {
+  constexpr std::uint64_t kKeys = 60;
+  ChannelOptions options;
+  options.techniques = techniques;
+  options.max_rounds_per_s = max_rounds_per_s;
+  Cluster cluster(nodes, dense(kKeys), weather, options);
+  std::vector<std::vector<std::int64_t>> pushed(nodes * workers, std::vector<std::int64_t>(kKeys, 0));
+  std::vector<std::string> failures(nodes * workers);
+  std::barrier all(nodes * workers);
+  std::vector<std::thread> threads;
+  std::vector<std::vector<float>> finals(nodes * workers);
+  for (std::uint32_t w = 0; w < nodes * workers; ++w)
+    threads.emplace_back([&, w] {
+      try {
+        auto worker = cluster.worker(w / workers, w % workers);
+        std::mt19937_64 random(w);
+        std::vector<float> seen(kKeys, 0);
+        std::vector<std::vector<std::int64_t>> upcoming;
+        for (int step = 0; step < steps; ++step) {
+          std::vector<std::int64_t> keys(8);
+          for (auto& key : keys) key = static_cast<std::int64_t>(random() % kKeys);
+          upcoming.push_back(keys);
+          worker->intent(keys.data(), keys.size(), step + 5,
+                         step + 7 + static_cast<std::int64_t>(random() % 10));
+          worker->advance_clock();
+          if (step < 5) continue;
+          const auto& now = upcoming[static_cast<std::size_t>(step) - 5];
+          std::vector<float> ones(now.size() * kLength, 1.0f);
+          access(*worker, Op::kPush, now, ones, random() % 2 == 0);
+          for (const auto key : now) ++pushed[w][static_cast<std::size_t>(key)];
+          std::vector<float> values(now.size() * kLength);
+          access(*worker, Op::kPull, now, values);
+          for (std::size_t i = 0; i < now.size(); ++i) {
+            const auto key = static_cast<std::size_t>(now[i]);
+            for (std::uint32_t j = 1; j < kLength; ++j)
+              if (values[i * kLength] != values[i * kLength + j]) failures[w] = "a torn row";
+            if (values[i * kLength] < seen[key]) failures[w] = "a value fell";
+            if (values[i * kLength] < static_cast<float>(pushed[w][key]))
+              failures[w] = "an own push is missing";
+            seen[key] = values[i * kLength];
+          }
+        }
+        worker->wait_all();
+        worker->flush_updates();
+        all.arrive_and_wait();
+        worker->flush_refreshes();
+        all.arrive_and_wait();
+        std::vector<std::int64_t> keys(kKeys);
+        for (std::size_t i = 0; i < kKeys; ++i) keys[i] = static_cast<std::int64_t>(i);
+        finals[w].resize(kKeys * kLength);
+        access(*worker, Op::kPull, keys, finals[w]);
+        all.arrive_and_wait();
+      } catch (const std::exception& error) {
+        failures[w] = error.what();
+        all.arrive_and_drop();
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  for (const auto& failure : failures)
+    if (!failure.empty()) throw testing::Failure{failure};
+  for (std::uint64_t key = 0; key < kKeys; ++key) {
+    std::int64_t expected = 0;
+    for (const auto& counts : pushed) expected += counts[key];
+    for (const auto& values : finals) CHECK(values[key * kLength] == static_cast<float>(expected));
+  }
+  std::uint64_t relocations = 0, replicas = 0;
+  for (const auto& store : cluster.stores) {
+    relocations += store->total(kRelocationsIn);
+    replicas += store->total(kReplicasMade);
+    CHECK(store->total(kProtocolErrors) == 0);
+  }
+  if (techniques != Techniques::kReplicationOnly) CHECK(relocations > 0);
+  if (techniques != Techniques::kRelocationOnly) CHECK(replicas > 0);
+}
+
+}  // namespace
+
+TEST(sums_are_exact_with_relocation_and_replication) { random_load(Techniques::kAll, {}, 3, 2, 400); }
+TEST(sums_are_exact_with_replication_only) { random_load(Techniques::kReplicationOnly, {}, 3, 2, 400); }
+TEST(sums_are_exact_with_relocation_only) { random_load(Techniques::kRelocationOnly, {}, 3, 2, 400); }
+
+TEST(sums_are_exact_over_a_network_that_delays_reorders_and_duplicates) {
+  const Weather weather{std::chrono::microseconds(2000), 0.2, 7};
+  for (const Techniques techniques :
+       {Techniques::kAll, Techniques::kReplicationOnly, Techniques::kRelocationOnly})
+    random_load(techniques, weather, 3, 2, 100);
+}
+
+TEST(sums_are_exact_with_rare_rounds) {
+  random_load(Techniques::kAll, {std::chrono::microseconds(500), 0.1, 3}, 2, 2, 150, 50);
+}

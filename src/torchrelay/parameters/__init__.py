@@ -1,0 +1,13 @@
+"""An adaptive parameter manager: one table of vectors over many nodes, each key where it is about to be used.
+
+Workers announce the keys they will access (*intent*); the manager relocates a key to the only node that wants
+it, or replicates it where several do, just in time. It follows "Good Intentions: Adaptive Parameter Management
+via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD 2022) and Lapse (VLDB 2020).
+"""
+
+from torchrelay.parameters.contract import KeyInit, UpdateRule
+from torchrelay.parameters.server import Server
+from torchrelay.parameters.topology import Topology
+from torchrelay.parameters.worker import Worker
+
+__all__ = ["KeyInit", "Server", "Topology", "UpdateRule", "Worker"]

@@ -1,0 +1,83 @@
+"""Keys and values as callers have them: torch tensors and numpy arrays, checked before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay.errors import ArgumentError
+
+__all__ = ["ELEMENTS", "address_of_keys", "address_of_values", "describe"]
+
+# The native core's numbers for element types.
+ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int64: 4}
+
+_NUMPY = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.float16: np.dtype(np.float16),
+    torch.int64: np.dtype(np.int64),
+}
+
+
+def describe(array: Any) -> str:
+    """What was passed, for messages."""
+    if isinstance(array, torch.Tensor | np.ndarray):
+        return f"{type(array).__name__} of {array.dtype} and shape {tuple(array.shape)}"
+    return type(array).__name__
+
+
+def _check(array: Any, dtype: torch.dtype, what: str) -> tuple[int, int]:
+    """Address and number of elements of a contiguous CPU array of ``dtype``."""
+    if isinstance(array, torch.Tensor):
+        if array.dtype is not dtype:
+            raise ArgumentError(
+                f"{what} must be {dtype}, not a {describe(array)}; nothing was read or written"
+            )
+        if (
+            array.device.type != "cpu"
+            or array.layout is not torch.strided
+            or array.is_neg()
+            or array.is_conj()
+        ):
+            raise ArgumentError(
+                f"{what} must be a plain tensor in CPU memory, not on {array.device} ({array.layout})"
+            )
+        if not array.is_contiguous():
+            raise ArgumentError(
+                f"{what} must be contiguous; strides are {array.stride()}: call .contiguous()"
+            )
+        return array.data_ptr(), array.numel()
+    if isinstance(array, np.ndarray):
+        if array.dtype != _NUMPY.get(dtype):
+            raise ArgumentError(
+                f"{what} must be {dtype}, not a {describe(array)}; nothing was read or written"
+            )
+        if not array.flags.c_contiguous:
+            raise ArgumentError(
+                f"{what} must be contiguous; strides are {array.strides}: use ascontiguousarray"
+            )
+        return array.ctypes.data, array.size
+    raise ArgumentError(f"{what} must be a torch tensor or a numpy array, not {describe(array)}")
+
+
+def address_of_keys(keys: Any) -> tuple[int, int]:
+    """Address and number of int64 keys, one-dimensional, contiguous, on the CPU."""
+    address, count = _check(keys, torch.int64, "keys")
+    if keys.ndim != 1:
+        raise ArgumentError(f"keys must be one-dimensional, not a {describe(keys)}")
+    return address, count
+
+
+def address_of_values(values: Any, dtype: torch.dtype, *, written: bool) -> tuple[int, int]:
+    """Address and size in bytes of values of ``dtype``, of one or two dimensions, contiguous, on the CPU."""
+    address, count = _check(values, dtype, "values")
+    if values.ndim not in (1, 2):
+        raise ArgumentError(f"values must have one or two dimensions, not {describe(values)}")
+    if written and isinstance(values, np.ndarray) and not values.flags.writeable:
+        raise ArgumentError("values is a read-only array, and would be written")
+    if written and isinstance(values, torch.Tensor) and values.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("values requires grad and would be overwritten: pass values.detach()")
+    return address, count * dtype.itemsize

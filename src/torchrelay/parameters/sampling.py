@@ -1,0 +1,226 @@
+"""Drawing random keys, as negative sampling does, with as few remote accesses as the application allows.
+
+The schemes of NuPS (Renz-Wieland et al., SIGMOD 2022):
+
+``naive``
+    independent draws when the sample is prepared; pulled like any keys.
+``preloc``
+    the same, and announced: the keys come to this node before they are used.
+``pool``
+    a pool is drawn and used in a shuffled order, again and again: few different keys, used often.
+``local``
+    a draw, then the nearest key that is at this node: never remote, but biased towards local keys.
+
+Without replacement means: no key twice within one prepared sample.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay import _native, config
+from torchrelay.errors import ArgumentError, UnavailableError
+
+__all__ = ["Samples", "Sampling", "alias_table"]
+
+SCHEMES = ("naive", "preloc", "pool", "local")
+DISTRIBUTIONS = ("uniform", "log-uniform")
+# A pool passes over its keys this often before it is drawn anew.
+_POOL_REUSES = 16
+# Draws without replacement: rejection while few are taken, a full weighted shuffle beyond this share.
+_REJECTION_SHARE = 0.25
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass
+class Samples:
+    """A prepared sample: its keys if they are drawn already, and how many were used."""
+
+    size: int
+    keys: IntArray | None
+    announce: bool = False
+    used: int = 0
+    taken: set[int] = field(default_factory=set)
+
+    def announced(self) -> IntArray | None:
+        return self.keys if self.announce else None
+
+
+def alias_table(weights: FloatArray) -> tuple[FloatArray, IntArray]:
+    """Walker's alias method as Vose built it (1991): probabilities and aliases, for draws in constant time."""
+    count = len(weights)
+    scaled = weights * (count / weights.sum())
+    probability, alias = np.ones(count), np.arange(count, dtype=np.int64)
+    small = [i for i in range(count) if scaled[i] < 1]
+    large = [i for i in range(count) if scaled[i] >= 1]
+    while small and large:
+        low, high = small.pop(), large[-1]
+        probability[low], alias[low] = scaled[low], high
+        scaled[high] -= 1 - scaled[low]
+        if scaled[high] < 1:
+            small.append(large.pop())
+    return probability, alias
+
+
+class Sampling:
+    """A node's way of sampling; may be used by several workers."""
+
+    def __init__(
+        self,
+        scheme: str,
+        with_replacement: bool,
+        distribution: str,
+        low: int,
+        high: int,
+        weights: Any = None,
+        seed: int | None = None,
+    ) -> None:
+        if scheme not in SCHEMES:
+            raise ArgumentError(f"sampling scheme {scheme!r}: the choices are {', '.join(SCHEMES)}")
+        if distribution not in DISTRIBUTIONS:
+            raise ArgumentError(f"distribution {distribution!r}: the choices are {', '.join(DISTRIBUTIONS)}")
+        self.scheme, self.with_replacement, self.distribution = scheme, with_replacement, distribution
+        self.low, self.high = low, high
+        self._weights = None if weights is None else self._checked(weights)
+        self._alias = None if self._weights is None else alias_table(self._weights)
+        self._random = np.random.default_rng(seed)
+        self._lock = threading.Lock()
+        self._pool: IntArray | None = None
+        self._pool_at = self._pool_passes = 0
+
+    def _checked(self, weights: Any) -> FloatArray:
+        values = np.asarray(
+            weights.numpy() if isinstance(weights, torch.Tensor) else weights, dtype=np.float64
+        )
+        ok = values.shape == (self.high - self.low,) and np.isfinite(values).all() and (values >= 0).all()
+        if not ok or values.sum() <= 0:
+            raise ArgumentError(
+                f"weights must be {self.high - self.low} finite numbers that are not negative, one of them positive"
+            )
+        return values
+
+    def _draw(self, count: int) -> IntArray:
+        """Independent draws."""
+        size = self.high - self.low
+        if self._alias is not None:
+            probability, alias = self._alias
+            column = self._random.integers(0, size, count)
+            stays = self._random.random(count) < probability[column]
+            return np.asarray(np.where(stays, column, alias[column]) + self.low)
+        if self.distribution == "uniform":
+            return self._random.integers(self.low, self.high, count)
+        # P(k) = log((k + 2) / (k + 1)) / log(size + 1), k from 0; inverted
+        drawn = np.exp(self._random.random(count) * np.log(size + 1.0)) - 1.0
+        return np.asarray(np.minimum(drawn.astype(np.int64), size - 1) + self.low)
+
+    def _probabilities(self) -> FloatArray:
+        size = self.high - self.low
+        if self._weights is not None:
+            return np.asarray(self._weights / self._weights.sum())
+        if self.distribution == "uniform":
+            return np.full(size, 1.0 / size)
+        return np.asarray(np.log1p(1.0 / np.arange(1.0, size + 1.0)) / np.log(size + 1.0))
+
+    def _draw_distinct(self, count: int) -> IntArray:
+        """Draws one after another, each from the keys not drawn yet."""
+        if count > _REJECTION_SHARE * (self.high - self.low) or self._weights is not None:
+            return (
+                self._random.choice(self.high - self.low, count, replace=False, p=self._probabilities())
+                + self.low
+            )
+        keys: dict[int, None] = {}
+        while len(keys) < count:
+            keys.update(dict.fromkeys(self._draw(count - len(keys)).tolist()))
+        return np.fromiter(keys, dtype=np.int64, count=count)
+
+    def prepare(self, count: int) -> Samples:
+        """A sample of ``count`` keys.
+
+        Raises:
+            ArgumentError: ``count`` is negative, or more than there are keys to draw without replacement.
+        """
+        available = self.high - self.low if self._weights is None else int((self._weights > 0).sum())
+        if count < 0 or (not self.with_replacement and count > available):
+            raise ArgumentError(
+                f"a sample of {count} keys without replacement: there are {available} keys to draw"
+                if count >= 0
+                else f"a sample of {count} keys"
+            )
+        if self.scheme == "local":
+            return Samples(count, None)
+        with self._lock:
+            if self.scheme == "pool":
+                keys = self._from_pool(count)
+            else:
+                keys = self._draw(count) if self.with_replacement else self._draw_distinct(count)
+        return Samples(count, keys, announce=self.scheme in ("preloc", "pool"))
+
+    def _from_pool(self, count: int) -> IntArray:
+        pieces: list[IntArray] = []
+        taken: set[int] = set()
+        missing = count
+        while missing:
+            if self._pool is None or self._pool_at == len(self._pool):
+                self._renew_pool(count)
+            assert self._pool is not None
+            piece = self._pool[self._pool_at : self._pool_at + missing]
+            self._pool_at += len(piece)
+            if not self.with_replacement:
+                fresh = list(dict.fromkeys(key for key in piece.tolist() if key not in taken))
+                taken.update(fresh)
+                piece = np.array(fresh, dtype=np.int64)
+            pieces.append(piece)
+            missing -= len(piece)
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+
+    def _renew_pool(self, at_least: int) -> None:
+        """Shuffles the pool, or draws it anew once it has been used often or cannot give enough different keys."""
+        size = max(config.load(config.Parameters).pool_size, at_least)
+        stale = self._pool is None or self._pool_passes >= _POOL_REUSES or not self.with_replacement
+        if stale:
+            self._pool, self._pool_passes = self._draw(size), 0
+        assert self._pool is not None
+        self._random.shuffle(self._pool)
+        self._pool_at = 0
+        self._pool_passes += 1
+
+    def draw(self, samples: Samples, count: int, store: _native.ParameterStore, keys: IntArray) -> None:
+        """Writes the next ``count`` keys of ``samples`` to ``keys``.
+
+        Raises:
+            ArgumentError: fewer are left.
+            UnavailableError: scheme ``local``, and this node has no key (left) in the range.
+        """
+        if samples.used + count > samples.size:
+            raise ArgumentError(
+                f"{count} keys of a sample that has {samples.size - samples.used} of {samples.size} left"
+            )
+        if samples.keys is not None:
+            keys[:] = samples.keys[samples.used : samples.used + count]
+        else:
+            self._draw_local(samples, count, store, keys)
+        samples.used += count
+
+    def _draw_local(
+        self, samples: Samples, count: int, store: _native.ParameterStore, keys: IntArray
+    ) -> None:
+        with self._lock:
+            keys[:] = self._draw(count)
+        exclude = [] if self.with_replacement else sorted(samples.taken)
+        found = store.nearest_local(
+            keys.ctypes.data, count, self.low, self.high, exclude, not self.with_replacement
+        )
+        if found < count:
+            raise UnavailableError(
+                f"this node has {found} keys of [{self.low}, {self.high}) where {count} are needed: announce "
+                "intents for some, or use another sampling scheme than local"
+            )
+        if not self.with_replacement:
+            samples.taken.update(keys.tolist())

@@ -1,0 +1,257 @@
+"""A node's part of the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay import _native
+from torchrelay.errors import ArgumentError, PeerLostError
+from torchrelay.parameters._arrays import ELEMENTS, describe
+from torchrelay.parameters.contract import INITS, RULES, KeyInit, UpdateRule
+from torchrelay.parameters.sampling import Sampling
+from torchrelay.parameters.topology import TECHNIQUES, Topology
+
+__all__ = ["Server"]
+
+_NO_RULE, _NO_INIT = UpdateRule(), KeyInit()
+
+
+class Server:
+    """This node's part of the table; make one per process, in the same order everywhere.
+
+    In a node's first process it allocates the node's memory and serves other nodes, in the others it attaches
+    that memory. A key starts at node ``key % num_nodes``.
+
+    Args:
+        keys: the number of keys, 0 for a table whose keys are made when they are first used; or one length per
+            key, as an int64 tensor or array.
+        length: elements of a value, if ``keys`` is a number.
+        capacity: rows this node can hold, if keys are made at first use; then the least recently used are
+            evicted, and start anew when they are used again.
+        dtype: float32, float64, float16, bfloat16 or int64.
+        rule: what :meth:`Worker.push` does.
+        init: the value of keys that nobody has set.
+
+    Raises:
+        ArgumentError: a number, dtype, rule or length is not served.
+        MismatchError: another node made another table.
+        OperationTimeoutError: another node did not come.
+    """
+
+    def __init__(
+        self,
+        keys: int | torch.Tensor | np.ndarray[Any, Any],
+        *,
+        length: int = 1,
+        capacity: int = 0,
+        dtype: torch.dtype = torch.float32,
+        rule: UpdateRule | None = None,
+        init: KeyInit | None = None,
+        topology: Topology | None = None,
+    ) -> None:
+        self.topology = topology or Topology()
+        self.dtype = dtype
+        self.rule = rule or _NO_RULE
+        self.init = init or _NO_INIT
+        self.sampling: Sampling | None = None
+        self._num_keys, self._lengths = _keys_and_lengths(keys, length)
+        self._capacity = capacity
+        self._check()
+        self._table = self.topology.next_table()
+        self._service: _native.NodeService | None = None
+        self._barriers = 0
+        self._down = False
+        self._store = self._make_store() if self.topology.member == 0 else self._attach_store()
+        self.network = self.topology.open_network()
+        self.addresses = self._start()
+
+    def _check(self) -> None:
+        if self.dtype not in ELEMENTS:
+            allowed = ", ".join(str(dtype) for dtype in ELEMENTS)
+            raise ArgumentError(f"dtype={self.dtype}: a table's values are {allowed}")
+        if self.rule.kind not in RULES:
+            raise ArgumentError(f"rule {self.rule.kind!r}: the choices are {', '.join(RULES)}")
+        if self.init.kind not in INITS:
+            raise ArgumentError(f"init {self.init.kind!r}: the choices are {', '.join(INITS)}")
+        if self._num_keys == 0 and self._capacity < 1:
+            raise ArgumentError("a table without a number of keys needs capacity, the rows a node can hold")
+
+    def _init_numbers(self) -> tuple[int, float, float, int]:
+        return INITS.index(self.init.kind), self.init.a, self.init.b, self.init.seed
+
+    def _make_store(self) -> _native.ParameterStore:
+        rule, topology = self.rule, self.topology
+        numbers = [rule.lr, rule.eps, rule.beta1, rule.beta2, rule.weight_decay, rule.initial_accumulator]
+        return _native.ParameterStore.create(
+            self._lengths,
+            self._num_keys,
+            self._capacity,
+            ELEMENTS[self.dtype],
+            RULES.index(rule.kind),
+            numbers,
+            *self._init_numbers(),
+            topology.node,
+            topology.num_nodes,
+            topology.settings.num_channels,
+        )
+
+    def _attach_store(self) -> _native.ParameterStore:
+        key = f"{self._table}/slab/{self.topology.node}"
+        (address,) = self.topology.collect([key], [self.topology.node], "the shared memory")
+        return _native.ParameterStore.attach(address, *self._init_numbers())
+
+    def _start(self) -> list[str]:
+        """Starts this node's threads, once all nodes' endpoints exist; the endpoints of all nodes."""
+        topology, settings = self.topology, self.topology.settings
+        addresses: list[str] = []
+        if topology.member == 0 and self.network is not None:
+            self._service = _native.NodeService(
+                self._store,
+                self.network,
+                TECHNIQUES.index(topology.techniques),
+                settings.max_rounds_per_s,
+                settings.sync_threshold,
+                settings.hysteresis_rounds,
+                settings.heartbeat_interval_s,
+                settings.heartbeat_timeout_s,
+            )
+            addresses = self._service.addresses
+        if topology.num_nodes > 1:
+            if topology.member == 0:
+                nodes = topology.agree(f"{self._table}/node", self._card(addresses), "the addresses")
+            else:
+                keys = [f"{self._table}/node/{node}" for node in range(topology.num_nodes)]
+                nodes = topology.collect(keys, range(topology.num_nodes), "the addresses")
+            addresses = [address for node in nodes for address in node["addresses"]]
+        if self._service is not None:
+            self._service.start(addresses)
+        if topology.member == 0 and topology.members > 1:
+            topology.publish(f"{self._table}/slab/{topology.node}", self._store.address)
+        return addresses
+
+    def _card(self, addresses: list[str]) -> dict[str, Any]:
+        table = {
+            "keys": self._num_keys,
+            "lengths": hash(tuple(self._lengths)),
+            "dtype": str(self.dtype),
+            "rule": self.rule.kind,
+            "init": self._init_numbers(),
+            "channels": self.topology.settings.num_channels,
+            "techniques": self.topology.techniques,
+        }
+        return {"addresses": addresses, "must_match": {k: str(v) for k, v in table.items()}}
+
+    @property
+    def store(self) -> _native.ParameterStore:
+        """The native memory of this node."""
+        return self._store
+
+    @property
+    def table(self) -> str:
+        return self._table
+
+    @property
+    def num_keys(self) -> int:
+        return self._num_keys
+
+    @property
+    def node(self) -> int:
+        return self.topology.node
+
+    @property
+    def num_nodes(self) -> int:
+        return self.topology.num_nodes
+
+    @property
+    def techniques(self) -> str:
+        return self.topology.techniques
+
+    @property
+    def address(self) -> str:
+        """The slab's address, for other processes of this host."""
+        return self._store.address
+
+    def my_rank(self) -> int:
+        """This node's number."""
+        return self.topology.node
+
+    def row_length(self, key: int = 0) -> int:
+        """Elements of the row of ``key``: its value and its optimizer state."""
+        keys = np.array([key], dtype=np.int64)
+        return self._store.elements(True, keys.ctypes.data, 1)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The rate of the optimizer in this node's store from now on; call it on every node."""
+        self._store.set_learning_rate(lr)
+
+    def enable_sampling_support(
+        self,
+        scheme: str = "local",
+        with_replacement: bool = True,
+        distribution: str = "uniform",
+        min: int = 0,
+        max: int = 0,
+        *,
+        weights: torch.Tensor | np.ndarray[Any, Any] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Makes ``Worker.prepare_sample`` draw keys from [``min``, ``max``); before workers are made.
+
+        Args:
+            scheme: ``naive``, ``preloc``, ``pool`` or ``local``; see :mod:`torchrelay.parameters.sampling`.
+            distribution: ``uniform`` or ``log-uniform``; ``weights`` (one per key of the range) replaces it.
+            max: 0 means the number of keys.
+            seed: of this node's draws; default: drawn.
+
+        Raises:
+            ArgumentError: a name or the range is wrong.
+        """
+        high = max or self._num_keys
+        if not 0 <= min < high <= self._num_keys:
+            raise ArgumentError(
+                f"sampling from [{min}, {high}): the table has the keys [0, {self._num_keys})"
+            )
+        self.sampling = Sampling(scheme, with_replacement, distribution, min, high, weights, seed)
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of this node since its start, all its processes together; keys, messages and bytes."""
+        return {name: float(value) for name, value in self._store.counters().items()}
+
+    def barrier(self) -> None:
+        """Waits for all processes of all nodes."""
+        participants = self.topology.num_nodes * self.topology.members
+        self.topology.barrier(f"{self._table}/servers", self._barriers, participants, self._store.check_peers)
+        self._barriers += 1
+
+    def shutdown(self) -> None:
+        """Waits for all nodes, then stops serving them. After a lost node it stops at once. Idempotent."""
+        if self._down:
+            return
+        self._down = True
+        try:
+            self.barrier()
+        except PeerLostError:
+            pass  # nobody is served any more; whoever asks will hear of it
+        finally:
+            if self._service is not None:
+                self._service.stop()
+                self._service = None
+
+
+def _keys_and_lengths(keys: Any, length: int) -> tuple[int, list[int]]:
+    if isinstance(keys, int):
+        if keys < 0 or length < 1:
+            raise ArgumentError(f"{keys} keys of length {length}: they must be at least 0 and 1")
+        return keys, [length]
+    if not isinstance(keys, torch.Tensor | np.ndarray) or keys.ndim != 1:
+        raise ArgumentError(f"keys must be a number, or one length per key, not a {describe(keys)}")
+    integral = not (
+        keys.dtype.is_floating_point if isinstance(keys, torch.Tensor) else keys.dtype.kind == "f"
+    )
+    lengths = [int(value) for value in keys.tolist()] if integral else []
+    if not lengths or min(lengths) < 1:
+        raise ArgumentError(f"lengths must be at least one positive integer, not {describe(keys)}")
+    return (len(lengths), [lengths[0]]) if len(set(lengths)) == 1 else (len(lengths), lengths)

@@ -1,0 +1,334 @@
+"""Who is who: nodes, their processes, and how they find each other.
+
+A node is one process, or several of one host; the first of them, its leader, holds the slab and runs the
+threads that serve other nodes. Processes meet in a torch store. :func:`start` does all of it under a launcher;
+:meth:`Topology.in_memory` makes nodes that are threads of one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrelay import _native, config, transport
+from torchrelay.errors import ArgumentError, ConfigError, MismatchError, OperationTimeoutError, PeerLostError
+from torchrelay.parameters.contract import KeyInit, UpdateRule
+from torchrelay.world import World, host_identity
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from torchrelay.parameters.server import Server
+    from torchrelay.parameters.worker import Worker
+
+__all__ = ["Place", "Topology", "start"]
+
+TECHNIQUES = ("all", "replication_only", "relocation_only")
+_POLL_FIRST_S, _POLL_LAST_S = 0.0005, 0.01
+_PORT_OF_NOWHERE = 9  # discard: connecting a datagram socket to it sends nothing, but shows the interface
+
+
+@dataclass
+class Topology:
+    """This process's place among all nodes.
+
+    Args:
+        node: this process's node, of ``num_nodes``.
+        member: this process among its node's ``members``; 0 is the leader.
+        workers_per_node: how many workers each node has, over all its processes; barriers wait for all.
+        store: where processes meet; ``None`` where there is one.
+        network: makes this process's network; asked once.
+    """
+
+    node: int = 0
+    num_nodes: int = 1
+    member: int = 0
+    members: int = 1
+    workers_per_node: int = 1
+    techniques: str = "all"
+    store: Store | None = None
+    network: Callable[[], _native.Network] | None = None
+    settings: config.Parameters = field(default_factory=lambda: config.load(config.Parameters))
+    _network: _native.Network | None = None
+    _tables: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        if self.techniques not in TECHNIQUES:
+            raise ArgumentError(f"techniques={self.techniques!r}: the choices are {', '.join(TECHNIQUES)}")
+        if self.workers_per_node < 1:
+            raise ArgumentError(f"a node needs at least one worker, not {self.workers_per_node}")
+
+    @classmethod
+    def in_memory(
+        cls, num_nodes: int, network: _native.MemoryNetwork | None = None, **fields: Any
+    ) -> list[Topology]:
+        """``num_nodes`` nodes for threads of this process, over one in-memory network."""
+        import torch.distributed as dist  # noqa: PLC0415 - importing it takes long, and one process needs none of it
+
+        shared = network or _native.MemoryNetwork()
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        return [
+            cls(node, num_nodes, store=store, network=lambda: shared, **fields) for node in range(num_nodes)
+        ]
+
+    def open_network(self) -> _native.Network | None:
+        """This process's network, one for all tables; ``None`` where there is one node."""
+        if self._network is None and self.num_nodes > 1:
+            if self.network is None:
+                raise ArgumentError(f"a topology of {self.num_nodes} nodes needs a network")
+            self._network = self.network()
+        return self._network
+
+    def next_table(self) -> str:
+        """A name for the next table; processes make their tables in the same order."""
+        return f"torchrelay/parameters/{next(self._tables)}"
+
+    def publish(self, key: str, value: Any) -> None:
+        if self.store is not None:
+            self.store.set(key, json.dumps(value))
+
+    def collect(self, keys: Sequence[str], owners: Sequence[int], what: str) -> list[Any]:
+        """The values of ``keys``, each published by the node in ``owners``; waits for them.
+
+        Raises:
+            OperationTimeoutError: some did not come; ``ranks`` names their nodes.
+        """
+        assert self.store is not None
+        try:
+            self.store.wait(list(keys), timedelta(seconds=self.settings.timeout_s))
+        except Exception as error:  # DistStoreError from a TCPStore, RuntimeError from others
+            missing = [owner for key, owner in zip(keys, owners, strict=True) if not self.store.check([key])]
+            raise OperationTimeoutError(
+                f"node {self.node}: {what} of nodes {missing} did not come within {self.settings.timeout_s:g} s; "
+                "did they start, and did each get its own number?",
+                ranks=missing,
+            ) from error
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def agree(self, key: str, mine: dict[str, Any], what: str) -> list[dict[str, Any]]:
+        """All nodes' values of ``key``; their entry ``must_match`` must be the same everywhere.
+
+        Raises:
+            MismatchError: it is not.
+            OperationTimeoutError: a node did not come.
+        """
+        self.publish(f"{key}/{self.node}", mine)
+        nodes = range(self.num_nodes)
+        values = self.collect([f"{key}/{node}" for node in nodes], nodes, what)
+        for node, value in enumerate(values):
+            if value["must_match"] != mine["must_match"]:
+                raise MismatchError(
+                    f"node {self.node} and node {node} made different tables: {mine['must_match']} here, "
+                    f"{value['must_match']} there"
+                )
+        return values
+
+    def barrier(self, name: str, generation: int, participants: int, check: Callable[[], None]) -> None:
+        """Waits until ``participants`` have come to ``generation`` of barrier ``name``.
+
+        Raises:
+            OperationTimeoutError: not all came.
+            PeerLostError: a node died meanwhile (``check`` says so), or the store did.
+        """
+        if participants == 1:
+            return
+        assert self.store is not None
+        counter, gate = f"{name}/{generation}", f"{name}/{generation}/open"
+        started = time.monotonic()
+        try:
+            if self.store.add(counter, 1) == participants:
+                self.store.set(gate, "1")
+                if generation > 0:  # everybody has left the one before, or could not be here
+                    self.store.delete_key(f"{name}/{generation - 1}")
+                    self.store.delete_key(f"{name}/{generation - 1}/open")
+                return
+            pause_s = _POLL_FIRST_S
+            while not self.store.check([gate]):
+                check()
+                if time.monotonic() - started > self.settings.timeout_s:
+                    arrived = self.store.add(counter, 0)
+                    raise OperationTimeoutError(
+                        f"node {self.node}: {participants - arrived} of {participants} did not come to barrier "
+                        f"{name} within {self.settings.timeout_s:g} s; did every worker call it?"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_LAST_S)
+        except (OperationTimeoutError, PeerLostError):
+            raise
+        except RuntimeError as error:  # the store's errors are RuntimeErrors
+            check()
+            raise PeerLostError(
+                f"node {self.node}: the store where processes meet is gone after "
+                f"{time.monotonic() - started:.1f} s in barrier {name}; has its process ended? ({error})"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Place:
+    """What :func:`start` made: this process's part of a table, and its worker."""
+
+    server: Server
+    worker: Worker
+    world: World
+
+
+def _zmq_network(store: Store, node: int, member: int, interface: str) -> Callable[[], _native.Network]:
+    def make() -> _native.Network:
+        first = 0 if node == member == 0 else 1
+        token = transport.session_token(store, first, "parameters")
+        return transport.native_network(token=token, interface=interface)
+
+    return make
+
+
+def interface_towards(host: str) -> str:
+    """The address of this host that packets to ``host`` leave from."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((socket.gethostbyname(host), _PORT_OF_NOWHERE))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR={host!r} cannot be reached from this host: {error}") from error
+
+
+def of_world(
+    world: World,
+    store: Store,
+    *,
+    node_of_rank: Callable[[int], int] | None = None,
+    workers_per_process: int = 1,
+    techniques: str = "all",
+    settings: config.Parameters | None = None,
+) -> Topology:
+    """The topology of a launcher's processes: those of one host form a node, or as ``node_of_rank`` says.
+
+    Raises:
+        ArgumentError: nodes have unequal numbers of processes, or one spans hosts.
+        OperationTimeoutError: a process did not come.
+    """
+    settings = settings or config.load(config.Parameters)
+    solo = Topology(num_nodes=world.size, node=world.rank, store=store, settings=settings)
+    prefix = "torchrelay/parameters/host"
+    mine = {"host": host_identity(), "group": None if node_of_rank is None else node_of_rank(world.rank)}
+    solo.publish(f"{prefix}/{world.rank}", mine)
+    ranks = range(world.size)
+    places = solo.collect([f"{prefix}/{rank}" for rank in ranks], ranks, "the host names")
+    groups = [place["host"] if place["group"] is None else place["group"] for place in places]
+    names = list(dict.fromkeys(groups))
+    members = [[rank for rank in ranks if groups[rank] == name] for name in names]
+    if len({len(group) for group in members}) != 1:
+        raise ArgumentError(f"nodes have unequal numbers of processes: ranks {members}; give each the same")
+    for group in members:
+        if len({places[rank]["host"] for rank in group}) != 1:
+            raise ArgumentError(f"ranks {group} form a node but do not share a host")
+    node = names.index(groups[world.rank])
+    one_host = len({place["host"] for place in places}) == 1
+    interface = "127.0.0.1" if one_host else interface_towards(world.master_addr)
+    member = members[node].index(world.rank)
+    return Topology(
+        node,
+        len(names),
+        member,
+        len(members[node]),
+        workers_per_node=len(members[node]) * workers_per_process,
+        techniques=techniques,
+        store=store,
+        network=_zmq_network(store, node, member, interface),
+        settings=settings,
+    )
+
+
+def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -> Topology:
+    """The topology of the original's variables (``DMLC_*``) or, without them, of a launcher's: each process a node.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if "DMLC_NUM_SERVER" not in os.environ:
+        world = World.from_environment()
+        node_of_rank = None if world.size == 1 else (lambda rank: rank)
+        return of_world(
+            world,
+            world.connect(settings.timeout_s),
+            node_of_rank=node_of_rank,
+            workers_per_process=num_threads,
+            techniques=techniques,
+            settings=settings,
+        )
+    num_nodes, address, port = dmlc_variables()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=False,
+        timeout=timedelta(seconds=settings.timeout_s),
+    )
+    node = store.add("torchrelay/parameters/arrived", 1) - 1
+    if node >= num_nodes:
+        raise ConfigError(f"DMLC_NUM_SERVER={num_nodes}, but this is server number {node + 1}")
+    loopback = address in ("127.0.0.1", "localhost")
+    return Topology(
+        node,
+        num_nodes,
+        workers_per_node=num_threads,
+        techniques=techniques,
+        store=store,
+        network=_zmq_network(store, node, 0, "127.0.0.1" if loopback else interface_towards(address)),
+        settings=settings,
+    )
+
+
+def dmlc_variables() -> tuple[int, str, int]:
+    """Number of nodes, and address and port of the scheduler, from the original's variables."""
+    values = []
+    for name in ("DMLC_NUM_SERVER", "DMLC_PS_ROOT_PORT"):
+        text = os.environ.get(name, "")
+        if not text.isdigit():
+            raise ConfigError(f"{name}={text!r}: it must be a whole number, the same for all processes")
+        values.append(int(text))
+    return values[0], os.environ.get("DMLC_PS_ROOT_URI", "127.0.0.1"), values[1]
+
+
+def start(
+    num_keys: int,
+    length: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    rule: UpdateRule | None = None,
+    init: KeyInit | None = None,
+    techniques: str = "all",
+    name: str = "table",
+    world: World | None = None,
+    store: Store | None = None,
+    node_of_rank: Callable[[int], int] | None = None,
+) -> Place:
+    """Makes the table ``name`` under a launcher, one worker per process; collective over all its processes.
+
+    Args:
+        node_of_rank: which ranks form which node; default: those of one host.
+
+    Raises:
+        ArgumentError: a size, dtype, rule or technique is not served.
+        OperationTimeoutError: a process did not come.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from torchrelay.parameters.server import Server  # noqa: PLC0415 - they import this module
+    from torchrelay.parameters.worker import Worker  # noqa: PLC0415
+
+    world = world or World.from_environment()
+    settings = config.load(config.Parameters)
+    shared = dist.PrefixStore(name, store or world.connect(settings.timeout_s))  # type: ignore[attr-defined]
+    topology = of_world(world, shared, node_of_rank=node_of_rank, techniques=techniques, settings=settings)
+    server = Server(num_keys, length=length, dtype=dtype, rule=rule, init=init, topology=topology)
+    return Place(server, Worker(topology.member, server), world)

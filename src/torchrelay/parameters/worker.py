@@ -1,0 +1,273 @@
+"""One worker's access to the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay import _native
+from torchrelay.errors import ArgumentError
+from torchrelay.parameters._arrays import address_of_keys, address_of_values
+from torchrelay.parameters.sampling import Samples
+from torchrelay.parameters.server import Server
+
+__all__ = ["Worker"]
+
+_PULL, _PUSH, _SET, _PULL_ROW, _SET_ROW = range(5)
+
+
+class Worker:
+    """Reads and writes any key of the table; used by one thread at a time.
+
+    Operations of one worker on one key take effect in the order they are called, asynchronous ones too.
+    Buffers of an asynchronous call must not change before it is finished, and are kept alive until then.
+
+    Args:
+        worker_id: this worker's number within its node, below ``setup``'s ``num_threads``.
+        server: this process's part of the table.
+
+    Raises:
+        ArgumentError: the number is in use or too large.
+    """
+
+    def __init__(self, worker_id: int, server: Server) -> None:
+        workers = server.topology.workers_per_node
+        if not 0 <= worker_id < workers:
+            raise ArgumentError(
+                f"worker_id={worker_id}: node {server.node} has the workers 0 to {workers - 1}; "
+                "setup's num_threads says how many"
+            )
+        self.worker_id = worker_id
+        self.server = server
+        self._dtype = server.dtype
+        self._sums = server.rule.kind != "add"
+        settings = server.topology.settings
+        self._native = _native.ParameterWorker(
+            server.store, worker_id, server.network, server.addresses, settings.timeout_s
+        )
+        self._barriers = 0
+        self._samples: dict[int, Samples] = {}
+        self._next_sample = 0
+        self._finalized = False
+
+    def _access(self, op: int, keys: Any, values: Any, asynchronous: bool) -> int:
+        key_address, count = address_of_keys(keys)
+        address, size = address_of_values(values, self._dtype, written=op in (_PULL, _PULL_ROW))
+        held = (keys, values) if asynchronous else None
+        return self._native.access(op, key_address, count, address, size, not asynchronous, held)
+
+    def pull(
+        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+    ) -> int:
+        """Reads the values of ``keys`` into ``values``.
+
+        Args:
+            keys: int64, of shape ``(n,)``.
+            values: the table's dtype, of shape ``(n, length)`` or flat, each key's value after the other's.
+            asynchronous: return before it is done; also the third argument, and ``**{"async": True}``.
+
+        Returns:
+            -1 if it is done, else a timestamp for :meth:`wait`.
+
+        Raises:
+            ArgumentError: keys or values are not as described; nothing was read or written.
+            PeerLostError: a node was lost.
+            OperationTimeoutError: an owner did not answer.
+        """
+        return self._access(_PULL, keys, values, _asynchronous(async_, asynchronous, reserved))
+
+    def push(
+        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+    ) -> int:
+        """Adds ``values`` to the values of ``keys``, or applies them as gradients; see :class:`UpdateRule`.
+
+        Repeated keys accumulate; gradients of a repeated key are summed, then applied once. Arguments,
+        result and errors as in :meth:`pull`.
+        """
+        wait = not _asynchronous(async_, asynchronous, reserved)
+        if self._sums:
+            keys, values = self._summed(keys, values)
+        return self._access(_PUSH, keys, values, not wait)
+
+    def set(
+        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+    ) -> int:
+        """Overwrites the values of ``keys``; of a repeated key, the last counts. Otherwise as :meth:`pull`."""
+        return self._access(_SET, keys, values, _asynchronous(async_, asynchronous, reserved))
+
+    def pull_rows(self, keys: Any, rows: Any) -> None:
+        """Reads whole rows: values, then optimizer state; ``server.row_length(key)`` elements each."""
+        self._access(_PULL_ROW, keys, rows, False)
+
+    def set_rows(self, keys: Any, rows: Any) -> None:
+        """Overwrites whole rows."""
+        self._access(_SET_ROW, keys, rows, False)
+
+    def _summed(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        address, count = address_of_keys(keys)
+        _, size = address_of_values(values, self._dtype, written=False)
+        flat = torch.as_tensor(keys)
+        unique, inverse = torch.unique(flat, return_inverse=True)
+        if len(unique) == count:
+            return keys, values
+        elements = self.server.store.elements(False, address, count)
+        if elements * self._dtype.itemsize != size:
+            return keys, values  # the native core says what is wrong
+        if elements != count * self.get_key_size(int(flat[0])):
+            raise ArgumentError("gradients with repeated keys need keys of one length; sum them before")
+        given = torch.as_tensor(values).detach().reshape(count, -1)
+        return unique, torch.zeros(len(unique), given.shape[1], dtype=given.dtype).index_add_(
+            0, inverse, given
+        )
+
+    def pull_if_local(self, keys: Any, values: Any) -> bool:
+        """Like :meth:`pull` if all keys are at this node; else ``False``, and ``values`` is undefined."""
+        key_address, count = address_of_keys(keys)
+        address, size = address_of_values(values, self._dtype, written=True)
+        return self._native.pull_if_local(key_address, count, address, size)
+
+    def wait(self, timestamp: int) -> None:
+        """Waits until the operation that returned ``timestamp`` is done.
+
+        Raises:
+            ArgumentError: this worker returned no such timestamp.
+            OperationTimeoutError, PeerLostError: as :meth:`pull`.
+        """
+        self._native.wait(timestamp)
+
+    def waitall(self) -> None:
+        """Waits until all operations of this worker are done."""
+        self._native.wait_all()
+
+    def is_finished(self, timestamp: int) -> bool:
+        """Is the operation done? Does not wait."""
+        return self._native.is_finished(timestamp)
+
+    def intent(self, keys: Any, start: int, end: int = 0) -> None:
+        """Announces that this worker will access ``keys`` in the clocks [``start``, ``end``).
+
+        The keys, or copies of them, come to this node in time. ``end`` 0 means ``start + 1``.
+        """
+        address, count = address_of_keys(keys)
+        self._native.intent(address, count, start, end or start + 1)
+
+    def advance_clock(self) -> int:
+        """Ends this worker's current clock; returns the next."""
+        return self._native.advance_clock()
+
+    def current_clock(self) -> int:
+        return self._native.clock
+
+    def prepare_sample(self, n: int, start: int, end: int = 0) -> int:
+        """Gets ``n`` samples ready for the clocks [``start``, ``end``); returns their id.
+
+        Raises:
+            ArgumentError: sampling was not enabled, or ``n`` distinct keys do not exist.
+        """
+        samples = self._sampling().prepare(n)
+        announced = samples.announced()
+        if announced is not None and len(announced):
+            self.intent(announced, start, end)
+        self._samples[self._next_sample] = samples
+        self._next_sample += 1
+        return self._next_sample - 1
+
+    def pull_sample(
+        self,
+        sample_id: int,
+        keys: Any,
+        values: Any,
+        async_: bool = False,
+        *,
+        asynchronous: bool = False,
+        **reserved: Any,
+    ) -> int:
+        """Draws the next ``len(keys)`` samples of ``sample_id`` into ``keys`` and pulls them into ``values``.
+
+        May be called repeatedly until the samples are used up. Returns as :meth:`pull`.
+
+        Raises:
+            ArgumentError: there is no such sample, or it has fewer keys left.
+        """
+        wait = not _asynchronous(async_, asynchronous, reserved)
+        _, count = address_of_keys(keys)
+        address_of_values(values, self._dtype, written=True)
+        target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
+        self._sampling().draw(self._sample(sample_id), count, self.server.store, target)
+        return self._access(_PULL, keys, values, not wait)
+
+    def finish_sample(self, sample_id: int) -> None:
+        """The rest of the samples of ``sample_id`` is not needed."""
+        self._sample(sample_id)
+        del self._samples[sample_id]
+
+    def _sample(self, sample_id: int) -> Samples:
+        if sample_id not in self._samples:
+            raise ArgumentError(f"there is no sample {sample_id}: it was not prepared, or is finished")
+        return self._samples[sample_id]
+
+    def _sampling(self) -> Any:
+        if self.server.sampling is None:
+            raise ArgumentError("sampling was not enabled: call server.enable_sampling_support first")
+        return self.server.sampling
+
+    def owned_keys(self) -> torch.Tensor:
+        """The keys whose master copy is at this node now, int64."""
+        return torch.from_numpy(np.asarray(self.server.store.owned_keys()))
+
+    def begin_setup(self) -> None:
+        """Starts setting initial values. All workers call it."""
+        self.barrier()
+
+    def end_setup(self) -> None:
+        """Ends it: what any worker has set is seen by all. All workers call it."""
+        self.waitall()
+        self.wait_sync()
+        self.barrier()
+
+    def wait_sync(self) -> None:
+        """After it, every node sees this node's earlier pushes; and all nodes' that also called it, once they did."""
+        self._native.flush_updates()
+        self._native.flush_refreshes()
+
+    def barrier(self) -> None:
+        """Waits for all workers of all nodes.
+
+        Raises:
+            OperationTimeoutError: some did not come.
+            PeerLostError: a node was lost.
+        """
+        topology = self.server.topology
+        participants = topology.num_nodes * topology.workers_per_node
+        self._native_check()
+        topology.barrier(f"{self.server.table}/workers", self._barriers, participants, self._native_check)
+        self._barriers += 1
+
+    def _native_check(self) -> None:
+        self.server.store.check_peers()
+
+    def finalize(self) -> None:
+        """Finishes what is unfinished; this worker's intents end. Idempotent."""
+        if not self._finalized:
+            self._finalized = True
+            self._native.finalize()
+
+    def get_key_size(self, key: int = 0) -> int:
+        """Elements of the value of ``key``."""
+        if not self.server.store.valid(key):
+            raise ArgumentError(f"key {key} is out of range: the table has the keys 0 to {self.num_keys - 1}")
+        return self.server.store.length_of(key)
+
+    @property
+    def num_keys(self) -> int:
+        return self.server.num_keys
+
+
+def _asynchronous(positional: bool, keyword: bool, reserved: dict[str, Any]) -> bool:
+    """``async`` is a word of the language: it comes by position, as ``asynchronous``, or in a dictionary."""
+    given = reserved.pop("async", False)
+    if reserved:
+        raise TypeError(f"unexpected arguments: {', '.join(reserved)}")
+    return bool(positional or keyword or given)
