@@ -80,7 +80,6 @@ FACTS = {
     ("shapes.round.Circle._check", "uses", "shapes.round.Circle.radius"),
     ("shapes.round.Circle._check", "uses", "shapes.round.LIMIT"),
     ("shapes.round.Circle._check", "raises", "ValueError"),
-    ("shapes.round.Circle._check", "calls", "ValueError"),
     ("shapes.round.Circle.area", "uses", "shapes.round.Circle.radius"),
     ("shapes.round.Circle.area", "calls", "len"),
     ("shapes.round.Circle.area", "calls", ".bit_length()"),

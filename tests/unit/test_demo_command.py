@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from torchrelay.cli import main
 from torchrelay.cli.demo.options import Options
 
-# With execve gone, a process that were started after all would show as a traceback.
-_SCRIPT = "import os; del os.execve; from torchrelay.cli import main; main()"
+
+class Demo:
+    """Calls ``torchrelay demo`` in this process, which cannot become torchrun: that would be an AttributeError."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.delattr(os, "execve")
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str) -> tuple[object, str, str]:
+        """Exit code, standard output and standard error."""
+        self._monkeypatch.setattr(sys, "argv", ["torchrelay", "demo", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *self._capsys.readouterr()
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _SCRIPT, "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Demo:
+    return Demo(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
@@ -29,21 +43,20 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["missing file", "empty file", "two columns", "unknown entity"],
 )
-def test_bad_data(tmp_path: Path, train: str, test: str | None, sentence: str) -> None:
+def test_bad_data(tmp_path: Path, demo: Demo, train: str, test: str | None, sentence: str) -> None:
     (tmp_path / "train.txt").write_text(train)
     (tmp_path / "valid.txt").write_text(train)
     if test is not None:
         (tmp_path / "test.txt").write_text(test)
-    result = run_demo("--data", str(tmp_path))
-    assert result.returncode == 2
-    assert sentence in result.stderr
-    assert result.stderr.startswith("torchrelay: ")
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
+    code, output, errors = demo("--data", str(tmp_path))
+    assert (code, output) == (2, "")
+    assert errors.startswith("torchrelay: ") and sentence in errors
+    assert errors.count("\n") == 1
 
 
-def test_missing_folder() -> None:
-    result = run_demo("--data", "/nowhere")
+def test_a_missing_folder_from_outside() -> None:
+    command = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo", "--data", "/nowhere"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "/nowhere does not exist" in result.stderr
 
@@ -51,8 +64,9 @@ def test_missing_folder() -> None:
 @pytest.mark.parametrize(
     "option", ["--nproc", "--epochs", "--dim", "--batch-size", "--negatives", "--timeout"]
 )
-def test_options_out_of_range(option: str) -> None:
-    assert run_demo(option, "0").returncode == 2
+def test_options_out_of_range(demo: Demo, option: str) -> None:
+    code, _, errors = demo(option, "0")
+    assert code == 2 and option in errors
 
 
 def test_options_survive_the_way_to_the_processes() -> None:

@@ -77,4 +77,6 @@ def demo(
     )
     from torchrelay.cli.demo import launch  # noqa: PLC0415 - imports torch
 
-    raise typer.Exit(launch.run(options) if data else launch.run_on_code_graph(options))
+    if data is None:
+        launch.run_on_code_graph(options)
+    launch.run(options)

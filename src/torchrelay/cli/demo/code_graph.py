@@ -224,12 +224,14 @@ class _Module:
                 yield name, "takes", f"{argument.arg}="
         for decorator in node.decorator_list:
             yield from self._fact(name, "is decorated by", self._resolve(decorator, methods))
+        raised: set[ast.AST] = set()  # raise ValueError() is one fact, not a call besides
         for child in ast.walk(node):
-            if isinstance(child, ast.Call):
+            if isinstance(child, ast.Call) and child not in raised:
                 yield from self._fact(name, "calls", self._resolve(child.func, methods, called=True))
             elif isinstance(child, (ast.Name, ast.Attribute)):
                 yield from self._fact(name, "uses", self._variable(child, methods))
             elif isinstance(child, ast.Raise) and child.exc is not None:
+                raised.add(child.exc)
                 yield from self._fact(name, "raises", self._resolve(child.exc, methods))
             elif isinstance(child, ast.ExceptHandler) and child.type is not None:
                 types = child.type.elts if isinstance(child.type, ast.Tuple) else [child.type]

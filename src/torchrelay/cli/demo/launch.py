@@ -32,7 +32,7 @@ def run(options: Options) -> NoReturn:
     read_graph(options.data, allow_unseen=options.allow_unseen)
     options = replace(options, launched_at=time.time())
     threads = max(1, len(os.sched_getaffinity(0)) // options.nproc)
-    # One host: the processes meet on the loopback interface and listen on no other.
+    # One host: the processes find each other, and Gloo talks, on the loopback interface.
     defaults = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     worker = ["--nproc-per-node", str(options.nproc), "-m", "torchrelay.cli.demo.worker", options.to_json()]

@@ -166,6 +166,8 @@ def main() -> None:
     except TorchRelayError as error:
         print(f"torchrelay demo, rank {world.rank}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ArgumentError | ConfigError | DataError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
