@@ -11,8 +11,8 @@ A run whose test MRR is below what it must reach fails and writes nothing.
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -20,14 +20,12 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+import report
 
-RESULTS = Path(__file__).parent / "results" / "tour.md"
+RESULTS = report.RESULTS / "tour.md"
 TITLE = "# The main job\n"
 
-WN18RR_OPTIONS = (
-    "--allow-unseen --epochs 20 --dim 100 --negatives 4096 --learning-rate 0.3"
-)
+WN18RR_OPTIONS = "--allow-unseen --epochs 20 --dim 100 --negatives 4096 --learning-rate 0.3"
 
 # What a run must reach to be written down: on WN18RR, ComplEx's published figures start about here.
 WN18RR_MRR = 0.42
@@ -60,18 +58,10 @@ def check(output: str, least: float | None) -> None:
         raise SystemExit(f"test MRR is {reached}, but must be at least {least:.4f}:\n{output}")
 
 
-def processor() -> str:
-    """The processor's name and the cores this process may use."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    name = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
-    return f"{name[1] if name else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
-
-
 def section(heading: str, command: str, output: str, seconds: float) -> str:
-    hardware = f"{processor()}; Python {platform.python_version()}, torch {torch.__version__}"
     output = output.replace(str(Path.home()), "~").rstrip()
     return (
-        f"## {heading}\n\n{hardware}; {time.strftime('%Y-%m-%d')}\n\n    {command}\n\n"
+        f"## {heading}\n\n{report.machine()}; {datetime.date.today()}\n\n    {command}\n\n"
         f"{seconds:.0f} s from start to end. It printed:\n\n```text\n{output}\n```\n"
     )
 

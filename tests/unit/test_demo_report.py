@@ -1,0 +1,75 @@
+"""What is printed: names as they are, progress without a terminal, times with three digits and a unit."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from torchrelay.cli.demo.evaluation import Metrics
+from torchrelay.cli.demo.report import (
+    Prediction,
+    Stage,
+    TrainingProgress,
+    format_seconds,
+    metrics_table,
+    predictions_table,
+    stages_table,
+)
+
+
+def printed(*tables: Table, terminal: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=terminal)
+    for table in tables:
+        console.print(table)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0000668, "0.0668 ms"), (0.0122, "12.2 ms"), (0.9, "900 ms"), (1.04, "1.0 s"), (83.26, "83.3 s")],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_names_are_printed_as_they_are_even_with_brackets() -> None:
+    prediction = Prediction("a[red]", "[b]", [("list[int]", True), ("[/green]", False)], "c[/d]", 1.5)
+    text = printed(predictions_table([prediction]))
+    assert "a[red] [b] ?" in text
+    assert "list[int] ✓" in text and "[/green]" in text
+    assert "c[/d]  1.5" in text
+
+
+def test_a_stage_without_a_rival_has_no_ratio() -> None:
+    stages = [Stage("alone", 2.0), Stage("beside", 0.5, "the other", 1.0)]
+    lines = printed(stages_table(stages)).splitlines()
+    assert next(line for line in lines if "alone" in line).split() == ["│", "alone", "│", "2.0", "s", *"││││"]
+    assert "│ 2.00 │" in next(line.replace("  ", " ") for line in lines if "beside" in line)
+
+
+def test_metrics_have_four_digits() -> None:
+    text = printed(metrics_table({"test": Metrics(1200, 0.51234, (0.4, 0.5, 0.6))}))
+    assert all(figure in text for figure in ("1,200", "0.5123", "0.4000", "0.5000", "0.6000"))
+
+
+def test_progress_is_a_line_an_epoch_without_a_terminal_and_none_on_other_ranks() -> None:
+    out = io.StringIO()
+    with TrainingProgress(Console(file=out, width=80), epochs=2, steps=2) as progress:
+        for epoch, loss in [(1, 4.0), (1, 2.0), (2, 1.0), (2, 2.0)]:
+            progress.step(epoch, loss)
+    assert out.getvalue() == "epoch 1 of 2: mean loss 3.0000\nepoch 2 of 2: mean loss 1.5000\n"
+    with TrainingProgress(None, epochs=1, steps=1) as silent:
+        silent.step(1, 1.0)
+
+
+def test_progress_is_a_bar_in_a_terminal() -> None:
+    out = io.StringIO()
+    with TrainingProgress(Console(file=out, width=100, force_terminal=True), epochs=1, steps=4) as progress:
+        for _ in range(4):
+            progress.step(1, 2.5)
+    assert "epoch 1 of 1, loss 2.500" in out.getvalue()
+    assert "4/4" in out.getvalue()
