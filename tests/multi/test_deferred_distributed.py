@@ -54,7 +54,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(module: nn.Module, reference: nn.Module) -> None:
-    mine = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    found = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    mine = {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in found.items()}
     theirs = dict(reference.named_parameters(remove_duplicate=False)) | dict(reference.named_buffers())
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -160,9 +161,9 @@ def test_tensor_parallel_plan_takes_a_deferred_module(world: World) -> None:
 def _fsdp1(world: World, **kwargs: Any) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    module = FullyShardedDataParallel(deferred(), device_id=torch.device("cpu"), **kwargs)
+    module = FullyShardedDataParallel(deferred(), use_orig_params=True, device_id=torch.device("cpu"), **kwargs)
     with FullyShardedDataParallel.summon_full_params(module):
-        assert_same(module.module, eager())
+        assert_same(module, eager())
 
 
 @pytest.mark.processes(2)

@@ -6,9 +6,10 @@ point-to-point messages in pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -85,23 +86,26 @@ def axis_of(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-class Header:
+class Header(NamedTuple):
     """What one rank tells the others before a collective whose blocks may differ in length."""
 
-    __slots__ = ("dtype", "number", "shape")
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-    def __init__(self, row: np.ndarray) -> None:
-        self.number = int(row[0])
-        self.dtype = DTYPES[row[1]]
-        self.shape = tuple(row[3 : 3 + row[2]].tolist())
+    @classmethod
+    def read(cls, row: list[int]) -> Header:
+        return cls(row[0], DTYPES[row[1]], tuple(row[3 : 3 + row[2]]))
 
     def block(self, axis: int, length: int) -> tuple[int, ...]:
         """The shape with ``length`` along ``axis``."""
         return (*self.shape[:axis], length, *self.shape[axis + 1 :])
 
 
-def exchange_headers(call: Call, x: Tensor, number: int = 0) -> list[Header]:
-    """Every rank's dtype and shape, and a number of its choice."""
+def exchange_headers(call: Call, x: Tensor, number: int = 0, uniform: bool = False) -> list[Header]:
+    """Every rank's dtype and shape, and a number of its choice; nothing is exchanged if all are known to be equal."""
+    if uniform:
+        return [Header(number, x.dtype, tuple(x.shape))] * call.comm.size
     if x.ndim > MAX_DIMS:
         raise ArgumentError(f"{call.describe()}: {x.ndim} axes are more than {MAX_DIMS}")
     datatype(x.dtype)
@@ -110,7 +114,7 @@ def exchange_headers(call: Call, x: Tensor, number: int = 0) -> list[Header]:
     comm = call.comm
     rows = np.empty((comm.size, MAX_DIMS + 3), np.int64)
     finish(comm.mpi.Iallgather((row, MAX_DIMS + 3, MPI.INT64_T), (rows, MAX_DIMS + 3, MPI.INT64_T)), call)
-    return [Header(each) for each in rows]
+    return [Header.read(each) for each in rows.tolist()]
 
 
 def agree(call: Call, headers: Sequence[Header], *free_axes: int) -> None:
@@ -139,7 +143,7 @@ def join(blocks: Sequence[Tensor], axis: int, flat: Tensor) -> Tensor:
 
 def _carve(dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
     """New memory for tensors of ``shapes``, one after the other, and those tensors."""
-    counts = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+    counts = [math.prod(shape) for shape in shapes]
     flat = torch.empty(sum(counts), dtype=dtype)
     return flat, [
         part.view(*shape) for part, shape in zip(flat.split_with_sizes(counts), shapes, strict=True)
@@ -174,35 +178,35 @@ def _vector(flat: Tensor, blocks: Sequence[Tensor]) -> tuple[object, ...]:
     return (memory, counts, [0, *accumulate(counts[:-1])], kind)
 
 
-def _is_large(counts: int) -> bool:
-    return counts > settings.max_count
+class Moving(NamedTuple):
+    """Blocks under way. ``blocks`` are what is received, one after the other in ``flat``."""
+
+    requests: list[MPI.Request]
+    blocks: list[Tensor]
+    flat: Tensor
+    kept: object  # memory that is being sent
+
+    def joined(self, axis: int) -> Tensor:
+        return join(self.blocks, axis, self.flat)
 
 
-def allgather_blocks(
-    call: Call, block: Tensor, shapes: Sequence[Sequence[int]]
-) -> tuple[list[Tensor], Tensor]:
+def allgather_blocks(call: Call, block: Tensor, shapes: Sequence[Sequence[int]]) -> Moving:
     """Every rank's block, on every rank."""
     flat, blocks = _carve(block.dtype, shapes)
-    if _is_large(flat.numel()):
-        _exchange_pieces(call, [block] * len(blocks), blocks)
-    else:
-        finish(call.comm.mpi.Iallgatherv(buffer(block), _vector(flat, blocks)), call)
-    return blocks, flat
+    if flat.numel() > settings.max_count:
+        return _move_pieces(call, [block] * len(blocks), blocks, flat)
+    return Moving([call.comm.mpi.Iallgatherv(buffer(block), _vector(flat, blocks))], blocks, flat, block)
 
 
-def gather_blocks(
-    call: Call, block: Tensor, shapes: Sequence[Sequence[int]], root: int
-) -> tuple[list[Tensor], Tensor] | None:
-    """Every rank's block, on ``root``; None on the others."""
-    comm, total = call.comm, sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
-    is_root = comm.rank == root
+def gather_blocks(call: Call, block: Tensor, shapes: Sequence[Sequence[int]], root: int) -> Moving:
+    """Every rank's block, on ``root``; empty blocks on the others."""
+    comm, is_root = call.comm, call.comm.rank == root
     flat, blocks = _carve(block.dtype, shapes if is_root else [(0,)] * comm.size)
-    if _is_large(total):
+    if _volume(shapes) > settings.max_count:
         nothing = block.new_empty(0)
-        _exchange_pieces(call, [block if rank == root else nothing for rank in range(comm.size)], blocks)
-    else:
-        finish(comm.mpi.Igatherv(buffer(block), _vector(flat, blocks) if is_root else None, root), call)
-    return (blocks, flat) if is_root else None
+        return _move_pieces(call, [block if r == root else nothing for r in range(comm.size)], blocks, flat)
+    request = comm.mpi.Igatherv(buffer(block), _vector(flat, blocks) if is_root else None, root)
+    return Moving([request], blocks, flat, block)
 
 
 def scatter_blocks(
@@ -211,48 +215,49 @@ def scatter_blocks(
     dtype: torch.dtype,
     shapes: Sequence[Sequence[int]],
     root: int,
-) -> Tensor:
+) -> Moving:
     """This rank's block of those that ``root`` gives."""
-    comm, total = call.comm, sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
+    comm = call.comm
     result = torch.empty(tuple(shapes[comm.rank]), dtype=dtype)
-    if _is_large(total):
+    if _volume(shapes) > settings.max_count:
         nothing = torch.empty(0, dtype=dtype)
         sending = blocks if blocks is not None else [nothing] * comm.size
-        _exchange_pieces(call, sending, [result if rank == root else nothing for rank in range(comm.size)])
-    elif blocks is None:
-        finish(comm.mpi.Iscatterv(None, buffer(result), root), call)
-    else:
-        flat = flat_of(blocks)
-        finish(comm.mpi.Iscatterv(_vector(flat, blocks), buffer(result), root), call)
-    return result
+        return _move_pieces(
+            call, sending, [result if r == root else nothing for r in range(comm.size)], result
+        )
+    flat = None if blocks is None else flat_of(blocks)
+    sent = None if blocks is None or flat is None else _vector(flat, blocks)
+    return Moving([comm.mpi.Iscatterv(sent, buffer(result), root)], [result], result, flat)
 
 
 def alltoall_blocks(
     call: Call, blocks: Sequence[Tensor], dtype: torch.dtype, shapes: Sequence[Sequence[int]], total: int
-) -> tuple[list[Tensor], Tensor]:
+) -> Moving:
     """``blocks[r]`` goes to rank r, and what comes from it has ``shapes[r]``.
 
     ``total`` is the number of elements on all ranks: they must agree on whether to send in pieces.
     """
     result, received = _carve(dtype, shapes)
-    if _is_large(total):
-        _exchange_pieces(call, blocks, received)
-    else:
-        flat = flat_of(blocks)
-        finish(call.comm.mpi.Ialltoallv(_vector(flat, blocks), _vector(result, received)), call)
-    return received, result
+    if total > settings.max_count:
+        return _move_pieces(call, blocks, received, result)
+    flat = flat_of(blocks)
+    request = call.comm.mpi.Ialltoallv(_vector(flat, blocks), _vector(result, received))
+    return Moving([request], received, result, flat)
 
 
-def _exchange_pieces(call: Call, sending: Sequence[Tensor], receiving: Sequence[Tensor]) -> None:
+def _volume(shapes: Sequence[Sequence[int]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _move_pieces(call: Call, sending: Sequence[Tensor], receiving: Sequence[Tensor], flat: Tensor) -> Moving:
     """``sending[r]`` goes to rank r and ``receiving[r]`` comes from it, in pieces."""
     comm = call.comm
+    sent = [block.contiguous() for block in sending]
     requests: list[MPI.Request] = []
-    steps: list[tuple[Callable[..., MPI.Request], Sequence[Tensor]]]
-    steps = [(comm.mpi.Irecv, receiving), (comm.mpi.Isend, [block.contiguous() for block in sending])]
-    for post, tensors in steps:
-        for rank, tensor in enumerate(tensors):
-            if tensor.numel():
-                for (piece,) in pieces(tensor):
-                    requests.append(post(buffer(piece), rank, PIECE_TAG))
-    for request in requests:
-        finish(request, call)
+    for rank, tensor in enumerate(receiving):
+        if tensor.numel():
+            requests += [comm.mpi.Irecv(buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)]
+    for rank, tensor in enumerate(sent):
+        if tensor.numel():
+            requests += [comm.mpi.Isend(buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)]
+    return Moving(requests, list(receiving), flat, sent)

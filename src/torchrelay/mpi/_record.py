@@ -7,8 +7,8 @@ tensor with one more dimension. :func:`record` runs it in whatever mode torch is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,42 @@ from torchrelay.errors import UnsupportedError
 from torchrelay.mpi import _chain, _check
 from torchrelay.mpi._dtypes import is_differentiable
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import check_usable
+from torchrelay.mpi._wait import Testable, check_usable, finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Call", "nothing_of", "record"]
+__all__ = ["Adjoint", "Call", "Started", "nothing_of", "record"]
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+class Started:
+    """Communication under way: its requests, the memory they use, and what makes the result of it."""
+
+    __slots__ = ("kept", "requests", "result")
+
+    def __init__(
+        self, requests: Sequence[Testable], result: Callable[[], Tensor], kept: object = None
+    ) -> None:
+        self.requests = requests
+        self.result = result
+        self.kept = kept
+
+    def finish(self, call: Call) -> Tensor:
+        for request in self.requests:
+            finish(request, call)
+        return self.result()
+
+
+class Adjoint(NamedTuple):
+    """A cotangent's way back: through ``call`` (None: no communication), then through ``complete``."""
+
+    call: Call | None
+    grad: Tensor
+    complete: Callable[[Tensor], Tensor] = unchanged
 
 
 class Call:
@@ -43,17 +73,26 @@ class Call:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
+    def start(self, x: Tensor) -> Started:
+        """Starts to communicate, and waits for nobody, unless lengths must be told first."""
+        raise NotImplementedError
+
     def forward(self, x: Tensor) -> Tensor:
         """Communicates; records nothing."""
-        raise NotImplementedError
+        return self.start(x).finish(self)
 
     def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         """What :meth:`backward` and :meth:`tangent` need. Linear functions need nothing."""
         return ()
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor | None:
-        """The input's cotangent, computed with recorded communications on ``comm.reverse``."""
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        """Of a linear function: the communication on ``comm.reverse`` that gives the input's cotangent."""
         raise NotImplementedError
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor | None:
+        """The input's cotangent, computed with recorded communications."""
+        call, grad, complete = self.adjoint(grad)
+        return complete(grad if call is None else record(call, grad))
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
         """The output's tangent. A linear function is its own."""

@@ -25,7 +25,7 @@ from torchrelay.mpi._settings import settings
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Waiting", "barrier", "check_usable", "finish", "register"]
+__all__ = ["Testable", "Waiting", "barrier", "check_usable", "finish", "register"]
 
 SPINS = 100  # tests in a tight loop: some 30 us, what a short message takes
 YIELD_S = 1.0  # after that, give the core to others, but go on at full speed

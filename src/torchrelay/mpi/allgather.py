@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import agree, allgather_blocks, axis_of, exchange_headers, join, packed, placed
-from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._exchange import agree, allgather_blocks, axis_of, exchange_headers, packed, placed
+from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -20,31 +20,32 @@ __all__ = ["allgather"]
 
 
 class Allgather(Call):
-    __slots__ = ("axis", "lengths")
+    __slots__ = ("axis", "lengths", "uniform")
     name = "Allgather"
 
-    def __init__(self, comm: Communicator, axis: int) -> None:
+    def __init__(self, comm: Communicator, axis: int, uniform: bool = False) -> None:
         self.comm = comm
         self.axis = axis
+        self.uniform = uniform
         self.lengths: list[int] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        headers = exchange_headers(self, x)
+    def start(self, x: Tensor) -> Started:
+        headers = exchange_headers(self, x, uniform=self.uniform)
         agree(self, headers, self.axis)
         self.lengths = [h.shape[self.axis] for h in headers]
-        blocks, flat = allgather_blocks(self, packed(x), [h.shape for h in headers])
-        return placed(join(blocks, self.axis, flat), x)
+        moving = allgather_blocks(self, packed(x), [h.shape for h in headers])
+        return Started(moving.requests, lambda: placed(moving.joined(self.axis), x), moving)
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        rank = self.comm.rank
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        rank, reverse = self.comm.rank, self.comm.reverse
         if self.comm.convention == "replicated":
-            return grad.narrow(self.axis, sum(self.lengths[:rank]), self.lengths[rank])
-        from torchrelay.mpi.reduce_scatter import reduce_scatter  # noqa: PLC0415 - each is the other's derivative
+            return Adjoint(None, grad.narrow(self.axis, sum(self.lengths[:rank]), self.lengths[rank]))
+        from torchrelay.mpi.reduce_scatter import ReduceScatter  # noqa: PLC0415 - each is the other's derivative
 
-        return reduce_scatter(self.comm.reverse, grad, Op.SUM, self.axis, self.lengths[rank])
+        return Adjoint(ReduceScatter(reverse, Op.SUM, self.axis, self.lengths[rank], self.uniform), grad)
 
     def batched(self) -> Allgather:
-        return Allgather(self.comm, self.axis + 1)
+        return Allgather(self.comm, self.axis + 1, self.uniform)
 
     def signature(self, x: Tensor) -> str:
         return f"{self.describe()} of {x.dtype} with {x.ndim} axes"

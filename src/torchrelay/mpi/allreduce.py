@@ -14,8 +14,7 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import packed, pieces, placed
-from torchrelay.mpi._record import Call, record
-from torchrelay.mpi._wait import finish
+from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -33,21 +32,25 @@ class Allreduce(Call):
         self.comm = comm
         self.op = op
 
-    def forward(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Started:
         source = packed(x)
         result = torch.empty_like(source)
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Iallreduce
-        for ours, total in pieces(source, result):
-            finish(start(buffer(ours), buffer(total), op), self)
-        return placed(result, x)
+        requests = [start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)]
+        return Started(requests, lambda: placed(result, x), source)
 
     def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return () if self.op is Op.SUM else (x, y)
 
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        if self.comm.convention == "replicated":
+            return Adjoint(None, grad)
+        return Adjoint(Allreduce(self.comm.reverse, Op.SUM), grad)
+
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        reverse = self.comm.reverse
-        total = grad if self.comm.convention == "replicated" else allreduce(reverse, grad, Op.SUM)
-        return total * share(reverse, self.op, *saved) if saved else total
+        total = super().backward(grad)
+        assert total is not None
+        return total * share(self.comm.reverse, self.op, *saved) if saved else total
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
         if saved:
@@ -73,7 +76,7 @@ def allreduce(comm: Communicator, x: Tensor, op: Op) -> Tensor:
 
     MAXLOC and MINLOC give a :class:`Located` instead.
     """
-    if op in LOGICAL and is_differentiable(x.dtype):
+    if op in LOGICAL and x.dtype is not torch.bool:
         return record(Allreduce(comm, op), x != 0).to(x.dtype)
     return record(Allreduce(comm, op), x)
 

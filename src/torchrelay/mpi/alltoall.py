@@ -6,6 +6,7 @@ moves the borders between the ranks' parts. The derivative exchanges the axes.
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,10 @@ from torchrelay.mpi._exchange import (
     alltoall_blocks,
     axis_of,
     exchange_headers,
-    join,
     packed,
     placed,
 )
-from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -31,27 +31,34 @@ __all__ = ["alltoall"]
 
 
 class Alltoall(Call):
-    __slots__ = ("gatheraxis", "length", "numelem", "scatteraxis")
+    __slots__ = ("gatheraxis", "length", "numelem", "scatteraxis", "uniform")
     name = "Alltoall"
 
     def __init__(
-        self, comm: Communicator, gatheraxis: int, scatteraxis: int, numelem: int, length: int
+        self,
+        comm: Communicator,
+        gatheraxis: int,
+        scatteraxis: int,
+        numelem: int,
+        length: int,
+        uniform: bool = False,
     ) -> None:
         self.comm = comm
         self.gatheraxis = gatheraxis
         self.scatteraxis = scatteraxis
         self.numelem = numelem
+        self.uniform = uniform
         self.length = length  # of the input along gatheraxis: what the derivative asks for
 
-    def forward(self, x: Tensor) -> Tensor:
-        headers = exchange_headers(self, x, self.numelem)
+    def start(self, x: Tensor) -> Started:
+        headers = exchange_headers(self, x, self.numelem, self.uniform)
         agree(self, headers, self.gatheraxis)
         sending, receiving = self._plan(headers)
         blocks = packed(x).split_with_sizes(sending, self.scatteraxis)
         shapes = [headers[rank].block(self.scatteraxis, length) for rank, length in enumerate(receiving)]
-        total = sum(_volume(h.shape) for h in headers)
-        received, flat = alltoall_blocks(self, blocks, x.dtype, shapes, total)
-        return placed(join(received, self.gatheraxis, flat), x)
+        total = sum(math.prod(h.shape) for h in headers)
+        moving = alltoall_blocks(self, blocks, x.dtype, shapes, total)
+        return Started(moving.requests, lambda: placed(moving.joined(self.gatheraxis), x), moving)
 
     def _plan(self, headers: list[Header]) -> tuple[list[int], list[int]]:
         """How much along ``scatteraxis`` goes to each rank, and how much comes from each."""
@@ -72,11 +79,16 @@ class Alltoall(Call):
             [_overlap(old[peer : peer + 2], new[rank : rank + 2]) for peer in range(len(headers))],
         )
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        return alltoall(self.comm.reverse, grad, self.scatteraxis, self.gatheraxis, self.length)
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        gatheraxis, scatteraxis = self.scatteraxis, self.gatheraxis
+        length = grad.shape[gatheraxis]
+        call = Alltoall(self.comm.reverse, gatheraxis, scatteraxis, self.length, length, self.uniform)
+        return Adjoint(call, grad)
 
     def batched(self) -> Alltoall:
-        return Alltoall(self.comm, self.gatheraxis + 1, self.scatteraxis + 1, self.numelem, self.length)
+        return Alltoall(
+            self.comm, self.gatheraxis + 1, self.scatteraxis + 1, self.numelem, self.length, self.uniform
+        )
 
     def signature(self, x: Tensor) -> str:
         return f"{self.describe()} of {x.dtype} with {x.ndim} axes"
@@ -91,13 +103,6 @@ def _borders(lengths: list[int]) -> list[int]:
 
 def _overlap(a: list[int], b: list[int]) -> int:
     return max(0, min(a[1], b[1]) - max(a[0], b[0]))
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    volume = 1
-    for size in shape:
-        volume *= size
-    return volume
 
 
 def alltoall(comm: Communicator, x: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:

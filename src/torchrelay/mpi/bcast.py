@@ -13,8 +13,8 @@ from torch import Tensor
 from torchrelay.mpi._dtypes import Op, buffer
 from torchrelay.mpi._exchange import packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
-from torchrelay.mpi._record import Call, record
-from torchrelay.mpi._wait import finish
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -30,22 +30,20 @@ class Bcast(Call):
         self.comm = comm
         self.root = root
 
-    def forward(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Started:
         source = packed(x)
         result = source.clone() if self.comm.rank == self.root else torch.empty_like(source)
-        self.run(result)
-        return placed(result, x)
+        return Started(self.requests(result), lambda: placed(result, x))
 
-    def run(self, memory: Tensor) -> None:
-        for (piece,) in pieces(memory):
-            finish(self.comm.mpi.Ibcast(buffer(piece), self.root), self)
+    def requests(self, memory: Tensor) -> list[MPI.Request]:
+        return [self.comm.mpi.Ibcast(buffer(piece), self.root) for (piece,) in pieces(memory)]
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+    def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
-            return grad if self.comm.rank == self.root else torch.zeros_like(grad)
-        from torchrelay.mpi.reduce import reduce  # noqa: PLC0415 - each is the other's derivative
+            return Adjoint(None, grad if self.comm.rank == self.root else torch.zeros_like(grad))
+        from torchrelay.mpi.reduce import Reduce  # noqa: PLC0415 - each is the other's derivative
 
-        return reduce(self.comm.reverse, grad, Op.SUM, self.root)
+        return Adjoint(Reduce(self.comm.reverse, Op.SUM, self.root), grad)
 
     def arguments(self) -> str:
         return f"root={self.root}"
@@ -56,9 +54,8 @@ class BcastInPlace(Bcast):
     name = "Bcast_"
     overwrites = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.run(x)
-        return x
+    def start(self, x: Tensor) -> Started:
+        return Started(self.requests(x), lambda: x)
 
 
 def bcast(comm: Communicator, x: Tensor, root: int) -> Tensor:

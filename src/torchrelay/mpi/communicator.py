@@ -116,7 +116,9 @@ class Communicator:
         """The backward communicator with its ranks in reverse order; made at first use, by all ranks."""
         if self._ended is None:
             ended = self._copy()
-            ended.mpi = self.mpi.Split(0, -self.rank)
+            split = self.mpi.Split(0, -self.rank)
+            assert isinstance(split, MPI.Intracomm)
+            ended.mpi = split
             ended.rank = self.size - 1 - self.rank
             ended.reverse, ended._ended = ended, self
             self._ended = ended

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, gather_blocks, join, packed, placed
-from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, gather_blocks, packed, placed
+from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -19,30 +19,35 @@ __all__ = ["gather"]
 
 
 class Gather(Call):
-    __slots__ = ("axis", "length", "root")
+    __slots__ = ("axis", "length", "root", "uniform")
     name = "Gather"
 
-    def __init__(self, comm: Communicator, axis: int, length: int, root: int) -> None:
+    def __init__(self, comm: Communicator, axis: int, length: int, root: int, uniform: bool = False) -> None:
         self.comm = comm
         self.axis = axis
         self.length = length
         self.root = root
+        self.uniform = uniform
 
-    def forward(self, x: Tensor) -> Tensor:
-        headers = exchange_headers(self, x)
+    def start(self, x: Tensor) -> Started:
+        headers = exchange_headers(self, x, uniform=self.uniform)
         agree(self, headers, self.axis)
-        gathered = gather_blocks(self, packed(x), [h.shape for h in headers], self.root)
-        if gathered is None:
-            return x.new_empty(headers[0].block(self.axis, 0))
-        return placed(join(gathered[0], self.axis, gathered[1]), x)
+        moving = gather_blocks(self, packed(x), [h.shape for h in headers], self.root)
+        if self.comm.rank != self.root:
+            return Started(moving.requests, lambda: x.new_empty(headers[0].block(self.axis, 0)), moving)
+        return Started(moving.requests, lambda: placed(moving.joined(self.axis), x), moving)
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        from torchrelay.mpi.scatter import scatter  # noqa: PLC0415 - each is the other's derivative
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        from torchrelay.mpi.scatter import Scatter  # noqa: PLC0415 - each is the other's derivative
 
-        return scatter(self.comm.reverse, grad, self.axis, self.length, self.root)
+        if self.uniform and self.comm.rank != self.root:  # tell the shape of root's cotangent
+            shape = list(grad.shape)
+            shape[self.axis] = self.length * self.comm.size
+            grad = grad.new_zeros(()).expand(shape)
+        return Adjoint(Scatter(self.comm.reverse, self.axis, self.length, self.root, self.uniform), grad)
 
     def batched(self) -> Gather:
-        return Gather(self.comm, self.axis + 1, self.length, self.root)
+        return Gather(self.comm, self.axis + 1, self.length, self.root, self.uniform)
 
     def signature(self, x: Tensor) -> str:
         return f"{self.describe()} of {x.dtype} with {x.ndim} axes"

@@ -14,10 +14,9 @@ from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_o
 from torchrelay.mpi._exchange import packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._record import Call, nothing_of, record
-from torchrelay.mpi._wait import finish
+from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, allreduce
-from torchrelay.mpi.bcast import bcast
+from torchrelay.mpi.bcast import Bcast
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -34,18 +33,19 @@ class Reduce(Call):
         self.op = op
         self.root = root
 
-    def forward(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Started:
         source = packed(x)
         is_root = self.comm.rank == self.root
         result = torch.empty_like(source) if is_root else torch.zeros_like(source)
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce
-        for ours, total in pieces(source, result):
-            finish(start(buffer(ours), buffer(total) if is_root else None, op, self.root), self)
-        return placed(result, x)
+        requests = [
+            start(buffer(ours), buffer(total) if is_root else None, op, self.root)
+            for ours, total in pieces(source, result)
+        ]
+        return Started(requests, lambda: placed(result, x), source)
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        reverse = self.comm.reverse
-        return bcast(reverse.replace(convention="sum"), grad, self.root)
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        return Adjoint(Bcast(self.comm.reverse.replace(convention="sum"), self.root), grad)
 
     def differentiable(self, x: Tensor) -> bool:
         return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
@@ -59,21 +59,20 @@ class ReduceInPlace(Reduce):
     name = "Reduce_"
     overwrites = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Started:
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce
         is_root = self.comm.rank == self.root
+        requests = []
         for (ours,) in pieces(x):
             send, receive = (MPI.IN_PLACE, buffer(ours)) if is_root else (buffer(ours), None)
-            finish(start(send, receive, op, self.root), self)
-        if not is_root:
-            x.detach().zero_()
-        return x
+            requests.append(start(send, receive, op, self.root))
+        return Started(requests, lambda: x if is_root else x.zero_())
 
 
 def reduce(comm: Communicator, x: Tensor, op: Op, root: int) -> Tensor:
     """The element-wise reduction of all ranks' ``x`` on root, zeros on the others, in new memory."""
     comm.check_rank(root)
-    if op in LOGICAL and is_differentiable(x.dtype):
+    if op in LOGICAL and x.dtype is not torch.bool:
         return record(Reduce(comm, op, root), x != 0).to(x.dtype)
     if op is not Op.SUM and torch.is_grad_enabled() and Reduce(comm, op, root).differentiable(x):
         y = allreduce(comm.replace(convention="sum"), x, op)
@@ -86,4 +85,4 @@ def reduce_(comm: Communicator, x: Tensor, op: Op, root: int) -> Tensor:
     comm.check_rank(root)
     if op is Op.SUM:
         return overwrite(ReduceInPlace(comm, op, root), Reduce(comm, op, root), x)
-    return overwrite(None, lambda t: reduce(comm, t, op, root), x)
+    return overwrite(None, lambda t: reduce(comm, t.clone(), op, root), x)

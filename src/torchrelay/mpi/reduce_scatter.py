@@ -13,9 +13,8 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, flat_of, packed, placed
-from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import finish
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, reduce_locally
 
 if TYPE_CHECKING:
@@ -25,17 +24,18 @@ __all__ = ["reduce_scatter"]
 
 
 class ReduceScatter(Call):
-    __slots__ = ("axis", "length", "op")
+    __slots__ = ("axis", "length", "op", "uniform")
     name = "Reduce_scatter"
 
-    def __init__(self, comm: Communicator, op: Op, axis: int, length: int) -> None:
+    def __init__(self, comm: Communicator, op: Op, axis: int, length: int, uniform: bool = False) -> None:
         self.comm = comm
         self.op = op
         self.axis = axis
         self.length = length
+        self.uniform = uniform
 
-    def forward(self, x: Tensor) -> Tensor:
-        headers = exchange_headers(self, x, self.length)
+    def start(self, x: Tensor) -> Started:
+        headers = exchange_headers(self, x, self.length, self.uniform)
         agree(self, headers)
         lengths = [h.number for h in headers]
         if min(lengths) < 0 or sum(lengths) != x.shape[self.axis]:
@@ -44,26 +44,27 @@ class ReduceScatter(Call):
                 f"have {x.shape[self.axis]} along axis {self.axis}"
             )
         if x.numel() > settings.max_count:
-            total = Allreduce(self.comm, self.op).forward(x)
-            return total.narrow(self.axis, sum(lengths[: self.comm.rank]), self.length).clone()
+            total, before = Allreduce(self.comm, self.op).start(x), sum(lengths[: self.comm.rank])
+            return Started(
+                total.requests, lambda: total.result().narrow(self.axis, before, self.length).clone(), total
+            )
         blocks = packed(x).split_with_sizes(lengths, self.axis)
         flat = flat_of(blocks)
         result = torch.empty(headers[0].block(self.axis, self.length), dtype=x.dtype)
         counts = [block.numel() for block in blocks]
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
-        finish(start(buffer(flat), buffer(result), counts, op), self)
-        return placed(result, x)
+        return Started([start(buffer(flat), buffer(result), counts, op)], lambda: placed(result, x), flat)
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        from torchrelay.mpi.allgather import allgather  # noqa: PLC0415 - each is the other's derivative
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        from torchrelay.mpi.allgather import Allgather  # noqa: PLC0415 - each is the other's derivative
 
-        return allgather(self.comm.reverse.replace(convention="sum"), grad, self.axis)
+        return Adjoint(Allgather(self.comm.reverse.replace(convention="sum"), self.axis, self.uniform), grad)
 
     def differentiable(self, x: Tensor) -> bool:
         return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
 
     def batched(self) -> ReduceScatter:
-        return ReduceScatter(self.comm, self.op, self.axis + 1, self.length)
+        return ReduceScatter(self.comm, self.op, self.axis + 1, self.length, self.uniform)
 
     def arguments(self) -> str:
         return f"{self.op.value}, axis={self.axis}"

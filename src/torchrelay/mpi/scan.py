@@ -12,8 +12,7 @@ from torch import Tensor
 
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import packed, pieces, placed
-from torchrelay.mpi._record import Call, nothing_of, record
-from torchrelay.mpi._wait import finish
+from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 from torchrelay.mpi.allgather import allgather
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, reduce_locally
 
@@ -32,19 +31,17 @@ class Scan(Call):
         self.comm = comm
         self.op = op
 
-    def forward(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Started:
         source = packed(x)
         result = torch.zeros_like(source)
         op, mpi = mpi_op(x.dtype, self.op), self.comm.mpi
         start = mpi.Iexscan if self.exclusive else mpi.Iscan
-        for ours, total in pieces(source, result):
-            finish(start(buffer(ours), buffer(total), op), self)
-        if self.exclusive and self.comm.rank == 0:
-            result.zero_()  # MPI leaves it undefined
-        return placed(result, x)
+        requests = [start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)]
+        undefined = self.exclusive and self.comm.rank == 0
+        return Started(requests, lambda: placed(result.zero_() if undefined else result, x), source)
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        return record(type(self)(self.comm.reverse.from_the_end(), Op.SUM), grad)
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        return Adjoint(type(self)(self.comm.reverse.from_the_end(), Op.SUM), grad)
 
     def differentiable(self, x: Tensor) -> bool:
         return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
@@ -70,7 +67,7 @@ def exscan(comm: Communicator, x: Tensor, op: Op) -> Tensor:
 
 
 def _scan(kind: type[Scan], comm: Communicator, x: Tensor, op: Op) -> Tensor:
-    if op in LOGICAL and is_differentiable(x.dtype):
+    if op in LOGICAL and x.dtype is not torch.bool:
         return record(kind(comm, op), x != 0).to(x.dtype)
     call = kind(comm, op)
     if op is Op.SUM or not (torch.is_grad_enabled() and call.differentiable(x)):

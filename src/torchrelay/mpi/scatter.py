@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._exchange import Header, exchange_headers, packed, placed, scatter_blocks
-from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -20,24 +20,26 @@ __all__ = ["scatter"]
 
 
 class Scatter(Call):
-    __slots__ = ("axis", "input_shape", "length", "root")
+    __slots__ = ("axis", "input_shape", "length", "root", "uniform")
     name = "Scatter"
 
-    def __init__(self, comm: Communicator, axis: int, length: int, root: int) -> None:
+    def __init__(self, comm: Communicator, axis: int, length: int, root: int, uniform: bool = False) -> None:
         self.comm = comm
         self.axis = axis
         self.length = length
         self.root = root
+        self.uniform = uniform
         self.input_shape: tuple[int, ...] = ()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Started:
         self.input_shape = tuple(x.shape)
-        headers = exchange_headers(self, x, self.length)
+        headers = exchange_headers(self, x, self.length, self.uniform)
         whole, lengths = headers[self.root], [h.number for h in headers]
         axis = self._check(whole, lengths)
         blocks = packed(x).split_with_sizes(lengths, axis) if self.comm.rank == self.root else None
         shapes = [whole.block(axis, length) for length in lengths]
-        return placed(scatter_blocks(self, blocks, whole.dtype, shapes, self.root), x)
+        moving = scatter_blocks(self, blocks, whole.dtype, shapes, self.root)
+        return Started(moving.requests, lambda: placed(moving.flat, x), moving)
 
     def _check(self, whole: Header, lengths: list[int]) -> int:
         ndim = len(whole.shape)
@@ -51,14 +53,18 @@ class Scatter(Call):
             )
         return axis
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        from torchrelay.mpi.gather import gather  # noqa: PLC0415 - each is the other's derivative
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        from torchrelay.mpi.gather import Gather  # noqa: PLC0415 - each is the other's derivative
 
-        gathered = gather(self.comm.reverse, grad, self.axis, self.root)
-        return gathered if self.comm.rank == self.root else grad.new_zeros(self.input_shape)
+        axis = self.axis % grad.ndim
+        call = Gather(self.comm.reverse, axis, grad.shape[axis], self.root, self.uniform)
+        is_root, shape = self.comm.rank == self.root, self.input_shape
+        return Adjoint(call, grad, lambda gathered: gathered if is_root else gathered.new_zeros(shape))
 
     def batched(self) -> Scatter:
-        return Scatter(self.comm, self.axis + 1 if self.axis >= 0 else self.axis, self.length, self.root)
+        return Scatter(
+            self.comm, self.axis + 1 if self.axis >= 0 else self.axis, self.length, self.root, self.uniform
+        )
 
     def signature(self, x: Tensor) -> str:
         return f"{self.describe()} of {x.dtype}"

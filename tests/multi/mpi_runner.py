@@ -1,0 +1,185 @@
+"""Tests that run under mpirun, and look like any other test.
+
+A function marked ``@mpi_test(sizes=(1, 2, 3))`` takes a communicator and runs on all ranks. It becomes one
+pytest test for each MPI library and number of ranks. Starting ranks takes longer than most tests, so the
+first test of a file starts mpirun once for all functions of the file, and each test reports its own result.
+
+Open MPI is the one beside this Python. MPICH has an environment of its own, since both wheels install an
+``mpirun``: the one named by ``TORCHRELAY_TEST_MPICH``, or ``build/mpich`` in the repository.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+LIBRARIES = ("openmpi", "mpich")
+Body = Callable[[Any], None]
+
+_bodies: dict[str, Body] = {}  # of the file this process is a rank for
+
+
+@dataclass
+class Finished:
+    """How a job ended: its exit code, and all its output."""
+
+    code: int
+    output: str
+
+
+def prefix(library: str) -> Path:
+    """The environment of an MPI library; skips the test where there is none."""
+    if library == "openmpi":
+        found = Path(sys.prefix)
+    else:
+        found = Path(os.environ.get("TORCHRELAY_TEST_MPICH", REPOSITORY / "build" / "mpich"))
+    if not (found / "bin" / "mpirun").exists():
+        pytest.skip(f"no {library} in {found}; TORCHRELAY_TEST_MPICH names an environment that has mpich")
+    return found
+
+
+def mpirun(library: str, size: int, *command: str, timeout_s: float = 100, **environ: str) -> Finished:
+    """Runs ``python command...`` as ``size`` ranks; ranks that outlive ``timeout_s`` are killed."""
+    where = prefix(library)
+    scratch = tempfile.mkdtemp(prefix="mpi", dir="/tmp")  # short: it holds sockets
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": scratch,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_btl_sm_backing_directory": scratch,  # not /dev/shm, where killed ranks would leave it
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        **environ,
+    }
+    arguments = [str(where / "bin" / "mpirun"), "-n", str(size), str(where / "bin" / "python"), *command]
+    process = subprocess.Popen(
+        arguments,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 15)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            output, _ = process.communicate()
+        output += f"\n(killed after {timeout_s:g} s)"
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return Finished(process.returncode, output)
+
+
+def mpi_test(sizes: tuple[int, ...] = (1, 2, 3)) -> Callable[[Body], Any]:
+    """Decorator; see the module."""
+
+    def decorate(body: Body) -> Any:
+        name = body.__name__
+        _bodies[name] = body
+
+        @pytest.mark.parametrize("library", LIBRARIES)
+        @pytest.mark.parametrize("size", sizes)
+        def test(library: str, size: int, request: pytest.FixtureRequest) -> None:
+            prefix(library)
+            check(run_file(str(request.path), library, size), name)
+
+        test.__doc__ = body.__doc__
+        test.sizes = sizes  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+@functools.cache
+def run_file(path: str, library: str, size: int) -> tuple[list[dict[str, str]], Finished]:
+    """All functions of a test file on ``size`` ranks: each rank's results, and how the job ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = mpirun(library, size, __file__, path, folder, str(size), TORCHRELAY_MPI_TIMEOUT_S="30")
+        results = []
+        for rank in range(size):
+            file = Path(folder) / f"{rank}.json"
+            lines = file.read_text().splitlines() if file.exists() else []
+            results.append(dict(json.loads(line) for line in lines))
+    return results, job
+
+
+def check(ran: tuple[list[dict[str, str]], Finished], name: str) -> None:
+    results, job = ran
+    failures = [
+        f"--- rank {rank}\n{result.get(name, 'did not get there: ' + job.output[-3000:])}"
+        for rank, result in enumerate(results)
+        if result.get(name) != ""
+    ]
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
+
+
+def _main(path: str, folder: str, size: int) -> None:
+    """One rank: runs the functions that want this many ranks, in the order of the file."""
+    import importlib.util
+    import warnings
+
+    warnings.simplefilter("error")
+    import torch
+
+    from torchrelay import mpi
+    from torchrelay.errors import PeerLostError
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(REPOSITORY / "tests"))
+    sys.modules["multi.mpi_runner"] = sys.modules["__main__"]
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    comm = mpi.COMM_WORLD
+    with open(Path(folder) / f"{comm.rank}.json", "a", buffering=1) as results:
+        for name, body in _bodies.items():
+            if size not in getattr(module, name).sizes:
+                continue
+            error = ""
+            try:
+                body(comm)
+            except BaseException:
+                error = traceback.format_exc()
+            mpi.reset()
+            results.write(json.dumps((name, error)) + "\n")
+            try:
+                comm.Barrier()
+            except PeerLostError:
+                return  # another rank failed inside a communication; what follows cannot match
+
+
+@pytest.fixture
+def shared_memory_unchanged() -> Iterator[None]:
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    deadline = time.monotonic() + 10
+    while (left := set(Path("/dev/shm").iterdir()) - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
