@@ -153,6 +153,11 @@ class Aggregation(Section):
 
     name = "aggregation"
 
+    plane: str = setting(
+        "auto",
+        "what carries the bytes: shared memory (what auto picks on one host), or a dummy that communicates nothing",
+        allowed=("auto", "shm", "dummy"),
+    )
     slot_bytes: int = setting(
         256 * 1024,
         "how much each rank stages at a time for the others to read; larger messages go in pieces",
@@ -176,6 +181,16 @@ class Aggregation(Section):
     )
     crowded_yields: int = setting(
         20, "how often such a rank lets others run before it sleeps", unit="times", minimum=0
+    )
+    dummy_bandwidth: float = setting(
+        0.0,
+        "how fast the dummy plane pretends to be; 0 takes no time",
+        unit="Mbit/s",
+        minimum=0.0,
+    )
+    dummy_process_packets: bool = setting(
+        True,
+        "the dummy plane answers sums as if all ranks held the same values, else leaves tensors as they are",
     )
 
 

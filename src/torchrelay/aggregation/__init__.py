@@ -8,36 +8,79 @@ Importing this module registers the backend::
 It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (Sapio et al., NSDI 2021). Ranks of
 one host meet in a shared segment; all collectives, dtypes and reductions of c10d are there, with timeouts and
 errors that name the rank they are about.
+
+Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`SmlGroup`, :func:`register`.
 """
 
 from __future__ import annotations
 
 import atexit
+import warnings
 from typing import Any
 
 import torch.distributed as dist
 
-from torchrelay import config
+from torchrelay import telemetry
+from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
+from torchrelay.aggregation._options import Options, resolve
+from torchrelay.aggregation._plane import Plane, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
+from torchrelay.config import Aggregation
+from torchrelay.errors import UnavailableError
+from torchrelay.world import ranks_on_my_host
 
-__all__ = ["SmlGroup", "register"]
-
-
-def _create_group(backend_options: Any, options: Any = None) -> SmlGroup:
-    """What c10d calls to make a group."""
-    rank, size = backend_options.group_rank, backend_options.group_size
-    timeout_s = backend_options.timeout.total_seconds()
-    names = list(backend_options.global_ranks_in_group) or list(range(size))
-    settings = config.load(config.Aggregation)
-    plane = ShmPlane(backend_options.store, rank, names, timeout_s, settings)
-    return SmlGroup(plane, backend_options.store, rank, size, timeout_s)
+__all__ = ["Options", "PlaneStats", "SmlGroup", "register", "stats"]
 
 
 def register() -> None:
     """Makes ``sml`` known to torch.distributed; importing this module does it."""
     if not hasattr(dist.Backend, "SML"):
         dist.Backend.register_backend("sml", _create_group, extended_api=True, devices=["cpu", "cuda"])
+
+
+def stats() -> dict[str, PlaneStats]:
+    """What this process's groups have done, added up for each plane, over the groups that still exist."""
+    totals: dict[str, PlaneStats] = {}
+    for group in list(LIVING):
+        mine = group.stats()
+        sum_ = totals.get(mine.plane, PlaneStats(mine.plane, 0, 0, 0.0))
+        totals[mine.plane] = PlaneStats(
+            mine.plane,
+            sum_.jobs + mine.jobs,
+            sum_.payload_bytes + mine.payload_bytes,
+            sum_.waiting_s + mine.waiting_s,
+        )
+    return totals
+
+
+def _create_group(given: Any, options: Options | None = None) -> SmlGroup | dist.ProcessGroupGloo:
+    """What c10d calls to make a group."""
+    rank, size = given.group_rank, given.group_size
+    timeout_s = given.timeout.total_seconds()
+    names = list(given.global_ranks_in_group) or list(range(size))
+    settings = resolve(options)
+    plane: Plane
+    if settings.plane == "dummy":
+        plane = DummyPlane(rank, size, settings)
+    elif len(ranks_on_my_host(given.store, rank, size, timeout_s)) == size:
+        plane = ShmPlane(given.store, rank, names, timeout_s, settings)
+    else:
+        return _between_hosts(given, settings)
+    return SmlGroup(plane, given.store, rank, size, timeout_s)
+
+
+def _between_hosts(given: Any, settings: Aggregation) -> dist.ProcessGroupGloo:
+    """Ranks on several hosts with no switch between them."""
+    if settings.plane == "shm":
+        raise UnavailableError(
+            "sml: plane = shm, but the ranks of this group are not all on one host, in one process namespace and "
+            "of one user; leave the plane at auto"
+        )
+    telemetry.event("aggregation.gloo_between_hosts", rank=given.group_rank, size=given.group_size)
+    if given.group_rank == 0:
+        warnings.warn("sml: the ranks are on several hosts and no switch is named: using Gloo", stacklevel=2)
+    return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, given.timeout)
 
 
 def _close_all() -> None:

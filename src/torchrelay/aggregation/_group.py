@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,10 @@ from torchrelay.aggregation._dtypes import NATIVE, OPS, as_native
 from torchrelay.aggregation._plane import Op, Plane, PlaneStats, Ticket
 from torchrelay.aggregation._staging import Staging, is_plain, same_dtype
 from torchrelay.aggregation._work import DoneWork, PendingWork, TransferWork, seconds
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["LIVING", "SmlGroup"]
 
@@ -30,10 +33,13 @@ _PREMUL_SUM = 8
 _ANY_DTYPE = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX)
 _DONE = DoneWork()
 
+# c10d declares each method with overloads for callers; a group implements the one form that c10d calls.
+_ProcessGroup: Any = dist.ProcessGroup
+
 LIVING: weakref.WeakSet[SmlGroup] = weakref.WeakSet()
 
 
-class SmlGroup(dist.ProcessGroup):
+class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     """Ranks that communicate over one plane.
 
     Args:
@@ -42,7 +48,7 @@ class SmlGroup(dist.ProcessGroup):
         timeout_s: for calls that give none.
     """
 
-    def __init__(self, plane: Plane, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, plane: Plane, store: Store, rank: int, size: int, timeout_s: float) -> None:
         super().__init__(rank, size)
         self._plane = plane
         self._store = store
@@ -79,7 +85,7 @@ class SmlGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._desc
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -144,7 +150,7 @@ class SmlGroup(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _reduce_scatter(self, pairs: list[tuple[torch.Tensor, Tensors]], opts: Any) -> dist.Work:
+    def _reduce_scatter(self, pairs: Sequence[tuple[torch.Tensor, Tensors]], opts: Any) -> dist.Work:
         op, _, _ = _reduction(opts)
         staging = Staging()
         launches = []
@@ -375,7 +381,7 @@ class SmlGroup(dist.ProcessGroup):
             raise ArgumentError(
                 f"all_to_all_single: {which} splits {list(splits)} do not add up to {rows} rows on {self._size} ranks"
             )
-        return list(tensor.split(list(splits))) if rows else [tensor] * self._size
+        return list(torch.split(tensor, list(splits))) if rows else [tensor] * self._size
 
     def _check_blocks(self, inputs: Tensors, output: torch.Tensor, operation: str) -> None:
         same_dtype([*inputs, output], operation)
@@ -402,8 +408,6 @@ def _reduction(opts: Any) -> tuple[Op | float, timedelta | None, bool]:
     """The op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
     if opts is None:
         return Op.SUM, None, False
-    if isinstance(opts, dist.ReduceOp):
-        raise UnsupportedError("sml: pass options, not a bare ReduceOp")
     reduce_op = opts.reduceOp
     value = reduce_op.op.value
     if value == _PREMUL_SUM:

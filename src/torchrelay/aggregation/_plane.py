@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -107,8 +107,8 @@ class Plane(Protocol):
     def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
         """Never blocks. ``source`` -1 takes the next message of ``tag`` from any rank."""
 
-    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
-        """As :meth:`Ticket.wait`."""
+    def wait_transfer(self, transfer: Any, timeout_s: float) -> bool:
+        """As :meth:`Ticket.wait`, for a transfer this plane made."""
 
     def stats(self) -> PlaneStats: ...
 

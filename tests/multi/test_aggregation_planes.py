@@ -1,0 +1,133 @@
+"""Options, statistics, and the dummy plane."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchrelay import aggregation
+from torchrelay.errors import ConfigError
+from torchrelay.world import World
+
+
+def start(world: World, options: aggregation.Options | None = None) -> None:
+    dist.init_process_group(
+        "sml", store=world.connect(60), rank=world.rank, world_size=world.size, pg_options=options
+    )
+
+
+@pytest.mark.processes(2)
+def test_the_dummy_plane_answers_alone(world: World) -> None:
+    start(world, aggregation.Options(plane="dummy"))
+    tensor = torch.full((3,), 2.0)
+    dist.all_reduce(tensor)
+    assert tensor.eq(4).all()
+    dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True).wait()
+    assert tensor.eq(4).all()
+    dist.all_reduce(tensor, dist.ReduceOp.PRODUCT)
+    assert tensor.eq(16).all()
+    outs = [torch.zeros(2) for _ in range(2)]
+    dist.all_gather(outs, torch.ones(2))
+    out = torch.empty(2)
+    dist.reduce_scatter(out, [torch.zeros(2), torch.ones(2)])
+    assert out.eq(2 * world.rank).all()
+    dist.broadcast(tensor, 1)
+    dist.scatter(out, [torch.ones(2), torch.ones(2)] if world.rank == 0 else None)
+    dist.gather(out, outs if world.rank == 0 else None)
+    dist.all_to_all(outs, [torch.ones(2), torch.ones(2)])
+    dist.reduce(tensor, 0)
+    work = dist.irecv(tensor, 1 - world.rank)
+    if world.rank == 0:
+        dist.send(tensor, 1)  # nobody needs to receive
+    work.wait()
+    assert work.get_future().wait()[0] is not None
+    dist.barrier()
+    assert aggregation.stats()["dummy"].jobs >= 11
+
+
+@pytest.mark.processes(2)
+def test_ddp_over_the_dummy_plane_is_one_process_training(world: World) -> None:
+    start(world, aggregation.Options(plane="dummy", dummy_bandwidth=1000.0))
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(50, 50)
+    module = torch.nn.parallel.DistributedDataParallel(plain)
+    module(torch.ones(2, 50)).sum().backward()
+    assert plain.weight.grad is not None and plain.weight.grad.eq(2).all()
+    assert aggregation.stats()["dummy"].waiting_s > 50 * 50 * 4 * 8 / 1e9
+
+
+@pytest.mark.processes(2)
+def test_statistics(world: World) -> None:
+    start(world)
+    before = aggregation.stats()["shm"]
+    dist.all_reduce(torch.ones(100))
+    dist.all_reduce(torch.ones(1000), async_op=True).wait()
+    dist.barrier()
+    after = aggregation.stats()["shm"]
+    assert after.jobs - before.jobs == 3
+    assert after.payload_bytes - before.payload_bytes == 4400
+    assert after.waiting_s >= before.waiting_s >= 0
+    group = dist.new_group(backend="sml", pg_options=aggregation.Options(plane="dummy"))
+    dist.all_reduce(torch.ones(2), group=group)
+    assert aggregation.stats()["dummy"].payload_bytes == 8
+
+
+def _small_slots(world: World) -> None:
+    start(world)
+    tensor = torch.arange(10_000.0) * (world.rank + 1)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.arange(10_000.0) * 3)
+
+
+def _bad_setting(world: World) -> str:
+    try:
+        start(world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_settings_come_from_the_environment(run_processes: Callable[..., Any]) -> None:
+    environ = {"TORCHRELAY_AGGREGATION_SLOT_BYTES": "4096", "TORCHRELAY_AGGREGATION_ONE_SHOT_BYTES": "0"}
+    for result in run_processes(_small_slots, 2, environ=environ):
+        assert result.ok, result.error
+    for result in run_processes(_bad_setting, 2, environ={"TORCHRELAY_AGGREGATION_PLANE": "tofino"}):
+        assert "TORCHRELAY_AGGREGATION_PLANE" in result.value
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+import torch_switchml
+dist.init_process_group(backend="sml", init_method="env://")
+tensor = torch.ones(5, dtype=torch.int32)
+dist.all_reduce(tensor)
+assert tensor.eq(dist.get_world_size()).all()
+dist.destroy_process_group()
+print("switched")
+"""
+
+
+def test_a_script_of_the_original_runs_unchanged(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-m", "torchrelay.compat", str(script)],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("switched") == 2

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from torchrelay.aggregation import Options
+from torchrelay.aggregation._options import configuration_files, resolve
+from torchrelay.errors import ConfigError
+
+ORIGINAL = """
+[general]
+rank = 0                      ; kept for the controller
+num_workers = 2
+num_worker_threads = 4
+max_outstanding_packets = 256
+packet_numel = 64
+backend = dummy
+scheduler = fifo
+prepostprocessor = bypass
+instant_job_completion = false
+controller_ip = 127.0.0.1
+controller_port = 50099
+timeout = 10
+timeout_threshold = 100
+timeout_threshold_increment = 100
+
+[backend.dummy]
+bandwidth = 1000
+process_packets = false
+
+[backend.dpdk]
+cores = 10-13
+"""
+
+
+def write(folder: Path, text: str) -> list[Path]:
+    path = folder / "switchml.cfg"
+    path.write_text(text)
+    return [path]
+
+
+def test_nothing_needs_to_be_configured() -> None:
+    assert resolve(None, {}, []).plane == "auto"
+
+
+def test_the_originals_file_is_understood(tmp_path: Path) -> None:
+    settings = resolve(None, {}, write(tmp_path, ORIGINAL))
+    assert settings.plane == "dummy"
+    assert settings.dummy_bandwidth == 1000.0
+    assert settings.dummy_process_packets is False
+
+
+def test_options_beat_environment_beats_file(tmp_path: Path) -> None:
+    files = write(tmp_path, ORIGINAL)
+    environ = {"TORCHRELAY_AGGREGATION_PLANE": "auto", "TORCHRELAY_AGGREGATION_SPIN_US": "5"}
+    assert resolve(None, environ, files).plane == "auto"
+    assert resolve(None, environ, files).dummy_bandwidth == 1000.0
+    settings = resolve(Options(plane="shm", dummy_bandwidth=5), environ, files)
+    assert (settings.plane, settings.dummy_bandwidth, settings.spin_us) == ("shm", 5, 5)
+
+
+@pytest.mark.parametrize("backend", ["dpdk", "rdma"])
+def test_a_plane_that_is_not_offered_is_replaced_with_a_warning(tmp_path: Path, backend: str) -> None:
+    files = write(tmp_path, f"[general]\nbackend = {backend}\n")
+    with pytest.warns(UserWarning, match=r"switchml\.cfg, \[general\] backend.*shared memory"):
+        assert resolve(None, {}, files).plane == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[general]\nranks = 1\n", r"\[general\] ranks: no such key; .*rank, num_workers"),
+        ("[general]\npacket_numel = 128\n", r"packet_numel = '128': the value must be one of 64, 256"),
+        ("[general]\nbackend = tofino\n", r"must be one of shm, dummy, dpdk, rdma"),
+        ("[general]\ntimeout = soon\n", r"timeout = 'soon': the value must be a number"),
+        ("[general]\nnum_workers = -1\n", r"at least 0"),
+        ("[general]\ninstant_job_completion = perhaps\n", r"true or false"),
+        ("[backend.dummy]\nspeed = 1\n", r"no such key; \[backend\.dummy\] has bandwidth, process_packets"),
+        ("[backend.dummy]\nbandwidth = fast\n", r"bandwidth = 'fast'"),
+        ("[worker]\nrank = 1\n", r"no such section \[worker\]"),
+        ("rank = 1\n", r"cannot be read"),
+    ],
+)
+def test_errors_name_file_key_and_what_is_allowed(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"switchml\.cfg") as caught:
+        resolve(None, {}, write(tmp_path, text))
+    caught.match(message)
+
+
+def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [path.name for path in configuration_files()]
+    assert names == ["switchml.cfg", f"switchml-{socket.gethostname()}.cfg", "switchml.cfg"]
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "[general]\nbackend = dummy\n")
+    assert resolve(None, {}).plane == "dummy"
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ConfigError, match="no such setting; there are plane"):
+        Options(planes="shm")
+    with pytest.raises(ConfigError, match="one of auto, shm, dummy"):
+        Options(plane="tofino")
+    with pytest.raises(ConfigError, match="of type int"):
+        Options(spin_us="fast")
+    with pytest.raises(ConfigError, match="not dict"):
+        resolve({}, {}, [])  # type: ignore[arg-type]
+    assert repr(Options(plane="shm")) == "Options(plane='shm')"
