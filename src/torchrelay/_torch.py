@@ -6,8 +6,10 @@ Nothing else in TorchRelay touches a private torch name; ``tests/unit/test_torch
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,11 +33,18 @@ __all__ = [
     "fake_mode_key",
     "forward_mode_active",
     "has_fast_bfloat16",
+    "is_fsdp1_asking",
+    "lazy_caller",
     "local_shape_and_offset",
     "parse_to",
+    "results_on_device",
     "plain_torch",
     "strip_dead_transform",
     "swap_tensors",
+    "trunc_normal_code",
+    "trunc_normal",
+    "mesh_code",
+    "parameter_class",
     "transforms_active",
 ]
 
@@ -240,3 +249,71 @@ def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tupl
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+# The function behind nn.init.trunc_normal_, which since 2.13 asks its tensor is_meta first. Checked on 2.13.
+trunc_normal_code = torch.nn.init._no_grad_trunc_normal_.__code__
+
+
+def trunc_normal(
+    tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any
+) -> torch.Tensor:
+    """``nn.init.trunc_normal_`` past its check for torch functions. Checked on 2.11 to 2.13."""
+    return torch.nn.init._no_grad_trunc_normal_(tensor, mean, std, a, b, generator=generator)
+
+
+def mesh_code(name: str) -> Any:
+    """The code of ``mesh_scatter`` or ``mesh_broadcast``, with which DTensor sends values. Checked on 2.11 to 2.13."""
+    from torch.distributed.tensor import _collective_utils
+
+    return getattr(_collective_utils, name).__code__
+
+
+def is_fsdp1_asking(frame: Any) -> bool:
+    """Whether ``frame`` is FSDP1 finding out if a module's parameters wait for values. Checked on 2.11 to 2.13."""
+    if frame.f_code.co_name != "_need_to_materialize_module":
+        return False
+    from torch.distributed.fsdp import _init_utils
+
+    return frame.f_code is _init_utils._need_to_materialize_module.__code__
+
+
+_LAZY_CODES = {
+    torch.nn.UninitializedParameter.__new__.__code__,
+    torch.nn.UninitializedBuffer.__new__.__code__,
+    torch.nn.parameter.UninitializedTensorMixin.materialize.__code__,
+}
+
+
+def lazy_caller() -> torch.Tensor | type | None:
+    """What asked for memory, if it is the parameter of a lazy module: its class when made, itself when it gets
+    its shape. Checked on 2.11 to 2.13.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(4):
+        if frame is None:
+            return None
+        if frame.f_code in _LAZY_CODES:
+            found: torch.Tensor | type = frame.f_locals.get("self", frame.f_locals.get("cls"))
+            return found
+        frame = frame.f_back
+    return None
+
+
+def parameter_class() -> type[torch.nn.Parameter] | None:
+    """The class being made, if the caller's caller is ``Parameter.__new__``. Checked on 2.11 to 2.13."""
+    frame = sys._getframe(2)
+    return frame.f_locals["cls"] if frame.f_code is torch.nn.Parameter.__new__.__code__ else None
+
+
+def results_on_device(
+    func: Any, args: Any, kwargs: Any, shadow: Callable[[torch.Tensor], torch.Tensor]
+) -> Any:
+    """The results of ``func`` on fake tensors of torch, which know their device. Checked on 2.11 to 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._pytree import tree_map_only
+
+    mode = FakeTensorMode()
+    with mode:
+        args = tree_map_only(torch.Tensor, lambda t: FakeTensor(mode, shadow(t), t.device), args)
+        return func(*args, **kwargs)

@@ -13,7 +13,9 @@ import torch
 from torchrelay import _torch
 from torchrelay.deferred import session as sessions
 from torchrelay.deferred import tensor as tensors
-from torchrelay.deferred.graph import Region, Storage, map_tensors
+from torchrelay.deferred.composites import constant
+from torchrelay.deferred.graph import Constant, Node, Region, Storage, map_tensors
+from torchrelay.deferred.hooks import hooks
 from torchrelay.deferred.operators import Operator, describe
 from torchrelay.deferred.recording import record
 from torchrelay.deferred.replay import Replay
@@ -36,8 +38,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
     ):
         return _simple(func, operator, args, kwargs)
-    if func is aten.detach.default and type(args[0]) is FakeTensor:
-        return fake_from_region(args[0]._region, args[0]._history)
+    if func is aten.detach.default and isinstance(args[0], FakeTensor):
+        return _detach(args[0])
     if func in _FACTORIES:
         fake = _factory(func, operator, args, kwargs)
         if fake is not None:
@@ -79,6 +81,13 @@ def _simple(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[s
     return fake
 
 
+def _detach(fake: FakeTensor) -> FakeTensor:
+    alias = fake_from_region(fake._region, fake._history)
+    if type(fake) is not FakeTensor:
+        alias.__class__ = type(fake)
+    return alias
+
+
 # Factories whose first argument is the size, and whose result is contiguous.
 _FACTORIES = {
     aten.empty.memory_format,
@@ -104,11 +113,18 @@ def _factory(
     if device.type != "cpu":
         _check_device(device, session)
     size = tuple(args[0])
+    if any(extent < 0 for extent in size):
+        return None
+    lazy = _torch.lazy_caller() if func is aten.empty.memory_format else None
+    if lazy is not None and size == (0,):
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
     stride, count = _contiguous(size)
     region = Region(Storage(count * dtype.itemsize, device, session.deferred), dtype, size, stride)
     fake = fake_from_region(region, region.storage.history())
     if session.deferred and func is not aten.empty.memory_format:
         record(func, operator, args, kwargs, outputs=(region,))
+    if lazy is not None:
+        tensors.give_shape(lazy, fake)
     return fake
 
 
@@ -125,7 +141,11 @@ def _constant(value: torch.Tensor, deferred: bool) -> FakeTensor:
     """A fake tensor whose values are known."""
     fake = _new_fake(value, value.device, deferred)
     if deferred:
-        fake._region.storage.real = value.clone(memory_format=torch.preserve_format).untyped_storage()
+        region = fake._region
+        node = Node(
+            constant, (Constant(value.clone(memory_format=torch.preserve_format)),), {}, outputs=(region,)
+        )
+        region.storage.history().append(node)
     return fake
 
 
@@ -135,6 +155,9 @@ def _constant(value: torch.Tensor, deferred: bool) -> FakeTensor:
 def _general(
     func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[FakeTensor]
 ) -> Any:
+    if func is aten.set_.source_Tensor and isinstance(args[0], FakeTensor):
+        tensors.assign(args[0], args[1])
+        return args[0]
     session = sessions.current()
     deferred = any(fake._region.storage.deferred for fake in fakes) or (
         session is not None and session.deferred
@@ -149,7 +172,7 @@ def _general(
             return _by_value(func, args, kwargs, fakes, deferred)
         results = None  # in place: the shapes are those of the arguments
     if operator.changes_shape:
-        return _reshape_in_place(func, args[0], results)
+        return _reshape_in_place(args[0], results)
     if operator.is_view:
         base = fakes[0]
         return map_tensors(results, torch.Tensor, lambda result: _view(base, result))
@@ -198,14 +221,31 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         meta_kwargs["device"] = torch.device("meta")
     meta_kwargs.pop("pin_memory", None)
     with _torch.plain_torch():
+        if describe(func).name.startswith(_LAID_OUT_BY_DEVICE):
+            return _torch.results_on_device(func, args, meta_kwargs, shadow)
         return func(*map_tensors(args, torch.Tensor, shadow), **meta_kwargs)
+
+
+# The meta kernels of linear algebra lay results out as CUDA does, unless they know better.
+_LAID_OUT_BY_DEVICE = (
+    "aten::linalg_",
+    "aten::_linalg_",
+    "aten::svd",
+    "aten::qr",
+    "aten::lu",
+    "aten::cholesky",
+)
+
+
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
 def _new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeTensor:
     """A fake tensor with a storage of its own, shaped like ``like``."""
-    if like.layout is not torch.strided or like.is_nested or like.is_quantized:
+    if like.layout is not torch.strided or like.is_nested or like.dtype in _QUANTIZED:
         raise UnsupportedError(
-            f"A fake tensor is dense; a result of layout {like.layout} cannot be deferred. Build it for real, outside."
+            f"A fake tensor is dense: a sparse, nested or quantized one ({like.layout}, {like.dtype}) cannot be "
+            "deferred. Make it outside deferred_init."
         )
     size, stride = tuple(like.shape), like.stride()
     count = 0 if 0 in size else 1 + sum((e - 1) * s for e, s in zip(size, stride, strict=True))
@@ -220,8 +260,17 @@ def _view(base: FakeTensor, result: torch.Tensor) -> FakeTensor:
     return fake_from_region(region, base._history)
 
 
-def _reshape_in_place(func: Any, fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
+def _reshape_in_place(fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
     """The effect of ``t_``, ``squeeze_``, ``resize_`` ...: the same storage, seen otherwise."""
+    storage = fake._region.storage
+    size_bytes = result.untyped_storage().nbytes()
+    if size_bytes > storage.size_bytes:
+        if storage.real is not None or storage.history():
+            raise UnsupportedError(
+                f"Resizing a deferred tensor of {storage.size_bytes} bytes that holds values to {size_bytes} bytes "
+                "is not recorded. Make a new tensor and copy into it."
+            )
+        storage.size_bytes = size_bytes
     tensors.assign(fake, _view(fake, result))
     return fake
 
@@ -281,5 +330,10 @@ def _by_value(
     return map_tensors(answer, torch.Tensor, lambda value: _constant(value, deferred=True))
 
 
-sessions.handle_with(dispatch)
-tensors.dispatch_with(dispatch)
+def _value(fake: FakeTensor) -> torch.Tensor:
+    with _torch.plain_torch():
+        return Replay().values(fake._region)
+
+
+hooks.dispatch = dispatch
+hooks.value = _value

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchrelay import _torch
+from torchrelay.deferred.composites import is_plain_normal, trunc_normal
 from torchrelay.deferred.graph import Region
 from torchrelay.deferred.twister import jump
 
@@ -103,6 +104,16 @@ _RULES: dict[Any, Callable[[torch.dtype, tuple[Any, ...]], Rule]] = {
     getattr(aten.random_, "from"): _random,
 }
 
+# The arguments with which the rules are tried out; those of random_ are the call's own.
+_DEFAULTS: dict[Any, tuple[float, ...]] = {
+    aten.uniform_.default: (),
+    aten.normal_.default: (),
+    aten.bernoulli_.float: (0.3,),
+    aten.exponential_.default: (),
+    aten.cauchy_.default: (),
+    aten.geometric_.default: (0.3,),
+}
+
 # Factories that fill what they make: the in-place fill that does the same.
 _AS_FILL: dict[Any, Any] = {
     aten.rand.default: aten.uniform_.default,
@@ -114,12 +125,17 @@ _AS_FILL: dict[Any, Any] = {
 
 def rule_for(func: Any, dtype: torch.dtype, args: tuple[Any, ...] = ()) -> Rule | None:
     """How ``func`` draws for a contiguous tensor of ``dtype``; None: not known, or not so in this torch."""
+    if func is trunc_normal and is_plain_normal(dtype, *args[1:]):
+        func, args = aten.normal_.default, args[:3]
     func = _AS_FILL.get(func, func)
     make = _RULES.get(func)
     if make is None:
         return None
     rule = make(dtype, args)
-    values = tuple(value for value in args[1:] if isinstance(value, (int, float)))
+    # How many words a fill takes can depend on the bounds of integers alone.
+    values = _DEFAULTS.get(func, ())
+    if func not in _DEFAULTS:
+        values = tuple(value for value in args[1:] if isinstance(value, int))
     return rule if _holds(func, dtype, rule.words, values) else None
 
 
@@ -152,11 +168,17 @@ def words_drawn(func: Any, region: Region, args: tuple[Any, ...]) -> int | None:
     """How many words the CPU generator gives to ``func`` filling ``region``; None: not known without drawing."""
     if func is aten.randperm.default or func is aten.randperm.generator:
         return max(0, args[0] - 1) if args[0] < _RANDPERM_SMALL else None
-    if func is aten.normal_.default and not region.is_contiguous:
+    if func in (aten.normal_.default, trunc_normal) and not region.is_contiguous:
         return None
+    if func in _RANDINT:
+        low, high = (0, args[0]) if func in _RANDINT_FROM_ZERO else args[:2]
+        return region.numel * (2 if high - low >= 1 << 32 else 1)
     rule = rule_for(func, region.dtype, args)
     return None if rule is None else rule.total(region.numel)
 
+
+_RANDINT_FROM_ZERO = {aten.randint.default, aten.randint.generator}
+_RANDINT = _RANDINT_FROM_ZERO | {aten.randint.low, aten.randint.low_generator}
 
 # Below this, a permutation takes one word for each swap.
 _RANDPERM_SMALL = (1 << 32) // 20
@@ -177,6 +199,8 @@ def fill_part(
         values: the arguments of ``func`` after the tensor.
         at: gives a generator that stands so many words after the start of the fill.
     """
+    if func is trunc_normal:
+        func, values = aten.normal_.default, values[:2]
     func = _AS_FILL.get(func, func)
     flat = part.view(-1)
     filled = 0

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-import torchrelay.deferred.dispatch  # noqa: F401  (carries out the operations)
+import torchrelay.deferred.callers
+import torchrelay.deferred.dispatch  # noqa: F401  (both fill in the hooks)
 from torchrelay.deferred import session as sessions
 from torchrelay.deferred.tensor import FakeTensor
 from torchrelay.errors import ArgumentError

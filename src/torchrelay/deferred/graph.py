@@ -36,10 +36,17 @@ class History(list["Node"]):
     """The operations not yet run that write a storage, in program order.
 
     Fake tensors and the operations that read the storage own it; those that write it do not, so that a
-    storage that nobody can reach any more frees its history at once.
+    storage that nobody can reach any more frees its history, and its memory, at once.
+
+    Attributes:
+        real: the memory, once it exists; the list then holds only what has not been applied to it.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "real")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real: torch.UntypedStorage | None = None
 
 
 class Storage:
@@ -50,19 +57,26 @@ class Storage:
         device: where the real storage will be.
         deferred: whether operations on it are recorded; a plain fake's are not.
         readers: the operations that read it, held weakly: a reader matters only to who needs its result.
-        real: the memory, once it exists; the history then holds only what has not been applied to it.
     """
 
-    __slots__ = ("_history", "deferred", "device", "readers", "real", "shadow", "size_bytes")
+    __slots__ = ("_history", "deferred", "device", "readers", "shadow", "size_bytes")
 
     def __init__(self, size_bytes: int, device: torch.device, deferred: bool) -> None:
         self.size_bytes = size_bytes
         self.device = device
         self.deferred = deferred
         self.readers: list[weakref.ref[Node]] = []
-        self.real: torch.UntypedStorage | None = None
         self.shadow: torch.UntypedStorage | None = None
         self._history: weakref.ref[History] | None = None
+
+    @property
+    def real(self) -> torch.UntypedStorage | None:
+        """The memory, if it exists. Its history owns it."""
+        return self.history().real
+
+    @real.setter
+    def real(self, memory: torch.UntypedStorage) -> None:
+        self.history().real = memory
 
     def history(self) -> History:
         """The operations that write it; a new empty one if nobody holds it."""
@@ -234,12 +248,14 @@ class Node:
     def finish(self) -> None:
         """It has been run for good: what came before it in the storages it wrote is history no more."""
         self.done = True
-        written = [*self.writes, *(region for region in self.outputs if region is not None)]
-        for region in written:
+        for region in self.targets():
             history = region.storage.history()
             history[:] = [node for node in history if node.seq > self.seq]
-        self.args, self.kwargs, self.reads, self.writes = (), {}, (), ()
-        self.outputs, self.keeps = (), ()
+        self.keeps = ()
+
+    def targets(self) -> list[Region]:
+        """The regions it writes and makes."""
+        return [*self.writes, *(region for region in self.outputs if region is not None)]
 
 
 def regions(value: Any) -> Iterator[Region]:

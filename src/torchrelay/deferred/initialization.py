@@ -7,7 +7,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-import torchrelay.deferred.dispatch  # noqa: F401  (carries out the operations)
+import torchrelay.deferred.callers
+import torchrelay.deferred.dispatch  # noqa: F401  (both fill in the hooks)
 from torchrelay.deferred import session as sessions
 from torchrelay.deferred.parts import materialize_storage, part_of
 from torchrelay.deferred.recording import end_states
@@ -29,6 +30,8 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         fn: a module class, or any function that makes tensors or modules.
         args, kwargs: for ``fn``.
     """
+    if not callable(fn):
+        raise ArgumentError(f"deferred_init() takes a module class or a function, not {type(fn).__name__}.")
     session = sessions.Session(deferred=True)
     try:
         with sessions.enter(session):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Operator", "describe"]
+__all__ = ["Operator", "define", "describe"]
 
 aten = torch.ops.aten
 
@@ -76,20 +76,20 @@ class Operator:
     """
 
     name: str
-    is_view: bool
-    is_simple: bool
-    is_factory: bool
-    changes_shape: bool
-    composite: bool
-    fills: bool
-    draws: bool
-    with_generator: Any
-    written: tuple[int | str, ...]
-    slices: bool
-    creates: bool
-    needs_values: bool
-    takes_dtype: bool
-    takes_device: bool
+    is_view: bool = False
+    is_simple: bool = False
+    is_factory: bool = False
+    changes_shape: bool = False
+    composite: bool = False
+    fills: bool = False
+    draws: bool = False
+    with_generator: Any = None
+    written: tuple[int | str, ...] = ()
+    slices: bool = False
+    creates: bool = False
+    needs_values: bool = False
+    takes_dtype: bool = False
+    takes_device: bool = False
 
 
 _known: dict[Any, Operator] = {}
@@ -101,6 +101,11 @@ def describe(func: Any) -> Operator:
     if found is None:
         found = _known[func] = _describe(func)
     return found
+
+
+def define(func: Any, operator: Operator) -> None:
+    """Gives ``func``, an operation of our own, its properties."""
+    _known[func] = operator
 
 
 def _describe(func: Any) -> Operator:

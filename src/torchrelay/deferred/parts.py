@@ -18,6 +18,7 @@ import torch
 from torchrelay import _torch
 from torchrelay.deferred import boxes, draws
 from torchrelay.deferred.boxes import Box
+from torchrelay.deferred.composites import constant
 from torchrelay.deferred.graph import Constant, External, Node, Region, Storage, map_tensors
 from torchrelay.deferred.operators import describe
 from torchrelay.deferred.positions import Position
@@ -119,6 +120,8 @@ class _Part:
         operator = describe(node.func)
         if operator.draws:
             self._fill(node, target, cut, mine)
+        elif node.func is constant:
+            mine.copy_(cut.tensor(node.args[0].tensor))
         elif node.func in _CONSTANT_FILLS:
             mine.copy_(_CONSTANT_FILLS[node.func](node, mine))
         elif operator.slices and _is_local(node.func, target.dtype):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchrelay import _torch
 from torchrelay.deferred import session as sessions
 from torchrelay.deferred.draws import words_drawn
 from torchrelay.deferred.graph import External, History, Node, Region, map_tensors
@@ -73,14 +74,16 @@ def _fix_attributes(node: Node, operator: Operator, result: Region) -> None:
 
 
 def _place(node: Node, generator: torch.Generator | None, target: Region) -> None:
-    words = words_drawn(node.func, target, node.args) if target.storage.device.type == "cpu" else None
+    device = target.storage.device
+    counted = device.type == "cpu" or not _torch.device_available(device)
+    words = words_drawn(node.func, target, node.args) if counted else None
     session = sessions.current()
     if session is not None:
-        session.draw(node, generator, target.storage.device, words)
+        session.draw(node, generator, device, words)
         return
     alone = Session(deferred=True)
     try:
-        alone.draw(node, generator, target.storage.device, words)
+        alone.draw(node, generator, device, words)
     finally:
         alone.close(end_states())
 

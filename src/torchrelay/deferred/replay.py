@@ -13,14 +13,14 @@ from torchrelay.deferred.graph import Constant, External, Node, Region, Storage,
 from torchrelay.deferred.operators import describe
 from torchrelay.errors import UnavailableError
 
-__all__ = ["Replay", "writers"]
+__all__ = ["Replay", "needed", "writers"]
 
 
 class Replay:
     """One materialization, of one tensor or of a whole module.
 
     Results of operations that are run for good stay with their storages; those of a temporary evaluation
-    (:meth:`values` of something large) live in ``_scratch`` until it ends.
+    (:meth:`values`) live in ``_scratch`` until it ends.
 
     Args:
         device: where to run what was recorded for a device that this machine does not have.
@@ -42,8 +42,6 @@ class Replay:
 
     def values(self, region: Region, before: int | None = None) -> torch.Tensor:
         """The values of ``region`` now, or at an earlier place in the program. The operations stay to be run."""
-        if before is None and region.storage.size_bytes <= _KEEP_BYTES:
-            return self.tensor(region)
         outer, self._scratch = self._scratch, {}
         try:
             self._run_all(needed([(region.storage, before)], readers=False))
@@ -152,10 +150,6 @@ class Replay:
         return empty
 
 
-# A result up to this many bytes is kept when its value has been asked for during recording.
-_KEEP_BYTES = 1 << 20
-
-
 def flatten(result: Any) -> list[Any]:
     """The results of an operation, in order, lists among them opened."""
     if isinstance(result, (tuple, list)):
@@ -174,15 +168,15 @@ def needed(
         readers: with those that read what is about to be overwritten, if their results may still be wanted.
     """
     chosen: dict[int, Node] = {}
-    asked: dict[Storage, int] = {}
+    asked: set[tuple[Storage, int]] = set()
     todo: list[tuple[Storage, int]] = [(s, _END if seq is None else seq) for s, seq in storages]
     for node in nodes:
         todo.extend((storage, node.seq) for storage in _inputs(node))
     while todo:
-        storage, before = todo.pop()
-        if asked.get(storage, 0) >= before:
+        storage, before = question = todo.pop()
+        if question in asked:
             continue
-        asked[storage] = before
+        asked.add(question)
         for node in writers(storage, before):
             if node.seq in chosen:
                 continue

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrelay import _torch
 from torchrelay.deferred import positions
 from torchrelay.deferred.graph import Node
+from torchrelay.deferred.hooks import hooks
 from torchrelay.deferred.positions import Origin, Position, Watch
 from torchrelay.errors import UnsupportedError
 
-__all__ = ["Session", "current", "enter", "handle_with"]
+__all__ = ["Session", "current", "enter"]
 
 
 class Session:
@@ -56,17 +57,23 @@ class Session:
 
     def close(self, end_state: Callable[[Position], torch.Tensor] | None) -> None:
         """Ends the watches. ``end_state`` gives the state for a position; None: back to the state at entry."""
-        for watch in self._watches.values():
-            if positions.release(watch):
-                try:
-                    state = watch.entry if end_state is None else end_state(watch.position())
-                except BaseException:
-                    state = watch.entry
-                    raise
-                finally:
-                    watch.generator.set_state(state)
-                    watch.forget()
-        self._watches.clear()
+        try:
+            for key, watch in self._watches.items():
+                if positions.release(watch):
+                    stand_in = isinstance(key, torch.device) and key.type != watch.generator.device.type
+                    _settle(watch, None if stand_in else end_state)
+        finally:
+            self._watches.clear()
+
+
+def _settle(watch: Watch, end_state: Callable[[Position], torch.Tensor] | None) -> None:
+    state = watch.entry
+    try:
+        if end_state is not None:
+            state = end_state(watch.position())
+    finally:
+        watch.generator.set_state(state)
+        watch.forget()
 
 
 class _Stack(threading.local):
@@ -75,13 +82,6 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
-_handle: Callable[..., Any]
-
-
-def handle_with(function: Callable[..., Any]) -> None:
-    """Sets what carries out operations while a session is open: ``function(func, args, kwargs)``."""
-    global _handle
-    _handle = function
 
 
 class _Mode(TorchDispatchMode):
@@ -91,7 +91,7 @@ class _Mode(TorchDispatchMode):
     _mode_key = _torch.fake_mode_key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _handle(func, args, kwargs or {})
+        return hooks.dispatch(func, args, kwargs or {})
 
 
 def current() -> Session | None:
@@ -118,3 +118,11 @@ def enter(session: Session) -> Iterator[Session]:
         _stack.sessions.pop()
         if mode is not None:
             mode.__exit__(None, None, None)
+
+
+def _recording() -> bool:
+    session = current()
+    return session is not None and session.deferred
+
+
+hooks.recording = _recording

@@ -8,27 +8,20 @@ torch is replaced.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, NoReturn
+import sys
+from functools import lru_cache
+from typing import Any, NoReturn
 
 import torch
 
 from torchrelay import _torch
 from torchrelay.deferred.graph import History, Region
+from torchrelay.deferred.hooks import hooks
 from torchrelay.errors import DeferredError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["FakeTensor", "assign", "become", "dispatch_with", "fake_from_region", "replacement"]
+__all__ = ["FakeTensor", "assign", "become", "fake_from_region", "give_shape", "replacement"]
 
 _wrap = torch.Tensor._make_wrapper_subclass
-_dispatch: Callable[..., Any]
-
-
-def dispatch_with(function: Callable[..., Any]) -> None:
-    """Sets what carries out operations on fake tensors: ``function(func, args, kwargs)``."""
-    global _dispatch
-    _dispatch = function
 
 
 class FakeTensor(torch.Tensor):
@@ -44,7 +37,20 @@ class FakeTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return hooks.dispatch(func, args, kwargs or {})
+
+    # A subclass of Parameter stays one: its methods, its isinstance, and its class when materialized.
+
+    @property
+    def _is_param(self) -> bool:
+        return self.__dict__.get("_is_param", False)
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__dict__["_is_param"] = value
+        cls = _torch.parameter_class()
+        if cls is not None and cls is not torch.nn.Parameter:
+            self.__class__ = _kind_of(cls)  # type: ignore[assignment]
 
     # What it looks like.
 
@@ -80,6 +86,12 @@ class FakeTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._no_memory("pickling")
 
+    def __copy__(self) -> FakeTensor:
+        alias = fake_from_region(self._region, self._history).requires_grad_(self.requires_grad)
+        alias.__class__ = self.__class__
+        alias.__dict__.update(user_attributes(self))
+        return alias
+
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._no_memory("__dlpack__()")
 
@@ -104,13 +116,13 @@ class FakeTensor(torch.Tensor):
 
     @property
     def is_meta(self) -> bool:
-        return False
+        return hooks.is_meta(self, sys._getframe(1))
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         copy = kwargs.pop("copy", False)
         if (args and isinstance(args[0], torch.Tensor)) or "other" in kwargs:
             other = kwargs.pop("other") if "other" in kwargs else args[0]
-            args, kwargs = (other.device, other.dtype, *args[1:]), kwargs
+            args = (other.device, other.dtype, *args[1:])
         device, dtype, non_blocking, memory_format = _torch.parse_to(*args, **kwargs)
         return self._convert(device, dtype, non_blocking, copy, memory_format)
 
@@ -145,6 +157,35 @@ class FakeTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         return _deepcopy(self, memo)
+
+
+@lru_cache(maxsize=None)
+def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
+    """Fake tensors that are also ``cls``, a class of the program's own."""
+    return type(cls)(
+        f"Fake{cls.__name__}", (FakeTensor, cls), {"_real_class": cls, "__module__": cls.__module__}
+    )
+
+
+class _LazyFake(FakeTensor):
+    """A lazy module's parameter while it gets its shape, at the end of which torch sets its class."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "__class__":
+            super().__setattr__(name, value)
+            return
+        object.__setattr__(self, "__class__", FakeTensor)
+        del self.__dict__["cls_to_become"]
+        if issubclass(value, torch.nn.Parameter):
+            self.__dict__["_is_param"] = True
+
+
+def give_shape(lazy: torch.Tensor, fake: FakeTensor) -> None:
+    """``lazy``, a real parameter without shape, becomes a fake one like ``fake``."""
+    twin = fake_from_region(fake._region, fake._history).requires_grad_(lazy.requires_grad)
+    twin.__dict__.update(lazy.__dict__, cls_to_become=lazy.cls_to_become)  # type: ignore[attr-defined]
+    _torch.swap_tensors(lazy, twin)
+    object.__setattr__(lazy, "__class__", _LazyFake)
 
 
 def assign(fake: FakeTensor, value: torch.Tensor) -> None:
@@ -192,7 +233,7 @@ def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
     """Turns ``fake`` into ``real``, a detached tensor: same object, class, attributes, hooks."""
     attributes = user_attributes(fake)
     if attributes.pop("_is_param", False):
-        real = torch.Tensor._make_subclass(torch.nn.Parameter, real, fake.requires_grad)
+        real = torch.Tensor._make_subclass(_real_class(fake), real, fake.requires_grad)
     elif fake.requires_grad and fake.is_leaf:
         real.requires_grad_()
     hooks = list((fake._backward_hooks or {}).values()) if fake.is_leaf else []
@@ -201,6 +242,10 @@ def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
     for hook in hooks:
         fake.register_hook(hook)
     return fake
+
+
+def _real_class(fake: FakeTensor) -> type[torch.Tensor]:
+    return getattr(type(fake), "_real_class", torch.nn.Parameter)
 
 
 def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
@@ -214,7 +259,10 @@ def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def _real_value(fake: FakeTensor, what: str) -> torch.Tensor:
-    fake._no_memory(what)
+    """The values, if it is the recorded program itself that wants to see them."""
+    if not fake._region.storage.deferred or not hooks.recording():
+        fake._no_memory(what)
+    return hooks.value(fake)
 
 
 def _size_text(size: torch.Size) -> str:
