@@ -1,0 +1,401 @@
+"""Deferred initialisation of gpt2-xl: building, materializing whole, a shard, and on four ranks under FSDP2.
+
+    python benchmarks/bench_deferred.py                        # gpt2-xl: about 10 minutes, 9 GB of memory
+    python benchmarks/bench_deferred.py --model gpt2-medium    # 1.4 GB, for a quick look; writes nothing
+    python benchmarks/bench_deferred.py --smoke                # a tiny model, one iteration; writes nothing
+
+Each materialization runs in a fresh process, which reports its time and its peak memory: the most resident memory
+after imports (VmHWM) less what was resident then. It also reports a digest of each tensor that it made, which must be that
+of the eager module's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from report import table, write
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from torchrelay.deferred import deferred_init, materialize_module
+
+IMAGE = Path(__file__).parent.parent / "docs" / "images" / "deferred-shards.png"
+MODELS = {
+    "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000},
+    "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+}
+SEED = 20
+RANKS = 4
+Digests = dict[str, str]
+
+
+def builder(model: str) -> Callable[[], nn.Module]:
+    """What builds the model."""
+    config = GPT2Config(**cast(dict[str, Any], MODELS[model]))
+    return lambda: GPT2LMHeadModel(config)
+
+
+# --- In fresh processes -----------------------------------------------------------------------------------------
+
+
+def resident_bytes(key: str) -> int:
+    """``VmRSS``, what is resident now, or ``VmHWM``, the most there was since :func:`reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(key)
+
+
+def reset_peak() -> int:
+    """Forgets the peak; returns what is resident now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes("VmRSS")
+
+
+def measured(work: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
+    """Its seconds and peak memory, and the bytes of what it made."""
+    before = reset_peak()
+    start = time.perf_counter()
+    module = work()
+    seconds = time.perf_counter() - start
+    peak = resident_bytes("VmHWM") - before
+    return module, {"seconds": seconds, "peak_bytes": peak, "model_bytes": model_bytes(module)}
+
+
+def model_bytes(module: nn.Module) -> int:
+    """The bytes of its tensors, tied ones once."""
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.state_dict().values()
+    }
+    return sum(storages.values())
+
+
+def part(tensor: torch.Tensor, count: int) -> tuple[slice, ...] | None:
+    """The last of ``count`` equal parts of the rows: the one farthest into the random numbers."""
+    return None if tensor.dim() == 0 else (slice((count - 1) * len(tensor) // count, len(tensor)),)
+
+
+def digests(module: nn.Module, count: int = 1) -> Digests:
+    """A digest of each tensor's last of ``count`` parts."""
+    return {name: digest(t[part(t, count) or ...]) for name, t in module.state_dict().items()}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of the values' bytes."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.data, digest_size=16).hexdigest()
+
+
+def work_eager(model: str, counts: list[int]) -> dict[str, Any]:
+    build = builder(model)
+    torch.manual_seed(SEED)
+    module, figures = measured(build)
+    return {**figures, "digests": {count: digests(module, count) for count in counts}}
+
+
+def work_deferred(model: str, counts: list[int]) -> dict[str, Any]:
+    (count,) = counts
+    build = builder(model)
+    torch.manual_seed(SEED)
+    start = time.perf_counter()
+    module = deferred_init(build)
+    build_seconds = time.perf_counter() - start
+
+    def work() -> nn.Module:
+        materialize_module(module, shard=None if count == 1 else lambda _, tensor: part(tensor, count))
+        return module
+
+    _, figures = measured(work)
+    # The shard is all there is now.
+    return {**figures, "build_seconds": build_seconds, "digests": {count: digests(module)}}
+
+
+def work_build(model: str, counts: list[int]) -> dict[str, Any]:
+    """Interleaved in one process, as nothing here takes memory."""
+    build = builder(model)
+    seconds: dict[str, list[float]] = {"deferred_init": [], "meta device": [], "FakeTensorMode": []}
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build()
+
+    def with_fake_tensors() -> nn.Module:
+        with FakeTensorMode():
+            return build()
+
+    rivals = {"deferred_init": lambda: deferred_init(build), "meta device": on_meta}
+    rivals["FakeTensorMode"] = with_fake_tensors
+    (repeats,) = counts
+    for repeat in range(repeats + 1):
+        for name, rival in rivals.items():
+            gc.collect()
+            start = time.perf_counter()
+            module = rival()
+            elapsed = time.perf_counter() - start
+            if repeat:  # the first one warms up
+                seconds[name].append(elapsed)
+            del module
+    return {"seconds": seconds}
+
+
+def work_floor(model: str, counts: list[int]) -> dict[str, Any]:
+    """Seconds for one billion normal random numbers, the least there is to do for an element."""
+    tensor = torch.empty(20_000_000).normal_()
+    start = time.perf_counter()
+    tensor.normal_()
+    return {"seconds_per_element": (time.perf_counter() - start) / tensor.numel()}
+
+
+def work_fsdp(model: str, counts: list[int]) -> dict[str, Any]:
+    """One rank under FSDP2: its peak memory, then digests of all tensors as gathered from all ranks."""
+    build = builder(model)
+    dist.init_process_group("gloo")
+    torch.manual_seed(SEED)
+
+    def work() -> nn.Module:
+        module = deferred_init(build)
+        for block in cast(Any, module).transformer.h:
+            fully_shard(block)
+        fully_shard(module)
+        materialize_module(module)
+        return module
+
+    before = reset_peak()
+    start = time.perf_counter()
+    module = work()
+    seconds = time.perf_counter() - start
+    peak = resident_bytes("VmHWM") - before
+    state = module.state_dict()
+    own = sum(
+        {id(t): t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in state.values()}.values()
+    )
+    gathered = {
+        name: digest(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        for name, tensor in state.items()
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"seconds": seconds, "peak_bytes": peak, "model_bytes": own, "digests": {1: gathered}}
+
+
+WORKS = {
+    "eager": work_eager,
+    "deferred": work_deferred,
+    "build": work_build,
+    "floor": work_floor,
+    "fsdp": work_fsdp,
+}
+
+
+# --- The main process -------------------------------------------------------------------------------------------
+
+
+def start(
+    work: str, model: str, counts: list[int], environ: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--work", work, "--model", model, "--counts", *map(str, counts)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})})
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, _ = process.communicate()
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(map(str, process.args))} ended with code {process.returncode}")  # type: ignore[arg-type]
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+def run(work: str, model: str, counts: list[int]) -> dict[str, Any]:
+    return result(start(work, model, counts))
+
+
+def run_fsdp(model: str, ranks: int) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [start("fsdp", model, [ranks], {**common, "RANK": str(rank)}) for rank in range(ranks)]
+    return [result(process) for process in processes]
+
+
+def check(ours: dict[str, Any], eager: dict[str, Any]) -> None:
+    """Raises unless every tensor's digest is the eager module's."""
+    for count, made in ours["digests"].items():
+        wrong = [name for name, value in eager["digests"][count].items() if made.get(name) != value]
+        if wrong or len(made) != len(eager["digests"][count]):
+            raise SystemExit(
+                f"as 1/{count}: {len(wrong)} of {len(made)} tensors differ from eager: {wrong[:5]}"
+            )
+
+
+def median(runs: list[dict[str, Any]], key: str) -> float:
+    return float(statistics.median(one[key] for one in runs))
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
+
+
+def build_rows(model: str, repeats: int) -> Iterator[list[str]]:
+    seconds = run("build", model, [repeats])["seconds"]
+    ours = statistics.median(seconds["deferred_init"])
+    for rival, reach in (("meta device", "≤ 1.3"), ("FakeTensorMode", "≤ 0.6")):
+        ratio = ours / statistics.median(seconds[rival])
+        yield [
+            "build",
+            spread(seconds["deferred_init"]),
+            rival,
+            spread(seconds[rival]),
+            f"{ratio:.2f}",
+            reach,
+        ]
+
+
+def materialize_rows(
+    eagers: list[dict[str, Any]], deferreds: dict[int, list[dict[str, Any]]]
+) -> Iterator[list[str]]:
+    theirs = median(eagers, "seconds")
+    whole = eagers[0]["model_bytes"]
+    reaches = {1: ("≤ 1.05", "≤ 1.02"), 4: ("≤ 0.35", "≤ 0.30")}
+    for count, runs in deferreds.items():
+        what = "materialize whole" if count == 1 else f"materialize 1/{count}"
+        reach = reaches.get(count, ("", ""))
+        rival = spread([one["seconds"] for one in eagers])
+        ratio = median(runs, "seconds") / theirs
+        yield [what, spread([one["seconds"] for one in runs]), "eager", rival, f"{ratio:.2f}", reach[0]]
+        peak = median(runs, "peak_bytes")
+        ratio = peak / whole
+        yield [
+            f"{what}: peak memory",
+            gigabytes(peak),
+            "the model",
+            gigabytes(whole),
+            f"{ratio:.3f}",
+            reach[1],
+        ]
+    peak = median(eagers, "peak_bytes")
+    yield ["eager: peak memory", gigabytes(peak), "the model", gigabytes(whole), f"{peak / whole:.3f}", ""]
+
+
+def gigabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.3f} GB"
+
+
+def fsdp_rows(ranks: list[dict[str, Any]], whole: int) -> Iterator[list[str]]:
+    for rank, one in enumerate(ranks):
+        share = one["peak_bytes"] / whole
+        yield [str(rank), f"{one['seconds']:.2f} s", gigabytes(one["peak_bytes"]), f"{share:.3f}"]
+
+
+def plot(deferreds: dict[int, list[dict[str, Any]]], eagers: list[dict[str, Any]], model: str) -> None:
+    """Time and peak memory over the number of shards, to :data:`IMAGE`."""
+    import matplotlib as mpl  # noqa: PLC0415 - for the main process only
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    counts = list(deferreds)
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for axis, key, scale, label in (
+        (axes[0], "seconds", 1, "time, s"),
+        (axes[1], "peak_bytes", 1e9, "peak memory, GB"),
+    ):
+        axis.plot(
+            counts,
+            [median(runs, key) / scale for runs in deferreds.values()],
+            "o-",
+            label="deferred, one shard",
+        )
+        eager = median(eagers, key) / scale
+        axis.plot(counts, [eager / count for count in counts], "k:", label="eager / number of shards")
+        axis.axhline(eager, color="tab:gray", ls="--", label="eager, whole")
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xticks=counts,
+            xticklabels=counts,
+            xlabel="number of shards",
+            ylabel=label,
+        )
+        axis.minorticks_off()
+    axes[0].legend(frameon=False)
+    figure.suptitle(f"{model}: materializing one shard in a fresh process")
+    IMAGE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(IMAGE, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="gpt2-xl")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, one iteration, nothing written")
+    parser.add_argument("--work", choices=WORKS, help=argparse.SUPPRESS)
+    parser.add_argument("--counts", type=int, nargs="*", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        print(json.dumps(WORKS[options.work](options.model, options.counts)))
+        return
+    model, repeats = ("tiny", 1) if options.smoke else (options.model, options.repeats)
+    counts = [1, 4] if options.smoke else [1, 2, 4, 8, 16]
+    ranks = 2 if options.smoke else RANKS
+
+    rows = list(build_rows(model, repeats))
+    eagers: list[dict[str, Any]] = []
+    deferreds: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
+    for repeat in range(repeats):
+        eagers.append(run("eager", model, [] if repeat else counts))
+        for count, runs in deferreds.items():
+            if repeat == 0 or count in (1, 4):
+                runs.append(run("deferred", model, [count]))
+                check(runs[-1], eagers[0])
+    rows += materialize_rows(eagers, deferreds)
+    whole = eagers[0]["model_bytes"]
+    floor = run("floor", model, [])["seconds_per_element"] * whole / 4
+    sharded = run_fsdp(model, ranks)
+    for one in sharded:
+        check(one, eagers[0])
+    parts = [
+        table(["what", "ours", "rival", "its figure", "ratio", "to reach"], rows),
+        f"Times are medians (least to most) of {repeats} runs, interleaved; 1/2, 1/8 and 1/16 ran once. Each shard is the last "
+        "one, which lies farthest into the sequence of random numbers. Eager fills most tensors twice (torch's default "
+        f"initialisation, then the model's own); one normal draw for each element takes {floor:.1f} s here, the floor for "
+        "the whole model.",
+        f"## FSDP2 on {ranks} ranks of one machine",
+        "Build deferred, `fully_shard` each block and the model, `materialize_module`. Gathered afterwards, every tensor "
+        "equals the eager module's bit for bit (compared by 128-bit digests of their bytes on every rank).",
+        table(["rank", "time", "peak memory", "of the whole model"], list(fsdp_rows(sharded, whole))),
+    ]
+    if model == "gpt2-xl":
+        plot(deferreds, eagers, model)
+        write("deferred", f"Deferred initialisation of {model}", *parts)
+    else:
+        print("\n\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
