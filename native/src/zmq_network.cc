@@ -78,7 +78,6 @@ class Socket {
     const ZmqOptions& options = state.options;
     set(zmq::kSendHighWaterMark, 0);
     set(zmq::kReceiveHighWaterMark, 0);
-    set(zmq::kIpv6, 1);
     set(zmq::kLinger, static_cast<int>(options.linger.count()));
     const auto limit = static_cast<std::int64_t>(options.max_message_bytes);
     set(zmq::kMaxMessageSize, &limit, sizeof limit);
@@ -115,6 +114,7 @@ class Socket {
   void set(int option, int value) { set(option, &value, sizeof value); }
 
   std::string bind(const std::string& address) {
+    allow_ipv6(address);
     if (zmq_->bind(handle_, address.c_str()) != 0)
       throw Error(Code::kUnavailable,
                   zmq_->failure("binding " + address) + "; does this host have that interface?");
@@ -126,6 +126,7 @@ class Socket {
   }
 
   void connect(const std::string& address) {
+    allow_ipv6(address);
     if (zmq_->connect(handle_, address.c_str()) != 0)
       throw Error(Code::kArgument, zmq_->failure("connecting to '" + address + "'"));
   }
@@ -138,6 +139,11 @@ class Socket {
   }
 
  private:
+  // Only where it is needed: with it, IPv4 addresses too are bound and shown as IPv6 ones.
+  void allow_ipv6(const std::string& address) {
+    if (address.find('[') != std::string::npos) set(zmq::kIpv6, 1);
+  }
+
   const ZmqLibrary* zmq_;
   void* handle_ = nullptr;
 };
@@ -189,7 +195,7 @@ class ZmqEndpoint final : public Endpoint {
     zmq_msg_t preamble;
     zmq_.msg_init_size(&preamble, sizeof preamble_);
     std::memcpy(zmq_.msg_data(&preamble), &preamble_, sizeof preamble_);
-    send_frame(&preamble, socket, zmq::kSendMore);
+    if (!send_frame(&preamble, socket, zmq::kSendMore)) return;
     zmq_msg_t payload;
     if (message.size_bytes() <= kCopyBytes) {
       zmq_.msg_init_size(&payload, message.size_bytes());
@@ -232,13 +238,18 @@ class ZmqEndpoint final : public Endpoint {
     return address.substr(first + 1, last - first - 1);
   }
 
-  void send_frame(zmq_msg_t* frame, void* socket, int flags) {
+  // False if there is no connection and none will be made: the peer refused this one's keys or version of
+  // ZMTP. The message is lost, as with any connection that breaks.
+  bool send_frame(zmq_msg_t* frame, void* socket, int flags) {
     while (zmq_.msg_send(frame, socket, flags | zmq::kDontWait) < 0) {
       if (zmq_.last_errno() == EINTR) continue;
+      const bool refused = zmq_.last_errno() == EAGAIN;
       const std::string message = zmq_.failure("sending a message");
       zmq_.msg_close(frame);
+      if (refused) return false;
       throw Error(Code::kUnavailable, message);
     }
+    return true;
   }
 
   // libzmq clears this descriptor before it reports EAGAIN, so that no message can be missed here.

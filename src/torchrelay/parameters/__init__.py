@@ -5,9 +5,26 @@ it, or replicates it where several do, just in time. It follows "Good Intentions
 via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD 2022) and Lapse (VLDB 2020).
 """
 
+from torchrelay.parameters import optim
 from torchrelay.parameters.contract import KeyInit, UpdateRule
+from torchrelay.parameters.embedding import Embedding, EmbeddingBag
+from torchrelay.parameters.intents import IntentLoader
+from torchrelay.parameters.metrics import Metrics
 from torchrelay.parameters.server import Server
+from torchrelay.parameters.table import Table
 from torchrelay.parameters.topology import Topology
 from torchrelay.parameters.worker import Worker
 
-__all__ = ["KeyInit", "Server", "Topology", "UpdateRule", "Worker"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "IntentLoader",
+    "KeyInit",
+    "Metrics",
+    "Server",
+    "Table",
+    "Topology",
+    "UpdateRule",
+    "Worker",
+    "optim",
+]
