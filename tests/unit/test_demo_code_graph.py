@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -159,6 +160,25 @@ def test_the_cache_is_made_once_and_anew_when_a_source_changes(
     (sources / "shapes" / "square.py").write_text("def side(length, unit): return length.__abs__()")
     changed, cached = launch.cached_code_graph(sources, cache)
     assert changed != folder and not cached
+
+
+def test_two_runs_that_fill_the_cache_at_once(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run is done while this one still splits the facts: both get the same folder."""
+    real = launch.code_graph.split_facts
+
+    def split_after_the_other_run(*arguments: Any) -> dict[str, list[Fact]]:
+        monkeypatch.setattr(launch.code_graph, "split_facts", real)
+        folders.append(launch.cached_code_graph(sources, tmp_path / "cache"))
+        return real(*arguments)
+
+    folders: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(launch, "_FACTS_PER_ENTITY", 1)
+    monkeypatch.setattr(launch.code_graph, "split_facts", split_after_the_other_run)
+    folders.append(launch.cached_code_graph(sources, tmp_path / "cache"))
+    assert folders[0] == folders[1]
+    assert list((tmp_path / "cache").iterdir()) == [folders[0][0]]
 
 
 def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
