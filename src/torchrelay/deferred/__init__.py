@@ -1,11 +1,25 @@
-"""Fake tensors, deferred initialisation, sharded checkpoints."""
+"""Fake tensors and deferred initialisation: build a module without memory, materialize it where it is wanted.
+
+Public: :mod:`.fake` (:func:`~.fake.fake_mode`, :func:`~.fake.is_fake`, :func:`~.fake.meta_like`),
+:func:`deferred_init`, :func:`is_deferred`, :func:`materialize_tensor`, :func:`materialize_module`,
+:func:`dematerialize`, :func:`recipe`, :func:`from_recipe`, :func:`plan`.
+"""
 
 from torchrelay.deferred import fake
-from torchrelay.deferred.initialization import (
-    deferred_init,
-    is_deferred,
-    materialize_module,
-    materialize_tensor,
-)
+from torchrelay.deferred.initialization import deferred_init, is_deferred
+from torchrelay.deferred.materialization import materialize_module, materialize_tensor
+from torchrelay.deferred.planning import Plan, plan
+from torchrelay.deferred.reversal import dematerialize, from_recipe, recipe
 
-__all__ = ["deferred_init", "fake", "is_deferred", "materialize_module", "materialize_tensor"]
+__all__ = [
+    "Plan",
+    "deferred_init",
+    "dematerialize",
+    "fake",
+    "from_recipe",
+    "is_deferred",
+    "materialize_module",
+    "materialize_tensor",
+    "plan",
+    "recipe",
+]

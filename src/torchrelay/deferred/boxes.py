@@ -6,6 +6,7 @@ or span several of its axes, covers a box: on each axis a start and a length.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torchrelay.deferred.graph import Region
@@ -44,7 +45,7 @@ def common_grid(regions: list[Region]) -> tuple[int, ...] | None:
     if 0 in strides:
         return None
     grid = sorted(strides, reverse=True) or [1]
-    if any(outer % inner for outer, inner in zip(grid, grid[1:], strict=False)):
+    if any(outer % inner for outer, inner in itertools.pairwise(grid)):
         return None
     return tuple(grid)
 

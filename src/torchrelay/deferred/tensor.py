@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from functools import lru_cache
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from torchrelay.deferred.graph import History, Region
 from torchrelay.deferred.hooks import hooks
 from torchrelay.errors import DeferredError
 
-__all__ = ["FakeTensor", "assign", "become", "fake_from_region", "give_shape", "replacement"]
+__all__ = ["FakeTensor", "assign", "become", "fake_from_region", "give_shape", "go_back", "replacement"]
 
 _wrap = torch.Tensor._make_wrapper_subclass
 
@@ -159,7 +159,7 @@ class FakeTensor(torch.Tensor):
         return _deepcopy(self, memo)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
     """Fake tensors that are also ``cls``, a class of the program's own."""
     return type(cls)(
@@ -242,6 +242,23 @@ def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
     for hook in hooks:
         fake.register_hook(hook)
     return fake
+
+
+def go_back(real: torch.Tensor, fake: FakeTensor) -> torch.Tensor:
+    """Turns ``real`` into ``fake``, the reverse of :func:`become`; a new object where ``real`` cannot change."""
+    if isinstance(real, FakeTensor):
+        assign(real, fake)
+        return real
+    fake.requires_grad_(real.requires_grad)
+    fake.__dict__.update(real.__dict__)
+    if isinstance(real, torch.nn.Parameter):
+        fake.__dict__["_is_param"] = True
+    if hasattr(real, "_local_tensor"):  # a DTensor has another layout in memory
+        return fake
+    if isinstance(real, torch.nn.Parameter) and type(real) is not torch.nn.Parameter:
+        fake.__class__ = _kind_of(type(real))
+    _torch.swap_tensors(real, fake)
+    return real
 
 
 def _real_class(fake: FakeTensor) -> type[torch.Tensor]:

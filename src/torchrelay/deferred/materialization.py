@@ -1,0 +1,169 @@
+"""Materialization: the recorded operations are run, and fake tensors become real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from torchrelay.deferred.modules import children_first, own_tensors
+from torchrelay.deferred.parts import materialize_storage, part_of
+from torchrelay.deferred.replay import Replay
+from torchrelay.deferred.shards import Shard, Slices, check_shard, distributed, local_slices, sliced
+from torchrelay.deferred.tensor import FakeTensor, become, replacement
+from torchrelay.deferred.traces import Trace, remember
+from torchrelay.errors import ArgumentError, DeferredError
+
+__all__ = ["materialize_module", "materialize_tensor"]
+
+
+def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with its values: the same object, of its class. A real tensor is returned as it is.
+
+    Raises:
+        ArgumentError: ``tensor`` is not a tensor.
+        DeferredError: ``tensor`` is fake but was not made by :func:`deferred_init`, or a real tensor that its
+            initialisation read has been changed since.
+        UnavailableError: it was recorded for a device that this machine does not have.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"materialize_tensor() takes a tensor, not {type(tensor).__name__}.")
+    if isinstance(tensor, FakeTensor):
+        _check_deferred(tensor)
+        trace = Trace.of_fake(tensor)
+        become(tensor, _whole(tensor, Replay()))
+        remember(tensor, trace)
+    return tensor
+
+
+def _check_deferred(fake: FakeTensor) -> None:
+    if not fake._region.storage.deferred:
+        raise DeferredError(
+            f"This fake tensor was made by fake_mode(), so nothing is known of its values: {fake!r}. "
+            "Only tensors made inside deferred_init() can be materialized."
+        )
+
+
+def _whole(fake: FakeTensor, replay: Replay) -> torch.Tensor:
+    return fake._region.over(materialize_storage(fake._region.storage, fake.dtype, replay))
+
+
+def materialize_module(
+    module: torch.nn.Module,
+    *,
+    buffers_only: bool = False,
+    check_fn: Callable[[torch.nn.Module], bool] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    shard: Shard | None = None,
+) -> None:
+    """Gives the deferred tensors of ``module`` their values, children first, one tensor at a time.
+
+    Parameters stay the objects that they are, except where a DTensor takes their place. Deferred tensors that
+    are plain attributes of a module, or in a list, tuple or dict there, are materialized too, whole.
+
+    Args:
+        buffers_only: leave parameters deferred.
+        check_fn: called with each submodule; if False, that module's own tensors are left as they are.
+        device: where the values go; also where what was recorded for an absent device is computed.
+        dtype: what floating-point tensors are converted to, after their values are computed.
+        shard: what this process makes of each tensor. A function of the qualified name and the fake tensor
+            that gives a tuple of slices (the parameter becomes that slice) or None (all of it); or a pair
+            (device_mesh, placements) where placements may be such a function, too: the parameter becomes a
+            DTensor, of which only the local part is computed.
+
+    Raises:
+        ArgumentError: an argument is of the wrong kind, or slices do not fit.
+        DeferredError, UnavailableError: as for :func:`materialize_tensor`.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"materialize_module() takes a module, not {type(module).__name__}.")
+    check_shard(shard)
+    places = list(children_first(module, ""))
+    job = _Job(Replay(None if device is None else torch.device(device)), device, dtype, shard)
+    job.note_traces(submodule for _, submodule in places)
+    for prefix, submodule in places:
+        if check_fn is None or check_fn(submodule):
+            job.run(submodule, prefix, buffers_only)
+
+
+class _Job:
+    """One call of :func:`materialize_module`: its arguments, and what took the place of tied parameters."""
+
+    def __init__(self, replay: Replay, device: Any, dtype: torch.dtype | None, shard: Any) -> None:
+        self._replay = replay
+        self._device = device
+        self._dtype = dtype
+        self._shard = shard
+        self._traces: dict[int, Trace | None] = {}
+        self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def note_traces(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Before any operation is run, as tensors may have some in common."""
+        for module in modules:
+            for tensor in own_tensors(module).values():
+                if isinstance(tensor, FakeTensor) and id(tensor) not in self._traces:
+                    self._traces[id(tensor)] = Trace.of_fake(tensor)
+
+    def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
+        for fake in () if buffers_only else _loose_fakes(module):
+            become(fake, self._convert(_whole(fake, self._replay)))
+        for registry in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
+            for name, tensor in list(registry.items()):
+                if tensor is not None:
+                    registry[name] = self._materialized(prefix + name, tensor)  # type: ignore[assignment]
+
+    def _materialized(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._replaced:
+            return self._replaced[id(tensor)][1]
+        if not isinstance(tensor, FakeTensor):
+            local = getattr(tensor, "_local_tensor", None)  # a DTensor's
+            if isinstance(local, FakeTensor):
+                _check_deferred(local)
+                become(local, self._convert(_whole(local, self._replay)))
+            return tensor
+        _check_deferred(tensor)
+        trace = self._traces.get(id(tensor))
+        slices = local_slices(self._shard, name, tensor)
+        if slices is None:
+            new = become(tensor, self._convert(_whole(tensor, self._replay)))
+        else:
+            new = self._part(name, tensor, slices)
+        remember(new, trace)
+        return new
+
+    def _part(self, name: str, fake: FakeTensor, slices: Slices) -> torch.Tensor:
+        local = self._convert(part_of(sliced(fake, slices), self._replay))
+        value = distributed(self._shard, name, fake, local)
+        if value is local:
+            return become(fake, local)
+        new = replacement(fake, value)
+        self._replaced[id(fake)] = fake, new
+        return new
+
+    def _convert(self, real: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if real.is_floating_point() else None
+        return real.to(device=self._device, dtype=dtype)
+
+
+def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:
+    """Deferred tensors that are attributes of ``module`` but not registered; results before what they are of."""
+    found: dict[int, FakeTensor] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, FakeTensor):
+            if value._region.storage.deferred:
+                found[id(value)] = value
+        elif depth and isinstance(value, (list, tuple)):
+            for item in value:
+                look(item, depth - 1)
+        elif depth and isinstance(value, dict):
+            for item in value.values():
+                look(item, depth - 1)
+
+    registered = {id(tensor) for tensor in own_tensors(module).values()}
+    for name, value in module.__dict__.items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            look(value, 2)
+    return sorted((f for key, f in found.items() if key not in registered), key=lambda fake: fake.is_leaf)
