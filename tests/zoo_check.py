@@ -222,7 +222,9 @@ def main() -> int:
     unbuilt: list[tuple[str, str]] = []
     failed: list[tuple[str, str]] = []
     start = time.monotonic()
-    for case in _cases(options.names):
+    for number, case in enumerate(_cases(options.names)):
+        if number % 100 == 0:
+            print(f"{number} cases, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         if isinstance(case, tuple):
             unbuilt.append(case)
             continue
