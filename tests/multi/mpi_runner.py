@@ -140,6 +140,7 @@ def _main(path: str, folder: str, size: int) -> None:
     import warnings
 
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # torch's own use of it
     import torch
 
     from torchrelay import mpi

@@ -13,7 +13,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,18 +34,23 @@ ROOT = torch.zeros((), requires_grad=True)
 class Chain:
     """Communications recorded since the last backward pass, each dependent on the one before."""
 
-    __slots__ = ("__weakref__", "first", "head", "names", "task", "warned")
+    __slots__ = ("__weakref__", "first", "head", "names", "operations", "task", "warned")
 
     def __init__(self) -> None:
         self.head: Tensor | None = ROOT
         self.names: list[str] = []
+        self.operations: list[Any] = []  # its non-blocking collectives
         self.first: weakref.ref[Link] | None = None
         self.task = -1
         self.warned = False
 
-    def extend(self, name: str) -> Tensor:
-        """The token the next communication takes; the caller stores the token it returns in :attr:`head`."""
-        self.names.append(name)
+    def extend(self, name: str | None) -> Tensor:
+        """The token the next communication takes; the caller stores the token it returns in :attr:`head`.
+
+        Without a name it is one whose backward communicates nothing, and need not be reached.
+        """
+        if name is not None:
+            self.names.append(name)
         if len(self.names) > settings.chain_warning and not self.warned:
             self.warned = True
             warnings.warn(
@@ -71,7 +76,7 @@ class Link:
         self.node = weakref.ref(node)
         self.position = len(chain.names)
         self.done = False
-        if self.position == 1:
+        if self.position == 1 and chain.first is None:
             chain.first = weakref.ref(self)
 
     def enter(self, unreached: str) -> bool:
@@ -99,7 +104,7 @@ class Link:
         after = self.chain.names[self.position :]
         first = self.chain.first() if self.chain.first is not None else None
         node = first.node() if first is not None else None
-        before = node is not None and not _torch.backward_will_run(node)
+        before = first is not self and node is not None and not _torch.backward_will_run(node)
         if not after and not before:
             return
         where = f"the {len(after)} communications after it ({_few(after)})" if after else ""
@@ -140,7 +145,7 @@ def current() -> Chain:
 
 def active() -> Chain | None:
     """The process's chain, if anything is recorded in it."""
-    return _current if _current.names else None
+    return _current if _current.head is not ROOT else None
 
 
 _scratches: dict[int, Chain] = {}

@@ -24,7 +24,7 @@ from torchrelay.mpi._wait import Testable, check_usable, finish
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Adjoint", "Call", "Started", "nothing_of", "record"]
+__all__ = ["Adjoint", "Call", "Started", "is_differentiated", "nothing_of", "record"]
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -65,6 +65,8 @@ class Call:
     name: ClassVar[str]
     everyone: ClassVar[bool] = True
     """Whether all ranks of the communicator take part, so that debug mode can compare them."""
+    passive: ClassVar[bool] = False
+    """Whether its backward communicates nothing."""
     overwrites: ClassVar[bool] = False
     """Whether the result lies in the input's memory."""
 
@@ -218,7 +220,7 @@ def _record_plain(call: Call, x: Tensor) -> Tensor:
         with torch.no_grad():
             return call.forward(x)
     chain = _chain.current()
-    y, chain.head = _apply(call, x, chain.extend(call.name))
+    y, chain.head = _apply(call, x, chain.extend(None if call.passive else call.name))
     return y  # type: ignore[no-any-return]
 
 
@@ -263,6 +265,11 @@ def _transform_token() -> Tensor:
 
 def record_transformed(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     return _apply_transformed(call, x, token)  # type: ignore[no-any-return]
+
+
+def is_differentiated() -> bool:
+    """Whether derivatives may be wanted of what is computed now; equal on all ranks."""
+    return torch.is_grad_enabled() or _torch.forward_mode_active()
 
 
 def nothing_of(y: Tensor) -> Tensor:

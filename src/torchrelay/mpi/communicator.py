@@ -12,21 +12,28 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _wait, point_to_point
+from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.mpi import _wait, nonblocking, point_to_point
 from torchrelay.mpi._dtypes import Op
+from torchrelay.mpi._exchange import axis_of
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._record import is_differentiated
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi.allgather import allgather
-from torchrelay.mpi.allreduce import Located, allreduce, allreduce_located
-from torchrelay.mpi.alltoall import alltoall
-from torchrelay.mpi.bcast import bcast_
-from torchrelay.mpi.gather import gather
+from torchrelay.mpi.allgather import Allgather, allgather
+from torchrelay.mpi.allreduce import Allreduce, allreduce, allreduce_located
+from torchrelay.mpi.alltoall import Alltoall, alltoall
+from torchrelay.mpi.alltoallv import alltoallv
+from torchrelay.mpi.bcast import Bcast, bcast_
+from torchrelay.mpi.gather import Gather, gather
+from torchrelay.mpi.halo import halo_exchange, neighbor_alltoall
+from torchrelay.mpi.nonblocking import CollectiveHandle
+from torchrelay.mpi.persistent import PersistentRecv, PersistentSend
 from torchrelay.mpi.point_to_point import WaitHandle
-from torchrelay.mpi.reduce import reduce_
-from torchrelay.mpi.reduce_scatter import reduce_scatter
+from torchrelay.mpi.reduce import Reduce, reduce_
+from torchrelay.mpi.reduce_scatter import ReduceScatter, reduce_scatter
+from torchrelay.mpi.replicate import replicate
 from torchrelay.mpi.scan import exscan, scan
-from torchrelay.mpi.scatter import scatter
+from torchrelay.mpi.scatter import Scatter, scatter
 
 __all__ = ["CartCommunicator", "Communicator", "from_mpi4py"]
 
@@ -103,7 +110,7 @@ class Communicator:
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> CartCommunicator | None:
         """The ranks on a grid of ``dims``; periodic along the axes where ``periods`` is true."""
-        mpi: MPI.Comm = self.mpi.Create_cart(list(dims), periods or [False] * len(dims), reorder)
+        mpi = self.mpi.Create_cart(list(dims), periods or [False] * len(dims), reorder)
         if mpi == MPI.COMM_NULL:
             return None
         cart = CartCommunicator(mpi)
@@ -134,65 +141,204 @@ class Communicator:
         """As :meth:`check_rank`; ``MPI_ANY_SOURCE`` and ``MPI_PROC_NULL`` are peers too."""
         return rank if rank in (MPI.ANY_SOURCE, MPI.PROC_NULL) else self.check_rank(rank)
 
-    # Collectives
+    # Collectives. Tensors may have any layout, and axes may be negative.
 
     def Barrier(self) -> None:
         """Returns when all ranks have called it. Not recorded."""
         _wait.barrier(self)
 
-    def Allreduce(self, tensor: Tensor, op: Op) -> Tensor | Located:
-        """The reduction of all ranks' tensors, on every rank."""
+    def Allreduce(self, tensor: Tensor, op: Op) -> Any:
+        """The reduction of all ranks' tensors, on every rank; for MAXLOC and MINLOC a :class:`Located`."""
         if op is Op.MAXLOC or op is Op.MINLOC:
             return allreduce_located(self, tensor, op)
         return allreduce(self, tensor, op)
 
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
+        """``tensor`` with root's values, in place."""
         return bcast_(self, tensor, root)
 
     def Reduce_(self, tensor: Tensor, op: Op, root: int) -> Tensor:
+        """``tensor`` with the reduction on root and zeros on the others, in place."""
         return reduce_(self, tensor, op, root)
 
     def Gather(self, tensor: Tensor, gatheraxis: int, root: int) -> Tensor:
+        """All ranks' tensors along ``gatheraxis``, on root; an empty tensor on the others."""
         return gather(self, tensor, gatheraxis, root)
 
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
+        """All ranks' tensors along ``gatheraxis``, on every rank."""
         return allgather(self, tensor, gatheraxis)
 
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
+        """This rank's ``numelem`` along ``scatteraxis`` of root's tensor."""
         return scatter(self, tensor, scatteraxis, numelem, root)
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
+        """All ranks' tensors along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
         return alltoall(self, tensor, gatheraxis, scatteraxis, numelem)
 
     def Reduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int, numelem: int) -> Tensor:
+        """This rank's ``numelem`` along ``scatteraxis`` of the reduction of all ranks' tensors."""
         return reduce_scatter(self, tensor, op, scatteraxis, numelem)
 
+    def Reduce_scatter_block(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> Tensor:
+        """As :meth:`Reduce_scatter`, in equal parts."""
+        return reduce_scatter(self, tensor, op, scatteraxis, self._part(tensor, scatteraxis))
+
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
+        """The reduction of the tensors of ranks 0 to this one."""
         return scan(self, tensor, op)
 
     def Exscan(self, tensor: Tensor, op: Op) -> Tensor:
+        """The reduction of the tensors of all ranks before this one; zeros on rank 0."""
         return exscan(self, tensor, op)
+
+    def Replicate(self, tensor: Tensor) -> Tensor:
+        """A tensor that all ranks hold alike, from here on used by each in its own way."""
+        return replicate(self, tensor)
+
+    # Collectives with counts
+
+    def Gatherv(self, tensor: Tensor, root: int, axis: int = 0) -> Tensor:
+        """:meth:`Gather`, whose lengths may differ anyway."""
+        return gather(self, tensor, axis, root)
+
+    def Allgatherv(self, tensor: Tensor, axis: int = 0) -> Tensor:
+        """:meth:`Allgather`, whose lengths may differ anyway."""
+        return allgather(self, tensor, axis)
+
+    def Scatterv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> Tensor:
+        """``counts[r]`` along ``axis`` of root's tensor go to rank r; all ranks give the same counts."""
+        if len(counts) != self.size:
+            raise ArgumentError(f"Scatterv: {self.size} ranks need as many counts, not {list(counts)}")
+        return scatter(self, tensor, axis, counts[self.rank], root)
+
+    def Alltoallv(self, tensor: Tensor, sendcounts: Sequence[int], axis: int = 0) -> Tensor:
+        """``sendcounts[r]`` along ``axis`` go to rank r; what comes is joined in the order of ranks."""
+        return alltoallv(self, tensor, sendcounts, axis)
+
+    # Collectives in two steps; all ranks give tensors of one shape, and change nothing until Wait
+
+    def Iallreduce(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Starts :meth:`Allreduce`; under autograd only for sums."""
+        return nonblocking.start(Allreduce(self, self._sum(op)), tensor)
+
+    def Ibcast(self, tensor: Tensor, root: int) -> CollectiveHandle:
+        """Starts to give every rank root's tensor, in new memory."""
+        return nonblocking.start(Bcast(self, self.check_rank(root)), tensor)
+
+    def Ireduce(self, tensor: Tensor, op: Op, root: int) -> CollectiveHandle:
+        """Starts a reduction to root, in new memory; under autograd only for sums."""
+        return nonblocking.start(Reduce(self, self._sum(op), self.check_rank(root)), tensor)
+
+    def Igather(self, tensor: Tensor, gatheraxis: int, root: int) -> CollectiveHandle:
+        """Starts :meth:`Gather`."""
+        axis = axis_of(gatheraxis, tensor.ndim)
+        return nonblocking.start(Gather(self, axis, tensor.shape[axis], self.check_rank(root), True), tensor)
+
+    def Iallgather(self, tensor: Tensor, gatheraxis: int) -> CollectiveHandle:
+        """Starts :meth:`Allgather`."""
+        return nonblocking.start(Allgather(self, axis_of(gatheraxis, tensor.ndim), True), tensor)
+
+    def Iscatter(self, tensor: Tensor, scatteraxis: int, root: int) -> CollectiveHandle:
+        """Starts :meth:`Scatter`, in equal parts; all ranks give a tensor of the shape of root's."""
+        length = self._part(tensor, scatteraxis)
+        return nonblocking.start(Scatter(self, scatteraxis, length, self.check_rank(root), True), tensor)
+
+    def Ialltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
+        """Starts :meth:`Alltoall`, in equal parts."""
+        length = self._part(tensor, scatteraxis)
+        g, s = axis_of(gatheraxis, tensor.ndim), axis_of(scatteraxis, tensor.ndim)
+        numelem = tensor.shape[s] if g == s else length
+        return nonblocking.start(Alltoall(self, g, s, numelem, tensor.shape[g], True), tensor)
+
+    def Ireduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> CollectiveHandle:
+        """Starts :meth:`Reduce_scatter_block`; under autograd only for sums."""
+        length, axis = self._part(tensor, scatteraxis), axis_of(scatteraxis, tensor.ndim)
+        return nonblocking.start(ReduceScatter(self, self._sum(op), axis, length, True), tensor)
+
+    def _part(self, tensor: Tensor, axis: int) -> int:
+        length = tensor.shape[axis_of(axis, tensor.ndim)]
+        if length % self.size:
+            raise ArgumentError(f"{length} along axis {axis} cannot be cut into {self.size} equal parts")
+        return length // self.size
+
+    @staticmethod
+    def _sum(op: Op) -> Op:
+        if op is not Op.SUM and is_differentiated():
+            raise UnsupportedError(
+                f"MPI_{op.value} in two steps has no derivative: use it under torch.no_grad()"
+            )
+        return op
 
     # Between two ranks
 
     def Send(self, tensor: Tensor, dest: int, tag: int = 0) -> Tensor:
+        """Returns when ``tensor`` may be changed again; the 0-dim result depends on it."""
         return point_to_point.send(self, tensor, dest, tag)
 
     def Recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
+        """``tensor`` with the values received, in place."""
         return point_to_point.recv(self, tensor, source, tag)
 
+    def Sendrecv(
+        self,
+        tensor: Tensor,
+        dest: int,
+        source: int,
+        like: Tensor | None = None,
+        sendtag: int = 0,
+        recvtag: int = MPI.ANY_TAG,
+    ) -> Tensor:
+        """Sends ``tensor``, and returns what comes from ``source``, shaped as ``like`` (default: as ``tensor``)."""
+        return point_to_point.sendrecv(self, tensor, dest, sendtag, like, source, recvtag)
+
     def Isend(self, tensor: Tensor, dest: int, tag: int = 0) -> WaitHandle:
+        """Starts :meth:`Send`."""
         return point_to_point.isend(self, tensor, dest, tag)
 
     def Irecv(self, tensor: Tensor, source: int, tag: int = 0) -> WaitHandle:
+        """Starts :meth:`Recv`."""
         return point_to_point.irecv(self, tensor, source, tag)
 
-    def Wait(self, handle: WaitHandle) -> Tensor:
-        return point_to_point.wait(handle)
+    def Wait(self, handle: WaitHandle | CollectiveHandle) -> Tensor:
+        """Ends what was started, and returns its result."""
+        return handle.Wait()
+
+    def Send_init(self, tensor: Tensor, dest: int, tag: int = 0) -> PersistentSend:
+        """A message that ``Start`` sends again and again."""
+        return PersistentSend(self, tensor, dest, tag)
+
+    def Recv_init(self, tensor: Tensor, source: int, tag: int = 0) -> PersistentRecv:
+        """A message that ``Start`` receives again and again."""
+        return PersistentRecv(self, tensor, source, tag)
 
 
 class CartCommunicator(Communicator):
-    """Ranks on a grid."""
+    """Ranks on a grid: ``dims``, ``periods``, ``coords``, and ``neighbors[d]``, the lower and upper one along d."""
+
+    def __init__(self, mpi: MPI.Cartcomm) -> None:
+        super().__init__(mpi)
+        self.dims, self.periods, self.coords = mpi.Get_topo()
+        self.neighbors = [mpi.Shift(d, 1) for d in range(len(self.dims))]
+        self.faces = mpi.Dup()
+        reverse = self.reverse
+        assert isinstance(reverse, CartCommunicator)
+        reverse.__dict__.update(dims=self.dims, periods=self.periods, coords=self.coords)
+        reverse.__dict__.update(neighbors=self.neighbors, faces=mpi.Dup())
+
+    def Neighbor_alltoall(self, tensor: Tensor) -> Tensor:
+        """``tensor[2 * d]`` and ``tensor[2 * d + 1]`` go to the lower and upper neighbour along d."""
+        return neighbor_alltoall(self, tensor)
+
+    def Halo_exchange(
+        self,
+        tensor: Tensor,
+        width: int | Sequence[int | tuple[int, int]] = 1,
+        axes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """``tensor`` with a halo of the neighbours' values; see :func:`torchrelay.mpi.halo.halo_exchange`."""
+        return halo_exchange(self, tensor, width, axes)
 
 
 def from_mpi4py(comm: MPI.Intracomm) -> Communicator:

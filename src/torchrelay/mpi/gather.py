@@ -43,7 +43,7 @@ class Gather(Call):
         if self.uniform and self.comm.rank != self.root:  # tell the shape of root's cotangent
             shape = list(grad.shape)
             shape[self.axis] = self.length * self.comm.size
-            grad = grad.new_zeros(()).expand(shape)
+            grad = grad.sum().expand(shape)  # zero, since it is empty
         return Adjoint(Scatter(self.comm.reverse, self.axis, self.length, self.root, self.uniform), grad)
 
     def batched(self) -> Gather:

@@ -115,14 +115,15 @@ class RecvInPlace(Recv):
 
 
 class Sendrecv(_PeerCall):
-    __slots__ = ("like", "sent_shape", "source", "source_tag")
+    __slots__ = ("batch_dims", "sent_shape", "shape", "source", "source_tag")
     name = "Sendrecv"
 
     def __init__(
-        self, comm: Communicator, dest: int, tag: int, like: Tensor, source: int, source_tag: int
+        self, comm: Communicator, dest: int, tag: int, shape: Sequence[int], source: int, source_tag: int
     ) -> None:
         super().__init__(comm, dest, tag)
-        self.like = like
+        self.shape = tuple(shape)
+        self.batch_dims = 0
         self.source = source
         self.source_tag = source_tag
 
@@ -130,7 +131,7 @@ class Sendrecv(_PeerCall):
         self.sent_shape = x.shape
         received = Recv(self.comm, self.source, self.source_tag)
         status, sent = MPI.Status(), []
-        memory = torch.zeros(self.like.shape, dtype=x.dtype)
+        memory = torch.zeros(*x.shape[: self.batch_dims], *self.shape, dtype=x.dtype)
         parts = list(pieces(memory))
         request = self.comm.mpi.Irecv(buffer(parts[0][0]), self.source, self.source_tag)
         sent = start_send(self, packed(x))
@@ -142,9 +143,13 @@ class Sendrecv(_PeerCall):
         return placed(memory, x)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        back = torch.empty(self.sent_shape, dtype=grad.dtype, device="meta")
-        call = Sendrecv(self.comm.reverse, self.source, self.source_tag, back, self.peer, self.tag)
+        call = Sendrecv(self.comm.reverse, self.source, self.source_tag, self.sent_shape, self.peer, self.tag)
         return record(call, grad)
+
+    def batched(self) -> Sendrecv:
+        call = Sendrecv(self.comm, self.peer, self.tag, self.shape, self.source, self.source_tag)
+        call.batch_dims = self.batch_dims + 1
+        return call
 
     def peers(self) -> Iterable[int]:
         return (self.peer, self.source)
@@ -153,7 +158,7 @@ class Sendrecv(_PeerCall):
 class Transfer:
     """What the two steps of a non-blocking communication share."""
 
-    __slots__ = ("call", "in_place", "memory", "requests", "target", "twin")
+    __slots__ = ("call", "in_place", "keeps_memory", "memory", "requests", "target", "twin")
 
     def __init__(self, call: _PeerCall) -> None:
         self.call = call
@@ -161,6 +166,7 @@ class Transfer:
         self.memory: Tensor | None = None
         self.target: Tensor | None = None
         self.in_place = False
+        self.keeps_memory = False  # it is received into again
         self.twin: WaitHandle | None = None  # the tangent's communication, in forward mode
 
 
@@ -199,6 +205,7 @@ class Isend(Send):
 class Irecv(_PeerCall):
     __slots__ = ("transfer",)
     name = "Irecv"
+    passive = True
 
     def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
         super().__init__(comm, peer, tag)
@@ -235,8 +242,12 @@ class WaitRecv(_PeerCall):
             finish(_WithStatus(request, status), self)
             self.peer, self.tag = status.Get_source(), status.Get_tag()
         self.transfer.requests = []
-        memory, self.transfer.memory = self.transfer.memory, None
+        memory = self.transfer.memory
         assert memory is not None
+        if self.transfer.keeps_memory:
+            memory = memory.clone()
+        else:
+            self.transfer.memory = None
         return x if self.overwrites else placed(memory, x)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> None:
@@ -291,7 +302,7 @@ def sendrecv(
     """Sends ``x`` and receives a tensor shaped as ``like`` (default: as ``x``), both at once."""
     comm.check_peer(dest)
     comm.check_peer(source)
-    return record(Sendrecv(comm, dest, sendtag, x if like is None else like, source, recvtag), x)
+    return record(Sendrecv(comm, dest, sendtag, (x if like is None else like).shape, source, recvtag), x)
 
 
 def isend(comm: Communicator, x: Tensor, dest: int, tag: int) -> WaitHandle:
@@ -335,7 +346,7 @@ def join_dummies_handle(handle: WaitHandle, dummies: Sequence[Tensor]) -> WaitHa
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, *dummies: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.data  # not a view of x for autograd, so that it may be received into
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -14,7 +14,7 @@ from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_o
 from torchrelay.mpi._exchange import packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
+from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, nothing_of, record
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, allreduce
 from torchrelay.mpi.bcast import Bcast
 
@@ -74,7 +74,7 @@ def reduce(comm: Communicator, x: Tensor, op: Op, root: int) -> Tensor:
     comm.check_rank(root)
     if op in LOGICAL and x.dtype is not torch.bool:
         return record(Reduce(comm, op, root), x != 0).to(x.dtype)
-    if op is not Op.SUM and torch.is_grad_enabled() and Reduce(comm, op, root).differentiable(x):
+    if op is not Op.SUM and is_differentiated() and Reduce(comm, op, root).differentiable(x):
         y = allreduce(comm.replace(convention="sum"), x, op)
         return y if comm.rank == root else nothing_of(y)
     return record(Reduce(comm, op, root), x)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, flat_of, packed, placed
-from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, reduce_locally
 
@@ -77,7 +77,7 @@ def reduce_scatter(comm: Communicator, x: Tensor, op: Op, axis: int, numelem: in
     """
     axis = axis_of(axis, x.ndim)
     call = ReduceScatter(comm, op, axis, numelem)
-    if op is Op.SUM or not (torch.is_grad_enabled() and call.differentiable(x)):
+    if op is Op.SUM or not (is_differentiated() and call.differentiable(x)):
         return record(call, x)
     from torchrelay.mpi.alltoall import alltoall  # noqa: PLC0415 - its derivative needs this module
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import packed, pieces, placed
-from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
+from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, nothing_of, record
 from torchrelay.mpi.allgather import allgather
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, reduce_locally
 
@@ -70,7 +70,7 @@ def _scan(kind: type[Scan], comm: Communicator, x: Tensor, op: Op) -> Tensor:
     if op in LOGICAL and x.dtype is not torch.bool:
         return record(kind(comm, op), x != 0).to(x.dtype)
     call = kind(comm, op)
-    if op is Op.SUM or not (torch.is_grad_enabled() and call.differentiable(x)):
+    if op is Op.SUM or not (is_differentiated() and call.differentiable(x)):
         return record(call, x)
     every = allgather(comm.replace(convention="sum"), x.unsqueeze(0), 0)
     before = every[: comm.rank + (not kind.exclusive)]

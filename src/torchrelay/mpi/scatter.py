@@ -59,7 +59,8 @@ class Scatter(Call):
         axis = self.axis % grad.ndim
         call = Gather(self.comm.reverse, axis, grad.shape[axis], self.root, self.uniform)
         is_root, shape = self.comm.rank == self.root, self.input_shape
-        return Adjoint(call, grad, lambda gathered: gathered if is_root else gathered.new_zeros(shape))
+        # An empty tensor's sum is zero, and depends on it: differentiated again, all ranks reach the Gather.
+        return Adjoint(call, grad, lambda gathered: gathered if is_root else gathered.sum().expand(shape))
 
     def batched(self) -> Scatter:
         return Scatter(

@@ -1,0 +1,133 @@
+"""Exchange with the neighbours on a grid: Neighbor_alltoall, and the halo of a decomposed array.
+
+What goes to the lower neighbour arrives there as coming from the upper one, so the derivative is the same
+exchange of the cotangents. Axes are exchanged one after the other, each with the halo of those before, which
+also fills the corners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.mpi._dtypes import buffer
+from torchrelay.mpi._exchange import axis_of, packed, pieces, placed
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._record import Adjoint, Call, Started, record
+
+if TYPE_CHECKING:
+    from torchrelay.mpi.communicator import CartCommunicator
+
+__all__ = ["halo_exchange", "neighbor_alltoall"]
+
+TO_LOWER, TO_UPPER = 1, 2
+
+
+class Faces(Call):
+    """A flat tensor of two parts, ``lower`` elements for the lower neighbour and the rest for the upper one."""
+
+    __slots__ = ("dim", "lower")
+    name = "Neighbor_exchange"
+    comm: CartCommunicator
+
+    def __init__(self, comm: CartCommunicator, dim: int, lower: int) -> None:
+        self.comm = comm
+        self.dim = dim
+        self.lower = lower
+
+    def start(self, x: Tensor) -> Started:
+        source = packed(x)
+        result = torch.zeros_like(source)  # stays zero beyond the border of the grid
+        faces, (below, above) = self.comm.faces, self.comm.neighbors[self.dim]
+        sent, received = (
+            source.split_with_sizes(self._cut(x, self.lower)),
+            result.split_with_sizes(self._cut(x, x.numel() - self.lower)),
+        )
+        requests: list[MPI.Request] = []
+        for part, peer, tag in ((received[0], below, TO_UPPER), (received[1], above, TO_LOWER)):
+            requests += [faces.Irecv(buffer(piece), peer, tag) for (piece,) in pieces(part)]
+        for part, peer, tag in ((sent[0], below, TO_LOWER), (sent[1], above, TO_UPPER)):
+            requests += [faces.Isend(buffer(piece), peer, tag) for (piece,) in pieces(part)]
+        return Started(requests, lambda: placed(result, x), source)
+
+    @staticmethod
+    def _cut(x: Tensor, first: int) -> list[int]:
+        return [first, x.numel() - first]
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        reverse: CartCommunicator = self.comm.reverse  # type: ignore[assignment]
+        return Adjoint(Faces(reverse, self.dim, grad.numel() - self.lower), grad)
+
+    def batched(self) -> Call:
+        raise UnsupportedError("exchange with neighbours under torch.vmap")
+
+    def arguments(self) -> str:
+        return f"dim={self.dim}"
+
+    def peers(self) -> Iterable[int]:
+        return [peer for peer in self.comm.neighbors[self.dim] if peer != MPI.PROC_NULL]
+
+
+def exchange(comm: CartCommunicator, dim: int, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """``lower`` and ``upper`` go to the neighbours along ``dim``; returns what comes from the lower and upper one."""
+    flat = torch.cat([lower.reshape(-1), upper.reshape(-1)])
+    got = record(Faces(comm, dim, lower.numel()), flat)
+    from_lower, from_upper = got.split_with_sizes([upper.numel(), lower.numel()])
+    return from_lower.view(upper.shape), from_upper.view(lower.shape)
+
+
+def neighbor_alltoall(comm: CartCommunicator, x: Tensor) -> Tensor:
+    """``x[2 * d]`` and ``x[2 * d + 1]`` go to the lower and upper neighbour along ``d``; theirs come in their place."""
+    count = 2 * len(comm.dims)
+    if x.ndim == 0 or x.shape[0] != count:
+        raise ArgumentError(
+            f"Neighbor_alltoall: the first axis has a part for each of {count} neighbours, not {tuple(x.shape)}"
+        )
+    parts = [part for d in range(count // 2) for part in exchange(comm, d, x[2 * d], x[2 * d + 1])]
+    return torch.stack(parts)
+
+
+def halo_exchange(
+    comm: CartCommunicator,
+    x: Tensor,
+    width: int | Sequence[int | tuple[int, int]],
+    axes: Sequence[int] | None = None,
+) -> Tensor:
+    """``x`` with a halo of the neighbours' values, zeros beyond a border that is not periodic.
+
+    ``axes[d]`` (default: d) is the tensor's axis along dimension d of the grid, ``width`` the halo's width for
+    each, on both sides or ``(lower, upper)``. The result is longer by the widths along these axes.
+
+    Raises:
+        ArgumentError: the tensor is shorter than the halo, or widths and axes do not fit the grid.
+    """
+    dims = len(comm.dims)
+    axes = list(range(dims)) if axes is None else [axis_of(axis, x.ndim) for axis in axes]
+    widths = [width] * dims if isinstance(width, int) else list(width)
+    if len(axes) != dims or len(widths) != dims:
+        raise ArgumentError(
+            f"a grid of {dims} dimensions needs {dims} axes and widths, not {axes} and {widths}"
+        )
+    for dim, (axis, each) in enumerate(zip(axes, widths, strict=True)):
+        below, above = (each, each) if isinstance(each, int) else each
+        length = x.shape[axis]
+        if not 0 <= max(below, above) <= length or min(below, above) < 0:
+            raise ArgumentError(
+                f"a halo of {(below, above)} needs as much along axis {axis}, which has {length}"
+            )
+        if below or above:
+            lower, upper = exchange(
+                comm, dim, x.narrow(axis, 0, above), x.narrow(axis, length - below, below)
+            )
+            x = torch.cat([lower, x, upper], axis)
+    return x
+
+
+def block(extent: int, parts: int, index: int) -> slice:
+    """The part ``index`` of ``extent`` elements cut into ``parts`` whose lengths differ by one at most."""
+    return slice(math.floor(extent * index / parts), math.floor(extent * (index + 1) / parts))
