@@ -136,7 +136,7 @@ void register_store(nb::module_& module) {
                                        distinct);
           },
           "keys"_a, "count"_a, "low"_a, "high"_a, "taken"_a, "distinct"_a, Released())
-      .def("check_peers", &Store::check_peers)
+      .def("check_leader", &Store::check_leader)
       .def("counters", &counters);
 }
 

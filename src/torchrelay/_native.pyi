@@ -103,7 +103,7 @@ class ParameterStore:
     def nearest_local(
         self, keys: int, count: int, low: int, high: int, taken: Sequence[int], distinct: bool
     ) -> int: ...
-    def check_peers(self) -> None: ...
+    def check_leader(self) -> None: ...
     def counters(self) -> dict[str, int]: ...
 
 class NodeService:
@@ -238,13 +238,7 @@ class Communicator:
     """One rank's part in a group of ranks of one host."""
 
     def __init__(
-        self,
-        memory: SharedMemory,
-        rank: int,
-        names: Sequence[int],
-        spin_s: float,
-        background_spin_s: float,
-        yields: int,
+        self, memory: SharedMemory, rank: int, names: Sequence[int], spin_s: float, yield_s: float
     ) -> None: ...
     @staticmethod
     def create_segment(

@@ -171,16 +171,13 @@ class Aggregation(Section):
         128 * 1024, "the buffer between each pair of ranks for send and recv", unit="bytes", minimum=4096
     )
     spin_us: int = setting(
-        100, "how long a waiting rank looks for the others before it sleeps", unit="us", minimum=0
+        10,
+        "how long a waiting rank does nothing but look for the others, where a host has a core for each",
+        unit="us",
+        minimum=0,
     )
-    background_spin_us: int = setting(
-        20, "the same for operations that run in the background", unit="us", minimum=0
-    )
-    crowded_spin_us: int = setting(
-        0, "the same for both, when a host has more ranks than cores", unit="us", minimum=0
-    )
-    crowded_yields: int = setting(
-        20, "how often such a rank lets others run before it sleeps", unit="times", minimum=0
+    yield_us: int = setting(
+        100, "how long it then looks while letting others run, before it sleeps", unit="us", minimum=0
     )
     dummy_bandwidth: float = setting(
         0.0,

@@ -103,17 +103,10 @@ void Channel::handle(const Header& header, const Message& message) {
       next_round_ = std::min(next_round_, last_round_ + round_interval_);
       return;
     }
-    case Kind::kFence: {
-      Writer writer(8);
-      writer.put_bytes(message.data() + sizeof(Header),
-                       std::min<std::size_t>(8, message.size_bytes() - sizeof(Header)));
-      return courier_.send(header.sender, Kind::kFenceAck, 0, writer.finish());
-    }
-    case Kind::kFenceAck: {
-      Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
-      if (reader.take<std::uint64_t>() == fence_number_ && fences_missing_ > 0) --fences_missing_;
-      return;
-    }
+    case Kind::kFence:
+    case Kind::kFenceAck:
+    case Kind::kFlush:
+    case Kind::kFlushAck: return handle_flush(header, message);
     case Kind::kGoodbye: gone_[sender] = true; return;
     case Kind::kHeartbeat: return;
     default: throw Error(Code::kProtocol, "parameters: a message of an unknown kind");
@@ -169,6 +162,8 @@ void Channel::handle_routed(const Record& record, const std::byte* payload, cons
   Control& mine = control(number);
   if (record.node == node_ && mine.returning != 0 && record.kind != RecordKind::kAcquire) {
     --mine.returning;  // it is in the row already; see take_transfer
+    const LockGuard guard = store_->guard(store_->entry(number), number_);
+    pin(number);
     return;
   }
   const LockGuard guard = store_->guard(store_->entry(number), number_);
@@ -217,7 +212,7 @@ void Channel::round_intents() {
     const bool dead = look && !intents.empty() && worker.pid.load() != 0 && !is_alive(worker);
     const std::int64_t clock = dead ? kFinished : worker.clock.load(std::memory_order_acquire);
     intents.round(
-        clock, [this](std::int64_t key) { begin_intent(key); },
+        clock, [this](std::int64_t key) { return begin_intent(key); },
         [this](std::int64_t key) { end_intent(key); });
     waiting_intents_ |= !intents.empty();
   }
@@ -267,28 +262,71 @@ void Channel::serve_flush_updates() {
   flush_updates_target_ = 0;
 }
 
-// Refreshes are followed by a fence; once every node has answered it, they have all arrived.
+void Channel::handle_flush(const Header& header, const Message& message) {
+  Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
+  const auto number = reader.take<std::uint64_t>();
+  switch (header.kind) {
+    case Kind::kFence: return tell(header.sender, Kind::kFenceAck, number);
+    case Kind::kFenceAck:
+      if (number == fence_number_ && fences_missing_ > 0) --fences_missing_;
+      return;
+    case Kind::kFlush: return waiting_for_next_fence_.push_back({header.sender, number});
+    default:
+      if (number == flush_number_ && flush_acks_missing_ > 0) --flush_acks_missing_;
+  }
+}
+
+// A worker's wait_sync: every node refreshes the replicas of its keys, this one too.
 void Channel::serve_flush_refreshes() {
   Flush& flush = store_->header().boards[number_].refreshes;
   if (flush_refreshes_target_ == 0) {
     const std::uint64_t requested = flush.requested.load();
-    if (requested == flush.done.load()) return;
-    flush_refreshes_target_ = requested;
-    refresh_all();
-    send_outboxes();
-    ++fence_number_;
-    fences_missing_ = 0;
-    for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
-      if (node == node_ || gone_[node]) continue;
-      Writer writer(8);
-      writer.put(fence_number_);
-      courier_.send(channel_endpoint(node, number_), Kind::kFence, 0, writer.finish());
-      ++fences_missing_;
+    if (requested != flush.done.load()) {
+      flush_refreshes_target_ = requested;
+      own_fence_passed_ = false;
+      flush_acks_missing_ = tell_all(Kind::kFlush, ++flush_number_);
+      waiting_for_next_fence_.push_back({courier_.number(), 0});
     }
   }
-  if (fences_missing_ != 0) return;
+  serve_fences();
+  if (flush_refreshes_target_ == 0 || !own_fence_passed_ || flush_acks_missing_ != 0) return;
   flush.done.store(flush_refreshes_target_);
   flush_refreshes_target_ = 0;
+}
+
+// Refreshes are followed by a fence; once every node has answered it, they have all arrived.
+void Channel::serve_fences() {
+  if (waiting_for_fence_.empty() && !waiting_for_next_fence_.empty()) {
+    waiting_for_fence_.swap(waiting_for_next_fence_);
+    refresh_all();
+    send_outboxes();
+    fences_missing_ = tell_all(Kind::kFence, ++fence_number_);
+  }
+  if (waiting_for_fence_.empty() || fences_missing_ != 0) return;
+  for (const FlushWaiter& waiter : waiting_for_fence_) {
+    if (waiter.endpoint == courier_.number())
+      own_fence_passed_ = true;
+    else
+      tell(waiter.endpoint, Kind::kFlushAck, waiter.number);
+  }
+  waiting_for_fence_.clear();
+}
+
+void Channel::tell(std::uint32_t endpoint, Kind kind, std::uint64_t number) {
+  Writer writer(sizeof number);
+  writer.put(number);
+  courier_.send(endpoint, kind, 0, writer.finish());
+}
+
+// To the same channel of all other nodes that are still there; how many.
+std::uint32_t Channel::tell_all(Kind kind, std::uint64_t number) {
+  std::uint32_t told = 0;
+  for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
+    if (node == node_ || gone_[node]) continue;
+    tell(channel_endpoint(node, number_), kind, number);
+    ++told;
+  }
+  return told;
 }
 
 void Channel::put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes) {

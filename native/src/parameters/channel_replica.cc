@@ -6,14 +6,33 @@
 
 namespace torchrelay::parameters {
 
-void Channel::begin_intent(std::int64_t key) {
-  const std::int64_t number = store_->find_or_make(number_, key);
+// An intent is a hint: where a dynamic table has no room for the key, it stays remote.
+bool Channel::begin_intent(std::int64_t key) {
+  std::int64_t number = -1;
+  try {
+    number = store_->find_or_make(number_, key);
+  } catch (const Error&) {
+    return false;
+  }
   Control& mine = control(number);
-  if (mine.intents++ != 0) return;
+  if (mine.intents++ != 0) return true;
   Entry& entry = store_->entry(number);
   const LockGuard guard = store_->guard(entry, number_);
-  if (store_->dynamic()) entry.flags |= kPinned;
+  pin(number);
   if (entry.state == State::kAbsent && !mine.wanted) acquire(number);
+  return true;
+}
+
+// Under the entry's lock. What this channel keeps of an entry is by its place in the table, so as long as
+// there is any, a dynamic table must not give the place to another key.
+void Channel::pin(std::int64_t number) {
+  if (!store_->dynamic()) return;
+  const Control& mine = control(number);
+  Entry& entry = store_->entry(number);
+  if (mine.intents != 0 || mine.wanted || mine.returning != 0 || mine.outstanding != 0)
+    entry.flags |= kPinned;
+  else
+    entry.flags = static_cast<std::uint8_t>(entry.flags & ~kPinned);
 }
 
 // Under the entry's lock.
@@ -31,7 +50,7 @@ void Channel::end_intent(std::int64_t key) {
   if (--mine.intents != 0) return;
   Entry& entry = store_->entry(number);
   const LockGuard guard = store_->guard(entry, number_);
-  entry.flags = static_cast<std::uint8_t>(entry.flags & ~kPinned);
+  pin(number);
   if (entry.state == State::kOwned) consider_upgrade(number);  // a replica is dropped by the round
 }
 
@@ -104,6 +123,7 @@ void Channel::take_transfer(const Record& record, const std::byte* payload) {
     entry.owner = static_cast<std::uint16_t>(node_);
     store_->location_counter(number).store(record.counter, std::memory_order_relaxed);
     entry.state = State::kOwned;
+    pin(number);
   }
   store_->count(number_, kRelocationsIn, 1);
   answer_overwrites(number);
@@ -162,6 +182,7 @@ void Channel::settle_ack(std::int64_t number, std::uint32_t version) {
   mine.leaving = false;
   forget_replica(number);
   if (mine.intents != 0) acquire(number);
+  pin(number);
 }
 
 // Under the entry's lock, with nothing outstanding.

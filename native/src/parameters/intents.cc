@@ -40,7 +40,7 @@ void WorkerIntents::announce(std::int64_t start, std::int64_t end, std::vector<s
   future_.emplace(start, Announced{end, std::move(keys)});
 }
 
-void WorkerIntents::round(std::int64_t clock, const Action& begin, const Action& expire) {
+void WorkerIntents::round(std::int64_t clock, const Begin& begin, const Expire& expire) {
   const std::int64_t ticks = clock == INT64_MAX ? 0 : clock - last_clock_;
   last_clock_ = clock;
   const std::int64_t window = estimate_.window(ticks);
@@ -49,7 +49,7 @@ void WorkerIntents::round(std::int64_t clock, const Action& begin, const Action&
     Announced announced = std::move(future_.begin()->second);
     future_.erase(future_.begin());
     if (announced.end <= clock) continue;
-    for (const std::int64_t key : announced.keys) begin(key);
+    std::erase_if(announced.keys, [&begin](std::int64_t key) { return !begin(key); });
     live_.emplace(announced.end, std::move(announced.keys));
   }
   while (!live_.empty() && live_.begin()->first <= clock) {

@@ -281,6 +281,18 @@ void Store::check_peers() const {
             "last checkpoint",
         {static_cast<int>(lost) - 1});
   if (header_->failed.load(std::memory_order_acquire) == 2) throw Error(Code::kUnavailable, header_->failure);
+  if (header_->stopping.load(std::memory_order_relaxed) != 0)
+    throw Error(Code::kUnavailable, "parameters: node " + std::to_string(header_->node) +
+                                        " has been shut down; nothing can be read or written any more");
+}
+
+void Store::check_leader() const {
+  check_peers();
+  if (process_start(header_->leader_pid) != header_->leader_start)
+    throw Error(Code::kPeerLost,
+                "parameters: process " + std::to_string(header_->leader_pid) + ", which serves node " +
+                    std::to_string(header_->node) + ", has died; restart from the last checkpoint",
+                {static_cast<int>(header_->node)});
 }
 
 }  // namespace torchrelay::parameters

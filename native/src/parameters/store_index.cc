@@ -78,8 +78,9 @@ std::int64_t Store::make(std::uint32_t user, std::int64_t key) const {
   return number;
 }
 
-// The clock algorithm: passes over the entries, sparing once those used since its last pass. Only keys that
-// nobody else knows of can go: owned at their home and never moved.
+// The clock algorithm: passes over the entries, sparing once those used since its last pass. What can go:
+// rows of keys owned at their home that never moved, for no other node knows of them, and remembered
+// locations.
 bool Store::evict_one(std::uint32_t user) const {
   const std::uint64_t mask = header_->num_entries - 1;
   for (std::uint64_t turns = 0; turns < 2 * header_->num_entries; ++turns) {
@@ -88,11 +89,15 @@ bool Store::evict_one(std::uint32_t user) const {
     Entry& entry = entries_[place];
     std::uint32_t expected = 0;  // who is busy is in use; and waiting here could wait for ourselves
     if (!entry.lock.compare_exchange_strong(expected, user + 1, std::memory_order_acquire)) continue;
-    const bool evictable = entry.state == State::kOwned && (entry.flags & (kShared | kUsed | kPinned)) == 0 &&
-                           counters_[place].load(std::memory_order_relaxed) == 0;
+    const bool at_home = home_of(keys_[place].load(std::memory_order_relaxed)) == header_->node;
+    const bool known_here_only =
+        entry.state == State::kOwned && at_home && counters_[place].load(std::memory_order_relaxed) == 0;
+    const bool only_a_location = entry.state == State::kAbsent && !at_home;
+    const bool evictable =
+        (known_here_only || only_a_location) && (entry.flags & (kShared | kUsed | kPinned)) == 0;
     entry.flags = static_cast<std::uint8_t>(entry.flags & ~kUsed);
     if (evictable) {
-      free_slot(user, static_cast<std::int64_t>(place));
+      if (known_here_only) free_slot(user, static_cast<std::int64_t>(place));
       entry.state = State::kAbsent;
       std::uint64_t at = place;
       const bool last = keys_[(place + 1) & mask].load(std::memory_order_relaxed) == kNoKey;
@@ -100,7 +105,7 @@ bool Store::evict_one(std::uint32_t user) const {
       while (last && keys_[at = (at - 1) & mask].load(std::memory_order_relaxed) == kTombstone)
         keys_[at].store(kNoKey, std::memory_order_release);
       --header_->live_entries;
-      count(user, kEvictions, 1);
+      if (known_here_only) count(user, kEvictions, 1);
     }
     entry.lock.store(0, std::memory_order_release);
     if (evictable) return true;

@@ -132,7 +132,7 @@ void Worker::wait_until(const std::function<bool()>& done, const char* what) {
     const auto now = std::chrono::steady_clock::now();
     if (now < next_look) continue;
     next_look = now + kSlice;
-    store_->check_peers();
+    store_->check_leader();
     if (interrupt_) interrupt_();
     if (now - start > timeout_)
       throw Error(Code::kTimeout, "parameters: node " + std::to_string(store_->header().node) + ", worker " +
@@ -195,7 +195,7 @@ void Worker::flush(Flush ChannelBoard::* which, const char* what) {
     const auto now = std::chrono::steady_clock::now();
     if (now < next_look) continue;
     next_look = now + kSlice;
-    store_->check_peers();
+    store_->check_leader();
     if (interrupt_) interrupt_();
     if (now - start > timeout_)
       throw Error(Code::kTimeout, "parameters: node " + std::to_string(header.node) + ": " + what +

@@ -223,7 +223,9 @@ class Server:
     def barrier(self) -> None:
         """Waits for all processes of all nodes."""
         participants = self.topology.num_nodes * self.topology.members
-        self.topology.barrier(f"{self._table}/servers", self._barriers, participants, self._store.check_peers)
+        self.topology.barrier(
+            f"{self._table}/servers", self._barriers, participants, self._store.check_leader
+        )
         self._barriers += 1
 
     def shutdown(self) -> None:

@@ -246,7 +246,7 @@ class Worker:
         self._barriers += 1
 
     def _native_check(self) -> None:
-        self.server.store.check_peers()
+        self.server.store.check_leader()
 
     def finalize(self) -> None:
         """Finishes what is unfinished; this worker's intents end. Idempotent."""

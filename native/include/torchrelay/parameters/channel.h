@@ -96,6 +96,12 @@ class Channel {
     Record record;  // kind 0: it is `asked`
     const std::byte* payload;
   };
+  // Who is told once all replicas of our keys are fresh: another node's channel, or (its number: ours) a
+  // worker.
+  struct FlushWaiter {
+    std::uint32_t endpoint;
+    std::uint64_t number;
+  };
   struct FlushItem {
     std::int64_t number;
     bool sent;
@@ -112,8 +118,12 @@ class Channel {
   void round_intents();
   void beat();
   void goodbye();
+  void handle_flush(const Header& header, const Message& message);
   void serve_flush_updates();
   void serve_flush_refreshes();
+  void serve_fences();
+  std::uint32_t tell_all(Kind kind, std::uint64_t number);
+  void tell(std::uint32_t endpoint, Kind kind, std::uint64_t number);
   void put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes);
   void send_outbox(std::uint32_t node);
   void send_outboxes();
@@ -135,9 +145,10 @@ class Channel {
   Replica* replica_of(std::int64_t number, std::uint32_t node);
 
   // channel_replica.cc: keys that come here
-  void begin_intent(std::int64_t key);
+  bool begin_intent(std::int64_t key);
   void end_intent(std::int64_t key);
   void acquire(std::int64_t number);
+  void pin(std::int64_t number);
   void take_grant(const Record& record, const std::byte* payload);
   void take_transfer(const Record& record, const std::byte* payload);
   void take_refresh(const Record& record, const std::byte* payload);
@@ -186,7 +197,11 @@ class Channel {
   std::uint32_t rounds_ = 0;
   std::vector<FlushItem> flush_items_;
   std::uint64_t flush_updates_target_ = 0;
-  std::uint64_t flush_refreshes_target_ = 0;
+  std::uint64_t flush_refreshes_target_ = 0;  // of our workers; 0: none asks
+  std::uint64_t flush_number_ = 0;
+  std::uint32_t flush_acks_missing_ = 0;
+  bool own_fence_passed_ = false;
+  std::vector<FlushWaiter> waiting_for_next_fence_, waiting_for_fence_;
   std::uint32_t fences_missing_ = 0;
   std::uint64_t fence_number_ = 0;
 };

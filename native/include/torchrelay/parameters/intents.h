@@ -30,12 +30,13 @@ class TickEstimate {
 // The intents of one worker for the keys of one channel.
 class WorkerIntents {
  public:
-  using Action = std::function<void(std::int64_t)>;
+  using Begin = std::function<bool(std::int64_t)>;  // false: not done, and not to be undone
+  using Expire = std::function<void(std::int64_t)>;
 
   void announce(std::int64_t start, std::int64_t end, std::vector<std::int64_t> keys);
   // One round at `clock`: `begin` is called for each key whose intent becomes live, `expire` for each whose
   // ended. Ends come after beginnings, so that a key wanted again is not given up between.
-  void round(std::int64_t clock, const Action& begin, const Action& expire);
+  void round(std::int64_t clock, const Begin& begin, const Expire& expire);
   bool empty() const { return future_.empty() && live_.empty(); }
 
  private:

@@ -114,6 +114,8 @@ class Store {
   void fail(const char* reason) const;
   // Throws kPeerLost or kUnavailable if this node cannot work on.
   void check_peers() const;
+  // The same, and that this node's leader lives; costs a read in /proc.
+  void check_leader() const;
   LockGuard guard(Entry& entry, std::uint32_t user) const { return LockGuard(entry.lock, users_, user); }
 
  private:

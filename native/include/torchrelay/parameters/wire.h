@@ -27,6 +27,8 @@ enum class Kind : std::uint16_t {
   kBundle,     // records
   kFence,      // a number: answer once everything before it is done
   kFenceAck,   // the number
+  kFlush,      // a number: refresh all replicas of your keys, then answer
+  kFlushAck,   // the number
   kHeartbeat,
   kGoodbye,  // the sender stops on purpose
 };

@@ -1,0 +1,123 @@
+"""Nodes as processes over ZeroMQ; several processes of a node on one slab."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from torchrelay.errors import PeerLostError
+from torchrelay.parameters.topology import start
+from torchrelay.world import World
+
+PUSHES, BATCH, KEYS = 280, 60, 500  # 6 workers: 100,800 pushes
+
+
+@pytest.mark.processes(6)
+def test_asynchronous_pushes_of_three_nodes_with_two_processes_each_are_all_counted_once(
+    world: World,
+) -> None:
+    place = start(KEYS, 2, node_of_rank=lambda rank: rank // 2)
+    worker, keys = place.worker, torch.arange(KEYS)
+    generator = torch.Generator().manual_seed(world.rank)
+    batches = [torch.randint(0, KEYS, (BATCH,), generator=generator) for _ in range(PUSHES)]
+    for clock, batch in enumerate(batches):
+        if clock + 3 < PUSHES:
+            worker.intent(batches[clock + 3], clock + 3, clock + 5)
+        worker.push(batch, torch.ones(BATCH, 2), True)
+        worker.advance_clock()
+    worker.waitall()
+    worker.wait_sync()
+    worker.barrier()
+    out = torch.empty(KEYS, 2)
+    worker.pull(keys, out)
+    expected = torch.zeros(KEYS)
+    for rank in range(world.size):
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(PUSHES):
+            batch = torch.randint(0, KEYS, (BATCH,), generator=generator)
+            expected += torch.bincount(batch, minlength=KEYS)
+    assert torch.equal(out, expected[:, None].expand(KEYS, 2))
+    statistics = place.server.statistics()
+    assert statistics["relocations"] + statistics["replicas_made"] > 0
+    assert statistics["protocol_errors"] == 0
+    worker.finalize()
+    place.server.shutdown()
+
+
+@pytest.mark.processes(2)
+def test_two_processes_of_one_node_share_its_memory(world: World) -> None:
+    place = start(10, 1)
+    place.worker.push(torch.arange(10), torch.full((10,), world.rank + 1.0))
+    place.worker.barrier()
+    out = torch.empty(10)
+    assert place.worker.pull_if_local(torch.arange(10), out)
+    assert (out == 3).all()
+    place.worker.barrier()
+    place.worker.finalize()
+    place.server.shutdown()
+
+
+def _lose_a_node(world: World) -> tuple[float, tuple[int, ...]]:
+    place = start(100, 4, node_of_rank=lambda rank: rank)
+    worker, keys = place.worker, torch.arange(100)
+    worker.push(keys, torch.ones(100, 4))
+    worker.barrier()
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        while True:
+            worker.pull(keys, torch.empty(100, 4))
+    except PeerLostError as error:
+        return time.monotonic() - started, error.ranks
+
+
+def test_a_killed_node_is_named_within_the_timeout(run_processes) -> None:
+    environ = {
+        "TORCHRELAY_PARAMETERS_HEARTBEAT_TIMEOUT_S": "2",
+        "TORCHRELAY_PARAMETERS_HEARTBEAT_INTERVAL_S": "0.1",
+    }
+    results = run_processes(_lose_a_node, 3, environ=environ)
+    assert results[2].exitcode == -signal.SIGKILL
+    for rank in (0, 1):
+        assert results[rank].ok, results[rank].error
+        seconds, ranks = results[rank].value
+        assert ranks == (2,)
+        assert seconds < 30
+
+
+def _lose_a_worker(world: World) -> float:
+    """Two processes a node; one worker dies while it pushes, the others go on."""
+    place = start(50, 8, node_of_rank=lambda rank: rank // 2)
+    worker, keys = place.worker, torch.arange(50)
+    worker.intent(keys, 0, 10_000)
+    worker.barrier()
+    if world.rank == 3:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    for _ in range(100_000 if world.rank == 3 else 300):
+        worker.push(keys, torch.ones(50, 8))
+    out = torch.empty(50, 8)
+    deadline = time.monotonic() + 30
+    while True:
+        worker.wait_sync()
+        worker.pull(keys, out)
+        if out.min() >= 900 or time.monotonic() > deadline:
+            break
+    store = place.server.topology.store
+    assert store is not None
+    store.set(f"done/{world.rank}", "")
+    store.wait([f"done/{rank}" for rank in range(3)])
+    return float(out.min())
+
+
+def test_a_killed_worker_leaves_no_lock_and_loses_nothing_of_the_others(run_processes) -> None:
+    results = run_processes(_lose_a_worker, 4)
+    assert results[3].exitcode == -signal.SIGKILL
+    for rank in range(3):
+        assert results[rank].ok, results[rank].error
+        assert results[rank].value >= 900

@@ -1,0 +1,379 @@
+"""Nodes as threads over the in-memory network, which may delay, reorder and duplicate."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchrelay import _native, config
+from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError, PeerLostError
+from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker
+
+TECHNIQUES = ["all", "replication_only", "relocation_only"]
+SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)  # type: ignore[type-var]
+STORMY = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
+
+
+def on_nodes(
+    num_nodes: int,
+    body: Callable[[Server, Worker], Any],
+    *,
+    table: dict[str, Any],
+    network: _native.MemoryNetwork | None = None,
+    **fields: Any,
+) -> list[Any]:
+    """Runs ``body`` on every node at once; what each returned. The first error of any is raised."""
+    fields.setdefault("settings", SETTINGS)
+    topologies = Topology.in_memory(num_nodes, network, **fields)
+    results: list[Any] = [None] * num_nodes
+    errors: list[BaseException] = []
+
+    def run(node: int) -> None:
+        try:
+            server = Server(**table, topology=topologies[node])
+            worker = Worker(0, server)
+            results[node] = body(server, worker)
+            worker.finalize()
+            server.shutdown()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(node,)) for node in range(num_nodes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def pulled(
+    worker: Worker, keys: torch.Tensor, length: int = 1, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    out = torch.empty(len(keys), length, dtype=dtype)
+    worker.pull(keys, out)
+    return out
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("techniques", TECHNIQUES)
+def test_every_node_reads_and_writes_every_key(techniques: str) -> None:
+    keys = torch.arange(40)
+
+    def body(server: Server, worker: Worker) -> None:
+        worker.push(keys, torch.full((40, 2), float(server.node + 1)))
+        worker.barrier()
+        assert (pulled(worker, keys, 2) == 6).all()
+        worker.barrier()
+        if server.node == 2:
+            worker.set(keys, torch.arange(80.0))
+        worker.barrier()
+        assert torch.equal(pulled(worker, keys, 2), torch.arange(80.0).view(40, 2))
+
+    on_nodes(3, body, table={"keys": 40, "length": 2}, techniques=techniques)
+
+
+def test_a_key_moves_to_the_only_node_that_wants_it() -> None:
+    keys = torch.arange(20)
+
+    def body(server: Server, worker: Worker) -> None:
+        if server.node == 0:
+            worker.intent(keys, 0, 10)
+            eventually(lambda: len(worker.owned_keys()) == 20)
+            before = server.statistics()["remote_pulls"]
+            assert worker.pull(keys, torch.empty(20), True) == -1
+            assert server.statistics()["remote_pulls"] == before
+        worker.barrier()
+        assert len(worker.owned_keys()) == (20 if server.node == 0 else 0)
+        for _ in range(10):
+            worker.advance_clock()
+        worker.barrier()
+        time.sleep(0.05)
+        assert len(worker.owned_keys()) == (20 if server.node == 0 else 0)  # it stays with the last owner
+
+    on_nodes(2, body, table={"keys": 20})
+
+
+def test_several_nodes_that_want_a_key_get_replicas_and_the_last_gets_the_key() -> None:
+    keys = torch.arange(10)
+
+    def body(server: Server, worker: Worker) -> None:
+        end = 5 if server.node == 0 else 50
+        worker.intent(keys, 0, end)
+        eventually(lambda: worker.pull_if_local(keys, torch.empty(10)))
+        worker.barrier()
+        worker.push(keys, torch.full((10,), float(10**server.node)))
+        worker.wait_sync()
+        worker.barrier()
+        assert (pulled(worker, keys) == 11).all()
+        worker.barrier()
+        for _ in range(5):
+            worker.advance_clock()
+        if server.node == 1:
+            eventually(lambda: len(worker.owned_keys()) == 10)
+        worker.barrier()
+        assert (pulled(worker, keys) == 11).all()
+
+    on_nodes(2, body, table={"keys": 10})
+
+
+def test_a_replica_follows_the_owner_without_being_asked() -> None:
+    keys = torch.arange(8)
+
+    def body(server: Server, worker: Worker) -> None:
+        worker.intent(keys, 0, 1000)
+        eventually(lambda: worker.pull_if_local(keys, torch.empty(8)))
+        worker.barrier()
+        if server.node == 0:
+            worker.push(keys, torch.ones(8))
+        eventually(lambda: bool((pulled(worker, keys) == 1).all()))
+        worker.barrier()
+        if server.node == 1:
+            worker.push(keys, torch.ones(8))
+        eventually(lambda: bool((pulled(worker, keys) == 2).all()))
+        assert server.statistics()["replicas_made"] <= 8
+
+    on_nodes(2, body, table={"keys": 8}, techniques="replication_only")
+
+
+@pytest.mark.parametrize("techniques", TECHNIQUES)
+def test_set_is_ordered_with_pushes_under_every_technique(techniques: str) -> None:
+    """Each node sets and pushes its own keys while all announce all: the last writes of each stand."""
+    num_nodes, rounds = 3, 60
+    keys = torch.arange(30)
+
+    def body(server: Server, worker: Worker) -> None:
+        mine = keys[keys // 10 == server.node]
+        generator = torch.Generator().manual_seed(server.node)
+        for clock in range(rounds):
+            worker.intent(keys[torch.randperm(30, generator=generator)[:15]], clock + 2, clock + 6)
+            worker.push(mine, torch.full((10,), 3.0), True)
+            worker.set(mine, torch.full((10,), float(clock)), clock % 2 == 0)
+            worker.push(mine, torch.ones(10), clock % 3 == 0)
+            assert (pulled(worker, mine) == clock + 1).all()
+            worker.advance_clock()
+        worker.wait_sync()
+        worker.barrier()
+        assert (pulled(worker, keys) == rounds).all()
+
+    network = _native.MemoryNetwork(**STORMY)
+    on_nodes(num_nodes, body, table={"keys": 30}, techniques=techniques, network=network)
+
+
+def test_of_concurrent_sets_one_wins_everywhere() -> None:
+    keys = torch.arange(12)
+
+    def body(server: Server, worker: Worker) -> torch.Tensor:
+        worker.intent(keys, 0, 1000)
+        eventually(lambda: worker.pull_if_local(keys, torch.empty(12)))
+        worker.barrier()
+        for _ in range(20):
+            worker.set(keys, torch.full((12,), float(server.node + 1)))
+        worker.wait_sync()
+        worker.barrier()
+        worker.wait_sync()
+        worker.barrier()
+        return pulled(worker, keys)
+
+    first, second, third = on_nodes(3, body, table={"keys": 12}, techniques="replication_only")
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    assert set(first.flatten().tolist()) <= {1.0, 2.0, 3.0}
+
+
+def test_lengths_per_key_over_nodes() -> None:
+    lengths = torch.tensor([1, 4, 2] * 10)
+    keys = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    total = int(lengths[keys].sum())
+
+    def body(server: Server, worker: Worker) -> None:
+        worker.intent(keys[server.node :: 2].contiguous(), 0, 20)
+        for _ in range(10):
+            worker.push(keys, torch.arange(float(total)), True)
+            worker.advance_clock()
+        worker.waitall()
+        worker.wait_sync()
+        worker.barrier()
+        out = torch.empty(total)
+        worker.pull(keys, out)
+        assert torch.equal(out, torch.arange(float(total)) * 20)
+
+    on_nodes(2, body, table={"keys": lengths}, network=_native.MemoryNetwork(**STORMY))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+def test_other_dtypes_over_nodes(dtype: torch.dtype) -> None:
+    keys = torch.arange(16)
+
+    def body(server: Server, worker: Worker) -> None:
+        worker.intent(keys, 0, 100)
+        for _ in range(10):
+            worker.push(keys, torch.ones(16, 3, dtype=dtype))
+        worker.wait_sync()
+        worker.barrier()
+        assert (pulled(worker, keys, 3, dtype) == 20).all()
+
+    on_nodes(2, body, table={"keys": 16, "length": 3, "dtype": dtype})
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_optimizers_step_at_the_owner(kind: str) -> None:
+    """Nodes take turns, with wait_sync between: the same as one node, replicas or not."""
+    rule = UpdateRule(kind, lr=0.1, eps=1e-8)
+    table = {"keys": 9, "length": 4, "dtype": torch.float64, "rule": rule}
+    keys = torch.arange(9)
+    gradients = torch.randn(12, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    alone = Worker(0, Server(**table))
+    for gradient in gradients:
+        alone.push(keys, gradient)
+    expected = pulled(alone, keys, 4, torch.float64)
+
+    def body(server: Server, worker: Worker) -> None:
+        worker.intent(keys, 0, 1000)
+        for step, gradient in enumerate(gradients):
+            if step % 3 == server.node:
+                worker.push(keys, gradient)
+            worker.wait_sync()
+            worker.barrier()
+        torch.testing.assert_close(pulled(worker, keys, 4, torch.float64), expected, rtol=1e-12, atol=1e-12)
+
+    on_nodes(3, body, table=table)
+
+
+def test_keys_made_at_first_use_over_nodes() -> None:
+    keys = torch.tensor([5, -7, 2**40, 123456789, -(2**50)])
+
+    def body(server: Server, worker: Worker) -> None:
+        assert (pulled(worker, keys, 2) == 1.5).all()
+        worker.barrier()
+        worker.intent(keys, 0, 100)
+        for _ in range(50):
+            worker.push(keys, torch.ones(5, 2), True)
+        worker.waitall()
+        worker.wait_sync()
+        worker.barrier()
+        assert (pulled(worker, keys, 2) == 101.5).all()
+        noise = torch.arange(server.node, 2000, 2) + 10**6
+        for piece in noise.split(20):
+            worker.push(piece, torch.ones(len(piece), 2))
+        assert (pulled(worker, keys, 2) == 101.5).all()
+
+    table = {"keys": 0, "length": 2, "capacity": 200, "init": KeyInit("constant", 1.5)}
+    on_nodes(2, body, table=table)
+
+
+def test_values_go_back_to_zero_and_monotone_in_between() -> None:
+    keys = torch.arange(24)
+
+    def body(server: Server, worker: Worker) -> None:
+        for sign in (1.0, -1.0):
+            last = pulled(worker, keys)
+            worker.barrier()
+            for clock in range(40):
+                worker.intent(
+                    keys[clock % 4 :: 4].contiguous(), worker.current_clock() + 1, worker.current_clock() + 4
+                )
+                worker.push(keys, torch.full((24,), sign), clock % 2 == 0)
+                now = pulled(worker, keys)
+                assert ((now - last) * sign >= 0).all()
+                last = now
+                worker.advance_clock()
+            worker.waitall()
+            worker.wait_sync()
+            worker.barrier()
+        assert (pulled(worker, keys) == 0).all()
+
+    on_nodes(3, body, table={"keys": 24}, network=_native.MemoryNetwork(**STORMY))
+
+
+def test_nodes_that_make_different_tables_are_told() -> None:
+    def body(server: Server, worker: Worker) -> None:
+        raise AssertionError("the tables differ")
+
+    topologies = Topology.in_memory(2, settings=SETTINGS)
+    errors: list[BaseException] = []
+
+    def run(node: int) -> None:
+        try:
+            Server(10 + node, topology=topologies[node])
+        except MismatchError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(node,)) for node in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    assert "'keys': '11'" in str(errors[0])
+
+
+def test_a_node_that_does_not_start_is_named() -> None:
+    settings = dataclasses.replace(SETTINGS, timeout_s=0.3)  # type: ignore[type-var]
+    topologies = Topology.in_memory(3, settings=settings)
+    with pytest.raises(OperationTimeoutError, match=r"nodes \[1, 2\]") as caught:
+        Server(10, topology=topologies[0])
+    assert caught.value.ranks == (1, 2)
+
+
+def test_a_dead_node_is_named_by_all_others() -> None:
+    network = _native.MemoryNetwork()
+    settings = dataclasses.replace(SETTINGS, heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)  # type: ignore[type-var]
+    keys = torch.arange(30)
+    dead = threading.Event()
+
+    def body(server: Server, worker: Worker) -> None:
+        worker.push(keys, torch.ones(30))
+        worker.barrier()
+        if server.node == 1:
+            network.cut("node1")
+            dead.set()
+            return
+        dead.wait()
+        with pytest.raises(PeerLostError, match="node 1 is lost") as caught:
+            worker.pull(keys, torch.empty(30))
+        assert caught.value.ranks == (1,)
+        with pytest.raises(PeerLostError, match="node 1 is lost"):
+            worker.barrier()
+        with pytest.raises(PeerLostError, match="node 1 is lost"):
+            worker.finalize()  # its pull is unfinished
+
+    on_nodes(3, body, table={"keys": 30}, network=network, settings=settings)
+
+
+def test_a_barrier_that_somebody_misses_times_out() -> None:
+    settings = dataclasses.replace(SETTINGS, timeout_s=0.5)  # type: ignore[type-var]
+    done = threading.Event()
+
+    def body(server: Server, worker: Worker) -> None:
+        if server.node == 0:
+            with pytest.raises(OperationTimeoutError, match="1 of 2 did not come"):
+                worker.barrier()
+            done.set()
+        done.wait()
+
+    on_nodes(2, body, table={"keys": 4}, settings=settings)
+
+
+def test_an_empty_intent_is_an_error() -> None:
+    def body(server: Server, worker: Worker) -> None:
+        with pytest.raises(ArgumentError, match=r"\[5, 3\) is empty"):
+            worker.intent(torch.tensor([1]), 5, 3)
+        with pytest.raises(ArgumentError, match="out of range"):
+            worker.intent(torch.tensor([10]), 5)
+        worker.intent(torch.tensor([1]), 5)
+
+    on_nodes(2, body, table={"keys": 4})
