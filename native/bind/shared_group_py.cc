@@ -92,12 +92,10 @@ struct Parts {
 // parts are never destroyed (a condition variable that a lost thread waits on would wait for it for ever).
 class Communicator {
  public:
-  Communicator(SharedMemory& memory, int rank, std::vector<int> names, double spin_s,
-               double background_spin_s, int yields)
+  Communicator(SharedMemory& memory, int rank, std::vector<int> names, double spin_s, double yield_s)
       : parts_(std::make_unique<Parts>(SharedMemory::from_fd(memory.fd()), rank, std::move(names))),
         pid_(getpid()),
-        inline_patience_{seconds(spin_s), yields},
-        background_patience_{seconds(background_spin_s), yields} {}
+        patience_{seconds(spin_s), seconds(yield_s)} {}
 
   ~Communicator() {
     const nb::gil_scoped_release released;
@@ -217,7 +215,7 @@ class Communicator {
   }
 
   bool wait_transfer(Transfer& transfer, double timeout_s) {
-    return parts_->mailboxes.wait(transfer, seconds(timeout_s), inline_patience_, check_signals);
+    return parts_->mailboxes.wait(transfer, seconds(timeout_s), patience_, check_signals);
   }
 
   std::uint64_t jobs() const { return jobs_.load(std::memory_order_relaxed); }
@@ -227,7 +225,7 @@ class Communicator {
     Operation operation;
     operation.name = name;
     operation.timeout = seconds(timeout_s);
-    operation.patience = in_background ? background_patience_ : inline_patience_;
+    operation.patience = in_background ? Patience{{}, patience_.yield} : patience_;
     if (in_background) {
       operation.poll = [this] {
         if (parts_->executor.stopping())
@@ -241,8 +239,7 @@ class Communicator {
 
   std::unique_ptr<Parts> parts_;
   int pid_;
-  Patience inline_patience_;
-  Patience background_patience_;
+  Patience patience_;
   std::atomic<std::uint64_t> jobs_{0};
 };
 
@@ -319,8 +316,8 @@ void register_shared_group(nb::module_& module) {
             return SharedGroup::create({size, slot_bytes, one_shot_bytes, mailbox_bytes});
           },
           "size"_a, "slot_bytes"_a, "one_shot_bytes"_a, "mailbox_bytes"_a)
-      .def(nb::init<SharedMemory&, int, std::vector<int>, double, double, int>(), "memory"_a, "rank"_a,
-           "names"_a, "spin_s"_a, "background_spin_s"_a, "yields"_a)
+      .def(nb::init<SharedMemory&, int, std::vector<int>, double, double>(), "memory"_a, "rank"_a, "names"_a,
+           "spin_s"_a, "yield_s"_a)
       .def("join", &Communicator::join, "timeout_s"_a, Released())
       .def("close", &Communicator::close, Released())
       .def("all_reduce", &Communicator::all_reduce, "data"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a,

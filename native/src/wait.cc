@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The clock is read once per so many looks at the flag.
+// While spinning, the clock is read once in so many looks at the flag.
 constexpr int kLooksPerClock = 64;
 
 void relax() noexcept {
@@ -33,12 +33,13 @@ void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen,
   syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
 }
 
-bool spin(const Flag& flag, std::uint32_t target, std::chrono::nanoseconds limit) noexcept {
-  const auto end = Clock::now() + limit;
+template <class Pause>
+bool look_until(const Flag& flag, std::uint32_t target, Clock::time_point end, int looks,
+                Pause pause) noexcept {
   do {
-    for (int i = 0; i < kLooksPerClock; ++i) {
+    for (int i = 0; i < looks; ++i) {
       if (reached(flag.value.load(std::memory_order_acquire), target)) return true;
-      relax();
+      pause();
     }
   } while (Clock::now() < end);
   return false;
@@ -66,11 +67,12 @@ void sleep_while(Flag& flag, std::uint32_t seen, std::chrono::nanoseconds slice)
 bool wait_for(Flag& flag, std::uint32_t target, Patience patience, std::chrono::nanoseconds slice) noexcept {
   std::uint32_t value = flag.value.load(std::memory_order_acquire);
   if (reached(value, target)) return true;
-  if (patience.spin.count() > 0 && spin(flag, target, patience.spin)) return true;
-  for (int i = 0; i < patience.yields; ++i) {
-    sched_yield();
-    if (reached(flag.value.load(std::memory_order_acquire), target)) return true;
-  }
+  const auto start = Clock::now();
+  if (patience.spin.count() > 0 && look_until(flag, target, start + patience.spin, kLooksPerClock, relax))
+    return true;
+  if (patience.yield.count() > 0 &&
+      look_until(flag, target, start + patience.spin + patience.yield, 1, [] { sched_yield(); }))
+    return true;
   value = flag.value.load(std::memory_order_acquire);
   if (reached(value, target)) return true;
   sleep_while(flag, value, slice);

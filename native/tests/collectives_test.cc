@@ -18,7 +18,7 @@ Operation operation(double timeout_s = 30) {
   Operation op;
   op.name = "test";
   op.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9));
-  op.patience.yields = 10;
+  op.patience.yield = std::chrono::microseconds(20);
   return op;
 }
 

@@ -171,13 +171,16 @@ class Aggregation(Section):
         128 * 1024, "the buffer between each pair of ranks for send and recv", unit="bytes", minimum=4096
     )
     spin_us: int = setting(
-        10,
-        "how long a waiting rank does nothing but look for the others, where a host has a core for each",
+        20,
+        "how long a waiting rank does nothing but look for the others before it sleeps",
         unit="us",
         minimum=0,
     )
-    yield_us: int = setting(
-        100, "how long it then looks while letting others run, before it sleeps", unit="us", minimum=0
+    crowded_yield_us: int = setting(
+        20,
+        "how long it instead looks while letting others run, where a host has more ranks than cores",
+        unit="us",
+        minimum=0,
     )
     dummy_bandwidth: float = setting(
         0.0,

@@ -27,10 +27,11 @@ inline bool reached(std::uint32_t value, std::uint32_t target) noexcept {
   return static_cast<std::int32_t>(value - target) >= 0;
 }
 
-// How long a wait keeps its core before it sleeps.
+// How long a wait goes on before it sleeps: first it does nothing but look at the flag, which is fastest if
+// whom it waits for runs now; then it lets others run between two looks, because they may share its core.
 struct Patience {
-  std::chrono::nanoseconds spin{0};  // looking at the flag all the time: fastest, burns the core
-  int yields = 0;                    // then this many times letting others run first
+  std::chrono::nanoseconds spin{0};
+  std::chrono::nanoseconds yield{0};
 };
 
 // Waits until the flag is at or past target: true, or until `slice` of sleep has passed or a wake(): false.

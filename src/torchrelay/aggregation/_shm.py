@@ -54,15 +54,12 @@ class ShmPlane:
     ) -> None:
         self._segment = _open_segment(store, rank, names, timeout_s, settings)
         crowded = len(names) > len(os.sched_getaffinity(0))
-        spin_us = settings.crowded_spin_us if crowded else settings.spin_us
-        background_us = settings.crowded_spin_us if crowded else settings.background_spin_us
         self._native = _native.Communicator(
             self._segment.memory,
             rank,
             list(names),
-            spin_s=spin_us * 1e-6,
-            background_spin_s=background_us * 1e-6,
-            yields=settings.crowded_yields if crowded else 0,
+            spin_s=0.0 if crowded else settings.spin_us * 1e-6,
+            yield_s=settings.crowded_yield_us * 1e-6 if crowded else 0.0,
         )
         self._native.join(timeout_s)
         self._payload_bytes = 0

@@ -52,7 +52,7 @@ class Staging:
         if is_plain(tensor):
             buffer = tensor
         else:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            buffer = _plain_empty(tensor)
             self._copies.append((tensor, buffer))
         self.kept.append(buffer)
         return buffer
@@ -75,7 +75,7 @@ class Staging:
     def _copy_back(self) -> None:
         with torch.no_grad():
             for tensor, buffer in self._copies:
-                tensor.copy_(buffer)
+                tensor.copy_(buffer, non_blocking=True)  # on a GPU: ordered on the current stream
 
     def _check(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -84,6 +84,12 @@ class Staging:
             )
 
 
+def _plain_empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned for a CUDA tensor, so that copies run at the link's speed."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
 def _plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Waits for the current stream to have produced the values, where ``tensor`` is on a GPU."""
     with torch.no_grad():
-        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        return _plain_empty(tensor).copy_(tensor)

@@ -1,0 +1,48 @@
+"""CUDA tensors through pinned staging."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchrelay.aggregation  # noqa: F401 - registers the backend
+from torchrelay.world import World
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+
+
+@pytest.mark.processes(2)
+def test_collectives_of_cuda_tensors(world: World) -> None:
+    dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=world.size)
+    device = torch.device("cuda", world.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    for size in (1, 1000, 1_000_000):
+        tensor = torch.full((size,), float(world.rank + 1), device=device)
+        dist.all_reduce(tensor)
+        assert tensor.eq(3).all()
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert tensor.eq(6).all()
+        outs = [torch.empty(size, device=device) for _ in range(2)]
+        dist.all_gather(outs, tensor * world.rank)
+        assert outs[0].eq(0).all() and outs[1].eq(6).all()
+        dist.broadcast(tensor.mul_(world.rank), 1)
+        assert tensor.eq(6).all()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        late = torch.ones(1_000_000, device=device)
+        torch.cuda._sleep(10_000_000)
+        late += 1
+        dist.all_reduce(late)
+        assert late.eq(4).all()
+
+
+@pytest.mark.processes(2)
+def test_ddp_on_cuda(world: World) -> None:
+    dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=world.size)
+    device = torch.device("cuda", world.rank % torch.cuda.device_count())
+    plain = torch.nn.Linear(100, 100, device=device)
+    module = torch.nn.parallel.DistributedDataParallel(plain, device_ids=[device])
+    module(torch.full((4, 100), float(world.rank), device=device)).sum().backward()
+    assert plain.weight.grad is not None and plain.weight.grad.eq(2).all()
