@@ -164,7 +164,8 @@ def main() -> None:
         with _process_group(options.timeout_s):
             Job(options, world).run()
     except TorchRelayError as error:
-        print(f"torchrelay demo, rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        # One write, so that the lines of ranks that fail at the same moment stay apart; print makes two.
+        sys.stderr.write(f"torchrelay demo, rank {world.rank}: {error}\n")
         sys.exit(2 if isinstance(error, ArgumentError | ConfigError | DataError) else 1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
