@@ -1,0 +1,113 @@
+"""Tables over several processes: nodes of their own, shared nodes, checkpoints onto other numbers of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchrelay.parameters import Embedding, IntentLoader, Table, optim
+from torchrelay.world import World
+
+KEYS, DIM = 300, 4
+
+LAYOUTS = {"a node each": lambda rank: rank, "one node": lambda rank: 0, "pairs": lambda rank: rank // 2}
+
+
+def integers(seed: int, *shape: int) -> torch.Tensor:
+    """Small whole numbers: their float32 sums are exact in any order."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.processes(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pushes_of_all_workers_add_up(world: World, layout: str) -> None:
+    with Table.create(KEYS, DIM, node_of_rank=LAYOUTS[layout]) as table:
+        assert (table.worker_index, table.workers) == (world.rank, 4)
+        expected = torch.zeros(KEYS, DIM)
+        for rank in range(4):
+            for step in range(10):
+                seed = 1000 * rank + step
+                keys = torch.randint(KEYS, (50,), generator=torch.Generator().manual_seed(seed))
+                values = integers(seed, 50, DIM)
+                expected.index_add_(0, keys, values)
+                if rank == world.rank:
+                    table.push(keys, values, wait=step % 2 == 0)
+        table.sync()
+        assert torch.equal(table.pull(torch.arange(KEYS)), expected)
+        table.sync()
+
+
+@pytest.mark.processes(2)
+@pytest.mark.parametrize("techniques", ["all", "replication_only", "relocation_only"])
+def test_a_loader_brings_keys_home(world: World, techniques: str) -> None:
+    with Table.create(
+        KEYS, DIM, optimizer=optim.sgd(0.5), techniques=techniques, node_of_rank=lambda rank: rank
+    ) as table:
+        module = Embedding(KEYS, DIM, table=table)
+        mine = torch.arange(world.rank * 150, world.rank * 150 + 150)
+        batches = [mine[torch.randint(150, (20,))] for _ in range(300)]
+        pushed = torch.zeros(KEYS)
+        late = None
+        for step, keys in enumerate(IntentLoader(batches, lambda batch: batch, table=table)):
+            if step == 200:
+                late = table.metrics()
+            module(keys).sum().backward()
+            pushed.index_add_(0, keys, torch.ones(20))
+        assert late is not None
+        assert (table.metrics() - late).locality > 0.95
+        table.sync()
+        assert torch.equal(table.pull(mine), (-0.5 * pushed[mine]).unsqueeze(1).expand(-1, DIM))
+        table.sync()
+
+
+def _save(world: World, path: str) -> None:
+    dist.init_process_group("gloo")
+    with Table.create(KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank) as table:
+        module = Embedding(KEYS, DIM, table=table)
+        keys = torch.arange(world.rank, KEYS, world.size)
+        (module(keys) * (keys + 1).unsqueeze(1)).sum().backward()
+        table.save(path)
+    dist.barrier()
+
+
+def _load(world: World, path: str) -> list[list[float]]:
+    if world.size > 1:
+        dist.init_process_group("gloo")
+    with Table.create(KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank) as table:
+        table.load(path)
+        rows = torch.empty(KEYS, table.row_length)
+        table.worker.pull_rows(torch.arange(KEYS), rows)
+        table.sync()
+    if world.size > 1:
+        dist.barrier()
+    return rows.tolist()  # type: ignore[no-any-return]
+
+
+def test_save_on_three_nodes_load_on_others(run_processes, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    for result in run_processes(_save, 3, path=path):
+        assert result.ok, result.error
+    gradient = torch.arange(1, KEYS + 1).float().unsqueeze(1).expand(-1, DIM)
+    for size in (2, 5, 1):
+        for result in run_processes(_load, size, path=path):
+            assert result.ok, result.error
+            rows = torch.tensor(result.value)
+            torch.testing.assert_close(rows[:, DIM:], gradient.square())
+            torch.testing.assert_close(rows[:, :DIM], torch.full((KEYS, DIM), -0.1))
+
+
+def _save_without_group(world: World, path: str) -> str:
+    with Table.create(KEYS, DIM, node_of_rank=lambda rank: rank) as table:
+        try:
+            table.save(path)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_checkpoints_of_several_workers_need_a_group(run_processes, tmp_path: Path) -> None:
+    for result in run_processes(_save_without_group, 2, path=str(tmp_path / "checkpoint")):
+        assert result.value.startswith("UnavailableError: the table has 2 workers"), result
