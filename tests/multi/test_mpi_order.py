@@ -62,24 +62,30 @@ def test_data_parallel_lbfgs_gives_the_parameters_of_one_process(comm):
     youtput = 1.5 * torch.exp(-0.7 * xinput) + 0.3
     mine = slice(comm.rank * 60 // comm.size, (comm.rank + 1) * 60 // comm.size)
 
-    def fit(reduce, x, y):
+    def fit(reduce, x, y, size):
         params = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS([params], max_iter=12, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(
+            [params],
+            max_iter=300,
+            max_eval=600,
+            tolerance_grad=1e-14,
+            tolerance_change=0,
+            line_search_fn="strong_wolfe",
+        )
 
         def loss():
             optimizer.zero_grad()
             p = reduce(params) / reduce(torch.ones((), dtype=torch.float64)).detach()
-            value = reduce((y - p[0] * torch.exp(-p[1] * x) - p[2]).square().sum())
+            value = reduce((y - p[0] * torch.exp(-p[1] * x) - p[2]).square().sum()) / size
             value.backward()
-            return value
+            return value * size
 
         optimizer.step(loss)
         return params.detach()
 
-    ours = fit(lambda t: comm.Allreduce(t, mpi.MPI_SUM), xinput[mine], youtput[mine])
-    # the sum of all ranks' losses is size times the loss; L-BFGS with line search depends on its scale
-    alone = fit(lambda t: t, xinput, youtput)
-    assert torch.allclose(ours, alone, rtol=0, atol=1e-12 if comm.size == 1 else 1e-5)
+    ours = fit(lambda t: comm.Allreduce(t, mpi.MPI_SUM), xinput[mine], youtput[mine], comm.size)
+    alone = fit(lambda t: t, xinput, youtput, 1)
+    assert torch.allclose(ours, alone, rtol=0, atol=1e-12), (ours - alone).abs().max()
 
 
 @mpi_test((2, 3))

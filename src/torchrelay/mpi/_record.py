@@ -137,7 +137,8 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[None, Tensor | None, None]:
-        if not ctx.link.enter(settings.unreached if ctx.call.comm.size > 1 else "ignore"):
+        comm = ctx.call.comm
+        if not ctx.link.enter((comm.unreached or settings.unreached) if comm.size > 1 else "ignore"):
             return None, None, None
         with _chain.adjoint_chain(ctx.link):
             return None, pull_back(ctx, grad), None

@@ -60,6 +60,7 @@ class Communicator:
         self.rank, self.size = mpi.rank, mpi.size
         self.name = name or f"communicator {next(_names)}"
         self.convention = settings.convention
+        self.unreached: str | None = None  # the setting's value
         self.control = mpi.Dup()
         reverse = self._copy()
         reverse.mpi, reverse.reverse, reverse.name = mpi.Dup(), reverse, f"{self.name} (backward)"
@@ -85,14 +86,18 @@ class Communicator:
 
     # Communicators
 
-    def replace(self, convention: str) -> Communicator:
-        """The same communicator under another gradient convention, ``"sum"`` or ``"replicated"``."""
-        if convention == self.convention:
+    def replace(self, convention: str | None = None, unreached: str | None = None) -> Communicator:
+        """The same communicator with another gradient convention, ``"sum"`` or ``"replicated"``.
+
+        ``unreached`` (``"raise"``, ``"warn"``, ``"ignore"``) replaces the setting of that name.
+        """
+        convention, unreached = convention or self.convention, unreached or self.unreached
+        if (convention, unreached) == (self.convention, self.unreached):
             return self
-        if convention not in ("sum", "replicated"):
-            raise ArgumentError(f"convention {convention!r}: it must be 'sum' or 'replicated'")
+        if convention not in ("sum", "replicated") or unreached not in (None, "raise", "warn", "ignore"):
+            raise ArgumentError(f"no such convention or choice: {convention!r}, {unreached!r}")
         other = self._copy()
-        other.convention = convention
+        other.convention, other.unreached = convention, unreached
         other.reverse = self.reverse._copy()
         other.reverse.convention, other.reverse.reverse = convention, other.reverse
         return other
@@ -114,10 +119,10 @@ class Communicator:
         if mpi == MPI.COMM_NULL:
             return None
         cart = CartCommunicator(mpi)
-        return cart.replace(self.convention)  # type: ignore[return-value]
+        return cart.replace(self.convention, self.unreached)  # type: ignore[return-value]
 
     def _derived(self, mpi: MPI.Comm) -> Communicator:
-        return Communicator(mpi).replace(self.convention)
+        return Communicator(mpi).replace(self.convention, self.unreached)
 
     def from_the_end(self) -> Communicator:
         """The backward communicator with its ranks in reverse order; made at first use, by all ranks."""

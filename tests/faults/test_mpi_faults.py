@@ -1,0 +1,137 @@
+"""Ranks that fail, or do not come: every rank ends with an error that names the call and the ranks."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from multi.mpi_runner import LIBRARIES, mpirun
+
+HEAD = """
+import sys, time
+import torch
+from torchrelay import mpi
+comm = mpi.COMM_WORLD
+x = torch.ones(3, requires_grad=True)
+
+def say(text):
+    print(f"rank {comm.rank}: {text}", flush=True)
+"""
+
+
+def run(tmp_path: Path, library: str, body: str, size: int = 3, timeout_s: str = "4") -> str:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + textwrap.dedent(body))
+    job = mpirun(library, size, str(script), timeout_s=60, TORCHRELAY_MPI_TIMEOUT_S=timeout_s)
+    assert "killed after" not in job.output, job.output
+    assert job.code != 0, job.output
+    return job.output
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_rank_that_raises_in_the_middle_of_a_backward(tmp_path: Path, library: str) -> None:
+    output = run(
+        tmp_path,
+        library,
+        """
+        class Fail(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+            @staticmethod
+            def backward(ctx, grad):
+                raise ValueError("out of luck") if comm.rank == 1 else None
+        y = comm.Allreduce(Fail.apply(comm.Allreduce(x, mpi.MPI_SUM)) if comm.rank == 1 else comm.Allreduce(x, mpi.MPI_SUM), mpi.MPI_SUM)
+        y.sum().backward()
+        say("must not get here")
+        """,
+        timeout_s="30",
+    )
+    assert "must not get here" not in output
+    assert "ValueError: out of luck" in output
+    for rank in (0, 2):  # told at once, long before the time is over
+        assert f"PeerLostError: rank {rank}: waiting in Allreduce(SUM)" in output
+    assert "rank 1 gave up: it ended with ValueError: out of luck" in output
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_rank_that_does_not_come_is_named(tmp_path: Path, library: str) -> None:
+    output = run(
+        tmp_path,
+        library,
+        """
+        if comm.rank == 2:
+            time.sleep(12)
+            sys.exit("rank 2 slept")
+        comm.Allgather(x, 0)
+        """,
+    )
+    assert "OperationTimeoutError" in output
+    assert "Allgather(axis=0) on COMM_WORLD did not end within" in output
+    assert "rank 2 did not take part" in output
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_mismatched_calls_say_where_each_rank_is(tmp_path: Path, library: str) -> None:
+    output = run(
+        tmp_path,
+        library,
+        """
+        if comm.rank == 0:
+            comm.Recv(torch.empty(3), 1)
+        else:
+            comm.Recv(torch.empty(3), 0)
+        """,
+        size=2,
+    )
+    assert (
+        "rank 1 is waiting in Recv(rank 0, tag 0)" in output
+        or "rank 0 is waiting in Recv(rank 1, tag 0)" in output
+    )
+    assert "did not end within" in output
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_deadlock_backward_is_named(tmp_path: Path, library: str) -> None:
+    """One rank leaves out a communication that the other runs backward."""
+    output = run(
+        tmp_path,
+        library,
+        """
+        y = comm.Allreduce(x, mpi.MPI_SUM)
+        if comm.rank == 0:
+            y.sum().backward()
+            comm.Barrier()
+        else:
+            comm.Barrier()
+        """,
+        size=2,
+    )
+    assert "Allreduce(SUM) on COMM_WORLD (backward)" in output
+    assert "Barrier()" in output
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_after_a_failure_nothing_is_sent(tmp_path: Path, library: str) -> None:
+    output = run(
+        tmp_path,
+        library,
+        """
+        from torchrelay.errors import OperationTimeoutError, PeerLostError
+        if comm.rank == 0:
+            try:
+                comm.Recv(torch.empty(3), 1)
+            except OperationTimeoutError as error:
+                assert error.ranks == (1,)
+            try:
+                comm.Send(x, 1)
+            except PeerLostError as error:
+                say("refused: " + str(error)[:40])
+        else:
+            time.sleep(8)
+        """,
+        size=2,
+    )
+    assert "rank 0: refused: MPI cannot be used any more" in output
