@@ -36,16 +36,16 @@ __all__ = [
     "is_fsdp1_asking",
     "lazy_caller",
     "local_shape_and_offset",
-    "parse_to",
-    "results_on_device",
-    "plain_torch",
-    "strip_dead_transform",
-    "swap_tensors",
-    "trunc_normal_code",
-    "trunc_normal",
     "mesh_code",
     "parameter_class",
+    "parse_to",
+    "plain_torch",
+    "results_on_device",
+    "strip_dead_transform",
+    "swap_tensors",
     "transforms_active",
+    "trunc_normal",
+    "trunc_normal_code",
 ]
 
 
@@ -106,7 +106,7 @@ def fake_mode_active() -> bool:
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """No dispatch mode, no autograd, no autocast: operations do what their name says. Checked on 2.11 to 2.13."""
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
@@ -163,7 +163,7 @@ def default_generator_as(generator: torch.Generator) -> Iterator[None]:
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
     """Device, dtype, non_blocking and memory format out of the arguments of ``Tensor.to``. Checked on 2.11 to 2.13."""
-    return torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined,no-any-return]
+    return torch._C._nn._parse_to(*args, **kwargs)
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(one, other)
 
 
 def callback_error(error: RuntimeError) -> tuple[str, str] | None:
@@ -246,7 +246,7 @@ class CheckpointShard(torch.Tensor):
 
 def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape and the offset of this rank's part of a distributed tensor. Checked on 2.11 to 2.13."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
@@ -264,7 +264,7 @@ def trunc_normal(
 
 def mesh_code(name: str) -> Any:
     """The code of ``mesh_scatter`` or ``mesh_broadcast``, with which DTensor sends values. Checked on 2.11 to 2.13."""
-    from torch.distributed.tensor import _collective_utils
+    from torch.distributed.tensor import _collective_utils  # noqa: PLC0415
 
     return getattr(_collective_utils, name).__code__
 
@@ -273,7 +273,7 @@ def is_fsdp1_asking(frame: Any) -> bool:
     """Whether ``frame`` is FSDP1 finding out if a module's parameters wait for values. Checked on 2.11 to 2.13."""
     if frame.f_code.co_name != "_need_to_materialize_module":
         return False
-    from torch.distributed.fsdp import _init_utils
+    from torch.distributed.fsdp import _init_utils  # noqa: PLC0415
 
     return frame.f_code is _init_utils._need_to_materialize_module.__code__
 
@@ -281,7 +281,7 @@ def is_fsdp1_asking(frame: Any) -> bool:
 _LAZY_CODES = {
     torch.nn.UninitializedParameter.__new__.__code__,
     torch.nn.UninitializedBuffer.__new__.__code__,
-    torch.nn.parameter.UninitializedTensorMixin.materialize.__code__,
+    torch.nn.UninitializedParameter.materialize.__code__,
 }
 
 
@@ -294,8 +294,8 @@ def lazy_caller() -> torch.Tensor | type | None:
         if frame is None:
             return None
         if frame.f_code in _LAZY_CODES:
-            found: torch.Tensor | type = frame.f_locals.get("self", frame.f_locals.get("cls"))
-            return found
+            found: Any = frame.f_locals.get("self", frame.f_locals.get("cls"))
+            return found  # type: ignore[no-any-return]
         frame = frame.f_back
     return None
 
@@ -310,8 +310,8 @@ def results_on_device(
     func: Any, args: Any, kwargs: Any, shadow: Callable[[torch.Tensor], torch.Tensor]
 ) -> Any:
     """The results of ``func`` on fake tensors of torch, which know their device. Checked on 2.11 to 2.13."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.utils._pytree import tree_map_only
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: PLC0415
+    from torch.utils._pytree import tree_map_only  # noqa: PLC0415
 
     mode = FakeTensorMode()
     with mode:

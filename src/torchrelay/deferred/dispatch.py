@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 _ITEM = aten._local_scalar_dense.default
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911
     """Carries out ``func``: for real if nothing about it is fake, else on shapes alone, recorded if deferred."""
     operator = describe(func)
     if (
@@ -123,7 +123,7 @@ def _factory(
     fake = fake_from_region(region, region.storage.history())
     if session.deferred and func is not aten.empty.memory_format:
         record(func, operator, args, kwargs, outputs=(region,))
-    if lazy is not None:
+    if isinstance(lazy, torch.Tensor):
         tensors.give_shape(lazy, fake)
     return fake
 
@@ -162,6 +162,10 @@ def _general(
     deferred = any(fake._region.storage.deferred for fake in fakes) or (
         session is not None and session.deferred
     )
+    if operator.name.startswith("aten::quantize"):
+        raise UnsupportedError(
+            f"{func}: quantized tensors cannot be deferred. Make them outside deferred_init."
+        )
     written = [tensor for place in operator.written for tensor in _tensors_at(place, args, kwargs)]
     if operator.needs_values or not all(isinstance(tensor, FakeTensor) for tensor in written):
         return _by_value(func, args, kwargs, fakes, deferred)
@@ -254,9 +258,8 @@ def _new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeT
 
 
 def _view(base: FakeTensor, result: torch.Tensor) -> FakeTensor:
-    region = Region(
-        base._region.storage, result.dtype, tuple(result.shape), result.stride(), result.storage_offset()
-    )
+    offset = int(result.storage_offset())
+    region = Region(base._region.storage, result.dtype, tuple(result.shape), result.stride(), offset)
     return fake_from_region(region, base._history)
 
 

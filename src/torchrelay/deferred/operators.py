@@ -145,6 +145,6 @@ def _name(schema: Any) -> str:
 
 
 def _is_composite(func: Any) -> bool:
-    return func._can_decompose() and func.has_kernel_for_dispatch_key(
+    return bool(func._can_decompose()) and func.has_kernel_for_dispatch_key(
         torch._C.DispatchKey.CompositeImplicitAutograd
     )

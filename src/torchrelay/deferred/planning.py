@@ -58,8 +58,8 @@ def plan(module: torch.nn.Module, *, dtype: torch.dtype | None = None, shard: An
     kept = extra = 0
     seconds = 0.0
     for prefix, submodule in children_first(module, ""):
-        for name, tensor in own_tensors(submodule).items():
-            tensor = getattr(tensor, "_local_tensor", tensor)
+        for name, own in own_tensors(submodule).items():
+            tensor = getattr(own, "_local_tensor", own)
             if not isinstance(tensor, FakeTensor) or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
@@ -92,6 +92,7 @@ def _cost(fake: FakeTensor, region: Region) -> tuple[float, int]:
 
 
 _SAMPLE = 1 << 16
+_generator = torch.Generator()
 _measured: dict[Any, float] = {}
 
 
@@ -114,7 +115,6 @@ _TRIALS: dict[Any, Callable[[torch.Tensor], Any]] = {
     torch.ops.aten.bernoulli_: lambda values: values.bernoulli_(0.5, generator=_generator),
     torch.ops.aten.exponential_: lambda values: values.exponential_(generator=_generator),
 }
-_generator = torch.Generator()
 
 
 def _time(sample: torch.Tensor, trial: Callable[[torch.Tensor], Any]) -> float:

@@ -178,7 +178,7 @@ class _Writer:
             self._origins[id(origin)] = self._enter("origins", entry)
         return self._origins[id(origin)]
 
-    def _value(self, value: Any) -> Any:
+    def _value(self, value: Any) -> Any:  # noqa: PLR0911
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, float):

@@ -91,10 +91,8 @@ class Replay:
         if isinstance(kwargs.get("device"), torch.device):
             kwargs = {**kwargs, "device": self.place(kwargs["device"])}
         with _torch.default_dtype(node.default_dtype):
-            if node.position is None:
-                result = node.func(*args, **kwargs)
-            else:
-                result = self._draw(node, args, kwargs)
+            draws = node.position is not None
+            result = self._draw(node, args, kwargs) if draws else node.func(*args, **kwargs)
         self._keep(node, result)
 
     def _draw(self, node: Node, args: Any, kwargs: Any) -> Any:
@@ -138,7 +136,7 @@ class Replay:
         if self._scratch is not None:
             found = self._scratch.get(storage)
             if found is None and storage.real is not None:
-                found = self._scratch[storage] = storage.real.clone()
+                found = self._scratch[storage] = storage.real.clone()  # type: ignore[no-untyped-call]
             if found is not None:
                 return found
         elif storage.real is not None:

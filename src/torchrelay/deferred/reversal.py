@@ -82,10 +82,14 @@ def _places(module: torch.nn.Module) -> list[_Place]:
     return [
         (registry, name, f"{prefix}{name}", tensor)
         for prefix, submodule in children_first(module, "")
-        for registry in (submodule._parameters, submodule._buffers)
+        for registry in _registries(submodule)
         for name, tensor in registry.items()
         if tensor is not None
     ]
+
+
+def _registries(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], ...]:
+    return module._parameters, module._buffers  # type: ignore[return-value]
 
 
 def _named(places: list[_Place]) -> dict[str, torch.Tensor]:

@@ -84,7 +84,7 @@ class _Stack(threading.local):
 _stack = _Stack()
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation, also those without a fake argument. One a thread, however deep sessions nest."""
 
     # Lets calls for absent devices through torch's argument parsing, as they are not going to be touched.
@@ -109,15 +109,15 @@ def enter(session: Session) -> Iterator[Session]:
             raise UnsupportedError(
                 "A torch.export or torch.compile fake mode is active here; leave it before making fake tensors."
             )
-        mode = _Mode()
-        mode.__enter__()
+        mode = _Mode()  # type: ignore[no-untyped-call]
+        mode.__enter__()  # type: ignore[no-untyped-call]
     _stack.sessions.append(session)
     try:
         yield session
     finally:
         _stack.sessions.pop()
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _recording() -> bool:

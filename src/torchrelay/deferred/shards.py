@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchrelay import _torch
 from torchrelay.deferred.graph import Region
 from torchrelay.deferred.tensor import FakeTensor
 from torchrelay.errors import ArgumentError
@@ -40,7 +41,8 @@ def placements_for(shard: Any, name: str, fake: torch.Tensor) -> Placements | No
     if not isinstance(shard, tuple):
         return None
     placements = shard[1]
-    return placements(name, fake) if callable(placements) else placements
+    found: Placements | None = placements(name, fake) if callable(placements) else placements
+    return found
 
 
 def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
@@ -68,10 +70,9 @@ def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
 
 
 def _mesh_slices(mesh: DeviceMesh, placements: Placements, name: str, fake: torch.Tensor) -> Slices:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import Shard as ShardPlacement
-
-    from torchrelay import _torch
+    # Not at the top: importing torch.distributed.tensor takes as long as torch itself.
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415
+    from torch.distributed.tensor import Shard as ShardPlacement  # noqa: PLC0415
 
     for placement in placements:
         if type(placement) not in (Replicate, ShardPlacement):
@@ -98,7 +99,7 @@ def distributed(shard: Any, name: str, fake: torch.Tensor, local: torch.Tensor) 
     placements = placements_for(shard, name, fake)
     if placements is None:
         return local
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
     return DTensor.from_local(
         local, shard[0], placements, run_check=False, shape=fake.shape, stride=_contiguous(fake.shape)

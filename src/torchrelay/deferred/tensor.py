@@ -33,28 +33,30 @@ class FakeTensor(torch.Tensor):
     _region: Region
     _history: History
 
-    __torch_function__ = _torch.disabled_torch_function
+    __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return hooks.dispatch(func, args, kwargs or {})
 
     # A subclass of Parameter stays one: its methods, its isinstance, and its class when materialized.
 
     @property
     def _is_param(self) -> bool:
-        return self.__dict__.get("_is_param", False)
+        return bool(self.__dict__.get("_is_param", False))
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
         self.__dict__["_is_param"] = value
         cls = _torch.parameter_class()
         if cls is not None and cls is not torch.nn.Parameter:
-            self.__class__ = _kind_of(cls)  # type: ignore[assignment]
+            self.__class__ = _kind_of(cls)
 
     # What it looks like.
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = ["...", f"size={_size_text(self.shape)}"]
         if self.dtype != torch.get_default_dtype():
             parts.append(f"dtype={self.dtype}")
@@ -87,7 +89,8 @@ class FakeTensor(torch.Tensor):
         self._no_memory("pickling")
 
     def __copy__(self) -> FakeTensor:
-        alias = fake_from_region(self._region, self._history).requires_grad_(self.requires_grad)
+        alias = fake_from_region(self._region, self._history)
+        alias.requires_grad_(self.requires_grad)
         alias.__class__ = self.__class__
         alias.__dict__.update(user_attributes(self))
         return alias
@@ -115,7 +118,7 @@ class FakeTensor(torch.Tensor):
         assign(self, value)
 
     @property
-    def is_meta(self) -> bool:
+    def is_meta(self) -> bool:  # type: ignore[override]
         return hooks.is_meta(self, sys._getframe(1))
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -137,9 +140,10 @@ class FakeTensor(torch.Tensor):
         same = (device in (None, self.device)) and dtype in (None, self.dtype)
         if same and not copy and memory_format in (None, torch.preserve_format):
             return self
-        return torch.ops.aten._to_copy(
+        copied: torch.Tensor = torch.ops.aten._to_copy(
             self, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format
         )
+        return copied
 
     def cuda(
         self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
@@ -154,17 +158,17 @@ class FakeTensor(torch.Tensor):
         return self._convert(where, None, non_blocking, False, memory_format)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) in memo:
-            return memo[id(self)]
-        return _deepcopy(self, memo)
+        known: torch.Tensor | None = memo.get(id(self))
+        return _deepcopy(self, memo) if known is None else known
 
 
 @cache
 def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
     """Fake tensors that are also ``cls``, a class of the program's own."""
-    return type(cls)(
-        f"Fake{cls.__name__}", (FakeTensor, cls), {"_real_class": cls, "__module__": cls.__module__}
-    )
+    meta: Any = type(cls)
+    body = {"_real_class": cls, "__module__": cls.__module__}
+    kind: type[FakeTensor] = meta(f"Fake{cls.__name__}", (FakeTensor, cls), body)
+    return kind
 
 
 class _LazyFake(FakeTensor):
@@ -207,7 +211,7 @@ def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
     region = fake._region
     storage = region.storage
     with torch.no_grad():
-        copied = memo.get(id(storage))
+        copied: Any = memo.get(id(storage))
         if copied is None:
             count = storage.size_bytes // region.dtype.itemsize
             flat = Region(storage, region.dtype, (count,), (1,))
@@ -236,11 +240,13 @@ def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
         real = torch.Tensor._make_subclass(_real_class(fake), real, fake.requires_grad)
     elif fake.requires_grad and fake.is_leaf:
         real.requires_grad_()
-    hooks = list((fake._backward_hooks or {}).values()) if fake.is_leaf else []
     real.__dict__.update(attributes)
     _torch.swap_tensors(fake, real)
-    for hook in hooks:
-        fake.register_hook(hook)
+    # The hooks stay with the Python object; assigning them enters them in the new tensor's autograd data.
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        registered = getattr(fake, name)
+        if registered and fake.requires_grad and fake.is_leaf:
+            setattr(fake, name, registered)
     return fake
 
 

@@ -1,0 +1,212 @@
+"""Fake tensors: what they look like, where they live, what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import torchrelay.compat.torchdistx.deferred_init as compat_deferred_init
+import torchrelay.compat.torchdistx.fake as compat_fake
+from torchrelay.deferred import deferred_init, fake, is_deferred, materialize_module, materialize_tensor
+from torchrelay.errors import ArgumentError, DeferredError, UnavailableError, UnsupportedError
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: nothing to pretend")
+
+
+@pytest.mark.parametrize("module", [fake, compat_fake, compat_deferred_init])
+def test_examples_of_the_documentation(module) -> None:
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    result = doctest.testmod(module, optionflags=options, extraglobs={"torch": torch})
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_repr_tells_what_is_not_the_default() -> None:
+    with fake.fake_mode():
+        assert repr(torch.ones(2, 3)) == "tensor(..., size=(2, 3), fake=True)"
+        assert repr(torch.ones(2, dtype=torch.int8)) == "tensor(..., size=(2,), dtype=torch.int8, fake=True)"
+        assert (
+            repr(torch.ones(2, requires_grad=True)) == "tensor(..., size=(2,), requires_grad=True, fake=True)"
+        )
+        parameter = nn.Parameter(torch.ones(2))
+    assert repr(parameter) == "Parameter containing:\ntensor(..., size=(2,), requires_grad=True, fake=True)"
+    assert isinstance(parameter, nn.Parameter)
+    assert "fake" not in repr(torch.ones(1))
+
+
+@without_cuda
+def test_absent_devices_are_pretended() -> None:
+    with fake.fake_mode():
+        one = torch.ones(3, device="cuda")
+        other = torch.ones(3)
+        assert other.cuda().device == other.to("cuda").device == one.device
+        assert other.to("cuda:1").device == torch.device("cuda", 1)
+    assert (one * 2).device.type == "cuda" and one.cpu().device.type == "cpu"
+    assert (one + other.sum()).device.type == "cuda"
+    assert one.to(other).device.type == "cpu"
+    with pytest.raises(ArgumentError, match="different devices"):
+        one + other
+    with fake.fake_mode(fake_cuda=False), pytest.raises(UnavailableError, match="cuda"):
+        torch.ones(3, device="cuda")
+
+
+def test_modes_nest_and_concern_one_thread() -> None:
+    seen: list[bool] = []
+    with fake.fake_mode():
+        with fake.fake_mode():
+            assert fake.is_fake(torch.ones(1))
+        assert fake.is_fake(torch.ones(1))
+        thread = threading.Thread(target=lambda: seen.append(fake.is_fake(torch.ones(1))))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+    assert not fake.is_fake(torch.ones(1))
+
+
+def test_operations_on_real_tensors_run_for_real() -> None:
+    real = torch.ones(3)
+    with fake.fake_mode():
+        assert (real + 1).tolist() == [2.0, 2.0, 2.0]
+        assert fake.is_fake(torch.ones_like(real))
+        assert fake.is_fake(real + torch.ones(3))
+
+
+def test_in_place_operations_return_the_same_tensor() -> None:
+    with fake.fake_mode():
+        tensor = torch.ones(3, 4)
+        assert tensor.add_(1) is tensor
+        assert tensor.t_() is tensor and tensor.shape == (4, 3)
+        assert tensor[1:].stride() == (1, 4)
+
+
+def test_meta_like_has_shape_and_stride() -> None:
+    with fake.fake_mode():
+        tensor = torch.ones(3, 4, dtype=torch.float16).t()
+    meta = fake.meta_like(tensor)
+    assert (meta.device.type, meta.shape, meta.stride(), meta.dtype) == (
+        "meta",
+        (4, 3),
+        (1, 4),
+        torch.float16,
+    )
+    with pytest.raises(ValueError, match="real one"):
+        fake.meta_like(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: t.tolist(), lambda t: t.numpy(), lambda t: t.sum().item(), lambda t: bool((t > 1).all()),
+        lambda t: t.nonzero(), lambda t: t.data_ptr(), pickle.dumps, materialize_tensor,
+    ],
+)  # fmt: skip
+def test_what_needs_values_is_refused(use) -> None:
+    with fake.fake_mode():
+        tensor = torch.ones(3)
+    with pytest.raises(DeferredError):
+        use(tensor)
+
+
+def test_deferred_tensors_give_values_only_while_they_are_recorded() -> None:
+    assert deferred_init(lambda: torch.arange(3).tolist()) == [0, 1, 2]
+    module = deferred_init(nn.Linear, 3, 3)
+    for use in (lambda t: t.tolist(), lambda t: t.detach().numpy(), pickle.dumps):
+        with pytest.raises(DeferredError):
+            use(module.weight)
+
+
+def test_a_fake_from_outside_has_no_history() -> None:
+    with fake.fake_mode():
+        outside = torch.ones(3)
+    with pytest.raises(DeferredError, match="outside deferred_init"):
+        deferred_init(lambda: torch.zeros(3) + outside)
+    with pytest.raises(DeferredError, match="outside deferred_init"):
+        deferred_init(lambda: torch.zeros(3).copy_(outside))
+
+
+def test_a_real_tensor_must_not_change_before_it_is_read() -> None:
+    outside = torch.ones(3)
+    tensor = deferred_init(lambda: torch.zeros(3) + outside)
+    kept = deferred_init(lambda: torch.zeros(3) + outside)
+    assert materialize_tensor(kept).tolist() == [1.0, 1.0, 1.0]
+    outside.add_(1)
+    with pytest.raises(DeferredError, match="changed in place"):
+        materialize_tensor(tensor)
+
+
+def test_arguments_are_checked() -> None:
+    module = deferred_init(nn.Linear, 3, 3)
+    for wrong in (
+        lambda: is_deferred(3), lambda: materialize_tensor(3), lambda: materialize_module(3),
+        lambda: deferred_init(3), lambda: materialize_module(module, shard=3),
+        lambda: materialize_module(module, shard=lambda name, tensor: 3),
+        lambda: materialize_module(module, shard=lambda name, tensor: (slice(0, 3, 2),)),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError):
+            wrong()
+    assert is_deferred(module)
+    assert not is_deferred(torch.ones(1))
+
+
+@without_cuda
+def test_what_was_recorded_elsewhere_is_materialized_here_on_request() -> None:
+    for module in (deferred_init(nn.Linear, 3, 3, device="cuda"), deferred_init(nn.Linear, 3, 3).cuda()):
+        with pytest.raises(UnavailableError, match="device='cpu'"):
+            materialize_module(module)
+        materialize_module(module, device="cpu")
+        assert module.weight.device.type == "cpu" and not is_deferred(module)
+
+
+def test_an_exception_leaves_nothing_behind() -> None:
+    def fail() -> None:
+        torch.randn(3)
+        torch.manual_seed(3)
+        raise KeyError("on purpose")
+
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError):
+        deferred_init(fail)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not fake.is_fake(torch.ones(1))
+
+
+def test_sparse_and_quantized_tensors_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="sparse"):
+        deferred_init(lambda: torch.eye(3).to_sparse())
+
+
+def test_deferred_tensors_can_be_copied() -> None:
+    module = deferred_init(nn.Linear, 3, 3)
+    twin = copy.deepcopy(module)
+    alias = copy.copy(module.weight)
+    materialize_module(module)
+    materialize_module(twin)
+    assert torch.equal(module.weight, twin.weight) and module.weight.data_ptr() != twin.weight.data_ptr()
+    assert torch.equal(materialize_tensor(alias), module.weight)
+
+
+def test_materialize_module_goes_where_it_is_told() -> None:
+    module = deferred_init(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)))
+    materialize_module(module, buffers_only=True)
+    assert not is_deferred(module[0].running_mean) and is_deferred(module[0].weight)
+    materialize_module(module, check_fn=lambda submodule: isinstance(submodule, nn.Linear))
+    assert not is_deferred(module[1]) and is_deferred(module[0])
+    materialize_module(module, dtype=torch.float64)
+    assert module[0].weight.dtype == torch.float64 and module[0].num_batches_tracked.dtype == torch.int64
+
+
+def test_hooks_and_optimizers_stay_with_the_parameter() -> None:
+    module = deferred_init(nn.Linear, 3, 1)
+    calls: list[torch.Tensor] = []
+    module.weight.register_hook(calls.append)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    materialize_module(module)
+    before = module.weight.detach().clone()
+    module(torch.ones(3)).backward()
+    optimizer.step()
+    assert len(calls) == 1 and torch.equal(module.weight.detach(), before - 1)
