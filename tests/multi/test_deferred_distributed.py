@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrelay.deferred import deferred_init, is_deferred, materialize_module
+from torchrelay.errors import DeferredError
 from torchrelay.world import World
 
 
@@ -35,7 +36,10 @@ class Model(nn.Module):
 
 def join(world: World) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"tcp://{world.master_addr}:{world.master_port}", rank=world.rank, world_size=world.size
+        "gloo",
+        init_method=f"tcp://{world.master_addr}:{world.master_port}",
+        rank=world.rank,
+        world_size=world.size,
     )
 
 
@@ -161,7 +165,9 @@ def test_tensor_parallel_plan_takes_a_deferred_module(world: World) -> None:
 def _fsdp1(world: World, **kwargs: Any) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    module = FullyShardedDataParallel(deferred(), use_orig_params=True, device_id=torch.device("cpu"), **kwargs)
+    module = FullyShardedDataParallel(
+        deferred(), use_orig_params=True, device_id=torch.device("cpu"), **kwargs
+    )
     with FullyShardedDataParallel.summon_full_params(module):
         assert_same(module, eager())
 
@@ -185,3 +191,10 @@ def test_fsdp1_finds_torchdistx_by_its_name(world: World) -> None:
 
     join(world)
     _fsdp1(world, auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer}))
+
+
+@pytest.mark.processes(2)
+def test_a_collective_on_a_deferred_tensor_is_refused(world: World) -> None:
+    join(world)
+    with pytest.raises(DeferredError, match="Materialize"):
+        dist.broadcast(deferred().scale, 0)

@@ -162,6 +162,11 @@ def _general(
     deferred = any(fake._region.storage.deferred for fake in fakes) or (
         session is not None and session.deferred
     )
+    if operator.name.startswith(("c10d::", "_c10d_functional::")):
+        raise DeferredError(
+            f"{func} would send the values of a deferred tensor, which it does not have yet: {fakes[0]!r}. "
+            "Materialize the module first; every rank gets the same values if all recorded with the same seed."
+        )
     if operator.name.startswith("aten::quantize"):
         raise UnsupportedError(
             f"{func}: quantized tensors cannot be deferred. Make them outside deferred_init."
