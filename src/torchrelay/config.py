@@ -159,19 +159,19 @@ class Aggregation(Section):
         allowed=("auto", "shm", "dummy"),
     )
     slot_bytes: int = setting(
-        256 * 1024,
+        512 * 1024,
         "how much each rank stages at a time for the others to read; larger messages go in pieces",
         unit="bytes",
         minimum=4096,
     )
     one_shot_bytes: int = setting(
-        32 * 1024, "all-reduces up to this size are done in one step", unit="bytes", minimum=0
+        128 * 1024, "all-reduces up to this size are done in one step", unit="bytes", minimum=0
     )
     mailbox_bytes: int = setting(
         128 * 1024, "the buffer between each pair of ranks for send and recv", unit="bytes", minimum=4096
     )
     spin_us: int = setting(
-        20,
+        10,
         "how long a waiting rank does nothing but look for the others before it sleeps",
         unit="us",
         minimum=0,

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from torchrelay.compat import install, names
+from torchrelay.errors import ArgumentError
+
+
+def test_names_are_the_modules() -> None:
+    assert "torch_switchml" in names()
+    assert not any(name.startswith("_") for name in names())
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"no module 'torch_switchm'; it has .*torch_switchml"):
+        install("torch_switchm")
+
+
+def test_install_puts_ours_in_the_originals_place() -> None:
+    program = (
+        "from torchrelay.compat import install; install('torch_switchml'); install('torch_switchml');"
+        "import torch_switchml, torchrelay.compat.torch_switchml as ours; assert torch_switchml is ours;"
+        "import torch.distributed as dist; assert dist.Backend('sml') == 'sml'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+def test_an_original_that_is_imported_already_stays() -> None:
+    program = (
+        "import sys, types; sys.modules['torch_switchml'] = types.ModuleType('torch_switchml');"
+        "sys.modules['torch_switchml'].__file__ = 'elsewhere.py';"
+        "from torchrelay.compat import install\n"
+        "try: install('torch_switchml')\n"
+        "except ValueError as error: assert 'elsewhere.py' in str(error)\n"
+        "else: raise SystemExit(1)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+def test_a_script_needs_a_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrelay.compat"], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 2 and "torch_switchml" in done.stdout
