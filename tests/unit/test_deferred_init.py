@@ -112,7 +112,7 @@ CASES |= {
     "randint": holding(lambda: torch.randint(3, 9, (20,))),
     "multinomial": holding(lambda: torch.multinomial(torch.rand(10), 3)),
     "bernoulli": holding(lambda: torch.bernoulli(torch.rand(30))),
-    "nonzero": holding(lambda: (torch.rand(10) > 0.5).nonzero()),
+    "nonzero": holding(lambda: torch.nonzero(torch.rand(10) > 0.5)),
     "numpy": holding(lambda: torch.from_numpy(np.arange(5.0))),
     "complex": holding(lambda: torch.randn(3, 4, dtype=torch.complex64) * torch.polar(torch.ones(4), torch.rand(4))),
     "as_real": holding(lambda: torch.view_as_real(torch.randn(3, 4, dtype=torch.complex64))),
