@@ -9,6 +9,7 @@ kill some of them.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
 import multiprocessing
@@ -184,12 +185,21 @@ def _left_behind() -> set[str]:
     return {str(path) for folder in ("/dev/shm", "/var/run/netns") for path in Path(folder).glob("*")}
 
 
+def _in_use(path: str) -> bool:
+    """Whether a living process maps ``path``: then it is that process's, not something left behind."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            if path in maps.read_text():
+                return True
+    return False
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails a test that leaves a file in /dev/shm, a network namespace, a child process or a descriptor."""
     before = _left_behind()
     yield
-    left = _left_behind() - before
+    left = {path for path in _left_behind() - before if not _in_use(path)} & _left_behind()
     assert not left, f"the test left {sorted(left)}"
     children = multiprocessing.active_children()
     assert not children, f"the test left the processes {children}"
