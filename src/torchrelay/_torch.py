@@ -34,8 +34,10 @@ __all__ = [
     "forward_mode_active",
     "has_fast_bfloat16",
     "is_fsdp1_asking",
+    "is_transformed",
     "lazy_caller",
     "local_shape_and_offset",
+    "make_ordered",
     "mesh_code",
     "parameter_class",
     "parse_to",
@@ -74,6 +76,13 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def make_ordered(operator: Any) -> None:
+    """Gives an operator of ``torch.library.custom_op`` an ordered effect. Checked on 2.13."""
+    library: Any = torch.library
+    if hasattr(operator, "register_effect"):
+        operator.register_effect(library.EffectType.ORDERED)
+
+
 def transforms_active() -> bool:
     """Whether a ``torch.func`` transform is active in this thread. Checked on 2.11 to 2.13."""
     return torch._C._are_functorch_transforms_active()
@@ -86,9 +95,15 @@ def forward_mode_active() -> bool:
 
 def strip_dead_transform(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without the wrappers of ``torch.func`` transforms that have ended. Checked on 2.11 to 2.13."""
-    while torch._C._functorch.is_dead_tensor_wrapper(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    functorch: Any = torch._C._functorch
+    while functorch.is_dead_tensor_wrapper(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a ``torch.func`` transform wraps ``tensor``. Checked on 2.11 to 2.13."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 # For a tensor subclass that leaves torch functions alone and only wants dispatch. Checked on 2.11 to 2.13.

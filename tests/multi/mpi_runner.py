@@ -146,6 +146,9 @@ def _main(path: str, folder: str, size: int) -> None:
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # torch's own use of it
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )  # torch.compile's own look
     import torch
 
     from torchrelay import mpi

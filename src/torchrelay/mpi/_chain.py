@@ -143,6 +143,22 @@ def current() -> Chain:
     return _current
 
 
+def current_compiled() -> Chain:
+    """The chain that code under ``torch.compile`` joins; simple enough to be traced."""
+    return _current
+
+
+def begin_compiled(task: int) -> None:
+    """A compiled region's backward communicates in the backward pass ``task``: what :class:`Link` does for a node."""
+    global _current  # noqa: PLW0603
+    if task >= 0 and _current.task != task:
+        _current.task = task
+        if not _torch.backward_keeps_graph():
+            _current.close()
+            _current = Chain()
+            _current.task = task
+
+
 def active() -> Chain | None:
     """The process's chain, if anything is recorded in it."""
     return _current if _current.head is not ROOT else None

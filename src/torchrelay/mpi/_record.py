@@ -220,6 +220,8 @@ def _record_plain(call: Call, x: Tensor) -> Tensor:
     if not call.differentiable(x):
         with torch.no_grad():
             return call.forward(x)
+    if call.comm.size == 1 and call.everyone:  # nobody to be in step with
+        return _apply(call, x, _chain.ROOT)[0]  # type: ignore[no-any-return]
     chain = _chain.current()
     y, chain.head = _apply(call, x, chain.extend(None if call.passive else call.name))
     return y  # type: ignore[no-any-return]
@@ -259,7 +261,7 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
 def _transform_token() -> Tensor:
     if _transform_head is not None:
         head = _torch.strip_dead_transform(_transform_head)
-        if torch._C._functorch.is_functorch_wrapped_tensor(head):
+        if _torch.is_transformed(head):
             return head
     return torch.zeros(())
 

@@ -10,10 +10,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.mpi import _wait, nonblocking, point_to_point
+from torchrelay.mpi import _wait, compiled, nonblocking, point_to_point
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._exchange import axis_of
 from torchrelay.mpi._library import MPI
@@ -51,6 +52,7 @@ class Communicator:
     size: int
     name: str
     convention: str
+    number: int
 
     def __init__(self, mpi: MPI.Comm, name: str | None = None) -> None:
         """Collective over ``mpi``'s ranks."""
@@ -67,6 +69,8 @@ class Communicator:
         self.reverse = reverse
         self._ended: Communicator | None = None
         reverse._ended = None
+        self.number = compiled.register(self)
+        reverse.number = self.number
         _wait.register(self)
 
     def _copy(self: _C) -> _C:
@@ -154,6 +158,8 @@ class Communicator:
 
     def Allreduce(self, tensor: Tensor, op: Op) -> Any:
         """The reduction of all ranks' tensors, on every rank; for MAXLOC and MINLOC a :class:`Located`."""
+        if op is Op.SUM and torch.compiler.is_compiling():
+            return compiled.communicate(self, "allreduce", (), tensor)
         if op is Op.MAXLOC or op is Op.MINLOC:
             return allreduce_located(self, tensor, op)
         return allreduce(self, tensor, op)
@@ -172,6 +178,8 @@ class Communicator:
 
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, on every rank."""
+        if torch.compiler.is_compiling():
+            return compiled.communicate(self, "allgather", (axis_of(gatheraxis, tensor.ndim),), tensor)
         return allgather(self, tensor, gatheraxis)
 
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
@@ -180,6 +188,9 @@ class Communicator:
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
+        if torch.compiler.is_compiling():
+            axes = axis_of(gatheraxis, tensor.ndim), axis_of(scatteraxis, tensor.ndim)
+            return compiled.communicate(self, "alltoall", axes, tensor)
         return alltoall(self, tensor, gatheraxis, scatteraxis, numelem)
 
     def Reduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int, numelem: int) -> Tensor:
@@ -188,6 +199,8 @@ class Communicator:
 
     def Reduce_scatter_block(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> Tensor:
         """As :meth:`Reduce_scatter`, in equal parts."""
+        if op is Op.SUM and torch.compiler.is_compiling():
+            return compiled.communicate(self, "reduce_scatter", (axis_of(scatteraxis, tensor.ndim),), tensor)
         return reduce_scatter(self, tensor, op, scatteraxis, self._part(tensor, scatteraxis))
 
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
