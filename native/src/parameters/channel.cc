@@ -93,7 +93,8 @@ void Channel::handle(const Header& header, const Message& message) {
     case Kind::kBundle: return handle_bundle(header, message);
     case Kind::kRelay: return handle_relay(header, message);
     case Kind::kIntent: {
-      if (sender != node_) throw Error(Code::kProtocol, "parameters: an intent from another node");
+      if (sender != node_ || index_of(header.sender) >= kMaxWorkers)
+        throw Error(Code::kProtocol, "parameters: an intent from another node");
       Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
       const auto head = reader.take<IntentHead>();
       const auto* keys = reader.take_array<std::int64_t>(header.count);
@@ -360,6 +361,8 @@ void Channel::publish_counters() {
   cells[kReceivedBytes].store(courier_.received_bytes, std::memory_order_relaxed);
   cells[kSentMessages].store(courier_.sent_messages, std::memory_order_relaxed);
   cells[kReceivedMessages].store(courier_.received_messages, std::memory_order_relaxed);
+  store_->count(number_, kProtocolErrors, courier_.protocol_errors - reported_errors_);
+  reported_errors_ = courier_.protocol_errors;
   cells[kDuplicates].store(courier_.duplicates, std::memory_order_relaxed);
   ChannelBoard& board = store_->header().boards[number_];
   board.rounds.store(rounds_, std::memory_order_relaxed);

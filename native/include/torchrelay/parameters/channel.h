@@ -194,6 +194,7 @@ class Channel {
   Clock::time_point next_round_, last_round_, next_beat_, next_look_;
   Clock::duration round_interval_{};
   bool waiting_intents_ = false;
+  std::uint64_t reported_errors_ = 0;  // of the courier
   std::uint32_t rounds_ = 0;
   std::vector<FlushItem> flush_items_;
   std::uint64_t flush_updates_target_ = 0;

@@ -1,0 +1,141 @@
+#include <cmath>
+#include <random>
+
+#include "check.h"
+#include "torchrelay/memory_network.h"
+#include "torchrelay/parameters/node_service.h"
+
+using namespace torchrelay;
+using namespace torchrelay::parameters;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+TEST(poisson_quantiles_are_right) {
+  CHECK(poisson_quantile(0, 0.9999) == 0);
+  for (const double mean : {0.5, 3.0, 20.0, 900.0}) {
+    double mass = std::exp(-mean), sum = mass;
+    std::int64_t k = 0;
+    while (mean < 700 && sum < 0.9999) sum += mass *= mean / static_cast<double>(++k);
+    if (mean < 700) CHECK(poisson_quantile(mean, 0.9999) == k);  // beyond, exp(-mean) is nothing
+    CHECK(std::abs(static_cast<double>(poisson_quantile(mean, 0.9999)) - mean) < 4.5 * std::sqrt(mean) + 6);
+  }
+  CHECK(std::abs(static_cast<double>(poisson_quantile(1e6, 0.9999)) - (1e6 + 3719)) < 5);
+  CHECK(poisson_quantile(4e6, 0.9999) == 4007439);
+}
+
+TEST(intents_begin_in_time_and_expire) {
+  WorkerIntents intents;
+  std::vector<std::int64_t> begun, expired;
+  const auto round = [&](std::int64_t clock) {
+    intents.round(
+        clock,
+        [&](std::int64_t key) {
+          begun.push_back(key);
+          return true;
+        },
+        [&](std::int64_t key) { expired.push_back(key); });
+  };
+  intents.announce(0, 2, {1});
+  intents.announce(1000, 1001, {2});
+  round(0);
+  CHECK(begun == std::vector<std::int64_t>{1} && expired.empty());
+  for (std::int64_t clock = 1; clock < 990; ++clock)
+    round(clock);  // one tick a round: the window shrinks to 10 or so
+  CHECK(begun == std::vector<std::int64_t>{1} && expired == std::vector<std::int64_t>{1});
+  round(995);
+  CHECK(begun.back() == 2);
+  intents.announce(0, 5, {3});  // over already
+  round(1001);
+  CHECK(begun.size() == 2 && expired.size() == 2 && intents.empty());
+  intents.announce(2000, 3000, {4});
+  round(kFinished);  // the worker is gone
+  CHECK(begun.size() == 2 && intents.empty());
+}
+
+TEST(a_courier_puts_in_order_what_a_network_mixes_up) {
+  MemoryNetwork network({microseconds(3000), 0.3, 5});
+  Courier sender(network.open("a"), worker_endpoint(0, 1), 1),
+      receiver(network.open("b"), channel_endpoint(0, 0), 1);
+  sender.connect(receiver.number(), receiver.address());
+  for (std::uint32_t i = 0; i < 300; ++i) {
+    Writer writer(4);
+    writer.put(i);
+    sender.send(receiver.number(), Kind::kIntent, i, writer.finish());
+  }
+  Header header;
+  Message message;
+  for (std::uint32_t i = 0; i < 300; ++i) {
+    CHECK(receiver.receive(header, message, milliseconds(2000)));
+    CHECK(header.count == i && header.sender == sender.number());
+  }
+  CHECK(!receiver.receive(header, message, milliseconds(20)));
+  CHECK(receiver.duplicates > 0 && receiver.knows(sender.number()));
+}
+
+TEST(a_new_worker_under_an_old_number_starts_a_new_stream) {
+  MemoryNetwork network;
+  Courier receiver(network.open("b"), channel_endpoint(0, 0), 1);
+  Header header;
+  Message message;
+  for (std::uint32_t incarnation = 1; incarnation <= 3; ++incarnation) {
+    Courier worker(network.open("a"), worker_endpoint(0, 1), incarnation);
+    worker.connect(receiver.number(), receiver.address());
+    worker.send(receiver.number(), Kind::kIntent, incarnation, Writer(0).finish());
+    CHECK(receiver.receive(header, message, milliseconds(2000)) && header.count == incarnation);
+    receiver.send(worker.number(), Kind::kReply, 7, Writer(0).finish());
+    CHECK(worker.receive(header, message, milliseconds(2000)) && header.count == 7);
+  }
+}
+
+// Bytes of all kinds at a channel's port: counted, and the node goes on.
+TEST(hostile_messages_do_nothing) {
+  auto network = std::make_shared<MemoryNetwork>();
+  StoreSpec spec;
+  spec.lengths = {4};
+  spec.num_keys = 100;
+  spec.num_nodes = 2;
+  std::vector<std::shared_ptr<Store>> stores;
+  std::vector<std::unique_ptr<NodeService>> services;
+  ChannelAddresses addresses;
+  for (spec.node = 0; spec.node < 2; ++spec.node) {
+    stores.push_back(std::make_shared<Store>(Store::create(spec)));
+    services.push_back(std::make_unique<NodeService>(stores.back(), network, ChannelOptions{}));
+    addresses.push_back(services.back()->addresses()[0]);
+  }
+  for (const auto& service : services) service->start(addresses);
+  auto attacker = network->open("attacker");
+  attacker->connect(0, addresses[0]);
+  std::mt19937_64 random(3);
+  std::uint32_t sequence = 0;
+  for (std::uint32_t i = 0; i < 3000; ++i) {
+    const std::size_t size = random() % 200;
+    Message message = Message::allocate(size);
+    for (std::size_t j = 0; j < size; ++j) message.data()[j] = static_cast<std::byte>(random());
+    if (i % 3 != 0 && size >= sizeof(Header)) {  // a good header, of a worker of node 1, around nonsense
+      const bool right_version = i % 3 == 1;
+      const Header header{kProtocolMagic | (right_version ? kProtocolVersion : 99),
+                          worker_endpoint(1, 200),
+                          1,
+                          right_version ? sequence++ : 0,
+                          static_cast<Kind>(random() % 14),
+                          0,
+                          static_cast<std::uint32_t>(random() % 5)};
+      std::memcpy(message.data(), &header, sizeof header);
+    }
+    attacker->send(0, message);
+  }
+  Worker worker(stores[1], 0, network, addresses, milliseconds(20000), nullptr);
+  std::vector<std::int64_t> keys(100);
+  for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<std::int64_t>(i);
+  std::vector<float> ones(400, 1), values(400);
+  const auto access = [&](Op op, std::vector<float>& data) {
+    worker.wait(worker.access(op, keys.data(), keys.size(), reinterpret_cast<std::byte*>(data.data()),
+                              data.size() * sizeof(float), nullptr));
+  };
+  access(Op::kPush, ones);
+  access(Op::kPull, values);
+  CHECK(values == ones);
+  for (int i = 0; i < 1000 && stores[0]->total(kProtocolErrors) < 1000; ++i)
+    std::this_thread::sleep_for(milliseconds(10));
+  CHECK(stores[0]->total(kProtocolErrors) > 1000);
+}

@@ -1,0 +1,140 @@
+"""Sampling: values, uniqueness and frequencies (chi-square) of every scheme and distribution."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrelay.errors import ArgumentError, UnavailableError
+from torchrelay.parameters import Server, Topology, Worker
+from torchrelay.parameters.sampling import alias_table
+
+SCHEMES = ["naive", "preloc", "pool", "local"]
+LOW, HIGH = 10, 30
+WEIGHTS = np.arange(20.0)  # the first key of the range is never drawn
+
+
+def make(scheme: str, replacement: bool = True, distribution: str = "uniform", **fields: Any) -> Worker:
+    server = Server(50, length=2)
+    server.enable_sampling_support(scheme, replacement, distribution, LOW, HIGH, seed=7, **fields)
+    worker = Worker(0, server)
+    worker.set(torch.arange(50), torch.arange(100.0))
+    return worker
+
+
+def drawn(worker: Worker, total: int, pieces: int = 1, start: int = 0) -> torch.Tensor:
+    """One prepared sample, pulled in pieces; checks that the values are the keys'."""
+    sample = worker.prepare_sample(total, start)
+    keys = torch.full((total,), -1)
+    for piece in keys.chunk(pieces):
+        values = torch.empty(len(piece), 2)
+        worker.pull_sample(sample, piece, values)
+        assert torch.equal(values, torch.stack([2.0 * piece, 2.0 * piece + 1], 1))
+    worker.finish_sample(sample)
+    return keys
+
+
+def expected_shares(distribution: str) -> np.ndarray[Any, Any]:
+    if distribution == "uniform":
+        return np.full(20, 1 / 20)
+    if distribution == "weights":
+        return WEIGHTS / WEIGHTS.sum()
+    return np.array([math.log((k + 2) / (k + 1)) / math.log(21) for k in range(20)])
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "log-uniform", "weights"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_frequencies(scheme: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_PARAMETERS_POOL_SIZE", "20000")
+    if distribution == "weights":
+        worker = make(scheme, weights=WEIGHTS)
+    else:
+        worker = make(scheme, distribution=distribution)
+    keys = torch.cat([drawn(worker, 1000, pieces=3) for _ in range(20)])
+    assert keys.min() >= LOW
+    assert keys.max() < HIGH
+    counts = torch.bincount(keys - LOW, minlength=20).numpy()
+    expected = expected_shares(distribution) * len(keys)
+    assert (counts[expected == 0] == 0).all()
+    chi_square = float(((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum())
+    assert chi_square < 43.8  # the 0.999 quantile for 19 degrees of freedom
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "log-uniform"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_without_replacement_no_key_comes_twice_in_a_sample(scheme: str, distribution: str) -> None:
+    worker = make(scheme, replacement=False, distribution=distribution)
+    for total in (1, 5, 20):
+        assert len(drawn(worker, total, pieces=min(total, 3)).unique()) == total
+    with pytest.raises(ArgumentError, match="20 keys to draw"):
+        worker.prepare_sample(21, 0)
+
+
+def test_samples_are_used_up_and_finished() -> None:
+    worker = make("naive")
+    sample = worker.prepare_sample(5, 0)
+    keys, values = torch.empty(3, dtype=torch.int64), torch.empty(3, 2)
+    worker.pull_sample(sample, keys, values)
+    with pytest.raises(ArgumentError, match="2 of 5 left"):
+        worker.pull_sample(sample, keys, values)
+    worker.finish_sample(sample)
+    with pytest.raises(ArgumentError, match="is finished"):
+        worker.pull_sample(sample, keys, values)
+    numpy_keys = np.empty(4, dtype=np.int64)
+    worker.pull_sample(worker.prepare_sample(4, 0), numpy_keys, np.empty(8, dtype=np.float32), True)
+    assert ((numpy_keys >= LOW) & (numpy_keys < HIGH)).all()
+
+
+def test_wrong_arguments() -> None:
+    server = Server(50)
+    with pytest.raises(ArgumentError, match="not enabled"):
+        Worker(0, server).prepare_sample(1, 0)
+    wrong: list[tuple[Any, ...]] = [
+        ("magic",),
+        ("naive", True, "magic"),
+        ("naive", True, "uniform", 5, 5),
+        ("naive", True, "uniform", 0, 51),
+    ]
+    for arguments in wrong:
+        with pytest.raises(ArgumentError):
+            server.enable_sampling_support(*arguments)
+    for weights in (np.ones(3), -np.ones(50), np.zeros(50), np.full(50, np.nan)):
+        with pytest.raises(ArgumentError, match="weights"):
+            server.enable_sampling_support(weights=weights)
+
+
+def test_local_takes_what_is_here_and_says_when_there_is_nothing() -> None:
+    """Two nodes, started one after the other by hand: node 0 has the even keys."""
+    topologies = Topology.in_memory(2)
+    servers: list[Server] = []
+    other = threading.Thread(target=lambda: servers.append(Server(50, topology=topologies[1])))
+    other.start()
+    server = Server(50, topology=topologies[0])
+    other.join()
+    server.enable_sampling_support("local", True, "uniform", LOW, HIGH, seed=1)
+    worker = Worker(0, server)
+    sample = worker.prepare_sample(200, 0)
+    keys = torch.empty(200, dtype=torch.int64)
+    assert worker.pull_sample(sample, keys, torch.empty(200)) == -1
+    assert (keys % 2 == 0).all()
+    assert len(keys.unique()) == 10
+    server.enable_sampling_support("local", False, "uniform", 11, 12)
+    with pytest.raises(UnavailableError, match="0 keys"):
+        worker.pull_sample(worker.prepare_sample(1, 0), keys[:1], torch.empty(1))
+    worker.finalize()
+    closing = threading.Thread(target=servers[0].shutdown)
+    closing.start()
+    server.shutdown()
+    closing.join()
+
+
+def test_the_alias_table_is_the_distribution() -> None:
+    probability, alias = alias_table(WEIGHTS)
+    shares = probability / 20
+    np.add.at(shares, alias, (1 - probability) / 20)
+    np.testing.assert_allclose(shares, WEIGHTS / WEIGHTS.sum(), atol=1e-12)
