@@ -5,6 +5,12 @@ BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.cc' -o -name '*.h') CMakeLists.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+
+# The editable install knows the Python files it was made with, so a new file is a reason to install again.
+MODULES := $(VENV)/modules
+$(shell mkdir -p $(VENV); find src -name '*.py' | sort > $(MODULES).new; \
+  cmp -s $(MODULES).new $(MODULES) || cp $(MODULES).new $(MODULES); rm $(MODULES).new)
+
 .PHONY: demo test bench lint docs native clean
 
 demo: $(VENV)/native
@@ -23,6 +29,8 @@ lint: $(VENV)/native
 	lint-imports
 	clang-format --dry-run --Werror $(filter %.cc %.h,$(NATIVE))
 	python docs/generate.py --check
+	python -m nanobind.stubgen -q -m torchrelay._native -o build/_native.pyi
+	cmp build/_native.pyi src/torchrelay/_native.pyi
 
 docs: $(VENV)/native
 	python docs/generate.py
@@ -30,7 +38,7 @@ docs: $(VENV)/native
 
 # The native module, rebuilt when a source changed. The build environment is the repository's own.
 native: $(VENV)/native
-$(VENV)/native: $(VENV)/packages $(NATIVE)
+$(VENV)/native: $(VENV)/packages $(NATIVE) $(MODULES)
 	pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 

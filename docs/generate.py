@@ -30,9 +30,9 @@ def settings_page() -> str:
         for field in dataclasses.fields(section):  # type: ignore[arg-type]
             allowed = ", ".join(f"`{value}`" for value in field.metadata["allowed"])
             meaning = field.metadata["doc"] + (f" One of {allowed}." if allowed else "")
-            default = f"`{field.default}`" if field.default != "" else "–"
+            default = f"`{field.default}`" if field.default != "" else "none"
             lines.append(
-                f"| `{variable(section, field.name)}` | {default} | {field.metadata['unit'] or '–'} | {meaning} |"
+                f"| `{variable(section, field.name)}` | {default} | {field.metadata['unit'] or 'none'} | {meaning} |"
             )
     return "\n".join(lines) + "\n"
 

@@ -263,7 +263,7 @@ void register_ticket(nb::module_& module) {
             const nb::gil_scoped_release released;
             ticket.when_done(std::move(then));
           },
-          "function"_a);
+          "function"_a, nb::sig("def when_done(self, function: collections.abc.Callable[[], None]) -> None"));
   nb::class_<Transfer>(module, "Transfer", "A send or receive in progress.")
       .def_prop_ro("ticket", &Transfer::ticket, nb::rv_policy::reference_internal)
       .def_prop_ro("source", &Transfer::source);
