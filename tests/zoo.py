@@ -201,6 +201,9 @@ def _model_class(config_cls: type, name: str) -> type[nn.Module]:
     for cls in vars(module).values():
         if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and cls.config_class is config_cls:
             return cls
+    part = getattr(module, config_cls.__name__.removesuffix("Config"), None)  # a part of a model
+    if part is not None and list(inspect.signature(part).parameters) == ["config"]:
+        return part
     raise LookupError(f"no model takes the configuration {name}")
 
 
