@@ -20,6 +20,7 @@ from torchrelay.errors import UnsupportedError
 __all__ = [
     "CheckpointShard",
     "after_backward",
+    "apply_of",
     "backward_id",
     "backward_keeps_graph",
     "backward_will_run",
@@ -54,6 +55,15 @@ __all__ = [
 def has_fast_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 matrices faster than float32 ones. Checked on 2.11 to 2.13."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """``function.apply`` for use outside of ``torch.func`` transforms, without its checks for them: 5 us less.
+
+    Checked on 2.11 to 2.13.
+    """
+    plain: Any = super(torch.autograd.Function, function)
+    return plain.apply
 
 
 def backward_id() -> int:
@@ -156,6 +166,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     """
     if device.type != "cpu" and device_available(device):
         module = getattr(torch, device.type)
+        module.init()  # there are no default generators before
         index = module.current_device() if device.index is None else device.index
         return module.default_generators[index]  # type: ignore[no-any-return]
     if device.type == "cpu":

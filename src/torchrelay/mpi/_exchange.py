@@ -7,7 +7,7 @@ point-to-point messages in pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,15 +64,13 @@ def placed(y: Tensor, x: Tensor) -> Tensor:
     return y if x.device.type == "cpu" else y.to(x.device)
 
 
-def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def pieces(*tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:
     """Equal parts of flat, equally long tensors, each part small enough for one MPI call."""
-    count = tensors[0].numel()
-    if count <= settings.max_count:
-        yield tensors
-        return
+    count, most = tensors[0].numel(), settings.max_count
+    if count <= most:
+        return (tensors,)
     flat = [tensor.view(-1) for tensor in tensors]
-    for start in range(0, count, settings.max_count):
-        yield tuple(tensor[start : start + settings.max_count] for tensor in flat)
+    return [tuple(tensor[start : start + most] for tensor in flat) for start in range(0, count, most)]
 
 
 def axis_of(axis: int, ndim: int) -> int:

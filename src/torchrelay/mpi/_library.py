@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from torchrelay.errors import UnavailableError
 
 __all__ = ["MPI"]
+
+if not any(key.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD_")) for key in os.environ):
+    # Without a launcher this process is alone, and Open MPI would leave a shared memory segment behind.
+    os.environ.setdefault("OMPI_MCA_btl", "self")
 
 try:
     from mpi4py import MPI

@@ -124,6 +124,9 @@ class Call:
         return range(self.comm.size)
 
 
+_TOKEN = torch.empty(())
+
+
 class Node(torch.autograd.Function):
     """The node of a call that is recorded outside of ``torch.func``."""
 
@@ -133,13 +136,15 @@ class Node(torch.autograd.Function):
         y = call.forward(x)
         remember(ctx, call, x, y)
         ctx.link = _chain.Link(_chain.current(), ctx)
-        return y, torch.empty(())
+        return y, torch.empty_like(_TOKEN)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[None, Tensor | None, None]:
         comm = ctx.call.comm
         if not ctx.link.enter((comm.unreached or settings.unreached) if comm.size > 1 else "ignore"):
             return None, None, None
+        if not torch.is_grad_enabled():
+            return None, pull_back(ctx, grad), None
         with _chain.adjoint_chain(ctx.link):
             return None, pull_back(ctx, grad), None
 
@@ -179,7 +184,7 @@ class TransformNode(Node):
         return record_transformed(call.batched(), x.movedim(dim, 0), token), (0, None)
 
 
-_apply: Any = Node.apply
+_apply = _torch.apply_of(Node)
 _apply_transformed: Any = TransformNode.apply
 _unpack_dual: Any = forward_ad.unpack_dual
 _make_dual: Any = forward_ad.make_dual
