@@ -100,6 +100,9 @@ CASES |= {
     "weight_norm": changed(parametrizations.weight_norm),
     "orthogonal_parametrization": lambda: parametrizations.orthogonal(nn.Linear(6, 6)),
     "spectral_norm": changed(parametrizations.spectral_norm),
+    "old_weight_norm": changed(nn.utils.weight_norm),
+    "old_weight_norm_of_all": changed(lambda m: nn.utils.weight_norm(m, dim=None)),
+    "old_weight_norm_removed": changed(lambda m: nn.utils.remove_weight_norm(nn.utils.weight_norm(m))),
     "old_spectral_norm": changed(nn.utils.spectral_norm),
     "data_filled": changed(lambda m: m.bias.data.fill_(3)),
     "legacy_tensor": changed(lambda m: setattr(m, "p", nn.Parameter(torch.Tensor(3, 4).normal_()))),
@@ -137,6 +140,11 @@ def explicit_generator() -> nn.Module:
     module = nn.Linear(20, 20)
     nn.init.normal_(module.weight, generator=generator)
     nn.init.uniform_(module.bias, generator=generator)
+    module.register_buffer("normal", torch.randn(5, 7, generator=generator))
+    module.register_buffer("uniform", torch.rand(40, generator=generator))
+    module.register_buffer("whole", torch.randint(0, 9, (40,), generator=generator))
+    module.register_buffer("order", torch.randperm(40, generator=generator))
+    module.register_buffer("some", torch.bernoulli(torch.full((40,), 0.3), generator=generator))
     return module
 
 

@@ -43,11 +43,13 @@ def test_repr_tells_what_is_not_the_default() -> None:
 def test_absent_devices_are_pretended() -> None:
     with fake.fake_mode():
         one = torch.ones(3, device="cuda")
+        first = torch.ones(3, device="cuda:0")
         other = torch.ones(3)
         assert other.cuda().device == other.to("cuda").device == one.device
         assert other.to("cuda:1").device == torch.device("cuda", 1)
     assert (one * 2).device.type == "cuda" and one.cpu().device.type == "cpu"
     assert (one + other.sum()).device.type == "cuda"
+    assert (one + first).device.type == "cuda"
     assert one.to(other).device.type == "cpu"
     with pytest.raises(ArgumentError, match="different devices"):
         one + other

@@ -223,9 +223,9 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value._region.meta()
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
 
-    meta_kwargs = {
-        key: map_tensors(value, torch.Tensor, shadow) for key, value in kwargs.items() if key != "generator"
-    }
+    meta_kwargs = {key: map_tensors(value, torch.Tensor, shadow) for key, value in kwargs.items()}
+    if "generator" in kwargs:
+        meta_kwargs["generator"] = None  # nothing is drawn
     if "device" in meta_kwargs or (describe(func).is_factory and describe(func).takes_device):
         meta_kwargs["device"] = torch.device("meta")
     meta_kwargs.pop("pin_memory", None)
@@ -302,12 +302,17 @@ def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.d
     devices = []
     map_tensors((args, kwargs), torch.Tensor, lambda t: devices.append((t.device, t.dim())))
     large = [device for device, dim in devices if dim > 0 or device.type != "cpu"]
-    if any(device != large[0] for device in large) and "index" not in str(func):
+    if not all(_may_be_same(device, large[0]) for device in large) and "index" not in str(func):
         names = ", ".join(sorted({str(device) for device in large}))
         raise ArgumentError(
             f"{func}: the arguments are on different devices ({names}). Move them to one first."
         )
     return large[0] if large else _CPU
+
+
+def _may_be_same(one: torch.device, other: torch.device) -> bool:
+    """Without an index, a device is whichever is the current one when memory is taken: ``cuda`` fits ``cuda:0``."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
 def _check_device(device: torch.device, session: sessions.Session) -> None:

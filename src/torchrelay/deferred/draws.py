@@ -120,6 +120,8 @@ _AS_FILL: dict[Any, Any] = {
     aten.randn.default: aten.normal_.default,
     aten.rand_like.default: aten.uniform_.default,
     aten.randn_like.default: aten.normal_.default,
+    aten.rand.generator: aten.uniform_.default,
+    aten.randn.generator: aten.normal_.default,
 }
 
 
