@@ -53,36 +53,36 @@ __all__ = [
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 matrices faster than float32 ones. Checked on 2.11 to 2.13."""
+    """Whether this processor multiplies bfloat16 matrices faster than float32 ones. Checked on 2.13."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Any:
     """``function.apply`` for use outside of ``torch.func`` transforms, without its checks for them: 5 us less.
 
-    Checked on 2.11 to 2.13.
+    Checked on 2.13.
     """
     plain: Any = super(torch.autograd.Function, function)
     return plain.apply
 
 
 def backward_id() -> int:
-    """The number of the backward pass that runs in this thread, or -1. Checked on 2.11 to 2.13."""
+    """The number of the backward pass that runs in this thread, or -1. Checked on 2.13."""
     return torch._C._current_graph_task_id()
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the running backward pass was given ``retain_graph``. Checked on 2.11 to 2.13."""
+    """Whether the running backward pass was given ``retain_graph``. Checked on 2.13."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def backward_will_run(node: torch.autograd.graph.Node) -> bool:
-    """Whether the running backward pass executes ``node``. Checked on 2.11 to 2.13."""
+    """Whether the running backward pass executes ``node``. Checked on 2.13."""
     return torch._C._will_engine_execute_node(node)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` when the running backward pass has ended well. Checked on 2.11 to 2.13."""
+    """Calls ``callback`` when the running backward pass has ended well. Checked on 2.13."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -94,17 +94,17 @@ def make_ordered(operator: Any) -> None:
 
 
 def transforms_active() -> bool:
-    """Whether a ``torch.func`` transform is active in this thread. Checked on 2.11 to 2.13."""
+    """Whether a ``torch.func`` transform is active in this thread. Checked on 2.13."""
     return torch._C._are_functorch_transforms_active()
 
 
 def forward_mode_active() -> bool:
-    """Whether a forward-mode dual level is open. Checked on 2.11 to 2.13."""
+    """Whether a forward-mode dual level is open. Checked on 2.13."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def strip_dead_transform(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without the wrappers of ``torch.func`` transforms that have ended. Checked on 2.11 to 2.13."""
+    """``tensor`` without the wrappers of ``torch.func`` transforms that have ended. Checked on 2.13."""
     functorch: Any = torch._C._functorch
     while functorch.is_dead_tensor_wrapper(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -112,25 +112,25 @@ def strip_dead_transform(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a ``torch.func`` transform wraps ``tensor``. Checked on 2.11 to 2.13."""
+    """Whether a ``torch.func`` transform wraps ``tensor``. Checked on 2.13."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-# For a tensor subclass that leaves torch functions alone and only wants dispatch. Checked on 2.11 to 2.13.
+# For a tensor subclass that leaves torch functions alone and only wants dispatch. Checked on 2.13.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
-# The slot of a dispatch mode that may be called for absent devices. Checked on 2.11 to 2.13.
+# The slot of a dispatch mode that may be called for absent devices. Checked on 2.13.
 fake_mode_key = torch._C._TorchDispatchModeKey.FAKE
 
 
 def fake_mode_active() -> bool:
-    """Whether some fake tensor mode is on in this thread. Checked on 2.11 to 2.13."""
+    """Whether some fake tensor mode is on in this thread. Checked on 2.13."""
     return torch._C._get_dispatch_mode(fake_mode_key) is not None
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """No dispatch mode, no autograd, no autocast: operations do what their name says. Checked on 2.11 to 2.13."""
+    """No dispatch mode, no autograd, no autocast: operations do what their name says. Checked on 2.13."""
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -152,7 +152,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def device_available(device: torch.device) -> bool:
-    """Whether this machine has ``device``. Checked on 2.11 to 2.13."""
+    """Whether this machine has ``device``. Checked on 2.13."""
     if device.type in ("cpu", "meta"):
         return True
     module = getattr(torch, device.type, None)
@@ -160,7 +160,7 @@ def device_available(device: torch.device) -> bool:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on ``device`` draw from if given none. Checked on 2.11 to 2.13.
+    """The generator that operations on ``device`` draw from if given none. Checked on 2.13.
 
     For a device that is absent here: a CPU generator of its own, with the seed that ``manual_seed`` set.
     """
@@ -188,12 +188,12 @@ def default_generator_as(generator: torch.Generator) -> Iterator[None]:
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
-    """Device, dtype, non_blocking and memory format out of the arguments of ``Tensor.to``. Checked on 2.11 to 2.13."""
+    """Device, dtype, non_blocking and memory format out of the arguments of ``Tensor.to``. Checked on 2.13."""
     return torch._C._nn._parse_to(*args, **kwargs)
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Each object becomes what the other was; weak references and views stay with the object. 2.11 to 2.13.
+    """Each object becomes what the other was; weak references and views stay with the object. Checked on 2.13.
 
     ``torch.utils.swap_tensors`` refuses tensors that have weak references (those of recurrent layers have).
     """
@@ -203,7 +203,7 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def callback_error(error: RuntimeError) -> tuple[str, str] | None:
-    """Type name and message of what a future's callback raised, if that is what ``error`` wraps. 2.11 to 2.13.
+    """Type name and message of what a future's callback raised, if that is what ``error`` wraps. Checked on 2.13.
 
     DistributedDataParallel waits for its group in C++, which keeps no more than the text of a Python exception.
     """
@@ -213,7 +213,7 @@ def callback_error(error: RuntimeError) -> tuple[str, str] | None:
 
 
 class CheckpointShard(torch.Tensor):
-    """A block of rows of a larger tensor that Distributed Checkpoint saves and loads. Checked on 2.11 to 2.13.
+    """A block of rows of a larger tensor that Distributed Checkpoint saves and loads. Checked on 2.13.
 
     It has the larger tensor's size and answers DCP's own protocol (``torch.distributed._checkpointable``);
     computing with it is an error. ``local`` is this rank's block, at ``offsets`` of the whole.
@@ -271,7 +271,7 @@ class CheckpointShard(torch.Tensor):
 
 
 def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the offset of this rank's part of a distributed tensor. Checked on 2.11 to 2.13."""
+    """The shape and the offset of this rank's part of a distributed tensor. Checked on 2.13."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
     return compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -284,19 +284,19 @@ trunc_normal_code = torch.nn.init._no_grad_trunc_normal_.__code__
 def trunc_normal(
     tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any
 ) -> torch.Tensor:
-    """``nn.init.trunc_normal_`` past its check for torch functions. Checked on 2.11 to 2.13."""
+    """``nn.init.trunc_normal_`` past its check for torch functions. Checked on 2.13."""
     return torch.nn.init._no_grad_trunc_normal_(tensor, mean, std, a, b, generator=generator)
 
 
 def mesh_code(name: str) -> Any:
-    """The code of ``mesh_scatter`` or ``mesh_broadcast``, with which DTensor sends values. Checked on 2.11 to 2.13."""
+    """The code of ``mesh_scatter`` or ``mesh_broadcast``, with which DTensor sends values. Checked on 2.13."""
     from torch.distributed.tensor import _collective_utils  # noqa: PLC0415
 
     return getattr(_collective_utils, name).__code__
 
 
 def is_fsdp1_asking(frame: Any) -> bool:
-    """Whether ``frame`` is FSDP1 finding out if a module's parameters wait for values. Checked on 2.11 to 2.13."""
+    """Whether ``frame`` is FSDP1 finding out if a module's parameters wait for values. Checked on 2.13."""
     if frame.f_code.co_name != "_need_to_materialize_module":
         return False
     from torch.distributed.fsdp import _init_utils  # noqa: PLC0415
@@ -313,7 +313,7 @@ _LAZY_CODES = {
 
 def lazy_caller() -> torch.Tensor | type | None:
     """What asked for memory, if it is the parameter of a lazy module: its class when made, itself when it gets
-    its shape. Checked on 2.11 to 2.13.
+    its shape. Checked on 2.13.
     """
     frame: FrameType | None = sys._getframe(3)
     for _ in range(4):
@@ -327,7 +327,7 @@ def lazy_caller() -> torch.Tensor | type | None:
 
 
 def parameter_class() -> type[torch.nn.Parameter] | None:
-    """The class being made, if the caller's caller is ``Parameter.__new__``. Checked on 2.11 to 2.13."""
+    """The class being made, if the caller's caller is ``Parameter.__new__``. Checked on 2.13."""
     frame = sys._getframe(2)
     return frame.f_locals["cls"] if frame.f_code is torch.nn.Parameter.__new__.__code__ else None
 
@@ -335,7 +335,7 @@ def parameter_class() -> type[torch.nn.Parameter] | None:
 def results_on_device(
     func: Any, args: Any, kwargs: Any, shadow: Callable[[torch.Tensor], torch.Tensor]
 ) -> Any:
-    """The results of ``func`` on fake tensors of torch, which know their device. Checked on 2.11 to 2.13."""
+    """The results of ``func`` on fake tensors of torch, which know their device. Checked on 2.13."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: PLC0415
     from torch.utils._pytree import tree_map_only  # noqa: PLC0415
 
