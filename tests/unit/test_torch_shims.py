@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import _init_utils
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay import _torch
 from torchrelay.errors import PeerLostError
@@ -27,3 +38,188 @@ def test_callback_error_unwraps_what_a_callback_raised() -> None:
 
 def test_callback_error_leaves_other_errors_alone() -> None:
     assert _torch.callback_error(RuntimeError("out of memory: PeerLostError: no")) is None
+
+
+def test_fake_mode_active_sees_modes_and_plain_torch_leaves_them() -> None:
+    assert not _torch.fake_mode_active()
+    with FakeTensorMode():
+        assert _torch.fake_mode_active()
+        with _torch.plain_torch():
+            assert not _torch.fake_mode_active()
+            assert type(torch.ones(2)) is torch.Tensor
+    assert not _torch.fake_mode_active()
+
+
+def test_plain_torch_is_without_autograd_and_inference() -> None:
+    with torch.inference_mode(), _torch.plain_torch():
+        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        assert not torch.ones(2).is_inference()
+
+
+def test_fake_mode_key_lets_a_dispatch_mode_see_absent_devices() -> None:
+    class Mode(TorchDispatchMode):
+        _mode_key = _torch.fake_mode_key
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **{**kwargs, "device": "meta"})
+
+    with Mode():
+        assert torch.ones(3, device="cuda").device.type == "meta"
+
+
+def test_disabled_torch_function_leaves_only_dispatch() -> None:
+    seen = []
+
+    class Wrapped(torch.Tensor):
+        __torch_function__ = _torch.disabled_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return torch.zeros(3)
+
+    one = torch.Tensor._make_wrapper_subclass(Wrapped, (3,))
+    assert torch.equal(torch.neg(one), torch.zeros(3))
+    assert seen == [torch.ops.aten.neg.default]
+
+
+def test_default_dtype_comes_back_after_an_error() -> None:
+    def fail() -> None:
+        with _torch.default_dtype(torch.float64):
+            assert torch.ones(1).dtype is torch.float64
+            raise KeyError
+
+    before = torch.get_default_dtype()
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.get_default_dtype() is before
+
+
+def test_default_generator_is_what_plain_draws_come_from() -> None:
+    assert _torch.device_available(torch.device("cpu")) and not _torch.device_available(torch.device("hpu"))
+    assert _torch.default_generator(torch.device("cpu")) is torch.default_generator
+    torch.manual_seed(17)
+    assert _torch.default_generator(torch.device("hpu")).initial_seed() == 17
+
+
+def test_default_generator_as_draws_from_another_generator() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    mine = torch.Generator().manual_seed(2)
+    with _torch.default_generator_as(mine):
+        drawn = torch.rand(5)
+    other = torch.Generator().manual_seed(2)
+    assert torch.equal(drawn, torch.rand(5, generator=other))
+    assert torch.equal(mine.get_state(), other.get_state())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_parse_to_understands_every_form_of_to() -> None:
+    assert _torch.parse_to(torch.half) == (None, torch.half, False, None)
+    assert _torch.parse_to("cuda:1", non_blocking=True) == (torch.device("cuda:1"), None, True, None)
+    assert _torch.parse_to("cpu", torch.half, memory_format=torch.channels_last) == (
+        torch.device("cpu"), torch.half, False, torch.channels_last,
+    )  # fmt: skip
+
+
+def test_swap_tensors_exchanges_class_values_and_attributes_under_weak_references() -> None:
+    one, other = torch.nn.Parameter(torch.ones(2)), torch.zeros(3)
+    one.tag = "one"  # type: ignore[attr-defined]
+    reference = weakref.ref(one)
+    _torch.swap_tensors(one, other)
+    assert torch.equal(one, torch.zeros(3)) and type(one) is torch.Tensor and not hasattr(one, "tag")
+    assert isinstance(other, torch.nn.Parameter) and other.tag == "one" and other.requires_grad
+    assert reference() is one
+
+
+def test_local_shape_and_offset_cuts_as_dtensor_does() -> None:
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        assert _torch.local_shape_and_offset((10, 3), mesh, [Shard(0)]) == ((3, 3), (6, 0))
+        assert _torch.local_shape_and_offset((10, 3), mesh, [Replicate()]) == ((10, 3), (0, 0))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_trunc_normal_is_what_the_public_one_draws() -> None:
+    torch.manual_seed(3)
+    public = torch.nn.init.trunc_normal_(torch.empty(100), 0.5, 2.0, -1.0, 1.0)
+    mine = _torch.trunc_normal(torch.empty(100), 0.5, 2.0, -1.0, 1.0, torch.Generator().manual_seed(3))
+    assert torch.equal(mine, public)
+
+
+def test_codes_belong_to_the_functions_that_ask() -> None:
+    assert _torch.trunc_normal_code.co_name == "_no_grad_trunc_normal_"
+    for name in ("mesh_scatter", "mesh_broadcast"):
+        assert _torch.mesh_code(name).co_name == name
+
+
+def test_is_fsdp1_asking_knows_the_frame_of_fsdp() -> None:
+    frames = []
+
+    class Asked(torch.nn.Linear):
+        def buffers(self, recurse: bool = True) -> Any:
+            frames.append(sys._getframe(1))
+            return super().buffers(recurse)
+
+    module = Asked(2, 2)
+    _init_utils._need_to_materialize_module(module, set(), set())
+    assert frames and all(_torch.is_fsdp1_asking(frame) for frame in frames)
+    assert not _torch.is_fsdp1_asking(sys._getframe())
+
+
+def test_parameter_class_is_the_one_being_made() -> None:
+    found = []
+
+    class Watching(torch.Tensor):
+        @property
+        def _is_param(self) -> bool:
+            return True
+
+        @_is_param.setter
+        def _is_param(self, value: bool) -> None:
+            found.append(_torch.parameter_class())
+
+    class Own(torch.nn.Parameter):
+        pass
+
+    made = torch.ones(2).as_subclass(Watching)
+    torch.nn.Parameter(made)
+    Own(made)
+    made._is_param = True
+    assert found == [torch.nn.Parameter, Own, None]
+
+
+def test_lazy_caller_says_who_asks_for_memory() -> None:
+    found: list[Any] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(ask())
+            return func(*args, **(kwargs or {}))
+
+    def ask() -> Any:
+        return two_deeper()
+
+    def two_deeper() -> Any:
+        return _torch.lazy_caller()
+
+    lazy = torch.nn.UninitializedParameter()
+    with Mode():
+        torch.empty(0)
+        torch.nn.UninitializedParameter()
+        lazy.materialize((2, 2))
+    assert found[0] is None
+    assert any(one is torch.nn.UninitializedParameter for one in found)
+    assert any(one is lazy for one in found)
+
+
+def test_results_on_device_lay_linear_algebra_out_as_the_device_does() -> None:
+    real = torch.linalg.svd(torch.rand(3, 4))
+
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
+
+    shapes = _torch.results_on_device(torch.ops.aten._linalg_svd.default, (torch.rand(3, 4), True), {}, meta)
+    assert [one.stride() for one in shapes[:3]] == [one.stride() for one in real]
