@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -120,3 +122,34 @@ def test_a_plan_counts_bytes() -> None:
     assert quarter.size_bytes == 4 * (50 * 100 + 50)
     assert plan(module, dtype=torch.float16).size_bytes == whole.size_bytes // 2
     assert whole.seconds > 0 and "KiB" in str(whole)
+
+
+@pytest.mark.parametrize("part", [1, 4])
+def test_a_plan_tells_the_time(part: int) -> None:
+    def build() -> nn.Module:
+        layers = nn.Sequential(nn.Embedding(16_000, 1000), *(nn.Linear(2000, 2000) for _ in range(8)))
+        nn.init.trunc_normal_(layers[1].weight, std=1.0)
+        nn.init.trunc_normal_(layers[2].weight, std=0.02)
+        return layers.append(nn.LayerNorm(1000, dtype=torch.bfloat16))
+
+    def rows(name: str, tensor: torch.Tensor) -> tuple[slice]:
+        return (slice(0, tensor.shape[0] // part),)
+
+    module = deferred_init(build)
+    told = plan(module, shard=rows).seconds
+    start = time.perf_counter()
+    materialize_module(module, shard=rows)
+    took = time.perf_counter() - start
+    assert took / 20 < told < took * 20, (told, took)  # about equal on an idle machine
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int16, torch.float16]
+)
+def test_a_plan_can_be_made_for_any_type(dtype: torch.dtype) -> None:
+    def build() -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("made", torch.zeros(100, dtype=dtype))
+        return module
+
+    assert plan(deferred_init(build)).seconds > 0

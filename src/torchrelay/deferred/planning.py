@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Plan:
         tensors: how many tensors become real.
         size_bytes: the memory that they keep.
         peak_bytes: the most memory at once, what is needed for one tensor at a time included.
-        seconds: an estimate, from short runs of the same operations here: good to a factor of about two.
+        seconds: an estimate from short runs of the same operations here, on the CPU, good to a factor of about
+            five; decompositions (an orthogonal initialisation) take longer than it says.
     """
 
     tensors: int
@@ -79,52 +81,74 @@ def _cost(fake: FakeTensor, region: Region) -> tuple[float, int]:
     """Seconds, and bytes in use, for ``region`` of ``fake``: the operations on as much of each as is wanted."""
     trace = Trace.of_fake(fake)
     share = region.numel / max(1, fake._region.numel)
-    seconds, work = 0.0, region.size_bytes
+    # Of a part of its columns, whole rows are drawn.
+    drawn = share if region.is_contiguous or not fake.dim() else region.size[0] / max(1, fake.shape[0])
+    seconds, work = region.numel * _seconds_per_element(_TOUCH, region.dtype), region.size_bytes
     for node in trace.nodes if trace is not None else ():
         for target in node.targets():
-            rule = draws.rule_for(node.func, target.dtype, node.args) if describe(node.func).draws else None
-            cut = rule is not None or describe(node.func).slices or not describe(node.func).draws
-            count = target.numel * (share if cut else 1.0)
-            seconds += count * _seconds_per_element(node.func, target.dtype)
+            draws_numbers = describe(node.func).draws
+            rule = draws.rule_for(node.func, target.dtype, node.args) if draws_numbers else None
+            cut = fake.device.type == "cpu" and rule is not None if draws_numbers else True
+            count = target.numel * ((drawn if draws_numbers else share) if cut else 1.0)
+            seconds += count * _seconds_per_element(_kind(node.func, rule), target.dtype)
             if not cut or target.storage is not region.storage:
                 work = max(work, int(count) * target.dtype.itemsize + region.size_bytes)
     return seconds, work
 
 
-_SAMPLE = 1 << 16
+# What an element costs is tried out on this many, for about this long, with no more tries than that.
+_SAMPLE = 1 << 19
+_TRIAL_S = 0.01
+_TRIES = 16
 _generator = torch.Generator()
-_measured: dict[Any, float] = {}
 
 
-def _seconds_per_element(func: Any, dtype: torch.dtype) -> float:
-    """The time that ``func`` takes on this machine; that of a multiplication, where it cannot be tried alone."""
-    key = func, dtype
-    if key not in _measured:
-        sample = torch.ones(_SAMPLE, dtype=dtype)
-        fill = getattr(torch.ops.aten, describe(func).name.removeprefix("aten::").partition(".")[0], None)
-        trial = _TRIALS.get(fill)
-        _measured[key] = _time(sample, trial or (lambda values: values.mul_(1)))
-    return _measured[key]
+def _kind(func: Any, rule: draws.Rule | None) -> str:
+    """The trial that stands for ``func``: multiplication, where it cannot be tried alone."""
+    name = describe(func).name.partition("::")[2].partition(".")[0]
+    if name == "trunc_normal" and rule is not None:
+        return "normal_"  # nothing can be rejected
+    name = _SAME_WORK.get(name, name)
+    return name if name in _TRIALS else "mul_"
 
 
-_TRIALS: dict[Any, Callable[[torch.Tensor], Any]] = {
-    torch.ops.aten.normal_: lambda values: values.normal_(generator=_generator),
-    torch.ops.aten.randn: lambda values: values.normal_(generator=_generator),
-    torch.ops.aten.uniform_: lambda values: values.uniform_(generator=_generator),
-    torch.ops.aten.rand: lambda values: values.uniform_(generator=_generator),
-    torch.ops.aten.bernoulli_: lambda values: values.bernoulli_(0.5, generator=_generator),
-    torch.ops.aten.exponential_: lambda values: values.exponential_(generator=_generator),
+_SAME_WORK = {
+    "randn": "normal_", "randn_like": "normal_", "rand": "uniform_", "rand_like": "uniform_",
+    "bernoulli": "bernoulli_", "erfinv": "erfinv_", "randint": "random_",
+}  # fmt: skip
+
+_TOUCH = "touch"
+_TRIALS: dict[str, Callable[[torch.Tensor], Any]] = {
+    _TOUCH: lambda values: values.zero_(),
+    "normal_": lambda values: values.normal_(generator=_generator),
+    "uniform_": lambda values: values.uniform_(generator=_generator),
+    "bernoulli_": lambda values: values.bernoulli_(0.5, generator=_generator),
+    "exponential_": lambda values: values.exponential_(generator=_generator),
+    "log_normal_": lambda values: values.log_normal_(generator=_generator),
+    "random_": lambda values: values.random_(0, 2, generator=_generator),
+    "trunc_normal": lambda values: _torch.trunc_normal(values, 0.0, 1.0, -2.0, 2.0, _generator),
+    "erfinv_": lambda values: values.erfinv_(),
+    "mul_": lambda values: values.mul_(1),
 }
 
 
-def _time(sample: torch.Tensor, trial: Callable[[torch.Tensor], Any]) -> float:
-    best = float("inf")
+@cache
+def _seconds_per_element(kind: str, dtype: torch.dtype) -> float:
+    """Measured once a process; ``_TOUCH`` is the first write to fresh memory, which the others leave out."""
+    if not dtype.is_floating_point or dtype.itemsize == 1:  # little can be done with eight bits
+        kind, dtype = kind if kind in (_TOUCH, "random_") else "mul_", torch.int64
+    samples: list[torch.Tensor] = []
+    spent = 0.0
     with _torch.plain_torch():
-        for _ in range(3):
+        while spent < _TRIAL_S and len(samples) < _TRIES:
+            # All are kept till the end, so that the next one is fresh.
+            samples.append(torch.empty(_SAMPLE, dtype=dtype, device="cpu"))
+            if kind != _TOUCH:
+                samples[-1].fill_(0.5)
             start = time.perf_counter()
-            trial(sample)
-            best = min(best, time.perf_counter() - start)
-    return best / _SAMPLE
+            _TRIALS[kind](samples[-1])
+            spent += time.perf_counter() - start
+    return spent / (len(samples) * _SAMPLE)
 
 
 def _size(size_bytes: int) -> str:
