@@ -6,8 +6,10 @@ callback: a future that was given an exception directly crashes DDP and is ignor
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,27 @@ if TYPE_CHECKING:
 __all__ = ["DoneWork", "PendingWork", "TransferWork", "seconds"]
 
 FOREVER_S = 1e9
+
+# A callback of a future may wait for a later collective (PowerSGD's do). It must block neither the thread that
+# runs collectives nor the next completion, so completions take a thread of their own; idle ones are used again.
+_MAX_WAITING_CALLBACKS = 4096
+
+
+def _new_completions() -> None:
+    global _completions  # noqa: PLW0603 - threads do not survive a fork: a child gets its own
+    _completions = ThreadPoolExecutor(_MAX_WAITING_CALLBACKS, "sml-completion")
+
+
+_completions: ThreadPoolExecutor
+_new_completions()
+os.register_at_fork(after_in_child=_new_completions)
+
+
+def _complete(source: torch.futures.Future[None]) -> None:
+    try:
+        _completions.submit(source.set_result, None)
+    except RuntimeError:  # the interpreter is ending, and starts no more threads
+        source.set_result(None)
 
 
 def seconds(timeout: timedelta | None, default_s: float) -> float:
@@ -144,7 +167,10 @@ class PendingWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         source: torch.futures.Future[None] = torch.futures.Future()
         future: torch.futures.Future[Any] = source.then(self._settle)
-        self._tickets[-1].when_done(lambda: source.set_result(None))
+        if self.in_progress:
+            self._tickets[-1].when_done(lambda: _complete(source))
+        else:
+            source.set_result(None)
         return future
 
 
