@@ -82,6 +82,8 @@ def _rank_main(job: Job, world: World, results: Connection) -> None:
     try:
         value = _load_function(job.path, job.function)(world=world, **job.kwargs)
         results.send((value, None))
+        if world.rank == 0:  # it may serve the store, which the others need until they end
+            results.poll(None)
     except BaseException:
         results.send((None, traceback.format_exc()))
         raise SystemExit(1) from None
@@ -104,7 +106,7 @@ def run_job(job: Job, size: int, timeout_s: float) -> list[RankResult]:
     port = free_port()
     processes, pipes = [], []
     for rank in range(size):
-        ours, theirs = _context.Pipe(duplex=False)
+        ours, theirs = _context.Pipe()
         world = World(rank, size, rank, "tests", "127.0.0.1", port)
         process = _context.Process(target=_rank_main, args=(job, world, theirs), daemon=False)
         process.start()
@@ -125,6 +127,7 @@ def run_job(job: Job, size: int, timeout_s: float) -> list[RankResult]:
                 results[rank].value, results[rank].error = pipe.recv()
             except EOFError:
                 results[rank].error = "ended without a result"
+    pipes[0].close()
     for rank, process in enumerate(processes):
         process.join(timeout=max(2.0, deadline - time.monotonic()) if pipes[rank] not in waiting else 0)
         if process.is_alive():
