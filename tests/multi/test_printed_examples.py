@@ -1,0 +1,59 @@
+"""Every example that the README prints, and every one of the docs that says how to run it, runs as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```\n+(?:Save it as `(.+?)` and run\s`(.+?)`)?", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    name: str
+    code: str
+    file: str
+    command: str
+
+
+def _examples() -> list[Example]:
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for number, (code, file, command) in enumerate(BLOCK.findall(page.read_text())):
+            if page.name == "README.md" or command:
+                name = f"{page.stem}-{number}"
+                found.append(Example(name, code, file or "example.py", command or "python example.py"))
+    return found
+
+
+def _environment() -> dict[str, str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    # Open MPI refuses root, and more ranks than cores, unless told.
+    environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    environ["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    return environ
+
+
+@pytest.mark.parametrize("example", _examples(), ids=lambda example: example.name)
+def test_printed_example(example: Example, tmp_path: Path) -> None:
+    if "mpi" in example.code:
+        pytest.importorskip("mpi4py")
+    (tmp_path / example.file).write_text(example.code)
+    command = shlex.split(example.command)
+    if command[0] == "torchrun":
+        command.insert(1, "--standalone")  # a free port: other runs may share the machine
+    result = subprocess.run(
+        command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
