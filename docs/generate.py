@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-import pkgutil
 import sys
 from pathlib import Path
 
-import torchrelay
 from torchrelay import errors
 from torchrelay.config import SECTIONS, variable
 
@@ -29,7 +26,7 @@ def settings_page() -> str:
         lines += ["", f"## {name}", "", "| variable | default | unit | meaning |", "|---|---|---|---|"]
         for field in dataclasses.fields(section):  # type: ignore[arg-type]
             allowed = ", ".join(f"`{value}`" for value in field.metadata["allowed"])
-            meaning = field.metadata["doc"] + (f" One of {allowed}." if allowed else "")
+            meaning = field.metadata["doc"] + (f"; one of {allowed}" if allowed else "")
             default = f"`{field.default}`" if field.default != "" else "none"
             lines.append(
                 f"| `{variable(section, field.name)}` | {default} | {field.metadata['unit'] or 'none'} | {meaning} |"
@@ -52,9 +49,6 @@ def errors_page() -> str:
 
 
 def main() -> int:
-    for module in pkgutil.iter_modules(torchrelay.__path__, "torchrelay."):
-        if module.ispkg and module.name not in ("torchrelay.compat", "torchrelay.cli"):
-            importlib.import_module(module.name)  # a room lists its settings when it is imported
     pages = {"settings.md": settings_page(), "errors.md": errors_page()}
     stale = [
         name

@@ -14,7 +14,20 @@ from typing import Any, ClassVar, TypeVar
 
 from torchrelay.errors import ConfigError
 
-__all__ = ["SECTIONS", "Section", "load", "parse_value", "setting"]
+__all__ = [
+    "SECTIONS",
+    "Aggregation",
+    "Mpi",
+    "Parameters",
+    "Section",
+    "TransportSettings",
+    "check_value",
+    "load",
+    "parse_value",
+    "section",
+    "setting",
+    "variable",
+]
 
 
 class Section:
@@ -36,7 +49,7 @@ def setting(
     allowed: Collection[Any] = (),
     minimum: float | None = None,
 ) -> Any:
-    """A field of a :class:`Section`: default, one line of meaning, unit, and what values are allowed."""
+    """A field of a :class:`Section`: default, a phrase of meaning, unit, and what values are allowed."""
     metadata = {"doc": doc, "unit": unit, "allowed": tuple(allowed), "minimum": minimum}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -230,3 +243,25 @@ class Parameters(Section):
         unit="samples",
         minimum=1,
     )
+
+
+@section
+class TransportSettings(Section):
+    """Messages between nodes."""
+
+    name = "transport"
+
+    key_file: str = setting(
+        "", "file with the job's CURVE keys, made by transport.create_key_file; empty: no encryption"
+    )
+    connect_timeout_s: float = setting(60.0, "how long nodes wait for each other at start", unit="s")
+    heartbeat_s: float = setting(1.0, "a node that has nothing to say says so this often", unit="s")
+    silence_s: float = setting(10.0, "a node not heard of for this long is lost", unit="s")
+    high_water_mark: int = setting(
+        1000, "messages to one node that it has not taken yet; then senders wait", unit="messages", minimum=1
+    )
+    max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
+    linger_s: float = setting(1.0, "how long closing waits for messages not sent yet", unit="s")
+    local_sockets: bool = setting(True, "Unix sockets instead of TCP between processes of one host")
+    spin_s: float = setting(0.0, "how long a receiver polls before it sleeps", unit="s")
+    io_threads: int = setting(1, "ZeroMQ's own threads", unit="threads", minimum=1)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torchrelay import _native, config, telemetry
+from torchrelay.config import TransportSettings
 from torchrelay.errors import (
     ArgumentError,
     ConfigError,
@@ -49,28 +50,6 @@ __all__ = [
 
 PROTOCOL_VERSION = 1
 TOKEN_BYTES = 16
-
-
-@config.section
-class TransportSettings(config.Section):
-    """Messages between nodes."""
-
-    name = "transport"
-
-    key_file: str = config.setting(
-        "", "File with the job's CURVE keys, made by transport.create_key_file; empty: no encryption"
-    )
-    connect_timeout_s: float = config.setting(60.0, "How long nodes wait for each other at start", unit="s")
-    heartbeat_s: float = config.setting(1.0, "A node that has nothing to say says so this often", unit="s")
-    silence_s: float = config.setting(10.0, "A node not heard of for this long is lost", unit="s")
-    high_water_mark: int = config.setting(
-        1000, "Messages to one node that it has not taken yet; then senders wait", unit="messages", minimum=1
-    )
-    max_message_bytes: int = config.setting(1 << 30, "Size limit of one message", unit="bytes", minimum=1)
-    linger_s: float = config.setting(1.0, "How long closing waits for messages not sent yet", unit="s")
-    local_sockets: bool = config.setting(True, "Unix sockets instead of TCP between processes of one host")
-    spin_s: float = config.setting(0.0, "How long a receiver polls before it sleeps", unit="s")
-    io_threads: int = config.setting(1, "ZeroMQ's own threads", unit="threads", minimum=1)
 
 
 @dataclass(frozen=True)

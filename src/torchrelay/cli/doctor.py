@@ -45,9 +45,9 @@ def _torch() -> Finding:
     import torch  # noqa: PLC0415 - doctor must be able to say that torch does not import
 
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (2, 11) <= (major, minor) <= (2, 13):
+    if (major, minor) >= (2, 11):
         return Finding("torch", "ok", torch.__version__)
-    return Finding("torch", "limited", torch.__version__, "tested with torch 2.11 to 2.13; others may work")
+    return Finding("torch", "missing", torch.__version__, "install torch 2.11 or newer")
 
 
 def _native() -> Finding:
