@@ -27,23 +27,24 @@ SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 Run = Callable[[], object]
 
 
-def repetitions(size_bytes: int, smoke: bool) -> int:
-    return 1 if smoke else max(1, min(1000, (1 << 23) // (size_bytes + 4096)))
-
-
-def microseconds(runs: dict[str, Run], count: int, rounds: int) -> dict[str, float]:
-    """The median over rounds of each run's time, the runs in turn within each round."""
+def microseconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+    """The median over rounds of each run's time, the runs in turn within each round of some 50 ms a run."""
     from mpi4py import MPI
 
+    def seconds(run: Run, count: int) -> float:
+        MPI.COMM_WORLD.Barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        return (time.perf_counter() - start) / count
+
+    first = {name: max(MPI.COMM_WORLD.allgather(seconds(run, 2))) for name, run in runs.items()}
+    counts = {name: min(1000, int(0.05 / each) + 1) if rounds > 1 else 1 for name, each in first.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         for name, run in runs.items():
-            MPI.COMM_WORLD.Barrier()
-            start = time.perf_counter()
-            for _ in range(count):
-                run()
-            times[name].append((time.perf_counter() - start) / count * 1e6)
-    return {name: statistics.median(t[1:] if rounds > 1 else t) for name, t in times.items()}
+            times[name].append(seconds(run, counts[name]) * 1e6)
+    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def worker(smoke: bool) -> list[str]:
@@ -55,7 +56,7 @@ def worker(smoke: bool) -> list[str]:
 
     torch.set_num_threads(1)
     comm, bare = mpi.COMM_WORLD, MPI.COMM_WORLD.Dup()
-    n, r, rounds = comm.size, comm.rank, 1 if smoke else 5
+    n, r, rounds = comm.size, comm.rank, 1 if smoke else 7
     folder = bare.bcast(os.environ["TORCHRELAY_BENCH_FOLDER"])
     store = dist.FileStore(f"{folder}/store", n)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=r, world_size=n)
@@ -66,7 +67,7 @@ def worker(smoke: bool) -> list[str]:
     lines: list[str] = []
 
     def row(case: str, size_bytes: int, runs: dict[str, Run], bounds: str = "") -> None:
-        taken = microseconds(runs, repetitions(size_bytes, smoke), rounds)
+        taken = microseconds(runs, rounds)
         bare_us = taken["bare mpi4py"]
         cells = [
             f"{taken[name]:.1f}" if name in taken else ""
@@ -79,7 +80,7 @@ def worker(smoke: bool) -> list[str]:
     for size in SIZES[:3] if smoke else SIZES:
         x = torch.arange(size // 8, dtype=torch.float64) + r
         out = torch.empty_like(x)
-        spec, into = (x.numpy(), MPI.DOUBLE), (out.numpy(), MPI.DOUBLE)
+        spec = (x.numpy(), MPI.DOUBLE)
         leaf = x.clone().requires_grad_()
         ones = torch.ones_like(x)
 
@@ -99,9 +100,12 @@ def worker(smoke: bool) -> list[str]:
             assert grad is not None
             return grad
 
+        def bare_once() -> None:
+            bare.Allreduce(spec, (np.empty(size // 8), MPI.DOUBLE))
+
         def bare_twice() -> None:
-            bare.Allreduce(spec, into)
-            bare.Allreduce(spec, into)
+            bare_once()
+            bare_once()
 
         assert torch.equal(ours(), n * x - n * r + n * (n - 1) // 2)
         assert torch.equal(forward_backward(), n * ones) and torch.equal(torch_forward_backward(), n * ones)
@@ -110,7 +114,7 @@ def worker(smoke: bool) -> list[str]:
             size,
             {
                 "torchrelay": ours,
-                "bare mpi4py": lambda: bare.Allreduce(spec, into),
+                "bare mpi4py": bare_once,
                 "torch gloo": lambda: dist.all_reduce(out),
             },
             "8 us at 8 B; ratio 1.1 from 1 MiB",
@@ -127,7 +131,6 @@ def worker(smoke: bool) -> list[str]:
     with torch.no_grad():
         matrix = torch.rand(1024, (1 << 10) if not smoke else 8, dtype=torch.float64)
         size = matrix.numel() * 8
-        gathered = np.empty((n, *matrix.shape))
         assert torch.equal(
             comm.Allgather(matrix, 1)[:, : matrix.shape[1]], torch.from_numpy(bare.bcast(matrix.numpy()))
         )
@@ -136,7 +139,7 @@ def worker(smoke: bool) -> list[str]:
             size,
             {
                 "torchrelay": lambda: comm.Allgather(matrix, 1),
-                "bare mpi4py": lambda: bare.Allgather(matrix.numpy(), gathered),
+                "bare mpi4py": lambda: bare.Allgather(matrix.numpy(), np.empty((n, *matrix.shape))),
             },
             "15 ms at 8 MiB",
         )
@@ -154,7 +157,11 @@ def table(size: int, row: Callable[..., None], comm: object, bare: object) -> No
     n, r = comm.size, comm.rank
     x = torch.rand(size // 8 // n * n, dtype=torch.float64)
     a, part = x.numpy(), x.numel() // n
-    whole, own, same = np.empty(n * x.numel()), np.empty(part), np.empty_like(a)
+    same = np.empty_like(a)
+
+    def new(count: int) -> np.ndarray:
+        return np.empty(count)
+
     memory = torch.zeros_like(x)
     other = (r + 1) % n
     cases: dict[str, tuple[Run, Run]] = {
@@ -163,22 +170,25 @@ def table(size: int, row: Callable[..., None], comm: object, bare: object) -> No
             lambda: comm.Reduce_(memory, mpi.MPI_SUM, 0),
             lambda: bare.Reduce(a, same, MPI.SUM, 0),
         ),
-        "Gather": (lambda: comm.Gather(x, 0, 0), lambda: bare.Gather(a, whole if r == 0 else None, 0)),
-        "Allgather": (lambda: comm.Allgather(x, 0), lambda: bare.Allgather(a, whole)),
-        "Scatter": (lambda: comm.Scatter(x, 0, part, 0), lambda: bare.Scatter(a, own, 0)),
-        "Alltoall": (lambda: comm.Alltoall(x, 0, 0, x.numel()), lambda: bare.Alltoall(a, same)),
+        "Gather": (
+            lambda: comm.Gather(x, 0, 0),
+            lambda: bare.Gather(a, new(n * x.numel()) if r == 0 else None, 0),
+        ),
+        "Allgather": (lambda: comm.Allgather(x, 0), lambda: bare.Allgather(a, new(n * x.numel()))),
+        "Scatter": (lambda: comm.Scatter(x, 0, part, 0), lambda: bare.Scatter(a, new(part), 0)),
+        "Alltoall": (lambda: comm.Alltoall(x, 0, 0, x.numel()), lambda: bare.Alltoall(a, new(x.numel()))),
         "Reduce_scatter": (
             lambda: comm.Reduce_scatter(x, mpi.MPI_SUM, 0, part),
-            lambda: bare.Reduce_scatter(a, own),
+            lambda: bare.Reduce_scatter(a, new(part)),
         ),
-        "Scan": (lambda: comm.Scan(x, mpi.MPI_SUM), lambda: bare.Scan(a, same)),
+        "Scan": (lambda: comm.Scan(x, mpi.MPI_SUM), lambda: bare.Scan(a, new(x.numel()))),
         "Sendrecv": (
             lambda: comm.Sendrecv(x, other, other),
-            lambda: bare.Sendrecv(a, other, 0, same, other, 0),
+            lambda: bare.Sendrecv(a, other, 0, new(x.numel()), other, 0),
         ),
     }
     halves = x.view(n, part)
-    cases["Alltoall"] = (lambda: comm.Alltoall(halves, 1, 0, 1), lambda: bare.Alltoall(a, same))
+    cases["Alltoall"] = (lambda: comm.Alltoall(halves, 1, 0, 1), lambda: bare.Alltoall(a, new(x.numel())))
     with torch.no_grad():
         for name, (ours, theirs) in cases.items():
             ours()
@@ -221,10 +231,10 @@ def report(lines: list[str], command: str) -> str:
 - Hardware: {cpu}, {os.cpu_count()} cores; one core copies {copy_rate() / 1e9:.1f} GB/s (64 MiB: {(1 << 26) / copy_rate() * 1e3:.1f} ms), the floor of any message
 - Software: Python {platform.python_version()}, torch {torch.__version__}, {library}, 2 ranks on this host
 - Command: `{command}`
-- Medians of 5 rounds in us, rivals in turn in the same processes. The machine is shared: only ratios within a row mean something.
+- Medians of 7 rounds in us, rivals in turn in the same processes. The machine is shared: only ratios within a row mean something.
 
 mpi4py's calls block inside MPI, where neither a timeout nor Ctrl-C reaches them; ours start without blocking and test.
-mpi4py writes into memory that exists; ours return new tensors, whose pages are touched for the first time.
+Both give new memory, save Bcast_ and Reduce_, which overwrite; its pages are touched for the first time, which is most of a large message's time.
 
 | case | size | torchrelay | bare mpi4py | torch gloo | ratio to bare | asked for |
 |---|---|---|---|---|---|---|

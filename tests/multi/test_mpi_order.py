@@ -207,7 +207,7 @@ def test_unreached_communications_are_named(comm):
     assert first.shape == (4 * comm.size,)
 
 
-@mpi_test(SIZES)
+@mpi_test((2, 3))
 def test_long_chains_warn_once(comm):
     x = leaf(1)
     with changed(chain_warning=2):

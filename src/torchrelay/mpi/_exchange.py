@@ -32,6 +32,7 @@ __all__ = [
     "axis_of",
     "exchange_headers",
     "flat_of",
+    "fresh",
     "gather_blocks",
     "join",
     "packed",
@@ -42,6 +43,7 @@ __all__ = [
 
 MAX_DIMS = 16
 PIECE_TAG = 7
+HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
 
 
 def packed(x: Tensor) -> Tensor:
@@ -57,6 +59,14 @@ def packed(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         x = x.cpu()
     return x.contiguous()
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """New memory. Large memory comes from numpy, which asks for huge pages: their first touch costs a quarter."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes < HUGE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(np.empty(size_bytes, np.uint8)).view(dtype).view(*shape)
 
 
 def placed(y: Tensor, x: Tensor) -> Tensor:
@@ -142,7 +152,7 @@ def join(blocks: Sequence[Tensor], axis: int, flat: Tensor) -> Tensor:
 def _carve(dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
     """New memory for tensors of ``shapes``, one after the other, and those tensors."""
     counts = [math.prod(shape) for shape in shapes]
-    flat = torch.empty(sum(counts), dtype=dtype)
+    flat = fresh((sum(counts),), dtype)
     return flat, [
         part.view(*shape) for part, shape in zip(flat.split_with_sizes(counts), shapes, strict=True)
     ]
@@ -216,7 +226,7 @@ def scatter_blocks(
 ) -> Moving:
     """This rank's block of those that ``root`` gives."""
     comm = call.comm
-    result = torch.empty(tuple(shapes[comm.rank]), dtype=dtype)
+    result = fresh(shapes[comm.rank], dtype)
     if _volume(shapes) > settings.max_count:
         nothing = torch.empty(0, dtype=dtype)
         sending = blocks if blocks is not None else [nothing] * comm.size

@@ -8,9 +8,12 @@ from torchrelay.errors import UnavailableError
 
 __all__ = ["MPI"]
 
-if not any(key.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD_")) for key in os.environ):
-    # Without a launcher this process is alone, and Open MPI would leave a shared memory segment behind.
-    os.environ.setdefault("OMPI_MCA_btl", "self")
+# Without a launcher this process is alone, and Open MPI would leave a shared memory segment behind.
+_TRANSPORTS = "OMPI_MCA_btl"
+_LAUNCHED = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_", _TRANSPORTS)
+_is_alone = not any(key.startswith(_LAUNCHED) for key in os.environ)
+if _is_alone:
+    os.environ[_TRANSPORTS] = "self"
 
 try:
     from mpi4py import MPI
@@ -19,3 +22,6 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, b
         f"torchrelay.mpi needs mpi4py and an MPI library: pip install 'torchrelay[mpi]' brings Open MPI, and "
         f"pip install mpi4py mpich brings MPICH ({error})"
     ) from error
+finally:
+    if _is_alone:
+        del os.environ[_TRANSPORTS]  # not for the jobs that this process starts

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import packed, pieces, placed
+from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Allreduce(Call):
 
     def start(self, x: Tensor) -> Started:
         source = packed(x)
-        result = torch.empty_like(source)
+        result = fresh(source.shape, source.dtype)
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Iallreduce
         requests = [start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)]
         return Started(requests, lambda: placed(result, x), source)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import Op, buffer
-from torchrelay.mpi._exchange import packed, pieces, placed
+from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._record import Adjoint, Call, Started, record
@@ -32,7 +32,7 @@ class Bcast(Call):
 
     def start(self, x: Tensor) -> Started:
         source = packed(x)
-        result = source.clone() if self.comm.rank == self.root else torch.empty_like(source)
+        result = source.clone() if self.comm.rank == self.root else fresh(source.shape, source.dtype)
         return Started(self.requests(result), lambda: placed(result, x))
 
     def requests(self, memory: Tensor) -> list[MPI.Request]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrelay import _torch
 from torchrelay.mpi._dtypes import buffer
-from torchrelay.mpi._exchange import packed, pieces, placed
+from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import can_overwrite, overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._record import Call, record
@@ -90,7 +90,9 @@ class Recv(_PeerCall):
     name = "Recv"
 
     def forward(self, x: Tensor) -> Tensor:
-        memory = torch.zeros(x.shape, dtype=x.dtype)
+        memory = fresh(x.shape, x.dtype)
+        if self.peer == MPI.PROC_NULL:
+            memory.zero_()
         self.receive(memory)
         return placed(memory, x)
 
@@ -131,7 +133,9 @@ class Sendrecv(_PeerCall):
         self.sent_shape = x.shape
         received = Recv(self.comm, self.source, self.source_tag)
         status, sent = MPI.Status(), []
-        memory = torch.zeros(*x.shape[: self.batch_dims], *self.shape, dtype=x.dtype)
+        memory = fresh((*x.shape[: self.batch_dims], *self.shape), x.dtype)
+        if self.source == MPI.PROC_NULL:
+            memory.zero_()
         parts = list(pieces(memory))
         request = self.comm.mpi.Irecv(buffer(parts[0][0]), self.source, self.source_tag)
         sent = start_send(self, packed(x))

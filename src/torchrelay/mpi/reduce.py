@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import packed, pieces, placed
+from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, nothing_of, record
+from torchrelay.mpi._settings import settings
+from torchrelay.mpi._wait import finish
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, allreduce
 from torchrelay.mpi.bcast import Bcast
 
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
 __all__ = ["reduce", "reduce_"]
+
+
+LARGE_BYTES = (
+    1 << 16
+)  # from here on Open MPI's Reduce is several times faster than its Ireduce, barrier included
 
 
 class Reduce(Call):
@@ -33,10 +40,24 @@ class Reduce(Call):
         self.op = op
         self.root = root
 
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() * x.itemsize < LARGE_BYTES or x.numel() > settings.max_count:
+            return super().forward(x)
+        finish(self.comm.mpi.Ibarrier(), self)  # all are here: from now on nobody is waited for
+        return self.reduce_large(x)
+
+    def reduce_large(self, x: Tensor) -> Tensor:
+        source = packed(x)
+        is_root = self.comm.rank == self.root
+        result = fresh(source.shape, source.dtype) if is_root else torch.zeros_like(source)
+        into = buffer(result) if is_root else None
+        self.comm.mpi.Reduce(buffer(source), into, mpi_op(x.dtype, self.op), self.root)
+        return placed(result, x)
+
     def start(self, x: Tensor) -> Started:
         source = packed(x)
         is_root = self.comm.rank == self.root
-        result = torch.empty_like(source) if is_root else torch.zeros_like(source)
+        result = fresh(source.shape, source.dtype) if is_root else torch.zeros_like(source)
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce
         requests = [
             start(buffer(ours), buffer(total) if is_root else None, op, self.root)
@@ -58,6 +79,12 @@ class ReduceInPlace(Reduce):
     __slots__ = ()
     name = "Reduce_"
     overwrites = True
+
+    def reduce_large(self, x: Tensor) -> Tensor:
+        is_root = self.comm.rank == self.root
+        send, into = (MPI.IN_PLACE, buffer(x)) if is_root else (buffer(x), None)
+        self.comm.mpi.Reduce(send, into, mpi_op(x.dtype, self.op), self.root)
+        return x if is_root else x.zero_()
 
     def start(self, x: Tensor) -> Started:
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce

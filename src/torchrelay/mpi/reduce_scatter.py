@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, flat_of, packed, placed
+from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, flat_of, fresh, packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, reduce_locally
@@ -50,7 +49,7 @@ class ReduceScatter(Call):
             )
         blocks = packed(x).split_with_sizes(lengths, self.axis)
         flat = flat_of(blocks)
-        result = torch.empty(headers[0].block(self.axis, self.length), dtype=x.dtype)
+        result = fresh(headers[0].block(self.axis, self.length), x.dtype)
         counts = [block.numel() for block in blocks]
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
         return Started([start(buffer(flat), buffer(result), counts, op)], lambda: placed(result, x), flat)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import packed, pieces, placed
+from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, nothing_of, record
 from torchrelay.mpi.allgather import allgather
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, reduce_locally
@@ -33,7 +33,7 @@ class Scan(Call):
 
     def start(self, x: Tensor) -> Started:
         source = packed(x)
-        result = torch.zeros_like(source)
+        result = fresh(source.shape, source.dtype)
         op, mpi = mpi_op(x.dtype, self.op), self.comm.mpi
         start = mpi.Iexscan if self.exclusive else mpi.Iscan
         requests = [start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)]
