@@ -40,6 +40,19 @@ def test_an_original_that_is_imported_already_stays() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
+def test_what_a_script_does_not_import_need_not_be_there() -> None:
+    program = (
+        "import sys; sys.modules['mpi4py'] = None\n"
+        "from torchrelay.compat import install; install()\n"
+        "import torchdistx.fake, torchrelay.compat.torchdistx.fake as ours; assert torchdistx.fake is ours\n"
+        "assert ours.__spec__.name == 'torchrelay.compat.torchdistx.fake'\n"
+        "try: import mpi4torch\n"
+        "except RuntimeError as error: assert 'pip install' in str(error)\n"
+        "else: raise SystemExit(1)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
 def test_a_script_needs_a_name() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torchrelay.compat"], capture_output=True, text=True, check=False, timeout=100

@@ -13,6 +13,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 from torchrelay.errors import ArgumentError
 
@@ -27,6 +30,8 @@ def names() -> tuple[str, ...]:
 def install(*modules: str) -> None:
     """Makes ``import <name>`` find ``torchrelay.compat.<name>`` in this process, submodules too.
 
+    A module is loaded when it is first imported, so those that a script does not use need not work here.
+
     Args:
         modules: which; none means all.
 
@@ -36,18 +41,36 @@ def install(*modules: str) -> None:
     for name in modules or names():
         if name not in names():
             raise ArgumentError(f"torchrelay.compat has no module {name!r}; it has {', '.join(names())}")
-        ours = importlib.import_module(f"{__name__}.{name}")
-        if sys.modules.get(name, ours) is not ours:
+        if name in sys.modules and sys.modules[name] is not sys.modules.get(f"{__name__}.{name}"):
             raise ArgumentError(
                 f"{name} is already imported from {sys.modules[name].__file__}; install() comes first"
             )
-        sys.modules[name] = ours
-        _alias_submodules(name)
+        _finder.installed.add(name)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
-def _alias_submodules(name: str) -> None:
-    """``import a.b`` must give the module that ``a`` itself uses, not a second copy of it."""
-    package = f"{__name__}.{name}"
-    for module in pkgutil.walk_packages(getattr(sys.modules[name], "__path__", []), f"{package}."):
-        imported = importlib.import_module(module.name)
-        sys.modules[module.name.removeprefix(f"{__name__}.")] = imported
+class _Finder(MetaPathFinder, Loader):
+    """Gives the module that TorchRelay itself uses, under the original's name: not a second copy of it."""
+
+    def __init__(self) -> None:
+        self.installed: set[str] = set()
+        self._own_specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in self.installed:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(f"{__name__}.{spec.name}")
+        self._own_specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run already; the import system has replaced only its spec."""
+        assert module.__spec__ is not None
+        module.__spec__ = self._own_specs.pop(module.__spec__.name)
+
+
+_finder = _Finder()

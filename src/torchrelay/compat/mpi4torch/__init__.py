@@ -6,7 +6,7 @@ communications out warns.
 
 from __future__ import annotations
 
-from mpi4py import MPI as _MPI
+from typing import TYPE_CHECKING
 
 from torchrelay.mpi import COMM_WORLD as _WORLD
 from torchrelay.mpi import (
@@ -28,6 +28,9 @@ from torchrelay.mpi import (
     WaitHandle,
     from_mpi4py,
 )
+
+if TYPE_CHECKING:
+    from mpi4py import MPI as _MPI
 
 __all__ = [
     "COMM_WORLD",
