@@ -1,7 +1,6 @@
 """What happens inside, told to whoever wants to know: counters, spans and events.
 
-Rooms call :func:`count`, :func:`span` and :func:`event`; nothing is done unless a handler is installed, and
-a disabled span costs well under a microsecond. Handlers are plain objects with the methods of
+Rooms call :func:`count`, :func:`span` and :func:`event`; nothing is done unless a handler is installed. Handlers are plain objects with the methods of
 :class:`Handler`; :func:`handling` installs one for the length of a ``with`` block.
 """
 

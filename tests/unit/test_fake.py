@@ -212,3 +212,10 @@ def test_hooks_and_optimizers_stay_with_the_parameter() -> None:
     module(torch.ones(3)).backward()
     optimizer.step()
     assert len(calls) == 1 and torch.equal(module.weight.detach(), before - 1)
+
+
+def test_a_factory_that_reads_values_is_refused(tmp_path) -> None:
+    path = tmp_path / "values"
+    path.write_bytes(bytes(16))
+    with fake.fake_mode(), pytest.raises(DeferredError, match="its result"):
+        torch.from_file(str(path), size=4)

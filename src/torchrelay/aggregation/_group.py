@@ -20,6 +20,7 @@ from torchrelay.aggregation._plane import Op, Plane, PlaneStats, Ticket
 from torchrelay.aggregation._staging import Staging, is_plain, same_dtype
 from torchrelay.aggregation._work import DoneWork, PendingWork, TransferWork, seconds
 from torchrelay.errors import ArgumentError
+from torchrelay.telemetry import span
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -108,7 +109,8 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         if block and op in _ANY_DTYPE and len(tensors) == 1 and tensor.dtype in NATIVE and is_plain(tensor):
             # The shortest way for the commonest call.
             self._calls += 1
-            self._plane.all_reduce(tensor, op, seconds(timeout, self._timeout_s), True)
+            with span("aggregation.all_reduce", size_bytes=tensor.nbytes):
+                self._plane.all_reduce(tensor, op, seconds(timeout, self._timeout_s), True)
             return _DONE
         staging = Staging()
         launches = []
@@ -342,7 +344,8 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         timeout_s = seconds(None if opts is None else opts.timeout, self._timeout_s)
         block = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
         self._calls += 1
-        tickets = [ticket for launch in launches if (ticket := launch(timeout_s, block)) is not None]
+        with span("aggregation.collective", tensors=len(tensors), waits=block):
+            tickets = [ticket for launch in launches if (ticket := launch(timeout_s, block)) is not None]
         finish = staging.finish
         if not tickets:
             if finish is not None:

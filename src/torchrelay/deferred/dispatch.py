@@ -329,8 +329,9 @@ def _by_value(
 ) -> Any:
     """The program wants to see values: they are computed now, and results are known from here on."""
     if not deferred or not all(fake._region.storage.deferred for fake in fakes):
+        which = repr(fakes[0]) if fakes else "its result"
         raise DeferredError(
-            f"{func} needs the values of a fake tensor, which has none: {fakes[0]!r}. "
+            f"{func} needs the values of a fake tensor, which has none: {which}. "
             "Tensors made inside deferred_init can be evaluated; those of fake_mode cannot."
         )
     replay = Replay()

@@ -14,6 +14,7 @@ from torchrelay.deferred.shards import Shard, Slices, check_shard, distributed, 
 from torchrelay.deferred.tensor import FakeTensor, become, replacement
 from torchrelay.deferred.traces import Trace, remember
 from torchrelay.errors import ArgumentError, DeferredError
+from torchrelay.telemetry import span
 
 __all__ = ["materialize_module", "materialize_tensor"]
 
@@ -83,9 +84,10 @@ def materialize_module(
     places = list(children_first(module, ""))
     job = _Job(Replay(None if device is None else torch.device(device)), device, dtype, shard)
     job.note_traces(submodule for _, submodule in places)
-    for prefix, submodule in places:
-        if check_fn is None or check_fn(submodule):
-            job.run(submodule, prefix, buffers_only)
+    with span("deferred.materialize_module", modules=len(places)):
+        for prefix, submodule in places:
+            if check_fn is None or check_fn(submodule):
+                job.run(submodule, prefix, buffers_only)
 
 
 class _Job:

@@ -12,9 +12,11 @@ from torchrelay.errors import ArgumentError
 from torchrelay.parameters._arrays import address_of_keys, address_of_values
 from torchrelay.parameters.sampling import Samples
 from torchrelay.parameters.server import Server
+from torchrelay.telemetry import span
 
 __all__ = ["Worker"]
 
+_NAMES = ("pull", "push", "set", "pull_rows", "set_rows")
 _PULL, _PUSH, _SET, _PULL_ROW, _SET_ROW = range(5)
 
 
@@ -56,7 +58,8 @@ class Worker:
         key_address, count = address_of_keys(keys)
         address, size = address_of_values(values, self._dtype, written=op in (_PULL, _PULL_ROW))
         held = (keys, values) if asynchronous else None
-        return self._native.access(op, key_address, count, address, size, not asynchronous, held)
+        with span("parameters.access", operation=_NAMES[op], keys=count):
+            return self._native.access(op, key_address, count, address, size, not asynchronous, held)
 
     def pull(
         self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
