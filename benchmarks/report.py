@@ -29,7 +29,7 @@ def machine() -> str:
     )
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB; Linux {platform.release()}; "
+        f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB; Linux {platform.release().split('-')[0]}; "
         f"Python {platform.python_version()}, torch {torch.__version__}, torchrelay {__version__}"
     )
 
@@ -42,7 +42,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def write(name: str, title: str, *parts: str) -> None:
     """Writes ``results/<name>.md``: title, command, date, machine, then ``parts``, separated by blank lines."""
-    command = f"python {Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
+    command = f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
     head = f"`{command}`, {datetime.date.today()}\n\n{machine()}"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n\n".join([f"# {title}", head, *parts]) + "\n")

@@ -17,7 +17,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting is an environment variable with a default; a room reads its settings when it is first used.",
+        "Every setting is an environment variable with a default. It is read when a process group, a communicator or a node is made.",
         "An unknown `TORCHRELAY_<ROOM>_...` variable or a bad value is an error that names it. This page is generated",
         "from the code.",
     ]

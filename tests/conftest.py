@@ -199,7 +199,7 @@ def _in_use(path: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fails a test that leaves a file in /dev/shm, a network namespace, a child process or a descriptor."""
+    """Fails a test that leaves a file in /dev/shm, a network namespace or a process of multiprocessing."""
     before = _left_behind()
     yield
     left = {path for path in _left_behind() - before if not _in_use(path)} & _left_behind()

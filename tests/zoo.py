@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -148,7 +149,8 @@ def transformers_cases(names: list[str] | None = None) -> Iterator[Case | tuple[
 def reason(error: Exception) -> str:
     """The error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+    text = re.sub(r"/\S*/site-packages/", "", lines[0] if lines else "")
+    return f"{type(error).__name__}: {text}"[:200]
 
 
 def _transformers_case(name: str) -> Case:

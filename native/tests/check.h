@@ -1,6 +1,6 @@
 // The test harness of the native core: TEST(name) { CHECK(condition); CHECK_THROWS(code, expression); }
 //
-// Forty lines of our own, because no C++ test library comes from a Python package index and `make test` must
+// Our own, because no C++ test library comes from a Python package index and `make test` must
 // run these tests on a machine with nothing but Python and a compiler.
 #pragma once
 

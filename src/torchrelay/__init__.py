@@ -1,4 +1,4 @@
-"""TorchRelay: five things distributed PyTorch needs, for an unpatched PyTorch.
+"""TorchRelay: what distributed PyTorch needs, for an unpatched PyTorch.
 
 The rooms are imported by name (``import torchrelay.aggregation``); this module holds only the version, so
 that importing it costs nothing.

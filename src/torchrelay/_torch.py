@@ -1,6 +1,7 @@
-"""Every private or version-bound torch call, each with the versions it was checked on.
+"""Private and version-bound torch calls, each with the versions it was checked on.
 
-Nothing else in TorchRelay touches a private torch name; ``tests/unit/test_torch_shims.py`` calls each one.
+What a tensor subclass and a dispatch mode are made of (``_make_wrapper_subclass``, ``DispatchKey``,
+``torch.utils._python_dispatch``, a DTensor's ``_local_tensor``) stays where the deferred room uses it.
 """
 
 from __future__ import annotations

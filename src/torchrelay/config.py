@@ -1,7 +1,7 @@
-"""Settings: frozen dataclasses, one a room, read once from the environment.
+"""Settings: frozen dataclasses, one a room, read from the environment.
 
 Each field is made by :func:`setting`, which holds its default, unit, meaning and allowed values. The
-environment variable of field ``timeout_s`` of section ``aggregation`` is ``TORCHRELAY_AGGREGATION_TIMEOUT_S``.
+environment variable of field ``timeout_s`` of section ``mpi`` is ``TORCHRELAY_MPI_TIMEOUT_S``.
 ``docs/settings.md`` is generated from :data:`SECTIONS`.
 """
 
@@ -95,7 +95,7 @@ def check_value(value: Any, field: dataclasses.Field[Any], origin: str) -> None:
         raise ConfigError(f"{origin} = {value!r}: the value must be one of {', '.join(map(str, allowed))}")
     if minimum is not None and not value >= minimum:
         raise ConfigError(
-            f"{origin} = {value!r}: the value must be at least {minimum} {field.metadata['unit']}"
+            f"{origin} = {value!r}: the value must be at least {minimum} {field.metadata['unit']}".rstrip()
         )
 
 

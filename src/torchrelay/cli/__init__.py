@@ -17,7 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="Five things distributed PyTorch needs, for an unpatched PyTorch.\n\n"
+    help="All-reduce in shared memory, deferred initialisation, differentiable MPI and an adaptive parameter manager for an unpatched PyTorch.\n\n"
     "Start with [bold]torchrelay doctor[/bold], which tells what works on this machine, "
     "then [bold]torchrelay demo[/bold], which runs the main job on real data.",
     epilog="Settings are environment variables: docs/settings.md lists them all.",

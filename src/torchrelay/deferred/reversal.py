@@ -78,7 +78,9 @@ def from_recipe(module: torch.nn.Module, source: bytes | str | Path) -> None:
 
 def _places(module: torch.nn.Module) -> list[_Place]:
     if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(f"This takes a module, not {type(module).__name__}.")
+        raise ArgumentError(
+            f"dematerialize(), recipe() and from_recipe() take a module, not {type(module).__name__}."
+        )
     return [
         (registry, name, f"{prefix}{name}", tensor)
         for prefix, submodule in children_first(module, "")

@@ -9,12 +9,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from torchrelay import _native
 
-__all__ = ["BLOCK_WORDS", "has_cached_normal", "jump"]
+__all__ = ["BLOCK_WORDS", "jump"]
 
 BLOCK_WORDS = 624
 _LEFT, _NEXT, _STATE, _NORMAL = 1, 2, slice(3, 627), 630
@@ -44,9 +43,3 @@ def jump(state: torch.Tensor, words: int) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def _polynomial(distance: int) -> bytes:
     return _native.twister_polynomial(distance)
-
-
-def has_cached_normal(state: torch.Tensor) -> bool:
-    """Whether the generator keeps the second of a pair of normal numbers for the next small draw."""
-    blob: npt.NDArray[np.int64] = state.numpy().view(np.int64)
-    return bool(blob[_NORMAL] & _LOW) or bool(blob[_NORMAL + 1] >> 32)
