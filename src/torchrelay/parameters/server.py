@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torchrelay import _native
-from torchrelay.errors import ArgumentError, PeerLostError
+from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
 from torchrelay.parameters._arrays import ELEMENTS, describe
 from torchrelay.parameters.contract import INITS, RULES, KeyInit, UpdateRule
 from torchrelay.parameters.sampling import Sampling
@@ -237,6 +237,8 @@ class Server:
             self.barrier()
         except PeerLostError:
             pass  # nobody is served any more; whoever asks will hear of it
+        except UnavailableError:
+            pass  # the node's leader has left the barrier and stopped: so all had come
         finally:
             if self._service is not None:
                 self._service.stop()
