@@ -12,6 +12,12 @@ constexpr double kDecay = 0.9;
 constexpr double kNormalFrom = 1e6;
 constexpr double kTailDeviations = 12;  // below this the Poisson distribution holds nothing that doubles show
 
+// std::lgamma writes the global signgam, and channels run in threads of their own.
+double log_gamma(double x) {
+  int sign = 0;
+  return lgamma_r(x, &sign);
+}
+
 }  // namespace
 
 std::int64_t poisson_quantile(double mean, double probability) {
@@ -20,7 +26,7 @@ std::int64_t poisson_quantile(double mean, double probability) {
   if (mean > kNormalFrom)
     return static_cast<std::int64_t>(std::ceil(mean + kCertaintyDeviations * deviation));
   double k = std::max(0.0, std::floor(mean - kTailDeviations * deviation));
-  double mass = std::exp(k * std::log(mean) - mean - std::lgamma(k + 1));
+  double mass = std::exp(k * std::log(mean) - mean - log_gamma(k + 1));
   const double last = mean + kTailDeviations * deviation + kTailDeviations;
   for (double sum = mass; sum < probability && k < last; sum += mass) mass *= mean / ++k;
   return static_cast<std::int64_t>(k);
