@@ -211,8 +211,9 @@ void Channel::send_update(std::int64_t number, bool last) {
 void Channel::sync_replica(std::int64_t number, bool force) {
   Control& mine = control(number);
   Entry& entry = store_->entry(number);
-  if (mine.outstanding != 0 || (mine.intents != 0 && (entry.flags & kDirty) == 0)) return;
+  if (mine.outstanding != 0) return;
   const LockGuard guard = store_->guard(entry, number_);
+  if (mine.intents != 0 && (entry.flags & kDirty) == 0) return;
   if (mine.intents == 0) return send_update(number, true);
   if (!force && options_.sync_threshold > 0) {
     const double norm =
