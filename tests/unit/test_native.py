@@ -31,10 +31,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_native(build: Path, source: Path, request: pytest.FixtureRequest) -> None:
-    if source.stem == "parameters_nodes_test" and build.name == "native-thread":
-        reason = "channels read an entry's flags without its lock (channel.cc); to be mended before release"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_native(build: Path, source: Path) -> None:
     environ = {
         **os.environ,
         "TORCHRELAY_LIBZMQ": zmq_library_path(),

@@ -253,7 +253,7 @@ void Channel::serve_flush_updates() {
     const Entry& entry = store_->entry(item.number);
     if (entry.state != State::kReplica) return true;
     if (control(item.number).outstanding != 0) return false;
-    if (item.sent || (entry.flags & kDirty) == 0) return true;
+    if (item.sent || !entry.has(kDirty)) return true;
     sync_replica(item.number, true);
     item.sent = true;
     return false;

@@ -6,7 +6,7 @@
 namespace torchrelay::parameters {
 
 Channel::SharedKey* Channel::shared(std::int64_t number) {
-  return (store_->entry(number).flags & kShared) == 0 ? nullptr : &shared_[control(number).list_place];
+  return !store_->entry(number).has(kShared) ? nullptr : &shared_[control(number).list_place];
 }
 
 Channel::Replica* Channel::replica_of(std::int64_t number, std::uint32_t node) {
@@ -19,8 +19,8 @@ Channel::Replica* Channel::replica_of(std::int64_t number, std::uint32_t node) {
 // Under the entry's lock.
 void Channel::raise_version(std::int64_t number) {
   Entry& entry = store_->entry(number);
-  if ((entry.flags & kChanged) == 0) return;
-  entry.flags = static_cast<std::uint8_t>(entry.flags & ~kChanged);
+  if (!entry.has(kChanged)) return;
+  entry.lower(kChanged);
   ++entry.version;
 }
 
@@ -48,7 +48,7 @@ void Channel::transfer(std::int64_t number, std::uint32_t node) {
   if (shared(number) != nullptr) remove_replica(number, node);
   store_->free_slot(number_, number);
   entry.state = State::kAbsent;
-  entry.flags = 0;
+  entry.put(0);
   entry.owner = static_cast<std::uint16_t>(node);
   store_->location_counter(number).store(counter, std::memory_order_relaxed);
   const std::uint32_t home = store_->home_of(key);
@@ -61,7 +61,7 @@ void Channel::grant(std::int64_t number, std::uint32_t node) {
   Entry& entry = store_->entry(number);
   raise_version(number);
   if (shared(number) == nullptr) {
-    entry.flags |= kShared;
+    entry.raise(kShared);
     control(number).list_place = static_cast<std::uint32_t>(shared_.size());
     shared_.push_back({number, {}});
   }
@@ -103,7 +103,7 @@ void Channel::remove_replica(std::int64_t number, std::uint32_t node) {
   std::erase_if(key->replicas, [node](const Replica& replica) { return replica.node == node; });
   if (!key->replicas.empty()) return;
   Entry& entry = store_->entry(number);
-  entry.flags = static_cast<std::uint8_t>(entry.flags & ~(kShared | kChanged));
+  entry.lower(kShared | kChanged);
   const std::uint32_t place = control(number).list_place;
   if (place + 1 != shared_.size()) {
     shared_[place] = std::move(shared_.back());

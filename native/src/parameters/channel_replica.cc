@@ -30,9 +30,9 @@ void Channel::pin(std::int64_t number) {
   const Control& mine = control(number);
   Entry& entry = store_->entry(number);
   if (mine.intents != 0 || mine.wanted || mine.returning != 0 || mine.outstanding != 0)
-    entry.flags |= kPinned;
+    entry.raise(kPinned);
   else
-    entry.flags = static_cast<std::uint8_t>(entry.flags & ~kPinned);
+    entry.lower(kPinned);
 }
 
 // Under the entry's lock.
@@ -105,14 +105,13 @@ void Channel::take_transfer(const Record& record, const std::byte* payload) {
         std::memcpy(store_->row(number), payload, record.payload_bytes);
         if (const auto found = in_flight_.find(number); found != in_flight_.end())
           store_->apply(store_->row(number), found->second.data(), info.length);
-        if ((entry.flags & kDirty) != 0)
-          store_->apply(store_->row(number), store_->accumulator(number), info.length);
+        if (entry.has(kDirty)) store_->apply(store_->row(number), store_->accumulator(number), info.length);
       }
       mine.returning += mine.outstanding;
       mine.outstanding = 0;
       mine.leaving = mine.overwritten = false;
       forget_replica(number);
-      entry.flags = static_cast<std::uint8_t>(entry.flags & ~kDirty);
+      entry.lower(kDirty);
     } else {
       store_->take_slot(number_, number);
       std::memcpy(store_->row(number), payload, record.payload_bytes);
@@ -146,8 +145,7 @@ void Channel::take_refresh(const Record& record, const std::byte* payload) {
       const auto found = in_flight_.find(number);
       if (!acks && found != in_flight_.end())
         store_->apply(store_->row(number), found->second.data(), info.length);
-      if ((entry.flags & kDirty) != 0)
-        store_->apply(store_->row(number), store_->accumulator(number), info.length);
+      if (entry.has(kDirty)) store_->apply(store_->row(number), store_->accumulator(number), info.length);
       entry.version = record.version;
     }
     if (acks) settle_ack(number, record.version);
@@ -176,7 +174,7 @@ void Channel::settle_ack(std::int64_t number, std::uint32_t version) {
   entry.version = version;
   in_flight_.erase(number);
   if (!mine.leaving) return;
-  if ((entry.flags & kDirty) != 0) return send_update(number, true);
+  if (entry.has(kDirty)) return send_update(number, true);
   store_->free_slot(number_, number);
   entry.state = State::kAbsent;
   mine.leaving = false;
@@ -191,7 +189,7 @@ void Channel::send_update(std::int64_t number, bool last) {
   Control& mine = control(number);
   const std::size_t size = store_->class_of(number).length * size_of(store_->header().element);
   std::byte* accumulator = store_->accumulator(number);
-  const bool dirty = (entry.flags & kDirty) != 0;
+  const bool dirty = entry.has(kDirty);
   ++mine.outstanding;
   mine.leaving = last;
   Record record{RecordKind::kUpdate,
@@ -205,7 +203,7 @@ void Channel::send_update(std::int64_t number, bool last) {
   if (!dirty) return;
   in_flight_[number].assign(accumulator, accumulator + size);
   std::memset(accumulator, 0, size);
-  entry.flags = static_cast<std::uint8_t>(entry.flags & ~kDirty);
+  entry.lower(kDirty);
 }
 
 void Channel::sync_replica(std::int64_t number, bool force) {
@@ -213,7 +211,7 @@ void Channel::sync_replica(std::int64_t number, bool force) {
   Entry& entry = store_->entry(number);
   if (mine.outstanding != 0) return;
   const LockGuard guard = store_->guard(entry, number_);
-  if (mine.intents != 0 && (entry.flags & kDirty) == 0) return;
+  if (mine.intents != 0 && !entry.has(kDirty)) return;
   if (mine.intents == 0) return send_update(number, true);
   if (!force && options_.sync_threshold > 0) {
     const double norm =

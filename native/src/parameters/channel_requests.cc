@@ -120,7 +120,7 @@ void Channel::overwrite_replica(std::int64_t number, const Asked& asked) {
   Control& mine = control(number);
   std::memcpy(store_->row(number), asked.value, size);
   std::memset(store_->accumulator(number), 0, store_->class_of(number).stride_bytes);
-  entry.flags = static_cast<std::uint8_t>(entry.flags & ~kDirty);
+  entry.lower(kDirty);
   in_flight_.erase(number);
   mine.overwritten = true;
   ++mine.outstanding;

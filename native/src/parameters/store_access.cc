@@ -87,14 +87,14 @@ bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t
       apply(row, values, info.length);
       if (!owned) {
         add(header_->element, accumulator(number), values, info.length);
-        entry.flags |= kDirty;
+        entry.raise(kDirty);
       }
   }
-  if ((entry.flags & kShared) != 0) {
-    if (!reads(op)) entry.flags |= kChanged;
+  if (entry.has(kShared)) {
+    if (!reads(op)) entry.raise(kChanged);
     if (shared != nullptr) shared->push_back(static_cast<std::uint32_t>(index));
   }
-  if (dynamic()) entry.flags |= kUsed;
+  if (dynamic()) entry.raise(kUsed);
   return true;
 }
 

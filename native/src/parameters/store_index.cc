@@ -61,7 +61,7 @@ std::int64_t Store::make(std::uint32_t user, std::int64_t key) const {
   {
     const LockGuard entry_guard(entry.lock, users_, user);
     entry.state = State::kAbsent;
-    entry.flags = kUsed;
+    entry.put(kUsed);
     entry.owner = static_cast<std::uint16_t>(home_of(key));
     entry.version = 0;
     counters_[place].store(0, std::memory_order_relaxed);
@@ -93,9 +93,8 @@ bool Store::evict_one(std::uint32_t user) const {
     const bool known_here_only =
         entry.state == State::kOwned && at_home && counters_[place].load(std::memory_order_relaxed) == 0;
     const bool only_a_location = entry.state == State::kAbsent && !at_home;
-    const bool evictable =
-        (known_here_only || only_a_location) && (entry.flags & (kShared | kUsed | kPinned)) == 0;
-    entry.flags = static_cast<std::uint8_t>(entry.flags & ~kUsed);
+    const bool evictable = (known_here_only || only_a_location) && !entry.has(kShared | kUsed | kPinned);
+    entry.lower(kUsed);
     if (evictable) {
       if (known_here_only) free_slot(user, static_cast<std::int64_t>(place));
       entry.state = State::kAbsent;

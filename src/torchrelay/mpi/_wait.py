@@ -160,7 +160,7 @@ def _whereabouts() -> str:
     if _waiting is None:
         return "in no communication"
     call, start = _waiting
-    return f"waiting in {call.describe()} for {time.monotonic() - start:.1f} s"
+    return f"waiting in {call.describe()} on {call.comm.name} for {time.monotonic() - start:.1f} s"
 
 
 def _give_up(request: Testable, call: Waiting, start: float) -> bool:
@@ -176,13 +176,13 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
             return True
         answers.update(_listen())
         time.sleep(NAP_S)
-    what = call.describe()
+    what = f"{call.describe()} on {comm.name}"
     missing = [rank for rank in peers if what not in answers.get(rank, "")]
     places = [f"rank {rank} is {answers.get(rank, 'in no communication')}" for rank in peers]
     who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
     _fail(
         OperationTimeoutError(
-            f"rank {comm.rank}: {what} on {comm.name} did not end within {time.monotonic() - start:.1f} s; "
+            f"rank {comm.rank}: {what} did not end within {time.monotonic() - start:.1f} s; "
             f"{who + ' did not take part' if missing else 'all ranks take part, but no message moves'} "
             f"({'; '.join(places)}). Do all ranks make the same calls in the same order? "
             "TORCHRELAY_MPI_DEBUG=1 compares them before each call, TORCHRELAY_MPI_TIMEOUT_S sets the time",

@@ -45,10 +45,15 @@ enum Flag : std::uint8_t {
 struct Entry {
   std::atomic<std::uint32_t> lock;  // guards all of the entry and its row
   State state;
-  std::uint8_t flags;
+  std::atomic<std::uint8_t> flags;  // written under the lock; the channel also looks at them without it
   std::uint16_t owner;              // best known; certain where state is kOwned
   std::atomic<std::uint32_t> slot;  // written under the lock; read without it to prefetch
   std::uint32_t version;
+
+  bool has(unsigned any) const { return (flags.load(std::memory_order_relaxed) & any) != 0; }
+  void raise(unsigned all) { put(flags.load(std::memory_order_relaxed) | all); }
+  void lower(unsigned all) { put(flags.load(std::memory_order_relaxed) & ~all); }
+  void put(unsigned all) { flags.store(static_cast<std::uint8_t>(all), std::memory_order_relaxed); }
 };
 static_assert(sizeof(Entry) == 16);
 
