@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay.deferred.gossip import (
+from torchrelay.deferred.training.gossip import (
     GossipGraDState,
     Topology,
     get_num_modules,

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay.deferred.slowmo import SlowMomentumOptimizer, SlowMoState, average_parameters, slowmo_hook
+from torchrelay.deferred.training.slowmo import (
+    SlowMomentumOptimizer,
+    SlowMoState,
+    average_parameters,
+    slowmo_hook,
+)
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import World
 

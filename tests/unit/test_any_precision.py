@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrelay.deferred.any_precision import AnyPrecisionAdamW
+from torchrelay.deferred.training.any_precision import AnyPrecisionAdamW
 from torchrelay.errors import ArgumentError
 
 FULL = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}

@@ -141,11 +141,8 @@ def _constant(value: torch.Tensor, deferred: bool) -> FakeTensor:
     """A fake tensor whose values are known."""
     fake = _new_fake(value, value.device, deferred)
     if deferred:
-        region = fake._region
-        node = Node(
-            constant, (Constant(value.clone(memory_format=torch.preserve_format)),), {}, outputs=(region,)
-        )
-        region.storage.history().append(node)
+        known = Constant(value.clone(memory_format=torch.preserve_format))
+        Node(constant, (known,), {}, outputs=(fake._region,)).link()
     return fake
 
 

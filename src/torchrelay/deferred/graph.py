@@ -243,6 +243,13 @@ class Node:
     def __repr__(self) -> str:
         return f"Node({self.seq}, {self.func})"
 
+    def link(self) -> None:
+        """Enters it where it belongs: in the histories of what it writes, among the readers of what it reads."""
+        for region in self.reads:
+            region.storage.readers.append(weakref.ref(self))
+        for region in self.targets():
+            region.storage.history().append(self)
+
     def finish(self) -> None:
         """It has been run for good: what came before it in the storages it wrote is history no more."""
         self.done = True

@@ -22,18 +22,16 @@ from torchrelay.deferred.composites import constant
 from torchrelay.deferred.graph import Constant, External, Node, Region, Storage, map_tensors
 from torchrelay.deferred.operators import describe
 from torchrelay.deferred.positions import Position
-from torchrelay.deferred.replay import Replay, writers
+from torchrelay.deferred.replay import END, Replay, writers
 
 __all__ = ["materialize_storage", "part_of"]
-
-_END = 1 << 62
 
 
 class _NotSliceableError(Exception):
     """Some operation cannot be carried out on a part."""
 
 
-def part_of(region: Region, replay: Replay, before: int = _END) -> torch.Tensor:
+def part_of(region: Region, replay: Replay, before: int = END) -> torch.Tensor:
     """The values of ``region`` as the operations before place ``before`` left them: contiguous, of its shape."""
     if 0 in region.size:
         return torch.empty(region.size, dtype=region.dtype, device=replay.place(region.storage.device))
@@ -46,12 +44,12 @@ def part_of(region: Region, replay: Replay, before: int = _END) -> torch.Tensor:
 
 def materialize_storage(storage: Storage, dtype: torch.dtype, replay: Replay) -> torch.UntypedStorage:
     """The memory of ``storage``, for good. What it copied a part of is not made whole if that can be avoided."""
-    nodes = writers(storage, _END)
+    nodes = writers(storage, END)
     if storage.real is None and any(_reads_part(node) for node in nodes):
         flat = Region(storage, dtype, (storage.size_bytes // dtype.itemsize,), (1,))
         try:
             with _torch.plain_torch():
-                storage.real = _Part(flat, replay, _END).values().untyped_storage()
+                storage.real = _Part(flat, replay, END).values().untyped_storage()
         except _NotSliceableError:
             return replay.storage(storage)
         for node in nodes:
@@ -310,9 +308,7 @@ def _is_local(func: Any, dtype: torch.dtype) -> bool:
 
 
 _TRIED = {
-    getattr(aten, name).default
+    getattr(aten, name + in_place).default
     for name in ("erfinv", "exp", "log", "tanh", "sin", "cos", "erf", "log1p", "expm1")
-} | {
-    getattr(aten, f"{name}_").default
-    for name in ("erfinv", "exp", "log", "tanh", "sin", "cos", "erf", "log1p", "expm1")
-}  # fmt: skip
+    for in_place in ("", "_")
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -57,10 +56,7 @@ def record(
     results = [region for region in outputs if region is not None]
     if operator.draws:
         _place(node, generator, writes[0] if writes else results[0])
-    for region in reads:
-        region.storage.readers.append(weakref.ref(node))
-    for region in (*writes, *results):
-        region.storage.history().append(node)
+    node.link()
     if operator.is_factory and results:
         _fix_attributes(node, operator, results[0])
 

@@ -13,7 +13,9 @@ from torchrelay.deferred.graph import Constant, External, Node, Region, Storage,
 from torchrelay.deferred.operators import describe
 from torchrelay.errors import UnavailableError
 
-__all__ = ["Replay", "needed", "writers"]
+__all__ = ["END", "Replay", "needed", "writers"]
+
+END = 1 << 62  # a place in the program after every operation
 
 
 class Replay:
@@ -163,7 +165,7 @@ def needed(
     """
     chosen: dict[int, Node] = {}
     asked: set[tuple[Storage, int]] = set()
-    todo: list[tuple[Storage, int]] = [(s, _END if seq is None else seq) for s, seq in storages]
+    todo: list[tuple[Storage, int]] = [(s, END if seq is None else seq) for s, seq in storages]
     for node in nodes:
         todo.extend((storage, node.seq) for storage in _inputs(node))
     while todo:
@@ -179,9 +181,6 @@ def needed(
                 chosen[earlier.seq] = earlier
                 todo.extend((source, earlier.seq) for source in _inputs(earlier))
     return [chosen[seq] for seq in sorted(chosen)]
-
-
-_END = 1 << 62
 
 
 def writers(storage: Storage, before: int) -> list[Node]:

@@ -16,7 +16,7 @@ from torchrelay.deferred.replay import needed
 from torchrelay.deferred.tensor import FakeTensor, fake_from_region
 from torchrelay.errors import DeferredError
 
-__all__ = ["Trace", "link", "rebuilt", "remember", "trace_of"]
+__all__ = ["Trace", "rebuilt", "remember", "trace_of"]
 
 
 @dataclass
@@ -126,13 +126,5 @@ class _Copier:
         keeps = tuple(self._storage(region.storage)[1] for region in old.reads)
         new = Node(old.func, args, kwargs, reads, tuple(map(self.region, old.writes)), outputs, keeps)
         new.position, new.after, new.default_dtype = old.position, old.after, old.default_dtype
-        link(new)
+        new.link()
         return new
-
-
-def link(node: Node) -> None:
-    """Enters ``node`` where it belongs: in the histories of what it writes, among the readers of what it reads."""
-    for region in node.reads:
-        region.storage.readers.append(weakref.ref(node))
-    for region in node.targets():
-        region.storage.history().append(node)

@@ -1,5 +1,5 @@
-"""See :mod:`torchrelay.deferred.any_precision`."""
+"""See :mod:`torchrelay.deferred.training.any_precision`."""
 
-from torchrelay.deferred.any_precision import AnyPrecisionAdamW
+from torchrelay.deferred.training.any_precision import AnyPrecisionAdamW
 
 __all__ = ["AnyPrecisionAdamW"]

@@ -1,4 +1,4 @@
-"""torchdistX's SlowMo, on :mod:`torchrelay.deferred.slowmo`."""
+"""torchdistX's SlowMo, on :mod:`torchrelay.deferred.training.slowmo`."""
 
 from torchrelay.compat.torchdistx.slowmo import slowmo_comm, slowmo_optimizer
 

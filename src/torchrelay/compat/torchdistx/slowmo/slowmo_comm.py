@@ -1,5 +1,5 @@
-"""The communication hook; see :mod:`torchrelay.deferred.slowmo`."""
+"""The communication hook; see :mod:`torchrelay.deferred.training.slowmo`."""
 
-from torchrelay.deferred.slowmo import SlowMoState, slowmo_hook
+from torchrelay.deferred.training.slowmo import SlowMoState, slowmo_hook
 
 __all__ = ["SlowMoState", "slowmo_hook"]

@@ -1,5 +1,5 @@
-"""The optimizer; see :mod:`torchrelay.deferred.slowmo`."""
+"""The optimizer; see :mod:`torchrelay.deferred.training.slowmo`."""
 
-from torchrelay.deferred.slowmo import SlowMomentumOptimizer
+from torchrelay.deferred.training.slowmo import SlowMomentumOptimizer
 
 __all__ = ["SlowMomentumOptimizer"]

@@ -17,8 +17,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from torchrelay.deferred.host_groups import ranks_by_host, subgroup_of
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.deferred.training.comm_hooks import finished, refuse_sharded
+from torchrelay.deferred.training.host_groups import ranks_by_host, subgroup_of
+from torchrelay.errors import ArgumentError
 
 __all__ = ["SlowMoState", "SlowMomentumOptimizer", "slowmo_hook"]
 
@@ -51,11 +52,7 @@ def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-unt
     Raises:
         UnsupportedError: FSDP shards its gradients.
     """
-    if output is not None:
-        raise UnsupportedError(
-            "slowmo_hook: FSDP shards its gradients here, so that no rank has its own to keep; use "
-            "ShardingStrategy.NO_SHARD, or shard inside the subgroup with FSDP(process_group=subgroup) and no hook"
-        )
+    refuse_sharded("slowmo_hook", output)
     if isinstance(bucket, GradBucket):
         return _average_bucket(state, bucket.buffer())
     if state.sync_grads:
@@ -65,9 +62,7 @@ def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-unt
 
 def _average_bucket(state: SlowMoState, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     if not state.sync_grads:
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
+        return finished(buffer)
     work = dist.all_reduce(_divide(buffer, state.subgroup), group=state.subgroup, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda sent: sent.value()[0])
     return future

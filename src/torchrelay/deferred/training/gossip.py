@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from torchrelay.deferred.host_groups import ranks_by_host, subgroup_of
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.deferred.training.comm_hooks import finished, refuse_sharded
+from torchrelay.deferred.training.host_groups import ranks_by_host, subgroup_of
+from torchrelay.errors import ArgumentError
 
 __all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook", "partners"]
 
@@ -147,24 +148,17 @@ def _masters(local_process_group: dist.ProcessGroup) -> list[int]:
 def gossip_grad_hook(state: GossipGraDState, bucket, output=None):  # type: ignore[no-untyped-def]
     """A communication hook: averages a gradient inside the node, then with one other node.
 
-    For ``DistributedDataParallel.register_comm_hook`` (``bucket`` is a ``GradBucket``; returns a future of the
-    averaged flat gradient) and for ``FullyShardedDataParallel.register_comm_hook`` with ``NO_SHARD`` (``bucket`` is a flat
-    gradient, averaged in place; returns None).
+    Under DDP ``bucket`` is a ``GradBucket``, and a future of the averaged flat gradient is returned. Under FSDP with
+    ``NO_SHARD`` it is a flat gradient, averaged in place. Register it with their ``register_comm_hook``.
 
     Raises:
         UnsupportedError: FSDP shards its gradients.
     """
-    if output is not None:
-        raise UnsupportedError(
-            "gossip_grad_hook: FSDP shards its gradients here; use ShardingStrategy.NO_SHARD, as only "
-            "whole gradients can be exchanged between nodes"
-        )
+    refuse_sharded("gossip_grad_hook", output)
     if isinstance(bucket, GradBucket):
         _gossip(state, bucket.buffer())
         state.count_call(bucket.is_last())
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        return finished(bucket.buffer())
     _gossip(state, bucket)
     state.count_call(state.calls + 1 == state.num_modules)
     return None

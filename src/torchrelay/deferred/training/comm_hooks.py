@@ -1,0 +1,25 @@
+"""What the communication hooks here share: DDP hands them buckets and wants futures, FSDP hands them gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from torchrelay.errors import UnsupportedError
+
+__all__ = ["finished", "refuse_sharded"]
+
+
+def finished(gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """The future DDP asks for, of a gradient that is ready."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradient)
+    return future
+
+
+def refuse_sharded(hook: str, output: torch.Tensor | None) -> None:
+    """Raises :class:`UnsupportedError` if FSDP asks for a shard: no rank then has a whole gradient of its own."""
+    if output is not None:
+        raise UnsupportedError(
+            f"{hook}: FSDP shards its gradients here, and only whole ones can be averaged among some of the ranks; use "
+            "ShardingStrategy.NO_SHARD, or shard inside a node with FSDP(process_group=...) and no hook"
+        )
