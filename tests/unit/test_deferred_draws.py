@@ -143,6 +143,19 @@ def test_a_plan_tells_the_time(part: int) -> None:
     assert took / 20 < told < took * 20, (told, took)  # about equal on an idle machine
 
 
+def test_a_plan_counts_a_decomposition_whole_and_by_its_steps() -> None:
+    plain = deferred_init(nn.Linear, 1000, 1000, bias=False)
+    orthogonal = deferred_init(lambda: orthogonal_weights(nn.Linear(1000, 1000, bias=False)))
+    assert plan(orthogonal).seconds > 3 * plan(plain).seconds
+    few = plan(orthogonal, shard=lambda name, tensor: (slice(0, 10),))
+    assert few.seconds > 0.2 * plan(orthogonal).seconds  # it cannot be cut
+
+
+def orthogonal_weights(module: nn.Linear) -> nn.Linear:
+    nn.init.orthogonal_(module.weight)
+    return module
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int16, torch.float16]
 )

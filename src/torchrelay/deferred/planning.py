@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Plan:
         size_bytes: the memory that they keep.
         peak_bytes: the most memory at once, what is needed for one tensor at a time included.
         seconds: an estimate from short runs of the same operations here, on the CPU, good to a factor of about
-            five; decompositions (an orthogonal initialisation) take longer than it says.
+            five.
     """
 
     tensors: int
@@ -88,16 +89,23 @@ def _cost(fake: FakeTensor, region: Region) -> tuple[float, int]:
         for target in node.targets():
             draws_numbers = describe(node.func).draws
             rule = draws.rule_for(node.func, target.dtype, node.args) if draws_numbers else None
-            cut = fake.device.type == "cpu" and rule is not None if draws_numbers else True
+            kind = _kind(node.func, rule)
+            cut = fake.device.type == "cpu" and rule is not None if draws_numbers else kind != _DECOMPOSITION
             count = target.numel * ((drawn if draws_numbers else share) if cut else 1.0)
-            seconds += count * _seconds_per_element(_kind(node.func, rule), target.dtype)
+            steps = min(target.size[-2:]) / min(_MATRIX) if kind == _DECOMPOSITION else 1.0
+            seconds += count * steps * _seconds_per_element(kind, target.dtype)
             if not cut or target.storage is not region.storage:
                 work = max(work, int(count) * target.dtype.itemsize + region.size_bytes)
     return seconds, work
 
 
-# What an element costs is tried out on this many, for about this long, with no more tries than that.
-_SAMPLE = 1 << 19
+_DECOMPOSITION = (
+    "linalg_qr"  # of an orthogonal initialisation: an element costs as many steps as the shorter side
+)
+_MATRIX = (512, 1024)
+
+# What an element costs is tried out on this many (of a decomposition: on a matrix of them), for about this long, with no more tries than that.
+_SAMPLE = math.prod(_MATRIX)
 _TRIAL_S = 0.01
 _TRIES = 16
 _generator = torch.Generator()
@@ -128,6 +136,7 @@ _TRIALS: dict[str, Callable[[torch.Tensor], Any]] = {
     "random_": lambda values: values.random_(0, 2, generator=_generator),
     "trunc_normal": lambda values: _torch.trunc_normal(values, 0.0, 1.0, -2.0, 2.0, _generator),
     "erfinv_": lambda values: values.erfinv_(),
+    _DECOMPOSITION: lambda values: torch.linalg.qr(values.view(_MATRIX)),
     "mul_": lambda values: values.mul_(1),
 }
 
