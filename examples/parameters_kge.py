@@ -86,7 +86,7 @@ def loss_of(rows: Tensor, batch: tuple[Tensor, Tensor], model: ComplEx) -> Tenso
 def evaluate(model: ComplEx, graph: Graph, table: Table, questions: int) -> Metrics:
     """Filtered ranking of a sample of the test facts, shared among all workers."""
     table.sync()
-    model.entities.data = table.pull(torch.arange(len(graph.entities)))
+    model.rows.data = table.pull(torch.arange(len(graph.entities)))
     model.relations.data = table.pull(torch.arange(len(graph.entities), table.num_keys))
     test = with_reciprocals(graph.test, len(graph.relations))
     sample = test[torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[:questions]]

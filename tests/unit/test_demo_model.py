@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from pathlib import Path
@@ -25,6 +26,7 @@ from torchrelay.cli.demo.predictions import predict
 from torchrelay.cli.demo.training import Batches
 from torchrelay.cli.demo.triples import Graph
 from torchrelay.errors import ArgumentError
+from torchrelay.parameters import Table, optim
 from torchrelay.world import World
 
 ENTITIES, RELATIONS, DIM = 12, 3, 4
@@ -51,7 +53,7 @@ def complex_rows(table: Tensor) -> Tensor:
 
 def reference_scores(model: ComplEx) -> Tensor:
     """Re <s, r, conj(o)> for all s, r and o, in complex128."""
-    entities, relations = complex_rows(model.entities.detach()), complex_rows(model.relations.detach())
+    entities, relations = complex_rows(model.rows.detach()), complex_rows(model.relations.detach())
     return torch.einsum("sd,rd,od->sro", entities, relations, entities.conj()).real
 
 
@@ -69,7 +71,7 @@ def test_loss_with_all_entities_is_the_full_softmax_plus_n3(
     triples = torch.tensor([[0, 1, 2], [3, 5, 3], [7, 0, 0]])
     s, r, o = triples.unbind(1)
     cross_entropy = torch.nn.functional.cross_entropy(reference_scores(model)[s, r], o)
-    entities, relations = complex_rows(model.entities.detach()), complex_rows(model.relations.detach())
+    entities, relations = complex_rows(model.rows.detach()), complex_rows(model.relations.detach())
     n3 = sum(part.abs().pow(3).sum() for part in (entities[s], relations[r], entities[o])) / 3
     loss = model(triples, torch.randperm(ENTITIES), 0.25)
     # bfloat16 keeps 8 bits: a product of 2 * DIM terms is off by up to 2 * DIM * 2**-8 of its terms' size.
@@ -84,10 +86,29 @@ def test_loss_gradients_match_those_of_the_full_softmax(
     triples = torch.tensor([[0, 1, 2], [3, 5, 3], [0, 0, 2]])
     s, r, o = triples.unbind(1)
     model(triples, torch.arange(ENTITIES), 0.0).backward()
-    scores = model.query(model.entities[s], model.relations[r]) @ model.entities.T
+    scores = model.query(model.rows[s], model.relations[r]) @ model.rows.T
     expected = torch.autograd.grad(torch.nn.functional.cross_entropy(scores, o), list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_entities_in_a_table_give_the_same_loss_and_get_the_same_gradients(
+    model: ComplEx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)
+    triples, negatives = torch.tensor([[0, 1, 2], [3, 5, 3], [0, 0, 2]]), torch.tensor([1, 2, 7, 3])
+    plain = copy.deepcopy(model)
+    with Table.create(ENTITIES, 2 * DIM, optimizer=optim.sgd(1.0)) as table:
+        table.set(torch.arange(ENTITIES), model.rows.detach())
+        model.move_entities(table)
+        assert {name for name, _ in model.named_parameters()} == {"relations"}
+        for trained in (model, plain):
+            trained(triples, negatives, 0.25).backward()
+        gathered = model.gathered()
+    assert plain.rows.grad is not None
+    torch.testing.assert_close(gathered.rows, plain.rows - plain.rows.grad)
+    torch.testing.assert_close(model.relations.grad, plain.relations.grad)
+    assert torch.equal(gathered.relations, plain.relations)
 
 
 def test_a_negative_that_is_the_object_itself_gives_no_gradient(model: ComplEx) -> None:

@@ -51,7 +51,7 @@ def demo(
         float, typer.Option(min=0.0, help="Weight of the N3 regulariser.")
     ] = Options.regularisation,
     seed: Annotated[
-        int, typer.Option(help="The same seed and --nproc give the same figures.")
+        int, typer.Option(help="With --nproc 1, the same seed gives the same figures.")
     ] = Options.seed,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which a silent process counts as lost.")
@@ -59,8 +59,8 @@ def demo(
 ) -> None:
     """Learn a graph of real data on several processes, and time each stage beside the usual way.
 
-    A ComplEx model is built by deferred initialisation, trained by DistributedDataParallel over the [bold]sml[/bold]
-    backend, and evaluated by link prediction.
+    A ComplEx model is built by deferred initialisation; its entities' embeddings are trained in a parameter table
+    and the rest by DistributedDataParallel over the [bold]sml[/bold] backend; then it is evaluated by link prediction.
     """
     options = Options(
         data=data or Path(),

@@ -33,7 +33,11 @@ def run(options: Options) -> NoReturn:
     options = replace(options, launched_at=time.time())
     threads = max(1, len(os.sched_getaffinity(0)) // options.nproc)
     # One host: the processes find each other, and Gloo talks, on the loopback interface.
-    defaults = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHRELAY_PARAMETERS_TIMEOUT_S": str(options.timeout_s),
+    }
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     worker = ["--nproc-per-node", str(options.nproc), "-m", "torchrelay.cli.demo.worker", options.to_json()]
     sys.stdout.flush()

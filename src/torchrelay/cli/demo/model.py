@@ -14,27 +14,52 @@ import torch
 from torch import Tensor, nn
 
 from torchrelay import _torch
+from torchrelay.parameters import Embedding, Table
 
-__all__ = ["ComplEx"]
+__all__ = ["ComplEx", "entities_of"]
 
 
 class ComplEx(nn.Module):
     """Scores a fact (s, r, o) by the real part of <s, r, conj(o)>.
 
     A question about the subject, (?, r, o), is asked as (o, r + relations, ?): each relation has a reciprocal
-    with an embedding of its own.
+    with an embedding of its own. The few relations are dense parameters. The many entities are looked up in
+    ``entities``: torch's embedding, with ``weight``, or after :meth:`move_entities` one over a table.
 
     Args:
         dim: complex numbers an embedding has; it is stored as ``2 * dim`` float32, real parts first.
     """
 
+    entities: nn.Embedding | Embedding
+
     def __init__(self, entities: int, relations: int, dim: int, scale: float = 1e-2) -> None:
         super().__init__()
         self.dim = dim
-        self.entities = nn.Parameter(torch.empty(entities, 2 * dim))
+        rows = torch.empty(entities, 2 * dim)
+        self.entities = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
         self.relations = nn.Parameter(torch.empty(2 * relations, 2 * dim))
-        nn.init.normal_(self.entities, std=scale)
+        nn.init.normal_(self.rows, std=scale)
         nn.init.normal_(self.relations, std=scale)
+
+    @property
+    def rows(self) -> Tensor:
+        """Every entity's embedding, ``(entities, 2 * dim)``, unless they are in a table."""
+        assert isinstance(self.entities, nn.Embedding)
+        return self.entities.weight
+
+    def move_entities(self, table: Table) -> None:
+        """Looks entities up in ``table`` from now on; it must have been given their rows."""
+        self.entities = Embedding(table.num_keys, 2 * self.dim, table=table)
+
+    @torch.no_grad()
+    def gathered(self) -> ComplEx:
+        """A copy with all entities in its own memory, as the table has them now."""
+        assert isinstance(self.entities, Embedding)
+        copy = ComplEx(1, 1, self.dim)
+        rows = self.entities.table.pull(torch.arange(self.entities.num_embeddings))
+        copy.entities = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
+        copy.relations = nn.Parameter(self.relations.detach().clone())
+        return copy
 
     def query(self, subjects: Tensor, relations: Tensor) -> Tensor:
         """What an object's embedding is multiplied with to score it: ``s * r``, of two ``(b, 2 * dim)`` tensors."""
@@ -44,7 +69,7 @@ class ComplEx(nn.Module):
 
     def score_all(self, subjects: Tensor, relations: Tensor) -> Tensor:
         """Scores of every entity as the object, ``(b, entities)`` float32; subjects and relations are numbers."""
-        return self.query(self.entities[subjects], self.relations[relations]) @ self.entities.T
+        return self.query(self.rows[subjects], self.relations[relations]) @ self.rows.T
 
     def forward(self, triples: Tensor, negatives: Tensor, regularisation: float) -> Tensor:
         """The loss, a scalar: cross-entropy of each object against shared negatives, plus N3.
@@ -55,8 +80,8 @@ class ComplEx(nn.Module):
                 full softmax.
         """
         s, r, o = triples.unbind(1)
-        # One lookup, so that its backward pass makes one dense gradient, not three.
-        rows = nn.functional.embedding(torch.cat([s, o, negatives]), self.entities)
+        # One lookup, so that its backward pass makes one gradient, not three.
+        rows: Tensor = self.entities(entities_of(triples, negatives))
         subjects, objects, others = rows.tensor_split([len(s), len(s) + len(o)])
         relations = nn.functional.embedding(r, self.relations)
         query = self.query(subjects, relations)
@@ -68,12 +93,18 @@ class ComplEx(nn.Module):
 
     def _log_sum_of_wrong(self, query: Tensor, others: Tensor, negatives: Tensor, objects: Tensor) -> Tensor:
         """``(b,)``: log of the sum of exp(score) over all entities but the object, estimated from the negatives."""
-        column = torch.full((len(self.entities),), -1)
+        entities = self.entities.num_embeddings
+        column = torch.full((entities,), -1)
         column[negatives] = torch.arange(len(negatives))
         row = (column[objects] >= 0).nonzero().squeeze(1)  # whose object was drawn itself
         apply = _LogSumExpOfProduct.apply
         log_sum: Tensor = apply(query, others, row, column[objects[row]])  # type: ignore[no-untyped-call]
-        return log_sum + math.log(len(self.entities) / len(negatives))
+        return log_sum + math.log(entities / len(negatives))
+
+
+def entities_of(triples: Tensor, negatives: Tensor) -> Tensor:
+    """The entities that a step looks up, int64 ``(2 * b + k,)``: subjects, objects, negatives."""
+    return torch.cat([triples[:, 0], triples[:, 2], negatives])
 
 
 class _LogSumExpOfProduct(torch.autograd.Function):

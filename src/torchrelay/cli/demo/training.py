@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay import _torch, errors
 from torchrelay.cli.demo.evaluation import with_reciprocals
-from torchrelay.cli.demo.model import ComplEx
+from torchrelay.cli.demo.model import ComplEx, entities_of
 from torchrelay.cli.demo.options import Options
 from torchrelay.cli.demo.triples import Graph
 from torchrelay.errors import ArgumentError
+from torchrelay.parameters import Embedding, IntentLoader
 from torchrelay.world import World
 
-__all__ = ["Batches", "Trainer", "compare_all_reduce", "compare_steps"]
+__all__ = ["Batches", "Trainer", "compare_all_reduce", "compare_lookups", "compare_steps"]
 
 _ROUNDS = 13
 
@@ -58,6 +58,12 @@ class Batches:
         """Steps in an epoch; what does not fill a batch is left for another epoch's order."""
         return len(self.triples) // self.batch_size
 
+    def epochs(self, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The number, from 1, and what :meth:`epoch` gives, of each step of ``count`` epochs."""
+        for number in range(1, count + 1):
+            for triples, negatives in self.epoch(number):
+                yield number, triples, negatives
+
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Triples ``(batch_size / ranks, 3)`` and negatives ``(k,)`` of each step of one epoch."""
         shuffle = torch.Generator().manual_seed(self._seed(number, 0))
@@ -76,6 +82,9 @@ class Batches:
 class Trainer:
     """A model, wrapped by DistributedDataParallel over ``group``, and its optimizer.
 
+    DDP and the optimizer see what the model has as parameters: all of it, or without the entities where they are
+    in a table, which has an optimizer of its own.
+
     Args:
         group: the process group that sums the gradients; None for the default one.
     """
@@ -85,6 +94,7 @@ class Trainer:
             model, process_group=group, gradient_as_bucket_view=True, static_graph=True
         )
         self._options = options
+        self._entities = model.entities
         self._optimizer = torch.optim.Adagrad(model.parameters(), lr=options.learning_rate, fused=True)
 
     def step(self, triples: Tensor, negatives: Tensor) -> float:
@@ -119,23 +129,30 @@ class Trainer:
     def train(self, batches: Batches, on_step: Callable[[int, float], None]) -> None:
         """All epochs; calls ``on_step`` with the epoch, from 1, and the loss after each step."""
         total = self._options.epochs * batches.steps
-        done = 0
-        for epoch in range(1, self._options.epochs + 1):
-            for triples, negatives in batches.epoch(epoch):
-                self._set_learning_rate(1 - done / total)
-                on_step(epoch, self.step(triples, negatives))
-                done += 1
+        for done, (epoch, triples, negatives) in enumerate(self._announced(batches)):
+            self._set_learning_rate(1 - done / total)
+            on_step(epoch, self.step(triples, negatives))
+
+    def _announced(self, batches: Batches) -> Iterable[tuple[int, Tensor, Tensor]]:
+        """All steps; where entities are in a table, it is told early which of them a step will look up."""
+        steps = batches.epochs(self._options.epochs)
+        if not isinstance(self._entities, Embedding):
+            return steps
+        return IntentLoader(steps, lambda step: entities_of(*step[1:]), table=self._entities.table)
 
     def _set_learning_rate(self, share: float) -> None:
+        rate = self._options.learning_rate * share
         for group in self._optimizer.param_groups:
-            group["lr"] = self._options.learning_rate * share
+            group["lr"] = rate
+        if isinstance(self._entities, Embedding):
+            self._entities.table.set_learning_rate(rate)
 
 
 def compare_steps(
-    model: ComplEx, batches: Batches, options: Options, groups: Mapping[str, dist.ProcessGroup]
+    models: Mapping[str, ComplEx], batches: Batches, options: Options, groups: Mapping[str, dist.ProcessGroup]
 ) -> dict[str, float]:
-    """Median seconds of a training step over each group, on copies of the model."""
-    trainers = {name: Trainer(copy.deepcopy(model), options, group) for name, group in groups.items()}
+    """Median seconds of a training step of each model, over the group of its name."""
+    trainers = {name: Trainer(model, options, groups[name]) for name, model in models.items()}
     steps = itertools.cycle(batches.epoch(0))
 
     def step_all() -> Iterator[Callable[[], object]]:
@@ -143,12 +160,42 @@ def compare_steps(
         for trainer in trainers.values():
             yield partial(trainer.step, triples, negatives)
 
-    return _in_turns(list(groups), step_all)
+    return _in_turns(list(models), step_all)
 
 
-def compare_all_reduce(model: ComplEx, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, float]:
-    """Median seconds of summing the model's gradients over each group."""
-    gradients = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+def compare_lookups(
+    embedding: Embedding, rows: Tensor, batches: Batches, options: Options, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Median seconds of what a step does with entities: look up, take gradients, update.
+
+    ``table`` does it by ``embedding``; ``sparse`` as torch does, with ``nn.Embedding(sparse=True)`` in
+    DistributedDataParallel over ``group`` and its sparse Adagrad, starting from ``rows``.
+    """
+    theirs = nn.Embedding.from_pretrained(rows.clone(), freeze=False, sparse=True)  # type: ignore[no-untyped-call]
+    parallel = DistributedDataParallel(theirs, process_group=group)
+    optimizer = torch.optim.Adagrad(theirs.parameters(), lr=options.learning_rate)
+    steps = itertools.cycle(batches.epoch(0))
+
+    def look_up(module: nn.Module, keys: Tensor, gradient: Tensor) -> None:
+        module(keys).backward(gradient)
+
+    def sparse(keys: Tensor, gradient: Tensor) -> None:
+        optimizer.zero_grad()
+        look_up(parallel, keys, gradient)
+        optimizer.step()
+
+    def both() -> Iterator[Callable[[], object]]:
+        keys = entities_of(*next(steps))
+        gradient = torch.full((len(keys), rows.shape[1]), 1e-3)
+        yield partial(look_up, embedding, keys, gradient)
+        yield partial(sparse, keys, gradient)
+
+    return _in_turns(["table", "sparse"], both)
+
+
+def compare_all_reduce(size: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, float]:
+    """Median seconds of summing ``size`` float32 over each group."""
+    gradients = torch.zeros(size)
 
     def reduce_all() -> Iterator[Callable[[], object]]:
         for group in groups.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import sys
 import time
@@ -29,16 +30,26 @@ from torchrelay.cli.demo.model import ComplEx
 from torchrelay.cli.demo.options import Options
 from torchrelay.cli.demo.predictions import predict
 from torchrelay.cli.demo.report import Stage
-from torchrelay.cli.demo.training import Batches, Trainer, compare_all_reduce, compare_steps
+from torchrelay.cli.demo.training import (
+    Batches,
+    Trainer,
+    compare_all_reduce,
+    compare_lookups,
+    compare_steps,
+)
 from torchrelay.cli.demo.triples import Graph, read_graph
 from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.errors import ArgumentError, ConfigError, DataError, TorchRelayError
+from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
 
 __all__ = ["Job", "main"]
 
 # torchrun kills what is left 30 s after it asked for the end.
 _LAST_WORDS_S = 15.0
+
+# The parameter that goes into the table instead of into every process.
+_IN_TABLE = "entities.weight"
 
 
 class Job:
@@ -52,11 +63,13 @@ class Job:
     def run(self) -> None:
         self._start()
         graph = self._read()
-        model = self._build(graph)
         batches = Batches.of(graph, self.options, self.world)
-        self._train(model, batches)
-        self._evaluate(model, graph)
-        self._show_predictions(model, graph)
+        with self._table(graph) as table:
+            model = self._build(graph, table)
+            trained = self._train(model, batches, table)
+            self._compare(model, trained, batches, table)
+        self._evaluate(trained, graph)
+        self._show_predictions(trained, graph)
         whole_s = self.options.reading_s + time.time() - self.options.launched_at
         self.stages.append(Stage("all of it", whole_s))
         self._print(report.stages_table(self.stages))
@@ -83,35 +96,70 @@ class Job:
             self._print(f"{graph.unseen} facts of valid and test have an entity that train lacks")
         return graph
 
-    def _build(self, graph: Graph) -> ComplEx:
-        """The model, built deferred; beside it the eager one, to which it is equal bit for bit."""
+    @contextmanager
+    def _table(self, graph: Graph) -> Iterator[Table]:
+        """The table of the entities' embeddings, one for all processes of this host."""
+        start = time.perf_counter()
+        adagrad = optim.adagrad(self.options.learning_rate)
+        table = Table.create(len(graph.entities), 2 * self.options.dim, optimizer=adagrad, name="entities")
+        self.stages.append(Stage("make the table of the entities", time.perf_counter() - start))
+        yield table
+        # Not after an error, as for the process group.
+        table.close()
+
+    def _build(self, graph: Graph, table: Table) -> ComplEx:
+        """The model, built deferred, and each process's share of the entities straight into the table.
+
+        Beside it the eager one, to which it is equal bit for bit.
+        """
         sizes = (len(graph.entities), len(graph.relations), self.options.dim)
+        first, last = (len(graph.entities) * (self.world.rank + i) // self.world.size for i in (0, 1))
         torch.manual_seed(self.options.seed)
         start = time.perf_counter()
         model: ComplEx = deferred_init(ComplEx, *sizes)
-        materialize_module(model)
+        materialize_module(model, shard=lambda name, _: (slice(first, last),) if name == _IN_TABLE else None)
+        table.set(torch.arange(first, last), model.rows)
+        model.move_entities(table)
+        table.sync()
         deferred_s = time.perf_counter() - start
         torch.manual_seed(self.options.seed)
         start = time.perf_counter()
         eager = ComplEx(*sizes)
         eager_s = time.perf_counter() - start
-        equal = all(map(torch.equal, model.parameters(), eager.parameters()))
+        equal = all(map(torch.equal, model.gathered().parameters(), eager.parameters()))
         usual = "eager; equal bit for bit" if equal else "eager; NOT EQUAL, please report this"
-        self.stages.append(Stage("build the model, deferred and materialised", deferred_s, usual, eager_s))
+        name = "build the model deferred, a share of it each"
+        self.stages.append(Stage(name, deferred_s, usual, eager_s))
         return model
 
-    def _train(self, model: ComplEx, batches: Batches) -> None:
+    def _train(self, model: ComplEx, batches: Batches, table: Table) -> ComplEx:
+        """Trains the model; gives a copy of it that needs no table."""
         epochs = self.options.epochs
         start = time.perf_counter()
         with report.TrainingProgress(self.console, epochs, batches.steps) as progress:
             Trainer(model, self.options).train(batches, progress.step)
+        table.sync()
         seconds = time.perf_counter() - start
-        self.stages.append(Stage(f"train {epochs} epochs of {batches.steps} steps, DDP over sml", seconds))
+        self.stages.append(Stage(f"train {epochs} epochs of {batches.steps} steps", seconds))
+        if table.server.num_nodes > 1:
+            self._print(f"entities' embeddings: {table.metrics()}")
+        return model.gathered()
+
+    def _compare(self, model: ComplEx, trained: ComplEx, batches: Batches, table: Table) -> None:
+        """The parts of a step beside the usual ways; trains the model on, but leaves the trained copy as it is."""
         groups = {name: dist.new_group(backend=name) for name in ("sml", "gloo")}
-        step = compare_steps(model, batches, self.options, groups)
-        self.stages.append(Stage("  a step (median)", step["sml"], "DDP over gloo", step["gloo"]))
-        reduce = compare_all_reduce(model, groups)
-        self.stages.append(Stage("  its all-reduce alone", reduce["sml"], "gloo", reduce["gloo"]))
+        models = {"sml": model, "gloo": copy.deepcopy(trained)}
+        step = compare_steps(models, batches, self.options, groups)
+        usual = "nn.Embedding, DDP over gloo"
+        self.stages.append(Stage("  a step: table, DDP over sml (median)", step["sml"], usual, step["gloo"]))
+        assert isinstance(model.entities, Embedding)
+        lookups = compare_lookups(model.entities, trained.rows, batches, self.options, groups["gloo"])
+        usual = "nn.Embedding(sparse=True), DDP over gloo, Adagrad"
+        self.stages.append(
+            Stage("  its entities: look up, push, Adagrad", lookups["table"], usual, lookups["sparse"])
+        )
+        reduce = compare_all_reduce(trained.relations.numel(), groups)
+        self.stages.append(Stage("  its all-reduce of the relations", reduce["sml"], "gloo", reduce["gloo"]))
 
     def _evaluate(self, model: ComplEx, graph: Graph) -> None:
         start = time.perf_counter()
