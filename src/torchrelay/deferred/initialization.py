@@ -26,7 +26,12 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
     Args:
         fn: a module class, or any function that makes tensors or modules.
-        args, kwargs: for ``fn``.
+        *args: for ``fn``.
+        **kwargs: for ``fn``.
+
+    Raises:
+        ArgumentError: ``fn`` cannot be called.
+        DeferredError, UnsupportedError: ``fn`` does what cannot be recorded; the generators are then as before.
     """
     if not callable(fn):
         raise ArgumentError(f"deferred_init() takes a module class or a function, not {type(fn).__name__}.")
