@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "register.h"
+#include "torchrelay/delayed_network.h"
 #include "torchrelay/endpoint.h"
 #include "torchrelay/error.h"
 #include "torchrelay/memory_network.h"
@@ -132,6 +133,17 @@ void register_endpoint(nb::module_& module) {
           },
           "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0)
       .def("cut", &MemoryNetwork::cut, "label"_a, Released());
+
+  nb::class_<DelayedNetwork, Network>(module, "DelayedNetwork",
+                                      "Another network, whose messages it delays, reorders and duplicates.")
+      .def(
+          "__init__",
+          [](DelayedNetwork* self, std::shared_ptr<Network> network, double max_delay_s,
+             double duplicate_probability, std::uint64_t seed) {
+            new (self) DelayedNetwork(std::move(network),
+                                      {to_microseconds(max_delay_s), duplicate_probability, seed});
+          },
+          "network"_a, "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0);
 
   nb::class_<ZmqNetwork, Network>(module, "ZmqNetwork",
                                   "Endpoints over ZeroMQ; see transport.native_network.")

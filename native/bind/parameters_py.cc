@@ -63,13 +63,17 @@ std::map<std::string, std::uint64_t> counters(const Store& store) {
                                                    {"protocol_errors", kProtocolErrors},
                                                    {"duplicates", kDuplicates}};
   for (const auto& [name, counter] : names) result[name] = store.total(counter);
-  std::uint64_t rounds = 0, replicas = 0;
+  std::uint64_t rounds = 0, replicas = 0, round_ns = 0, refresh_age_ns = 0;
   for (std::uint32_t c = 0; c < store.header().num_channels; ++c) {
     rounds += store.header().boards[c].rounds;
     replicas += store.header().boards[c].replicas;
+    round_ns += store.header().boards[c].round_ns;
+    refresh_age_ns += store.header().boards[c].refresh_age_ns;
   }
   result["rounds"] = rounds;
   result["replicas"] = replicas;
+  result["round_ns"] = round_ns;
+  result["refresh_age_ns"] = refresh_age_ns;
   return result;
 }
 
@@ -167,11 +171,12 @@ void register_worker(nb::module_& module) {
       .def(
           "__init__",
           [](Worker* self, std::shared_ptr<Store> store, std::uint32_t number,
-             std::shared_ptr<Network> network, const ChannelAddresses& addresses, double timeout_s) {
+             std::shared_ptr<Network> network, const ChannelAddresses& addresses, double timeout_s,
+             std::size_t max_unfinished) {
             new (self) Worker(std::move(store), number, std::move(network), addresses,
-                              milliseconds(timeout_s), check_signals);
+                              {milliseconds(timeout_s), max_unfinished}, check_signals);
           },
-          "store"_a, "worker_id"_a, "network"_a.none(), "addresses"_a, "timeout_s"_a)
+          "store"_a, "worker_id"_a, "network"_a.none(), "addresses"_a, "timeout_s"_a, "max_unfinished"_a)
       .def(
           "access",
           [](Worker& worker, std::uint32_t op, Address keys, std::size_t count, Address values,

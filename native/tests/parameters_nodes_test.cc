@@ -34,7 +34,8 @@ struct Cluster {
   }
 
   std::unique_ptr<Worker> worker(std::uint32_t node, std::uint32_t number) {
-    return std::make_unique<Worker>(stores[node], number, network, addresses, milliseconds(30000), nullptr);
+    return std::make_unique<Worker>(stores[node], number, network, addresses,
+                                    WorkerOptions{milliseconds(30000), 1024}, nullptr);
   }
 };
 

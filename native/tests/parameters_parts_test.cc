@@ -124,7 +124,7 @@ TEST(hostile_messages_do_nothing) {
     }
     attacker->send(0, message);
   }
-  Worker worker(stores[1], 0, network, addresses, milliseconds(20000), nullptr);
+  Worker worker(stores[1], 0, network, addresses, WorkerOptions{milliseconds(20000), 1024}, nullptr);
   std::vector<std::int64_t> keys(100);
   for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<std::int64_t>(i);
   std::vector<float> ones(400, 1), values(400);

@@ -231,11 +231,11 @@ class Parameters(Section):
         unit="rounds",
         minimum=0,
     )
-    heartbeat_interval_s: float = setting(
-        0.5, "how often a node tells the others that it lives", unit="s", minimum=0.01
-    )
-    heartbeat_timeout_s: float = setting(
-        10.0, "a node not heard of for this long is lost, and every operation says so", unit="s", minimum=0.1
+    max_unfinished: int = setting(
+        1024,
+        "asynchronous operations of a worker that have not ended; a further one first waits for another to end",
+        unit="operations",
+        minimum=1,
     )
     pool_size: int = setting(
         250_000,
@@ -254,14 +254,23 @@ class TransportSettings(Section):
     key_file: str = setting(
         "", "file with the job's CURVE keys, made by transport.create_key_file; empty: no encryption"
     )
-    connect_timeout_s: float = setting(60.0, "how long nodes wait for each other at start", unit="s")
-    heartbeat_s: float = setting(1.0, "a node that has nothing to say says so this often", unit="s")
-    silence_s: float = setting(10.0, "a node not heard of for this long is lost", unit="s")
+    connect_timeout_s: float = setting(
+        60.0, "how long nodes wait for each other at start", unit="s", minimum=0.0
+    )
+    heartbeat_s: float = setting(
+        1.0, "how often a node tells the others that it lives", unit="s", minimum=0.01
+    )
+    silence_s: float = setting(
+        10.0,
+        "a node not heard of for this long is lost, and every operation says so; several times heartbeat_s",
+        unit="s",
+        minimum=0.1,
+    )
     high_water_mark: int = setting(
         1000, "messages to one node that it has not taken yet; then senders wait", unit="messages", minimum=1
     )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
-    linger_s: float = setting(1.0, "how long closing waits for messages not sent yet", unit="s")
+    linger_s: float = setting(1.0, "how long closing waits for messages not sent yet", unit="s", minimum=0.0)
     local_sockets: bool = setting(True, "Unix sockets instead of TCP between processes of one host")
-    spin_s: float = setting(0.0, "how long a receiver polls before it sleeps", unit="s")
+    spin_s: float = setting(0.0, "how long a receiver polls before it sleeps", unit="s", minimum=0.0)
     io_threads: int = setting(1, "ZeroMQ's own threads", unit="threads", minimum=1)

@@ -79,8 +79,8 @@ def _lose_a_node(world: World) -> tuple[float, tuple[int, ...]]:
 
 def test_a_killed_node_is_named_within_the_timeout(run_processes) -> None:
     environ = {
-        "TORCHRELAY_PARAMETERS_HEARTBEAT_TIMEOUT_S": "2",
-        "TORCHRELAY_PARAMETERS_HEARTBEAT_INTERVAL_S": "0.1",
+        "TORCHRELAY_TRANSPORT_SILENCE_S": "2",
+        "TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1",
     }
     results = run_processes(_lose_a_node, 3, environ=environ)
     assert results[2].exitcode == -signal.SIGKILL

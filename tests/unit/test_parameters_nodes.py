@@ -331,7 +331,7 @@ def test_a_node_that_does_not_start_is_named() -> None:
 
 def test_a_dead_node_is_named_by_all_others() -> None:
     network = _native.MemoryNetwork()
-    settings = dataclasses.replace(SETTINGS, heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)  # type: ignore[type-var]
+    transport = config.TransportSettings(heartbeat_s=0.05, silence_s=1.0)
     keys = torch.arange(30)
     dead = threading.Event()
 
@@ -351,7 +351,7 @@ def test_a_dead_node_is_named_by_all_others() -> None:
         with pytest.raises(PeerLostError, match="node 1 is lost"):
             worker.finalize()  # its pull is unfinished
 
-    on_nodes(3, body, table={"keys": 30}, network=network, settings=settings)
+    on_nodes(3, body, table={"keys": 30}, network=network, transport=transport)
 
 
 def test_a_barrier_that_somebody_misses_times_out() -> None:

@@ -12,6 +12,10 @@ constexpr auto kIdle = std::chrono::milliseconds(5);          // the longest sle
 
 std::uint32_t node_count(const Store& store) { return store.header().num_nodes; }
 
+std::uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
+}
+
 }  // namespace
 
 Channel::Channel(std::shared_ptr<Store> store, std::uint32_t number, Network& network,
@@ -57,7 +61,7 @@ void Channel::loop() {
   const auto now = Clock::now();
   round_interval_ = std::chrono::duration_cast<Clock::duration>(
       std::chrono::duration<double>(1.0 / options_.max_rounds_per_s));
-  next_round_ = last_round_ = next_beat_ = next_look_ = now;
+  next_round_ = last_round_ = next_beat_ = next_look_ = last_refresh_all_ = now;
   std::ranges::fill(last_heard_, now);
   while (store_->header().stopping.load(std::memory_order_relaxed) == 0) {
     Header header;
@@ -87,31 +91,37 @@ void Channel::handle(const Header& header, const Message& message) {
   const std::uint32_t sender = node_of(header.sender);
   if (sender >= outboxes_.size())
     throw Error(Code::kProtocol, "parameters: a message from a node that is not there");
-  last_heard_[sender] = Clock::now();
+  // A node's workers may outlive the threads that serve it, so they do not count as a sign of its life.
+  if ((header.sender & kWorkerBit) == 0) last_heard_[sender] = Clock::now();
   switch (header.kind) {
     case Kind::kRequest: return handle_request(header, message);
     case Kind::kBundle: return handle_bundle(header, message);
     case Kind::kRelay: return handle_relay(header, message);
-    case Kind::kIntent: {
-      if (sender != node_ || index_of(header.sender) >= kMaxWorkers)
-        throw Error(Code::kProtocol, "parameters: an intent from another node");
-      Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
-      const auto head = reader.take<IntentHead>();
-      const auto* keys = reader.take_array<std::int64_t>(header.count);
-      store_->value_bytes(Op::kPull, keys, header.count);
-      intents_[kMaxChannels + index_of(header.sender)].announce(head.start, head.end,
-                                                                {keys, keys + header.count});
-      next_round_ = std::min(next_round_, last_round_ + round_interval_);
-      return;
-    }
+    case Kind::kIntent: return take_intent(header, message);
     case Kind::kFence:
     case Kind::kFenceAck:
     case Kind::kFlush:
     case Kind::kFlushAck: return handle_flush(header, message);
-    case Kind::kGoodbye: gone_[sender] = true; return;
+    case Kind::kGoodbye: return take_goodbye(sender, header.count);
     case Kind::kHeartbeat: return;
     default: throw Error(Code::kProtocol, "parameters: a message of an unknown kind");
   }
+}
+
+void Channel::take_intent(const Header& header, const Message& message) {
+  if (node_of(header.sender) != node_ || index_of(header.sender) >= kMaxWorkers)
+    throw Error(Code::kProtocol, "parameters: an intent from another node");
+  Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
+  const auto head = reader.take<IntentHead>();
+  const auto* keys = reader.take_array<std::int64_t>(header.count);
+  store_->value_bytes(Op::kPull, keys, header.count);
+  Announcer& announcer = announcers_[kMaxChannels + index_of(header.sender)];
+  if (announcer.incarnation != header.incarnation) {
+    step_intents(announcer.intents, kFinished);  // those of a dead predecessor
+    announcer = {header.incarnation, {}};
+  }
+  announcer.intents.announce(head.start, head.end, {keys, keys + header.count});
+  next_round_ = std::min(next_round_, last_round_ + round_interval_);
 }
 
 void Channel::handle_bundle(const Header& header, const Message& message) {
@@ -200,6 +210,7 @@ void Channel::round() {
   }
   const bool busy = waiting_intents_ || !replicas_.empty() || !shared_.empty() || !reconsider_.empty();
   next_round_ = last_round_ + (busy ? round_interval_ : std::max<Clock::duration>(round_interval_, kIdle));
+  in_rounds_ += Clock::now() - last_round_;
   publish_counters();
 }
 
@@ -208,34 +219,55 @@ void Channel::round_intents() {
   const bool look = now >= next_look_;
   if (look) next_look_ = now + kLook;
   waiting_intents_ = false;
-  for (auto& [user, intents] : intents_) {
+  for (auto& [user, announcer] : announcers_) {
     const User& worker = store_->users()[user];
-    const bool dead = look && !intents.empty() && worker.pid.load() != 0 && !is_alive(worker);
-    const std::int64_t clock = dead ? kFinished : worker.clock.load(std::memory_order_acquire);
-    intents.round(
-        clock, [this](std::int64_t key) { return begin_intent(key); },
-        [this](std::int64_t key) { end_intent(key); });
-    waiting_intents_ |= !intents.empty();
+    const bool dead = worker.incarnation.load() != announcer.incarnation ||
+                      (look && !announcer.intents.empty() && worker.pid.load() != 0 && !is_alive(worker));
+    step_intents(announcer.intents, dead ? kFinished : worker.clock.load(std::memory_order_acquire));
+    waiting_intents_ |= !announcer.intents.empty();
   }
+}
+
+void Channel::step_intents(WorkerIntents& intents, std::int64_t clock) {
+  intents.round(
+      clock, [this](std::int64_t key) { return begin_intent(key); },
+      [this](std::int64_t key) { end_intent(key); });
 }
 
 void Channel::beat() {
   const auto now = Clock::now();
   next_beat_ = now + options_.heartbeat_interval;
-  if (number_ != 0) return;
+  // A node of which a channel failed falls silent, so that the others hear of it.
+  if (number_ != 0 || store_->header().failed.load() != 0) return;
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
     if (node == node_ || gone_[node]) continue;
     courier_.send(channel_endpoint(node, 0), Kind::kHeartbeat, 0, Writer(0).finish());
-    if (now - last_heard_[node] > options_.heartbeat_timeout) store_->header().lost_node = node + 1;
+    if (now - last_heard_[node] > options_.heartbeat_timeout) lose(node + 1);
   }
   const std::int64_t stuck = courier_.stuck_peer(options_.heartbeat_timeout);
-  if (stuck >= 0) store_->header().lost_node = node_of(static_cast<std::uint32_t>(stuck)) + 1;
+  if (stuck >= 0) lose(node_of(static_cast<std::uint32_t>(stuck)) + 1);
 }
 
+// Says which node made us leave, if one did, so that the others do not take us for the culprit.
 void Channel::goodbye() {
   send_outboxes();
+  const std::uint32_t lost = store_->header().lost_node & ~kLeft;
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
-    if (node != node_) courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, 0, Writer(0).finish());
+    if (node != node_)
+      courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, lost, Writer(0).finish());
+}
+
+// All leave together, after a barrier: whoever still needs a node that has left hears that it is lost.
+void Channel::take_goodbye(std::uint32_t sender, std::uint32_t lost) {
+  if (lost > outboxes_.size()) throw Error(Code::kProtocol, "parameters: a farewell that makes no sense");
+  gone_[sender] = true;
+  lose(lost != 0 ? lost : (sender + 1) | kLeft);
+}
+
+// The first node found lost stays the one that is named.
+void Channel::lose(std::uint32_t node_and_how) {
+  std::uint32_t nobody = 0;
+  store_->header().lost_node.compare_exchange_strong(nobody, node_and_how);
 }
 
 // Every replica that has something to send, or has sent something, when the flush begins: sent once more, and
@@ -367,6 +399,8 @@ void Channel::publish_counters() {
   ChannelBoard& board = store_->header().boards[number_];
   board.rounds.store(rounds_, std::memory_order_relaxed);
   board.replicas.store(replicas_.size(), std::memory_order_relaxed);
+  board.round_ns.store(nanoseconds(in_rounds_), std::memory_order_relaxed);
+  board.refresh_age_ns.store(nanoseconds(refresh_age_), std::memory_order_relaxed);
 }
 
 }  // namespace torchrelay::parameters

@@ -84,6 +84,7 @@ void Channel::refresh(std::int64_t number, Replica& replica, std::uint8_t flags)
        entry.version, 0},
       store_->row(number), info.row_length * size_of(store_->header().element));
   store_->count(number_, kRefreshes, 1);
+  refresh_age_ += Clock::now() - last_refresh_all_;
 }
 
 void Channel::refresh_all() {
@@ -94,6 +95,7 @@ void Channel::refresh_all() {
     for (Replica& replica : key.replicas)
       if (replica.version != version) refresh(key.number, replica, 0);
   }
+  last_refresh_all_ = Clock::now();
 }
 
 // Under the entry's lock.

@@ -44,8 +44,10 @@ void Courier::send_numbered(std::uint32_t peer, Outgoing& outgoing, Kind kind, s
   const Header header{
       kProtocolMagic | kProtocolVersion, number_, incarnation_, outgoing.next++, kind, 0, count};
   std::memcpy(message.data(), &header, sizeof header);
-  sent_bytes += message.size_bytes();
-  ++sent_messages;
+  if (node_of(peer) != node_of(number_)) {
+    sent_bytes += message.size_bytes();
+    ++sent_messages;
+  }
   endpoint_->send(peer, std::move(message));
 }
 
@@ -71,8 +73,10 @@ bool Courier::valid(const Message& message, Header& header) {
 }
 
 void Courier::accept(const Header& header, const Message& message) {
-  ++received_messages;
-  received_bytes += message.size_bytes();
+  if (node_of(header.sender) != node_of(number_)) {
+    received_bytes += message.size_bytes();
+    ++received_messages;
+  }
   if (header.kind != Kind::kHello) return ready_.push_back(message);
   const std::size_t size = message.size_bytes() - sizeof(Header);
   if (size > kMaxAddressBytes) {

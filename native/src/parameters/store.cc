@@ -158,7 +158,7 @@ Store Store::create(const StoreSpec& spec) {
     entry.slot.store(pool.never_used++, std::memory_order_relaxed);
     entry.state = State::kOwned;
     if (spec.init.kind != InitKind::kZeros || spec.rule.initial_accumulator != 0)
-      store.initialize_row(static_cast<std::int64_t>(number));
+      store.initialize_row(static_cast<std::int64_t>(number), static_cast<std::int64_t>(number));
   }
   header.version = kVersion;
   std::atomic_ref(header.magic).store(kMagic, std::memory_order_release);
@@ -183,11 +183,15 @@ void Store::take_user(std::uint32_t user) {
                                      " of this node exists already, in process " +
                                      std::to_string(place.pid.load()) +
                                      "; give each worker its own worker_id");
-  if (place.pid.load() != 0)  // its holder died, maybe holding a lock
-    for (std::uint64_t number = 0; number < header_->num_entries; ++number) {
+  if (place.pid.load() != 0) {  // its holder died, maybe holding a lock
+    const auto free = [user](std::atomic<std::uint32_t>& lock) {
       std::uint32_t expected = user + 1;
-      entries_[number].lock.compare_exchange_strong(expected, 0);
-    }
+      lock.compare_exchange_strong(expected, 0);
+    };
+    for (std::uint64_t number = 0; number < header_->num_entries; ++number) free(entries_[number].lock);
+    for (std::uint32_t i = 0; i < header_->num_classes; ++i) free(pools_[i].lock);
+    free(header_->index_lock);
+  }
   place.process_start = process_start(getpid());
   ++place.incarnation;
   place.clock = 0;
@@ -247,7 +251,10 @@ void Store::free_slot(std::uint32_t user, std::int64_t number) const {
   const std::uint32_t slot = entries_[number].slot.exchange(kNoSlot, std::memory_order_relaxed);
   const LockGuard guard(pool.lock, users_, user);
   auto* free_slots = reinterpret_cast<std::uint32_t*>(memory_.data() + classes_[class_number].free_offset);
-  free_slots[pool.free_count++] = slot;
+  free_slots[pool.free_count] = slot;
+  std::atomic_signal_fence(
+      std::memory_order_release);  // who is killed here loses a slot, but gives none twice
+  ++pool.free_count;
 }
 
 std::uint64_t Store::total(Counter counter) const {
@@ -271,19 +278,20 @@ void Store::fail(const char* reason) const {
 }
 
 void Store::check_peers() const {
-  const std::uint32_t lost = header_->lost_node.load(std::memory_order_relaxed);
-  if (lost != 0)
-    throw Error(
-        Code::kPeerLost,
-        "parameters: node " + std::to_string(lost - 1) + " is lost (noticed by node " +
-            std::to_string(header_->node) +
-            "): it died, or could not be reached for longer than the heartbeat timeout; restart from the "
-            "last checkpoint",
-        {static_cast<int>(lost) - 1});
-  if (header_->failed.load(std::memory_order_acquire) == 2) throw Error(Code::kUnavailable, header_->failure);
   if (header_->stopping.load(std::memory_order_relaxed) != 0)
     throw Error(Code::kUnavailable, "parameters: node " + std::to_string(header_->node) +
                                         " has been shut down; nothing can be read or written any more");
+  if (header_->failed.load(std::memory_order_acquire) == 2) throw Error(Code::kUnavailable, header_->failure);
+  const std::uint32_t lost_node = header_->lost_node.load(std::memory_order_relaxed);
+  if (lost_node == 0) return;
+  const auto lost = static_cast<int>(lost_node & ~kLeft) - 1;
+  const char* how = (lost_node & kLeft) != 0
+                        ? "it has shut down while this node still needed it; see its own output for why"
+                        : "it died, or could not be reached for longer than transport.silence_s";
+  throw Error(Code::kPeerLost,
+              "parameters: node " + std::to_string(lost) + " is lost (noticed by node " +
+                  std::to_string(header_->node) + "): " + how + "; restart from the last checkpoint",
+              {lost});
 }
 
 void Store::check_leader() const {

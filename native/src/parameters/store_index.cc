@@ -68,8 +68,7 @@ std::int64_t Store::make(std::uint32_t user, std::int64_t key) const {
     if (entry.owner == header_->node) {
       while (!take_free_slot(user, number))
         if (!evict_one(user)) throw_full();
-      keys_[place].store(key, std::memory_order_relaxed);
-      initialize_row(number);
+      initialize_row(number, key);
       entry.state = State::kOwned;
     }
     keys_[place].store(key, std::memory_order_release);
@@ -96,20 +95,27 @@ bool Store::evict_one(std::uint32_t user) const {
     const bool evictable = (known_here_only || only_a_location) && !entry.has(kShared | kUsed | kPinned);
     entry.lower(kUsed);
     if (evictable) {
-      if (known_here_only) free_slot(user, static_cast<std::int64_t>(place));
-      entry.state = State::kAbsent;
-      std::uint64_t at = place;
-      const bool last = keys_[(place + 1) & mask].load(std::memory_order_relaxed) == kNoKey;
-      keys_[at].store(last ? kNoKey : kTombstone, std::memory_order_release);
-      while (last && keys_[at = (at - 1) & mask].load(std::memory_order_relaxed) == kTombstone)
-        keys_[at].store(kNoKey, std::memory_order_release);
-      --header_->live_entries;
+      remove(user, place);
       if (known_here_only) count(user, kEvictions, 1);
     }
     entry.lock.store(0, std::memory_order_release);
     if (evictable) return true;
   }
   return false;
+}
+
+// Under the index lock and the entry's. Whoever is killed in here leaves a slot unused, and no wrong entry.
+void Store::remove(std::uint32_t user, std::uint64_t place) const {
+  const std::uint64_t mask = header_->num_entries - 1;
+  std::uint64_t at = place;
+  const bool last = keys_[(place + 1) & mask].load(std::memory_order_relaxed) == kNoKey;
+  keys_[at].store(last ? kNoKey : kTombstone, std::memory_order_release);
+  --header_->live_entries;
+  while (last && keys_[at = (at - 1) & mask].load(std::memory_order_relaxed) == kTombstone)
+    keys_[at].store(kNoKey, std::memory_order_release);
+  const bool has_row = entries_[place].state != State::kAbsent;
+  entries_[place].state = State::kAbsent;
+  if (has_row) free_slot(user, static_cast<std::int64_t>(place));
 }
 
 std::size_t Store::nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low, std::int64_t high,
@@ -132,12 +138,12 @@ std::size_t Store::nearest_local(std::int64_t* keys, std::size_t count, std::int
   return count;
 }
 
-void Store::initialize_row(std::int64_t number) const {
+void Store::initialize_row(std::int64_t number, std::int64_t key) const {
   const ClassInfo& info = class_of(number);
   const Element element = header_->element;
   std::byte* row = this->row(number);
   std::memset(row, 0, info.stride_bytes);
-  const std::uint64_t stream = mix(mix(static_cast<std::uint64_t>(key_of(number))) + init_.seed);
+  const std::uint64_t stream = mix(mix(static_cast<std::uint64_t>(key)) + init_.seed);
   for (std::uint32_t i = 0; i < info.length && init_.kind != InitKind::kZeros; ++i) {
     double value = init_.a;
     const double u = unit(mix(stream + 2 * i)), v = unit(mix(stream + 2 * i + 1));

@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <thread>
 #include <unordered_set>
+#include <utility>
 
 namespace torchrelay::parameters {
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);  // between two looks at peers and interrupts
+constexpr auto kLook = std::chrono::milliseconds(500);  // between two looks at the leader, while busy
+constexpr int kIdBits = 40;                             // of a message's id; the others tell the incarnation
 constexpr auto kFlushPoll = std::chrono::microseconds(100);
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
@@ -23,10 +26,10 @@ std::string with_seconds(double seconds) {
 }  // namespace
 
 Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_ptr<Network> network,
-               const ChannelAddresses& addresses, std::chrono::milliseconds timeout, Interrupt interrupt)
+               const ChannelAddresses& addresses, const WorkerOptions& options, Interrupt interrupt)
     : store_(std::move(store)),
       user_(kMaxChannels + worker),
-      timeout_(timeout),
+      options_(options),
       interrupt_(std::move(interrupt)),
       network_(std::move(network)) {
   if (worker >= kMaxWorkers)
@@ -43,6 +46,7 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
                                        static_cast<std::uint32_t>(i % header.num_channels)),
                       addresses[i]);
   by_destination_.resize(addresses.size());
+  wire_ids_ = std::uint64_t{store_->users()[user_].incarnation.load()} << kIdBits;
 }
 
 Worker::~Worker() {
@@ -62,11 +66,17 @@ std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, 
                             std::size_t size_bytes, std::shared_ptr<void> holder) {
   check_size(op, keys, count, size_bytes);
   store_->check_peers();
+  look_at_leader();
+  if (pending_.size() >= options_.max_unfinished)
+    wait_until([this] { return pending_.size() < options_.max_unfinished; },
+               "one of the unfinished operations, of which there are as many as max_unfinished allows,");
   if (num_unfinished_writes_ > 0) settle_writes(op, keys, count);
   missed_.clear();
   store_->access(op, user_, keys, count, values, missed_);
   if (missed_.empty()) return -1;
-  return ask_owners(op, keys, count, values, std::move(holder));
+  const std::int64_t timestamp = ask_owners(op, keys, count, values, std::move(holder));
+  count_traffic();
+  return timestamp;
 }
 
 bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byte* values,
@@ -121,7 +131,24 @@ bool Worker::receive(std::chrono::microseconds timeout) {
   } catch (const Error&) {
     store_->count(user_, kProtocolErrors, 1);
   }
+  count_traffic();
   return true;
+}
+
+// Who only reads and writes what is here asks nobody, so would not notice that its node is no longer served.
+void Worker::look_at_leader() {
+  const auto now = std::chrono::steady_clock::now();
+  if (!courier_ || now < next_look_) return;
+  next_look_ = now + kLook;
+  store_->check_leader();
+}
+
+// Moves what the courier has counted into the node's counters.
+void Worker::count_traffic() {
+  store_->count(user_, kSentBytes, std::exchange(courier_->sent_bytes, 0));
+  store_->count(user_, kReceivedBytes, std::exchange(courier_->received_bytes, 0));
+  store_->count(user_, kSentMessages, std::exchange(courier_->sent_messages, 0));
+  store_->count(user_, kReceivedMessages, std::exchange(courier_->received_messages, 0));
 }
 
 void Worker::wait_until(const std::function<bool()>& done, const char* what) {
@@ -134,7 +161,7 @@ void Worker::wait_until(const std::function<bool()>& done, const char* what) {
     next_look = now + kSlice;
     store_->check_leader();
     if (interrupt_) interrupt_();
-    if (now - start > timeout_)
+    if (now - start > options_.timeout)
       throw Error(Code::kTimeout, "parameters: node " + std::to_string(store_->header().node) + ", worker " +
                                       std::to_string(user_ - kMaxChannels) + ": waiting for " + what +
                                       " did not end within " + with_seconds(seconds_since(start)) + " (" +
@@ -197,7 +224,7 @@ void Worker::flush(Flush ChannelBoard::* which, const char* what) {
     next_look = now + kSlice;
     store_->check_leader();
     if (interrupt_) interrupt_();
-    if (now - start > timeout_)
+    if (now - start > options_.timeout)
       throw Error(Code::kTimeout, "parameters: node " + std::to_string(header.node) + ": " + what +
                                       " did not end within " + with_seconds(seconds_since(start)));
   }

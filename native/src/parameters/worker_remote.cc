@@ -71,7 +71,7 @@ void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t
       for (const std::uint32_t p : positions) value_bytes += store_->value_bytes(pending.op, pending.keys[p]);
   }
   Writer writer(sizeof(RequestHead) + count * 8 + 2 * padded(count * 4) + value_bytes);
-  writer.put(RequestHead{static_cast<std::uint64_t>(id), courier_->number(),
+  writer.put(RequestHead{wire_ids_ + static_cast<std::uint64_t>(id), courier_->number(),
                          static_cast<std::uint32_t>(pending.op)});
   auto* keys = writer.array<std::int64_t>(count);
   auto* counters = reinterpret_cast<std::uint32_t*>(writer.skip(padded(count * 4)));
@@ -92,7 +92,7 @@ void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t
 void Worker::take_answer(const Header& header, const Message& message) {
   Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
   const auto head = reader.take<ReplyHead>();
-  const auto found = pending_.find(static_cast<std::int64_t>(head.id));
+  const auto found = pending_.find(static_cast<std::int64_t>(head.id - wire_ids_));
   if (found == pending_.end() || head.served > header.count)
     throw Error(Code::kProtocol, "parameters: a stray reply");
   Pending& pending = found->second;

@@ -26,10 +26,11 @@ class Metrics:
     replicas: float = 0  # keys of other nodes that this node holds a copy of now
     owned: float = 0  # keys this node owns now
     rounds: float = 0  # of the channels
-    refreshes: float = 0  # replicas brought up to date
+    refreshes: float = 0  # values sent to replicas on other nodes, because the key's value had changed
     evictions: float = 0
     protocol_errors: float = 0
     round_seconds: float = 0  # time in rounds, all channels together
+    refresh_age_seconds: float = 0  # over all refreshes: how long before it the owner last looked for changes
 
     @classmethod
     def from_statistics(cls, statistics: Mapping[str, float]) -> Metrics:
@@ -54,8 +55,11 @@ class Metrics:
 
     @property
     def staleness_s(self) -> float:
-        """The mean age that a replica's value reaches before its next refresh: one round, in seconds."""
-        return self.round_seconds / self.rounds if self.rounds else 0.0
+        """For how long, on average, a change of this node's keys had waited at most when it was sent to replicas.
+
+        In seconds; the way to the replica comes on top. 0 if nothing was sent.
+        """
+        return self.refresh_age_seconds / self.refreshes if self.refreshes else 0.0
 
     def __str__(self) -> str:
         """One line for a progress bar."""

@@ -105,7 +105,7 @@ class Server:
 
     def _start(self) -> list[str]:
         """Starts this node's threads, once all nodes' endpoints exist; the endpoints of all nodes."""
-        topology, settings = self.topology, self.topology.settings
+        topology, settings, transport = self.topology, self.topology.settings, self.topology.transport
         addresses: list[str] = []
         if topology.member == 0 and self.network is not None:
             self._service = _native.NodeService(
@@ -115,8 +115,8 @@ class Server:
                 settings.max_rounds_per_s,
                 settings.sync_threshold,
                 settings.hysteresis_rounds,
-                settings.heartbeat_interval_s,
-                settings.heartbeat_timeout_s,
+                transport.heartbeat_s,
+                transport.silence_s,
             )
             addresses = self._service.addresses
         if topology.num_nodes > 1:
@@ -217,14 +217,23 @@ class Server:
         self.sampling = Sampling(scheme, with_replacement, distribution, min, high, weights, seed)
 
     def statistics(self) -> dict[str, float]:
-        """Counters of this node since its start, all its processes together; keys, messages and bytes."""
-        return {name: float(value) for name, value in self._store.counters().items()}
+        """Counters of this node since its start, all its processes together; keys, messages, bytes and seconds.
+
+        Messages and bytes are those from and to other nodes, of the node's threads and of its workers.
+        """
+        counters = self._store.counters()
+        seconds = {name: counters.pop(f"{name}_ns") / 1e9 for name in ("round", "refresh_age")}
+        statistics = {name: float(value) for name, value in counters.items()}
+        return statistics | {f"{name}_seconds": value for name, value in seconds.items()}
+
+    @property
+    def _participants(self) -> int:
+        return self.topology.num_nodes * self.topology.members
 
     def barrier(self) -> None:
         """Waits for all processes of all nodes."""
-        participants = self.topology.num_nodes * self.topology.members
         self.topology.barrier(
-            f"{self._table}/servers", self._barriers, participants, self._store.check_leader
+            f"{self._table}/servers", self._barriers, self._participants, self._store.check_leader
         )
         self._barriers += 1
 
@@ -235,6 +244,7 @@ class Server:
         self._down = True
         try:
             self.barrier()
+            self.topology.part(f"{self._table}/servers", self._participants)
         except PeerLostError:
             pass  # nobody is served any more; whoever asks will hear of it
         except UnavailableError:

@@ -7,6 +7,7 @@ threads that serve other nodes. Processes meet in a torch store. :func:`start` d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -34,6 +35,7 @@ __all__ = ["Place", "Topology", "start"]
 
 TECHNIQUES = ("all", "replication_only", "relocation_only")
 _POLL_FIRST_S, _POLL_LAST_S = 0.0005, 0.01
+_LONGEST_PARTING_S = 5.0
 _PORT_OF_NOWHERE = 9  # discard: connecting a datagram socket to it sends nothing, but shows the interface
 
 
@@ -58,6 +60,7 @@ class Topology:
     store: Store | None = None
     network: Callable[[], _native.Network] | None = None
     settings: config.Parameters = field(default_factory=lambda: config.load(config.Parameters))
+    transport: config.TransportSettings = field(default_factory=lambda: config.load(config.TransportSettings))
     _network: _native.Network | None = None
     _tables: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -171,6 +174,17 @@ class Topology:
                 f"{time.monotonic() - started:.1f} s in barrier {name}; has its process ended? ({error})"
             ) from error
 
+    def part(self, name: str, participants: int) -> None:
+        """After the last barrier: the first process, which may serve the store, leaves when all others have."""
+        if participants == 1 or self.store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone: so is whoever would have waited
+            gone = self.store.add(f"{name}/left", 1)
+            deadline_s = time.monotonic() + _LONGEST_PARTING_S
+            while self.node == self.member == 0 and gone < participants and time.monotonic() < deadline_s:
+                time.sleep(_POLL_LAST_S)
+                gone = self.store.add(f"{name}/left", 0)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -181,13 +195,20 @@ class Place:
     world: World
 
 
-def _zmq_network(store: Store, node: int, member: int, interface: str) -> Callable[[], _native.Network]:
+def _zmq_network(
+    store: Store, node: int, member: int, interface: str, settings: config.TransportSettings
+) -> Callable[[], _native.Network]:
     def make() -> _native.Network:
         first = 0 if node == member == 0 else 1
-        token = transport.session_token(store, first, "parameters")
-        return transport.native_network(token=token, interface=interface)
+        token = transport.session_token(store, first, "parameters", settings.connect_timeout_s)
+        return transport.native_network(settings, token=token, interface=interface)
 
     return make
+
+
+def _network_identity() -> str:
+    """Equal for processes that have the same network interfaces; containers of one host may have their own."""
+    return f"{host_identity()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def interface_towards(host: str) -> str:
@@ -218,7 +239,11 @@ def of_world(
     settings = settings or config.load(config.Parameters)
     solo = Topology(num_nodes=world.size, node=world.rank, store=store, settings=settings)
     prefix = "torchrelay/parameters/host"
-    mine = {"host": host_identity(), "group": None if node_of_rank is None else node_of_rank(world.rank)}
+    mine = {
+        "host": host_identity(),
+        "network": _network_identity(),
+        "group": None if node_of_rank is None else node_of_rank(world.rank),
+    }
     solo.publish(f"{prefix}/{world.rank}", mine)
     ranks = range(world.size)
     places = solo.collect([f"{prefix}/{rank}" for rank in ranks], ranks, "the host names")
@@ -231,8 +256,8 @@ def of_world(
         if len({places[rank]["host"] for rank in group}) != 1:
             raise ArgumentError(f"ranks {group} form a node but do not share a host")
     node = names.index(groups[world.rank])
-    one_host = len({place["host"] for place in places}) == 1
-    interface = "127.0.0.1" if one_host else interface_towards(world.master_addr)
+    one_network = len({place["network"] for place in places}) == 1
+    interface = "127.0.0.1" if one_network else interface_towards(world.master_addr)
     member = members[node].index(world.rank)
     return Topology(
         node,
@@ -242,8 +267,9 @@ def of_world(
         workers_per_node=len(members[node]) * workers_per_process,
         techniques=techniques,
         store=store,
-        network=_zmq_network(store, node, member, interface),
+        network=_zmq_network(store, node, member, interface, solo.transport),
         settings=settings,
+        transport=solo.transport,
     )
 
 
@@ -273,6 +299,7 @@ def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -
         is_master=False,
         timeout=timedelta(seconds=settings.timeout_s),
     )
+    messages = config.load(config.TransportSettings)
     node = store.add("torchrelay/parameters/arrived", 1) - 1
     if node >= num_nodes:
         raise ConfigError(f"DMLC_NUM_SERVER={num_nodes}, but this is server number {node + 1}")
@@ -283,8 +310,11 @@ def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -
         workers_per_node=num_threads,
         techniques=techniques,
         store=store,
-        network=_zmq_network(store, node, 0, "127.0.0.1" if loopback else interface_towards(address)),
+        network=_zmq_network(
+            store, node, 0, "127.0.0.1" if loopback else interface_towards(address), messages
+        ),
         settings=settings,
+        transport=messages,
     )
 
 
@@ -329,6 +359,9 @@ def start(
     world = world or World.from_environment()
     settings = config.load(config.Parameters)
     shared = dist.PrefixStore(name, store or world.connect(settings.timeout_s))  # type: ignore[attr-defined]
+    # A table may be made, closed and made again; the second must not meet in what the first has left.
+    use = shared.add(f"made/{world.rank}", 1)
+    shared = dist.PrefixStore(str(use), shared)  # type: ignore[attr-defined]
     topology = of_world(world, shared, node_of_rank=node_of_rank, techniques=techniques, settings=settings)
     server = Server(num_keys, length=length, dtype=dtype, rule=rule, init=init, topology=topology)
     return Place(server, Worker(topology.member, server), world)

@@ -47,7 +47,12 @@ class Worker:
         self._sums = server.rule.kind != "add"
         settings = server.topology.settings
         self._native = _native.ParameterWorker(
-            server.store, worker_id, server.network, server.addresses, settings.timeout_s
+            server.store,
+            worker_id,
+            server.network,
+            server.addresses,
+            settings.timeout_s,
+            settings.max_unfinished,
         )
         self._barriers = 0
         self._samples: dict[int, Samples] = {}
@@ -200,6 +205,17 @@ class Worker:
         target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
         self._sampling().draw(self._sample(sample_id), count, self.server.store, target)
         return self._access(_PULL, keys, values, not wait)
+
+    def draw_sample(self, keys: Any, start: int, end: int = 0) -> None:
+        """Fills ``keys`` with a sample of its own, announced for [``start``, ``end``) if the scheme announces.
+
+        Raises as :meth:`prepare_sample` and :meth:`pull_sample`.
+        """
+        _, count = address_of_keys(keys)
+        sample = self.prepare_sample(count, start, end)
+        target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
+        self._sampling().draw(self._sample(sample), count, self.server.store, target)
+        self.finish_sample(sample)
 
     def finish_sample(self, sample_id: int) -> None:
         """The rest of the samples of ``sample_id`` is not needed."""

@@ -59,6 +59,11 @@ class Channel {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // The announcements of one worker; a larger incarnation is another process under the same number.
+  struct Announcer {
+    std::uint32_t incarnation = 0;
+    WorkerIntents intents;
+  };
   // What this channel knows of an entry beside what the slab holds.
   struct Control {
     std::uint32_t intents = 0;      // live, of this node's workers
@@ -110,14 +115,18 @@ class Channel {
   // channel.cc: the loop
   void loop();
   void handle(const Header& header, const Message& message);
+  void take_intent(const Header& header, const Message& message);
   void handle_bundle(const Header& header, const Message& message);
   void handle_record(const Record& record, const std::byte* payload, const Message& message);
   void handle_routed(const Record& record, const std::byte* payload, const Message& message);
   void take_location(const Record& record);
   void round();
   void round_intents();
+  void step_intents(WorkerIntents& intents, std::int64_t clock);
   void beat();
   void goodbye();
+  void take_goodbye(std::uint32_t sender, std::uint32_t lost);
+  void lose(std::uint32_t node_and_how);
   void handle_flush(const Header& header, const Message& message);
   void serve_flush_updates();
   void serve_flush_refreshes();
@@ -187,11 +196,13 @@ class Channel {
   std::unordered_map<std::int64_t, std::vector<std::byte>> in_flight_;  // the update under way, by entry
   std::unordered_map<std::int64_t, std::vector<Parked>> parked_;        // by key
   std::unordered_map<std::int64_t, std::vector<Asked>> overwrites_;     // to be answered, by entry
-  std::unordered_map<std::uint32_t, WorkerIntents> intents_;            // by user
+  std::unordered_map<std::uint32_t, Announcer> announcers_;             // by user
   std::vector<Outbox> outboxes_;                                        // by node
-  std::vector<Clock::time_point> last_heard_;                           // by node
+  std::vector<Clock::time_point> last_heard_;                           // of a node's channels, by node
   std::vector<bool> gone_;                                              // by node: said goodbye
   Clock::time_point next_round_, last_round_, next_beat_, next_look_;
+  Clock::time_point last_refresh_all_;
+  Clock::duration in_rounds_{}, refresh_age_{};  // sums
   Clock::duration round_interval_{};
   bool waiting_intents_ = false;
   std::uint64_t reported_errors_ = 0;  // of the courier

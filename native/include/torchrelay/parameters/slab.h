@@ -25,6 +25,7 @@ constexpr std::uint32_t kMaxWorkers = 256;
 constexpr std::uint32_t kMaxUsers = kMaxChannels + kMaxWorkers;  // channels first, then workers
 constexpr std::uint32_t kMaxNodes = 1024;
 constexpr std::uint32_t kNoSlot = 0xffffffffu;
+constexpr std::uint32_t kLeft = 0x80000000u;   // in SlabHeader::lost_node
 constexpr std::int64_t kFinished = INT64_MAX;  // the clock of a worker that will not come back
 
 enum class State : std::uint8_t {
@@ -85,6 +86,9 @@ struct ChannelBoard {
   Flush refreshes;  // all replicas of this node's keys have what the owner has
   std::atomic<std::uint64_t> rounds;
   std::atomic<std::uint64_t> replicas;
+  std::atomic<std::uint64_t> round_ns;  // in rounds
+  std::atomic<std::uint64_t>
+      refresh_age_ns;  // summed over refreshes: how long before it the owner last looked
 };
 
 enum Counter : std::uint32_t {
@@ -127,7 +131,7 @@ struct SlabHeader : Geometry {
   std::atomic<std::uint32_t> index_lock;  // dynamic tables: making and removing keys
   std::uint64_t eviction_hand;            // under index_lock, as is the next
   std::uint64_t live_entries;
-  std::atomic<std::uint32_t> lost_node;  // number + 1 of the first node found dead
+  std::atomic<std::uint32_t> lost_node;  // number + 1 of the first node found dead; kLeft if it said goodbye
   std::atomic<std::uint32_t> stopping;
   std::atomic<std::uint32_t> failed;  // 1: `failure` is being written, 2: it says what made a channel stop
   char failure[512];

@@ -96,7 +96,7 @@ class Store {
   // Under the entry's lock. A taken slot's row holds anything; its accumulator holds zeros.
   void take_slot(std::uint32_t user, std::int64_t number) const;
   void free_slot(std::uint32_t user, std::int64_t number) const;
-  void initialize_row(std::int64_t number) const;
+  void initialize_row(std::int64_t number, std::int64_t key) const;
   // One push onto the row, by the rule; under the lock.
   void apply(std::byte* row, const std::byte* pushed, std::uint32_t length) const;
   void count(std::uint32_t user, Counter counter, std::uint64_t amount) const {
@@ -126,6 +126,7 @@ class Store {
   }
   std::int64_t make(std::uint32_t user, std::int64_t key) const;
   bool evict_one(std::uint32_t user) const;  // under the index lock
+  void remove(std::uint32_t user, std::uint64_t place) const;
   bool take_free_slot(std::uint32_t user, std::int64_t number) const;
   [[noreturn]] void throw_full() const;
   // False if the entry has become another key's meanwhile.

@@ -22,13 +22,18 @@ namespace torchrelay::parameters {
 // Addresses of all channels: addresses[node * num_channels + channel].
 using ChannelAddresses = std::vector<std::string>;
 
+struct WorkerOptions {
+  std::chrono::milliseconds timeout{300000};
+  std::size_t max_unfinished = 1024;  // operations; a further one first waits for another to end
+};
+
 class Worker {
  public:
   using Interrupt = std::function<void()>;  // called now and then while waiting; may throw
 
   // `network` may be null where there is one node. Throws kArgument if the number is taken.
   Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_ptr<Network> network,
-         const ChannelAddresses& addresses, std::chrono::milliseconds timeout, Interrupt interrupt);
+         const ChannelAddresses& addresses, const WorkerOptions& options, Interrupt interrupt);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -82,15 +87,19 @@ class Worker {
   void settle_writes(Op op, const std::int64_t* keys, std::size_t count);
   std::size_t filter_place(std::int64_t key) const;
   void flush(Flush ChannelBoard::* which, const char* what);
+  void look_at_leader();
+  void count_traffic();
 
   std::shared_ptr<Store> store_;
   std::uint32_t user_;
-  std::chrono::milliseconds timeout_;
+  WorkerOptions options_;
   Interrupt interrupt_;
   std::shared_ptr<Network> network_;  // outlives the courier's endpoint
   std::unique_ptr<Courier> courier_;  // null: one node
   std::unordered_map<std::int64_t, Pending> pending_;
   std::int64_t next_id_ = 0;
+  std::uint64_t wire_ids_ = 0;  // added to ids in messages: answers to a dead predecessor are not ours
+  std::chrono::steady_clock::time_point next_look_{};
   std::vector<Missed> missed_;
   std::vector<std::vector<std::uint32_t>> by_destination_;  // positions in a Pending
   std::array<std::uint32_t, 4096> unfinished_writes_{};     // by hash of the key

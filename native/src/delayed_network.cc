@@ -1,0 +1,72 @@
+#include "torchrelay/delayed_network.h"
+
+#include <algorithm>
+#include <queue>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace torchrelay {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+struct Delivery {
+  Clock::time_point due;
+  Message message;
+
+  bool operator>(const Delivery& other) const { return due > other.due; }
+};
+
+class DelayedEndpoint final : public Endpoint {
+ public:
+  DelayedEndpoint(std::unique_ptr<Endpoint> endpoint, const Weather& weather, std::uint64_t seed)
+      : endpoint_(std::move(endpoint)), weather_(weather), random_(seed) {}
+
+  std::string address() const override { return endpoint_->address(); }
+  void connect(std::uint32_t peer, const std::string& address) override { endpoint_->connect(peer, address); }
+  void disconnect(std::uint32_t peer) override { endpoint_->disconnect(peer); }
+  void send(std::uint32_t peer, Message message) override { endpoint_->send(peer, std::move(message)); }
+
+  bool receive(Message& message, microseconds timeout) override {
+    const auto deadline = Clock::now() + timeout;
+    for (;;) {
+      Message arrived;
+      while (endpoint_->receive(arrived, microseconds(0))) hold(std::move(arrived));
+      const auto now = Clock::now();
+      if (!held_.empty() && held_.top().due <= now) {
+        message = held_.top().message;
+        held_.pop();
+        return true;
+      }
+      if (now >= deadline) return false;
+      const auto until = held_.empty() ? deadline : std::min(deadline, held_.top().due);
+      if (endpoint_->receive(arrived, std::chrono::ceil<microseconds>(until - now))) hold(std::move(arrived));
+    }
+  }
+
+ private:
+  void hold(Message message) {
+    const int copies = std::bernoulli_distribution(weather_.duplicate_probability)(random_) ? 2 : 1;
+    std::uniform_int_distribution<std::int64_t> delay(0, weather_.max_delay.count());
+    for (int copy = 0; copy < copies; ++copy)
+      held_.push({Clock::now() + microseconds(delay(random_)), message});
+  }
+
+  std::unique_ptr<Endpoint> endpoint_;
+  Weather weather_;
+  std::mt19937_64 random_;
+  std::priority_queue<Delivery, std::vector<Delivery>, std::greater<>> held_;
+};
+
+}  // namespace
+
+DelayedNetwork::DelayedNetwork(std::shared_ptr<Network> network, const Weather& weather)
+    : network_(std::move(network)), weather_(weather) {}
+
+std::unique_ptr<Endpoint> DelayedNetwork::open(const std::string& label) {
+  return std::make_unique<DelayedEndpoint>(network_->open(label), weather_, weather_.seed + opened_++);
+}
+
+}  // namespace torchrelay

@@ -1,0 +1,107 @@
+"""Hosts for tests: network namespaces on a switch, each with one link.
+
+Nothing has a name that could stay behind: a namespace is held open by a child process that ends with this one,
+and with the last process in a namespace the kernel takes away its links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Hosts", "enter", "missing", "switched"]
+
+_CLONE_NEWNET = 0x40000000
+_SUBNET = "10.77.0"
+
+
+def missing() -> str:
+    """Why namespaces cannot be made here; empty if they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    tools = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
+    if tools:
+        return f"network namespaces need {' and '.join(tools)} (iproute2 and util-linux)"
+    probe = subprocess.run(
+        ["unshare", "--net", "ip", "link", "add", "probe", "type", "veth"], check=False, capture_output=True
+    )
+    return f"no veth pairs in a new namespace: {probe.stderr.decode().strip()}" if probe.returncode else ""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """``pids[i]`` holds host ``i``; its address is ``addresses[i]``. ``switch`` holds the other ends of the links."""
+
+    pids: list[int]
+    switch: int
+    delayed: bool  # the kernel delays the links
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"{_SUBNET}.{host + 1}" for host in range(len(self.pids))]
+
+    def unplug(self, host: int) -> None:
+        """From now on no packet of ``host`` arrives anywhere."""
+        _inside(self.switch, ["ip", "link", "set", f"port{host}", "down"])
+
+
+def enter(pid: int) -> None:
+    """Moves this process, all its future threads and children into the network namespace of ``pid``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{pid}/ns/net") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns of process {pid}")
+
+
+def _inside(pid: int, command: list[str], text: str = "") -> None:
+    subprocess.run(
+        ["nsenter", f"--net=/proc/{pid}/ns/net", *command],
+        check=True,
+        input=text.encode(),
+        capture_output=True,
+    )
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    """A process in a new network namespace; it ends when its input does, so at the latest with this process."""
+    with subprocess.Popen(
+        ["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        holder.stdout.readline()  # it is inside
+        try:
+            yield holder.pid
+        finally:
+            holder.stdin.close()
+
+
+@contextlib.contextmanager
+def switched(hosts: int, delay_ms: float = 0) -> Iterator[Hosts]:
+    """``hosts`` hosts on one switch, links delayed by ``delay_ms`` where the kernel can (netem)."""
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(_namespace()) for _ in range(hosts)]
+        switch = stack.enter_context(_namespace())
+        lines = ["link add switch type bridge", "link set switch up"]
+        for host, pid in enumerate(pids):
+            lines += [
+                f"link add port{host} type veth peer name eth0 netns {pid}",
+                f"link set port{host} master switch up",
+            ]
+        _inside(switch, ["ip", "-batch", "-"], "\n".join(lines))
+        for host, pid in enumerate(pids):
+            lines = ["link set lo up", f"addr add {_SUBNET}.{host + 1}/24 dev eth0", "link set eth0 up"]
+            _inside(pid, ["ip", "-batch", "-"], "\n".join(lines))
+        delayed = delay_ms > 0
+        for host in range(hosts if delayed else 0):
+            command = ["tc", "qdisc", "add", "dev", f"port{host}", "root", "netem", "delay", f"{delay_ms}ms"]
+            try:
+                _inside(switch, command)
+            except subprocess.CalledProcessError:  # the kernel was built without netem
+                delayed = False
+        yield Hosts(pids, switch, delayed)
