@@ -1,8 +1,8 @@
-"""The parameter manager beside torch's own ways: accesses per second, and WN18RR trained four ways on two nodes.
+"""The parameter manager beside torch's own ways: accesses per second.
 
-    python benchmarks/bench_parameters.py [--smoke] [--data DIR]
+    python benchmarks/bench_parameters.py [--smoke]
 
-Writes ``results/parameters.md``. Two processes of this machine are the two nodes. Rivals take turns within one
+Writes ``results/parameters.md``. Training on two nodes: ``bench_parameters_wn18rr.py``. Two processes of this machine are the two nodes. Rivals take turns within one
 run; each figure is the median of the rounds, with the smallest and the largest.
 """
 
@@ -11,15 +11,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import re
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -198,40 +194,6 @@ def on_nodes(nodes: int, workers: int, rounds: int, repeats: int) -> Result:
     return results[0]
 
 
-WAYS = {
-    "intents, all techniques": [],
-    "without intents": ["--no-intents"],
-    "relocation only": ["--techniques", "relocation_only"],
-    "replication only": ["--techniques", "replication_only"],
-}
-
-
-def train(data: str, arguments: list[str], epochs: int, dim: int) -> list[str]:
-    """The last epoch's seconds, locality and megabytes of node 0, training ComplEx on two nodes."""
-    example = Path(__file__).parents[1] / "examples" / "parameters_kge.py"
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(example),
-        ),
-        *("--node-per-process", "--epochs", str(epochs), "--dim", str(dim), "--questions", "200", *arguments),
-        *(("--data", data, "--allow-unseen") if data else ()),
-    ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=environ, timeout=900
-    ).stdout
-    found = re.findall(r"loss [\d.]+, ([\d.]+) s, ([\d.]+)% local, ([\d.]+) MB out", output)
-    seconds = statistics.median(float(line[0]) for line in found)
-    sent_mb = sum(float(line[2]) for line in found)
-    return [f"{seconds:.1f}", f"{found[-1][1]} %", f"{sent_mb:.0f}"]
-
-
 def rate(times: list[float], batch: int = BATCH) -> str:
     """Million keys a second: the median, and the range."""
     values = sorted(batch / seconds / 1e6 for seconds in times)
@@ -250,7 +212,6 @@ def ratio(ours: list[float], rival: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--smoke", action="store_true", help="one tiny round of everything")
-    parser.add_argument("--data", default="", help="folder with WN18RR; default: the code graph")
     options = parser.parse_args()
     rounds, repeats = (1, 2) if options.smoke else (7, 30)
     torch.set_num_threads(1)
@@ -297,9 +258,6 @@ def main() -> None:
     single = [
         ["remote pull of one key", microseconds(ours), "torch RPC", microseconds(rival), ratio(ours, rival)]
     ]
-    epochs, dim = (1, 4) if options.smoke else (2, 100)
-    ways = list(WAYS)[:1] if options.smoke else list(WAYS)
-    trained = [[way, *train(options.data, WAYS[way], epochs, dim)] for way in ways]
     if options.smoke:
         print("ok")
         return
@@ -312,10 +270,6 @@ def main() -> None:
         markdown(header, rows),
         "Microseconds.",
         markdown(header, single),
-        f"ComplEx of {dim} complex numbers on {'WN18RR' if options.data else 'the code graph'}, two nodes of one "
-        f"worker, {epochs} epochs (`examples/parameters_kge.py`): seconds an epoch; keys pulled from the own memory in "
-        "the last epoch; MB that node 0 sent in all.",
-        markdown(["way", "s/epoch", "local pulls", "MB sent"], trained),
     )
 
 

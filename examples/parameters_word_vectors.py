@@ -29,6 +29,8 @@ from torchrelay.parameters import Embedding, IntentLoader, KeyInit, Table, optim
 
 WINDOW, NEGATIVES, BATCH_SIZE, RAREST = 5, 5, 1024, 5
 SUBSAMPLE = 1e-3
+# Every 20th text is kept for the test: which of ten words stood near another?
+HELD_OUT, QUESTIONS, CHOICES = 20, 5000, 10
 SHOWN = ("file", "string", "list", "thread", "raise", "date")
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
 
@@ -64,6 +66,16 @@ class Corpus:
         self.counts = torch.tensor([counts[word] for word in self.words]).double()
 
 
+def neighbours(tokens: Tensor, text: Tensor) -> Tensor:
+    """Words of one text at most ``WINDOW`` apart, both ways round: ``(2, n)``."""
+    pairs = []
+    for distance in range(1, WINDOW + 1):
+        same = (text[:-distance] == text[distance:]).nonzero().squeeze(1)
+        pairs.append(torch.stack([tokens[same], tokens[same + distance]]))
+    both = torch.cat(pairs, dim=1)
+    return torch.cat([both, both.flip(0)], dim=1)
+
+
 class Pairs:
     """This worker's share of an epoch: centres and contexts ``(b,)`` each, and negatives ``(b * NEGATIVES,)``."""
 
@@ -77,13 +89,8 @@ class Pairs:
         generator = torch.Generator().manual_seed(1000 * self.epoch + self.table.worker_index)
         self.epoch += 1
         kept = torch.rand(len(self.corpus.tokens), generator=generator) < self.keep[self.corpus.tokens]
-        tokens, text = self.corpus.tokens[kept], self.corpus.text[kept]
-        pairs = []
-        for distance in range(1, WINDOW + 1):
-            same = (text[:-distance] == text[distance:]).nonzero().squeeze(1)
-            pairs.append(torch.stack([tokens[same], tokens[same + distance]]))
-        both = torch.cat(pairs, dim=1)
-        both = torch.cat([both, both.flip(0)], dim=1)
+        kept &= self.corpus.text % HELD_OUT != 0
+        both = neighbours(self.corpus.tokens[kept], self.corpus.text[kept])
         # Neighbouring workers take neighbouring stretches of the text, so each mostly has words of its own.
         low, high = (both.shape[1] * (self.table.worker_index + i) // self.table.workers for i in (0, 1))
         mine = both[:, torch.randperm(high - low, generator=generator) + low]
@@ -98,6 +105,24 @@ def loss_of(rows: Tensor, size: int) -> Tensor:
     right = (centres * contexts).sum(1)
     others = torch.einsum("bd,bnd->bn", centres, wrong.view(size, NEGATIVES, -1))
     return -(functional.logsigmoid(right).sum() + functional.logsigmoid(-others).sum())
+
+
+@torch.no_grad()
+def evaluate(corpus: Corpus, table: Table) -> tuple[float, float]:
+    """How often the model, and how often the most frequent word, is right about which of ten words stood nearby.
+
+    The nine others are drawn as often as they occur, so that frequency alone tells nothing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    held = corpus.text % HELD_OUT == 0
+    pairs = neighbours(corpus.tokens[held], corpus.text[held])
+    centres, right = pairs[:, torch.randperm(pairs.shape[1], generator=generator)[:QUESTIONS]]
+    others = torch.multinomial(corpus.counts, len(right) * (CHOICES - 1), True, generator=generator)
+    choices = torch.cat([right.unsqueeze(1), others.view(len(right), -1)], dim=1)
+    scores = torch.einsum("bd,bnd->bn", table.pull(centres), table.pull(len(corpus.words) + choices))
+    # An equal score is no right answer.
+    accuracies = [(s[:, 0] > s[:, 1:].amax(1)).float().mean() for s in (scores, corpus.counts[choices])]
+    return float(accuracies[0]), float(accuracies[1])
 
 
 def main() -> None:
@@ -142,6 +167,11 @@ def main() -> None:
                 )
         table.sync()
         if table.worker_index == 0:
+            accuracy, baseline = evaluate(corpus, table)
+            print(
+                f"test: of {CHOICES} words, picks the one that stood nearby in {accuracy:.1%} of texts not trained on; "
+                f"the most frequent is it in {baseline:.1%}"
+            )
             vectors = functional.normalize(table.pull(torch.arange(words)))
             for word in SHOWN:
                 nearest = (vectors @ vectors[corpus.words.index(word)]).topk(7).indices[1:]

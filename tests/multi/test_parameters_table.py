@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from torchrelay.parameters import Embedding, IntentLoader, Table, optim
+from torchrelay.errors import ArgumentError, PeerLostError
+from torchrelay.parameters import Embedding, IntentLoader, Table, intents, optim
 from torchrelay.world import World
 
 KEYS, DIM = 300, 4
@@ -63,6 +65,25 @@ def test_a_loader_brings_keys_home(world: World, techniques: str) -> None:
         table.sync()
 
 
+@pytest.mark.processes(2)
+def test_the_first_step_has_its_keys_too_and_a_local_sample_is_here(world: World) -> None:
+    intents.FIRST_WAIT_S = 60.0  # the process is the test's own
+    with Table.create(KEYS, DIM, node_of_rank=lambda rank: rank) as table:
+        mine = torch.arange(world.rank * 150, world.rank * 150 + 150)
+        assert not table.is_local(mine)
+        for keys in IntentLoader([mine] * 3, lambda batch: batch, table=table):
+            assert table.is_local(keys)
+            table.pull(keys)
+        assert table.metrics().remote_pulls == 0
+        table.sync()
+        with pytest.raises(ArgumentError, match="sampling was not enabled"):
+            table.sample(3)
+        table.enable_sampling("local", seed=world.rank)
+        drawn = table.sample(1000)
+        assert set(drawn.tolist()) <= set(mine.tolist()) and len(drawn.unique()) > 100
+        table.sync()
+
+
 def _save(world: World, path: str) -> None:
     dist.init_process_group("gloo")
     with Table.create(KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank) as table:
@@ -111,3 +132,31 @@ def _save_without_group(world: World, path: str) -> str:
 def test_checkpoints_of_several_workers_need_a_group(run_processes, tmp_path: Path) -> None:
     for result in run_processes(_save_without_group, 2, path=str(tmp_path / "checkpoint")):
         assert result.value.startswith("UnavailableError: the table has 2 workers"), result
+
+
+@pytest.mark.processes(2)
+def test_a_table_closed_and_made_again_starts_anew(world: World) -> None:
+    for round_ in range(3):
+        with Table.create(2, DIM, name="again", node_of_rank=lambda rank: rank) as table:
+            table.push(torch.tensor([1]), torch.full((1, DIM), float(round_ + 1)))
+            table.sync()
+            assert torch.equal(table.pull(torch.tensor([1])), torch.full((1, DIM), 2.0 * (round_ + 1)))
+            table.sync()
+
+
+def _fail_on_rank_1(world: World) -> float:
+    started_s = time.monotonic()
+    try:
+        with Table.create(2, DIM, node_of_rank=lambda rank: rank) as table:
+            if world.rank == 1:
+                raise KeyError("a mistake in the caller's loop")
+            table.sync()
+    except (KeyError, PeerLostError):
+        return time.monotonic() - started_s
+    return -1.0
+
+
+def test_an_error_leaves_the_table_without_waiting(run_processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_TRANSPORT_SILENCE_S", "3")
+    results = run_processes(_fail_on_rank_1, 2)
+    assert all(result.ok and 0 <= result.value < 60 for result in results), results

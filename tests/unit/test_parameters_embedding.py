@@ -277,4 +277,4 @@ def test_metrics_are_a_line(create: Callable[..., Table]) -> None:
     table.pull(torch.arange(10))
     after = table.metrics() - before
     assert after.local_pulls == 10 and after.locality == 1 and after.sent_bytes == 0
-    assert "100.00% local" in str(after)
+    assert "100.000% local" in str(after)

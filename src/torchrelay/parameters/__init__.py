@@ -3,6 +3,10 @@
 Workers announce the keys they will access (*intent*); the manager relocates a key to the only node that wants
 it, or replicates it where several do, just in time. It follows "Good Intentions: Adaptive Parameter Management
 via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD 2022) and Lapse (VLDB 2020).
+
+For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`, :mod:`.optim`, :class:`IntentLoader`,
+:class:`Metrics`, :class:`KeyInit`. Below them: :class:`Server` and :class:`Worker`, made by :func:`start` under a
+launcher or over a :class:`Topology`, and :class:`UpdateRule`.
 """
 
 from torchrelay.parameters import optim
@@ -12,7 +16,7 @@ from torchrelay.parameters.intents import IntentLoader
 from torchrelay.parameters.metrics import Metrics
 from torchrelay.parameters.server import Server
 from torchrelay.parameters.table import Table
-from torchrelay.parameters.topology import Topology
+from torchrelay.parameters.topology import Place, Topology, start
 from torchrelay.parameters.worker import Worker
 
 __all__ = [
@@ -21,10 +25,12 @@ __all__ = [
     "IntentLoader",
     "KeyInit",
     "Metrics",
+    "Place",
     "Server",
     "Table",
     "Topology",
     "UpdateRule",
     "Worker",
     "optim",
+    "start",
 ]

@@ -7,6 +7,7 @@ DDP has anything to do for them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,43 +42,55 @@ class _PulledRows(torch.autograd.Function):
         return None, None, None, None
 
 
+@dataclass(frozen=True)
+class _Lookup:
+    """How rows are looked up, in torch's words."""
+
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the rows are: in ``table``, or in a new one."""
+
+    table: Table | None
+    optimizer: UpdateRule | None
+    init: KeyInit | None
+    dtype: torch.dtype
+    name: str
+
+    def open(self, num_embeddings: int, embedding_dim: int) -> Table:
+        return self.table or Table.create(
+            num_embeddings,
+            embedding_dim,
+            dtype=self.dtype,
+            optimizer=self.optimizer or adagrad(),
+            init=self.init or KeyInit("normal", 0.0, 1.0),
+            name=self.name,
+        )
+
+
 class _TableModule(nn.Module):
     """What :class:`Embedding` and :class:`EmbeddingBag` share: the table, and rows for a batch."""
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        padding_idx: int | None,
-        table: Table | None,
-        optimizer: UpdateRule | None,
-        init: KeyInit | None,
-        dtype: torch.dtype,
-        name: str,
-    ) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, lookup: _Lookup, source: _Source) -> None:
         super().__init__()
+        padding_idx = lookup.padding_idx
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ArgumentError(f"padding_idx = {padding_idx}: there are {num_embeddings} rows")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
+        self.max_norm = lookup.max_norm
+        self.norm_type = lookup.norm_type
+        self.scale_grad_by_freq = lookup.scale_grad_by_freq
         self.trainable = True
-        self.owns_table = table is None
-        self.table = table or Table.create(
-            num_embeddings,
-            embedding_dim,
-            dtype=dtype,
-            optimizer=optimizer or adagrad(),
-            init=init or KeyInit("normal", 0.0, 1.0),
-            name=name,
-        )
-        if table is None and self.padding_idx is not None:
+        self.owns_table = source.table is None
+        self.table = source.open(num_embeddings, embedding_dim)
+        if self.owns_table and self.padding_idx is not None:
             self._zero_row(self.padding_idx)
         if (self.table.num_keys, self.table.dim) != (num_embeddings, embedding_dim):
             raise ArgumentError(
@@ -189,19 +202,9 @@ class Embedding(_TableModule):
         dtype: torch.dtype = torch.float32,
         name: str = "embedding",
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            padding_idx,
-            table,
-            optimizer,
-            init,
-            dtype,
-            name,
-        )
+        lookup = _Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        source = _Source(table, optimizer, init, dtype, name)
+        super().__init__(num_embeddings, embedding_dim, lookup, source)
 
     def forward(self, keys: Tensor) -> Tensor:
         """``(*keys.shape, embedding_dim)`` in the table's dtype, on the device of ``keys`` (integers)."""
@@ -238,19 +241,9 @@ class EmbeddingBag(_TableModule):
             raise ArgumentError(f"mode = {mode!r}: it must be 'sum', 'mean' or 'max'")
         if mode == "max" and scale_grad_by_freq:
             raise UnsupportedError("torch does not scale gradients by frequency in mode 'max'")
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            padding_idx,
-            table,
-            optimizer,
-            init,
-            dtype,
-            name,
-        )
+        lookup = _Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        source = _Source(table, optimizer, init, dtype, name)
+        super().__init__(num_embeddings, embedding_dim, lookup, source)
         self.mode = mode
         self.include_last_offset = include_last_offset
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ Batch = TypeVar("Batch")
 FIRST_LOOKAHEAD = 4
 LARGEST_LOOKAHEAD = 256
 
+# The first batch could not be announced early, so the first step waits for its keys, but not for longer than this:
+# where another node keeps one (relocation only), the step fetches it.
+FIRST_WAIT_S, FIRST_POLL_S = 1.0, 0.001
+
 
 @dataclass
 class _Announced(Generic[Batch]):
@@ -32,7 +37,8 @@ class IntentLoader(Generic[Batch]):
 
     Batch ``i`` is announced ``lookahead`` batches before it is yielded, for exactly its own step: the step
     ends when the next batch is asked for. So ``for batch in IntentLoader(...)`` around an ordinary training
-    step is all that has to be done. A table takes part in one iteration at a time.
+    step is all that has to be done. A table takes part in one iteration at a time. The first step of an iteration
+    waits up to a second for its keys; iterate over all epochs at once to have that once.
 
     Args:
         loader: batches; any iterable, a ``DataLoader`` for example. Iterating again starts over.
@@ -66,6 +72,7 @@ class IntentLoader(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         source = iter(self.loader)
         ahead: deque[_Announced[Batch]] = deque()
+        first = True
         tables: set[Table] = set()
         while True:
             while len(ahead) < self.lookahead:
@@ -78,6 +85,9 @@ class IntentLoader(Generic[Batch]):
             if not ahead:
                 return
             announced = ahead.popleft()
+            if first:
+                self._settle(announced.batch)
+                first = False
             before = {table: table.metrics().remote_pulls for table in tables}
             try:
                 yield announced.batch
@@ -89,14 +99,25 @@ class IntentLoader(Generic[Batch]):
 
     def _announce(self, batch: Batch, steps_ahead: int) -> Iterable[Table]:
         """Announces the batch's keys for the step that begins ``steps_ahead`` clocks from now; tells the tables."""
-        keys = self._keys_of(batch)
-        if isinstance(keys, Tensor):
-            if self._table is None:
-                raise ArgumentError("keys_of gave a tensor: pass table=..., or give {table: keys}")
-            keys = {self._table: keys}
+        keys = self._keys(batch)
         for table, used in keys.items():
             table.intent(used, table.clock + steps_ahead)
         return keys.keys()
+
+    def _keys(self, batch: Batch) -> Mapping[Table, Tensor]:
+        keys = self._keys_of(batch)
+        if not isinstance(keys, Tensor):
+            return keys
+        if self._table is None:
+            raise ArgumentError("keys_of gave a tensor: pass table=..., or give {table: keys}")
+        return {self._table: keys}
+
+    def _settle(self, batch: Batch) -> None:
+        """Waits a moment until the keys of ``batch`` have come."""
+        latest = time.monotonic() + FIRST_WAIT_S
+        for table, keys in self._keys(batch).items():
+            while not table.is_local(keys) and time.monotonic() < latest:
+                time.sleep(FIRST_POLL_S)
 
     def _adapt(self, before: Mapping[Table, float]) -> None:
         too_late = any(table.metrics().remote_pulls > count for table, count in before.items())

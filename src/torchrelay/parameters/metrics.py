@@ -64,6 +64,6 @@ class Metrics:
     def __str__(self) -> str:
         """One line for a progress bar."""
         return (
-            f"{self.locality:.2%} local, {self.sent_bytes / 1e6:.1f} MB out, {self.received_bytes / 1e6:.1f} MB in, "
+            f"{self.locality:.3%} local, {self.sent_bytes / 1e6:.1f} MB out, {self.received_bytes / 1e6:.1f} MB in, "
             f"{self.relocations:.0f} moved, {self.replicas:.0f} replicas, staleness {self.staleness_s * 1e3:.1f} ms"
         )

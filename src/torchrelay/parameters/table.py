@@ -131,6 +131,52 @@ class Table:
         flat = _flat_keys(keys)
         self.worker.set(flat, self._flat_values(flat, values))
 
+    def is_local(self, keys: Tensor) -> bool:
+        """Whether this node has all ``keys`` (int64, any shape) now, as their owner or as replicas; does not wait."""
+        flat = _flat_keys(keys)
+        found = flat.clone()
+        here = self.server.store.nearest_local(
+            found.data_ptr(), len(found), 0, self.server.num_keys, [], False
+        )
+        return here == len(flat) and torch.equal(found, flat)
+
+    def enable_sampling(
+        self,
+        scheme: str = "local",
+        low: int = 0,
+        high: int | None = None,
+        *,
+        weights: Tensor | None = None,
+        with_replacement: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        """Makes :meth:`sample` draw from the keys [``low``, ``high``), uniformly or by ``weights``.
+
+        Args:
+            scheme: see :mod:`torchrelay.parameters.sampling`. ``local`` gives keys that are at this node.
+
+        Raises:
+            ArgumentError: a name or the range is wrong.
+        """
+        end = self.num_keys if high is None else high
+        self.server.enable_sampling_support(
+            scheme, with_replacement, "uniform", low, end, weights=weights, seed=seed
+        )
+
+    def sample(self, count: int, start: int | None = None) -> Tensor:
+        """``count`` keys, int64, by the scheme that :meth:`enable_sampling` chose.
+
+        Args:
+            start: the clock in which they will be used, for schemes that announce what they draw; default: now.
+
+        Raises:
+            ArgumentError: sampling was not enabled, or there are not that many distinct keys.
+            UnavailableError: the scheme is ``local`` and no key of the range is at this node.
+        """
+        keys = torch.empty(count, dtype=torch.int64)
+        self.worker.draw_sample(keys, self.clock if start is None else start)
+        return keys
+
     def intent(self, keys: Tensor, start: int, end: int | None = None) -> None:
         """Announces that this worker will use ``keys`` while its clock is from ``start`` to before ``end``."""
         self.worker.intent(_flat_keys(keys), start, start + 1 if end is None else end)
@@ -215,7 +261,9 @@ class Table:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # Closing waits for the others, who will not come if they still work: an error must not wait for that.
+        if error is None or self.workers == 1:
+            self.close()
 
     def _flat_values(self, keys: Tensor, values: Tensor) -> Tensor:
         if values.numel() != len(keys) * self.dim:

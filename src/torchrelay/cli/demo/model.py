@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrelay import _torch
 from torchrelay.parameters import Embedding, Table
 
-__all__ = ["ComplEx", "entities_of"]
+__all__ = ["ComplEx", "entities_of", "log_sum_exp_of_product"]
 
 
 class ComplEx(nn.Module):
@@ -97,14 +97,19 @@ class ComplEx(nn.Module):
         column = torch.full((entities,), -1)
         column[negatives] = torch.arange(len(negatives))
         row = (column[objects] >= 0).nonzero().squeeze(1)  # whose object was drawn itself
-        apply = _LogSumExpOfProduct.apply
-        log_sum: Tensor = apply(query, others, row, column[objects[row]])  # type: ignore[no-untyped-call]
+        log_sum = log_sum_exp_of_product(query, others, row, column[objects[row]])
         return log_sum + math.log(entities / len(negatives))
 
 
 def entities_of(triples: Tensor, negatives: Tensor) -> Tensor:
     """The entities that a step looks up, int64 ``(2 * b + k,)``: subjects, objects, negatives."""
     return torch.cat([triples[:, 0], triples[:, 2], negatives])
+
+
+def log_sum_exp_of_product(query: Tensor, others: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """``(b,)``: ``(query @ others.T).logsumexp(1)`` without the entries at ``(row, column)``; differentiable."""
+    result: Tensor = _LogSumExpOfProduct.apply(query, others, row, column)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _LogSumExpOfProduct(torch.autograd.Function):

@@ -1,0 +1,141 @@
+"""ComplEx trained on two nodes of one worker, four ways: what stays local, what is sent, how long an epoch takes.
+
+    python benchmarks/bench_parameters_wn18rr.py --data WN18RR    # folder with train.txt, valid.txt, test.txt
+    python benchmarks/bench_parameters_wn18rr.py --smoke          # a tiny model of the code graph, one way
+
+Writes ``results/parameters_wn18rr.md``. Two processes of this machine are the two nodes; they run
+``examples/parameters_kge.py``. A run whose test MRR is not several times the baseline's fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import table, write
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "parameters_kge.py"
+
+WAYS = {
+    "intents, all techniques": [],
+    "without intents": ["--no-intents"],
+    "relocation only": ["--techniques", "relocation_only"],
+    "replication only": ["--techniques", "replication_only"],
+}
+EPOCHS, DIM, ROUNDS, TIMES_BASELINE = 2, 100, 3, 4.0
+EPOCH_LINE = r"(?P<seconds>[\d.]+) s, (?P<local>[\d.]+)% local, (?P<sent>[\d.]+) MB out, [\d.]+ MB in, (?P<moved>\d+) moved"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of node 0: seconds of each epoch; share of keys pulled from its own memory, MB sent and keys moved in all."""
+
+    epochs_s: list[float]
+    local: float
+    sent_mb: float
+    moved: int
+    mrr: float
+
+
+def train(data: str, arguments: list[str], epochs: int, dim: int) -> Run:
+    """Trains in two processes, each a node.
+
+    Raises:
+        SystemExit: the model has not learned.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--node-per-process", "--epochs", str(epochs), "--dim", str(dim), "--questions", "1000"]
+    graph = ["--data", data, "--allow-unseen"] if data else []
+    output = subprocess.run(
+        [*torchrun, str(EXAMPLE), *options, *graph, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    ).stdout
+    lines = [match.groupdict() for match in re.finditer(EPOCH_LINE, output)]
+    found = re.search(r"test: MRR ([\d.]+), .*: MRR ([\d.]+)", output)
+    if len(lines) != epochs or found is None:
+        raise SystemExit(f"the example printed something else:\n{output}")
+    mrr, baseline = float(found[1]), float(found[2])
+    if epochs == EPOCHS and mrr < TIMES_BASELINE * baseline:
+        raise SystemExit(f"the model has not learned: MRR {mrr}, the most frequent answers have {baseline}")
+    return Run(
+        [float(line["seconds"]) for line in lines],
+        statistics.mean(float(line["local"]) for line in lines),
+        sum(float(line["sent"]) for line in lines),
+        sum(int(line["moved"]) for line in lines),
+        mrr,
+    )
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The median, and the smallest and largest."""
+    middle, low, high = (
+        f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
+    )
+    return middle if low == high else f"{middle} ({low}-{high})"
+
+
+def row(way: str, runs: list[Run]) -> list[str]:
+    return [
+        way,
+        spread([seconds for run in runs for seconds in run.epochs_s], 2),
+        spread([run.local for run in runs], 3) + " %",
+        spread([run.sent_mb for run in runs], 0),
+        spread([float(run.moved) for run in runs], 0),
+        spread([run.mrr for run in runs], 3),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="one epoch of a tiny model; writes nothing")
+    parser.add_argument("--data", default="", help="folder with WN18RR; default: the code graph")
+    options = parser.parse_args()
+    if options.smoke:
+        train("", [], 1, 4)
+        return
+    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+    for _ in range(ROUNDS):
+        for way, arguments in WAYS.items():
+            runs[way].append(train(options.data, arguments, EPOCHS, DIM))
+            print(way, runs[way][-1], flush=True)
+    header = [
+        "way",
+        "s an epoch",
+        "keys pulled locally",
+        "MB sent by node 0",
+        "keys moved to node 0",
+        "test MRR",
+    ]
+    write(
+        "parameters_wn18rr",
+        f"ComplEx on {'WN18RR' if options.data else 'the code graph'}, two nodes",
+        f"`examples/parameters_kge.py`: {DIM} complex numbers an embedding, Adagrad in the table, two nodes of one worker and "
+        f"one torch thread each, {EPOCHS} epochs; median (smallest-largest) of {ROUNDS} runs, the ways in turns. Sent bytes are of "
+        "both epochs, all messages of the node. The MRR is of 1000 test questions.",
+        table(header, [row(way, runs[way]) for way in WAYS]),
+        NOTES,
+    )
+
+
+NOTES = """What a step does: 512 facts of the node's own subjects, each asked in both directions against 512 negatives that the
+steps' questions share; it pulls each row it needs once, and pushes each once. Facts about one object are put into the
+same batch, eight at a time. Negatives are drawn by the scheme `local`, one step before their use, and announced. A
+row is 800 bytes of value and 800 of Adagrad's state; moving a key sends both, serving it remotely sends the value and
+its gradient. So where a key is used once a stay, moving it saves the wait and no bytes: without intents, the steps
+wait for every fifth key or so, and on a network slower than a machine's own memory they wait long."""
+
+
+if __name__ == "__main__":
+    main()
