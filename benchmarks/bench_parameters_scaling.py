@@ -237,8 +237,8 @@ def main() -> None:
         "Measured / simulated: the real manager with nodes as threads over the in-memory network, "
         f"{ROUNDS_PER_STEP / STEP_S:.0f} rounds a second; and the model of its algorithm, `benchmarks/parameters_model.py`.",
         table(["techniques", "nodes", *columns], checked),
-        f"Simulated, {' / '.join(TECHNIQUES)}. In the model messages arrive within the round they are sent in: what it says of staleness is a "
-        "lower bound for networks slower than a round.",
+        f"Simulated, {' / '.join(TECHNIQUES)}. In the model a message arrives within the round it is sent in and workers move "
+        "in whole rounds, so it sees less staleness than there is, by the factors above: of that, only the trend counts.",
         table(["nodes", *columns], grown),
     )
 

@@ -138,20 +138,23 @@ class Model:
         """Requests to owners, one message an owner, and their answers."""
         if len(keys) == 0:
             return
-        self._send("request", node, self._route(node, keys, PER_KEY_ASKED + asked), 0)
+        self._flush()
+        self._route(node, keys, PER_KEY_ASKED + asked)
+        self._flush(REQUEST)
         owners = self.owner[keys]
         self._send("answer", owners, np.full(len(keys), node), PER_KEY_ANSWERED + answered)
+        self._flush(REPLY)
         self.known[node, keys] = owners
 
-    def _route(self, node: int, keys: Keys, size: int) -> Keys:
-        """Over the locations that nodes know, to the owners; counts all hops, and returns the first ones."""
-        first: Keys = self.known[node, keys].astype(np.int64)
-        at, going, source = first, keys, np.full(len(keys), node)
+    def _route(self, node: int, keys: Keys, size: int) -> None:
+        """Over the locations that nodes know, to the owners; counts all hops."""
+        at: Keys = self.known[node, keys].astype(np.int64)
+        going, source = keys, np.full(len(keys), node)
         while True:
             self._send("routed", source, at, size)
             wrong = at != self.owner[going]
             if not wrong.any():
-                return first
+                return
             source, going = at[wrong], going[wrong]
             at = self.known[source, going].astype(np.int64)
 
@@ -291,10 +294,11 @@ class Model:
         if len(sizes):
             self._pairs.append(np.unique(source[away] * self.nodes + to[away]))
 
-    def _flush(self) -> None:
+    def _flush(self, head: int = 0) -> None:
+        """The records so far go out, as one message from each node to each other that has any."""
         if not self._pairs:
             return
         messages = len(np.unique(np.concatenate(self._pairs)))
         self.counts.messages += messages
-        self.counts.bytes += messages * HEADER
+        self.counts.bytes += messages * (HEADER + head)
         self._pairs = []
