@@ -67,14 +67,13 @@ def apply_of(function: type[torch.autograd.Function]) -> Any:
     return plain.apply
 
 
-def backward_id() -> int:
-    """The number of the backward pass that runs in this thread, or -1. Checked on 2.13."""
-    return torch._C._current_graph_task_id()
-
-
-def backward_keeps_graph() -> bool:
-    """Whether the running backward pass was given ``retain_graph``. Checked on 2.13."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+# Asked at every communication, so they are torch's own functions, without a call in between. Checked on 2.13.
+# The number of the backward pass that runs in this thread, or -1.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+# Whether the running backward pass was given ``retain_graph``.
+backward_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# Whether a ``torch.func`` transform is active in this thread.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def backward_will_run(node: torch.autograd.graph.Node) -> bool:
@@ -92,11 +91,6 @@ def make_ordered(operator: Any) -> None:
     library: Any = torch.library
     if hasattr(operator, "register_effect"):
         operator.register_effect(library.EffectType.ORDERED)
-
-
-def transforms_active() -> bool:
-    """Whether a ``torch.func`` transform is active in this thread. Checked on 2.13."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def forward_mode_active() -> bool:

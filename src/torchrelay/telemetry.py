@@ -24,6 +24,7 @@ __all__ = [
     "event",
     "handling",
     "install",
+    "listening",
     "span",
     "uninstall",
 ]
@@ -62,6 +63,11 @@ def handling(handler: Handler) -> Iterator[None]:
         yield
     finally:
         uninstall(handler)
+
+
+def listening() -> bool:
+    """Whether a handler is installed: for callers to whom even making a :class:`span` is too slow."""
+    return bool(_handlers)
 
 
 def count(name: str, value: float = 1, **labels: Label) -> None:

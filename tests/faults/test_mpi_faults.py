@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -21,20 +22,28 @@ def say(text):
 """
 
 
-def run(tmp_path: Path, library: str, body: str, size: int = 3, timeout_s: str = "4") -> str:
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + textwrap.dedent(body))
-    job = mpirun(library, size, str(script), timeout_s=60, TORCHRELAY_MPI_TIMEOUT_S=timeout_s)
-    assert "killed after" not in job.output, job.output
-    assert job.code != 0, job.output
-    return job.output
+class Run(Protocol):
+    """Runs a script that must fail on some ranks; returns all output."""
+
+    def __call__(self, body: str, size: int = 3, timeout_s: str = "4", **environ: str) -> str: ...
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_rank_that_raises_in_the_middle_of_a_backward(tmp_path: Path, library: str) -> None:
+@pytest.fixture(params=LIBRARIES)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
+    def run(body: str, size: int = 3, timeout_s: str = "4", **environ: str) -> str:
+        script = tmp_path / "script.py"
+        script.write_text(HEAD + textwrap.dedent(body))
+        environ["TORCHRELAY_MPI_TIMEOUT_S"] = timeout_s
+        job = mpirun(request.param, size, str(script), timeout_s=60, **environ)
+        assert "killed after" not in job.output, job.output
+        assert job.code != 0, job.output
+        return job.output
+
+    return run
+
+
+def test_rank_that_raises_in_the_middle_of_a_backward(run: Run) -> None:
     output = run(
-        tmp_path,
-        library,
         """
         class Fail(torch.autograd.Function):
             @staticmethod
@@ -56,11 +65,8 @@ def test_rank_that_raises_in_the_middle_of_a_backward(tmp_path: Path, library: s
     assert "rank 1 gave up: it ended with ValueError: out of luck" in output
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_rank_that_does_not_come_is_named(tmp_path: Path, library: str) -> None:
+def test_rank_that_does_not_come_is_named(run: Run) -> None:
     output = run(
-        tmp_path,
-        library,
         """
         if comm.rank == 2:
             time.sleep(12)
@@ -73,11 +79,8 @@ def test_rank_that_does_not_come_is_named(tmp_path: Path, library: str) -> None:
     assert "rank 2 did not take part" in output
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_mismatched_calls_say_where_each_rank_is(tmp_path: Path, library: str) -> None:
+def test_mismatched_calls_say_where_each_rank_is(run: Run) -> None:
     output = run(
-        tmp_path,
-        library,
         """
         if comm.rank == 0:
             comm.Recv(torch.empty(3), 1)
@@ -93,12 +96,9 @@ def test_mismatched_calls_say_where_each_rank_is(tmp_path: Path, library: str) -
     assert "did not end within" in output
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_deadlock_backward_is_named(tmp_path: Path, library: str) -> None:
+def test_deadlock_backward_is_named(run: Run) -> None:
     """One rank leaves out a communication that the other runs backward."""
     output = run(
-        tmp_path,
-        library,
         """
         y = comm.Allreduce(x, mpi.MPI_SUM)
         if comm.rank == 0:
@@ -113,11 +113,8 @@ def test_deadlock_backward_is_named(tmp_path: Path, library: str) -> None:
     assert "Barrier()" in output
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_after_a_failure_nothing_is_sent(tmp_path: Path, library: str) -> None:
+def test_after_a_failure_nothing_is_sent(run: Run) -> None:
     output = run(
-        tmp_path,
-        library,
         """
         from torchrelay.errors import OperationTimeoutError, PeerLostError
         if comm.rank == 0:
@@ -135,3 +132,27 @@ def test_after_a_failure_nothing_is_sent(tmp_path: Path, library: str) -> None:
         size=2,
     )
     assert "rank 0: refused: MPI cannot be used any more" in output
+
+
+def test_messages_that_do_not_fit_raise_on_both_sides_in_debug_mode(run: Run) -> None:
+    output = run(
+        """
+        from torchrelay.errors import MismatchError
+        try:
+            if comm.rank == 0:
+                comm.Send(torch.ones(2, 3), 1, tag=5)
+                comm.Recv(torch.empty(3), 1)  # what it waits in when it is told
+            else:
+                comm.Recv(torch.empty(3, dtype=torch.float64), 0, tag=5)
+        except MismatchError as error:
+            say("refused: " + str(error))
+            raise
+        """,
+        size=2,
+        timeout_s="30",
+        TORCHRELAY_MPI_DEBUG="1",
+    )
+    for rank in (0, 1):
+        (line,) = [line for line in output.splitlines() if line.startswith(f"rank {rank}: refused")]
+        assert "torch.float64 (3,) in Recv(rank 0, tag 5)" in line
+        assert "torch.float32 (2, 3) in Send(rank 1, tag 5)" in line

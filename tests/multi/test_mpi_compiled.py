@@ -33,6 +33,50 @@ def test_compiled_program_has_the_eager_gradients(comm):
         assert torch.allclose(got, wanted) and torch.allclose(ours.grad, theirs.grad)
 
 
+def functions(comm):
+    """Name and function of a float64 tensor of shape (size, 2)."""
+    n, r = comm.size, comm.rank
+    above, below = (r + 1) % n, (r - 1) % n
+    replicated = comm.replace(convention="replicated")
+
+    def ring(x):
+        comm.Send(x * 3, above, 4)
+        return comm.Recv(torch.empty_like(x), below, 4) * x
+
+    yield "Allreduce MAX", lambda x: comm.Allreduce(x * (r + 1), mpi.MPI_MAX)
+    yield "Allreduce MIN", lambda x: comm.Allreduce(x * (r + 1), mpi.MPI_MIN)
+    yield "Allreduce PROD", lambda x: comm.Allreduce(x + r, mpi.MPI_PROD)
+    yield "Bcast_", lambda x: comm.Bcast_(x * (r + 1), n - 1)
+    yield "Reduce_", lambda x: comm.Reduce_(x * (r + 1), mpi.MPI_SUM, n - 1)
+    yield "Gather", lambda x: comm.Gather(x * (r + 1), 0, 0)
+    yield "Scatter", lambda x: comm.Scatter(x * (r + 1), 0, 1, n - 1)
+    yield "Scan", lambda x: comm.Scan(x * (r + 1), mpi.MPI_SUM)
+    yield "Exscan", lambda x: comm.Exscan(x * (r + 1), mpi.MPI_SUM)
+    yield "Sendrecv", lambda x: comm.Sendrecv(x * (r + 1), above, below)
+    if n > 1:  # a message to oneself waits for its receiver
+        yield "Send and Recv", ring
+    yield "replicated Allreduce", lambda x: replicated.Allreduce(replicated.Replicate(x) * r, mpi.MPI_SUM)
+    yield "replicated Allgather", lambda x: replicated.Allgather(x * (r + 1), 1)
+
+
+@pytest.mark.timeout(300)
+@mpi_test((1, 2, 3))
+def test_every_function_compiles_to_its_eager_values_and_gradients(comm):
+    for name, function in functions(comm):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        theirs, ours = (
+            (torch.arange(2.0 * comm.size, dtype=torch.float64).view(-1, 2) + comm.rank + 1).requires_grad_()
+            for _ in range(2)
+        )
+        wanted = function(theirs)
+        mpi.backward((wanted * (comm.rank + 2)).sum())
+        got = compiled(ours)
+        mpi.backward((got * (comm.rank + 2)).sum())
+        assert torch.allclose(got, wanted), name
+        assert torch.allclose(ours.grad, theirs.grad), name
+
+
 @mpi_test((2,))
 def test_compiled_and_eager_communications_form_one_chain(comm):
     torch._dynamo.reset()

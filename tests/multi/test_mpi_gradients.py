@@ -44,6 +44,9 @@ def functions(comm):
         results = [h.Wait() for h in ((first, second) if r % 2 else (second, first))]
         return results[0].sum() * results[1]
 
+    def total(x):
+        return comm.Iallreduce(x, mpi.MPI_SUM)
+
     yield "Allreduce", lambda x: comm.Allreduce(x * x, mpi.MPI_SUM)
     yield "Allreduce MAX", lambda x: comm.Allreduce(x * x, mpi.MPI_MAX)
     yield "Allreduce MIN", lambda x: comm.Allreduce(x * x, mpi.MPI_MIN)
@@ -76,11 +79,52 @@ def functions(comm):
     yield "Ialltoall", lambda x: comm.Ialltoall(torch.cat([x * x] * n), 1, 0).Wait()
     yield "Ireduce_scatter", lambda x: comm.Ireduce_scatter(torch.cat([x * x] * n), mpi.MPI_SUM).Wait()
     yield "two collectives at once", two_at_once
+    yield "two collectives in turn", lambda x: total(x).Wait() * total(x * x).Wait()
+    yield from with_operations(comm)
+    yield from with_counts(comm)
+    yield from set_up_once(comm)
     cart = comm.Cart([n], [True])
     yield "Neighbor_alltoall", lambda x: cart.Neighbor_alltoall(x * x)
     yield "Halo_exchange", lambda x: cart.Halo_exchange(x * x, [(1, 2)], axes=[1])
     edge = comm.Cart([n], [False])
     yield "Halo_exchange at a border", lambda x: edge.Halo_exchange(x * x, 1)
+
+
+def with_operations(comm):
+    n = comm.size
+    yield "Iallreduce MAX", lambda x: comm.Iallreduce(x * x, mpi.MPI_MAX).Wait()
+    yield "Iallreduce PROD", lambda x: comm.Iallreduce(x, mpi.MPI_PROD).Wait()
+    yield "Ireduce MIN", lambda x: comm.Ireduce(x * x, mpi.MPI_MIN, n - 1).Wait()
+    yield "Ireduce_scatter PROD", lambda x: comm.Ireduce_scatter(torch.cat([x] * n), mpi.MPI_PROD).Wait()
+    yield "Iscan", lambda x: comm.Iscan(x * x, mpi.MPI_SUM).Wait()
+    yield "Iexscan MAX", lambda x: comm.Iexscan(x * x, mpi.MPI_MAX).Wait()
+
+
+def with_counts(comm):
+    n, r = comm.size, comm.rank
+    counts = [1 + s % 2 for s in range(n)]
+    to, whence = ([2 if s == (r + step) % n else 0 for s in range(n)] for step in (1, -1))
+    wide = lambda x, axis: torch.cat([x * x] * n, axis).narrow(axis, 0, sum(counts))  # noqa: E731
+    yield "Igatherv", lambda x: comm.Igatherv((x * x)[:, : counts[r]], counts, n - 1, 1).Wait()
+    yield "Iallgatherv", lambda x: comm.Iallgatherv((x * x)[:, : counts[r]], counts, 1).Wait()
+    yield "Iscatterv", lambda x: comm.Iscatterv(wide(x, 1), counts, n - 1, 1).Wait()
+    yield "Ialltoallv", lambda x: comm.Ialltoallv(x * x, to, whence, 1).Wait()
+    yield "Ireduce_scatterv", lambda x: comm.Ireduce_scatterv(wide(x, 0), mpi.MPI_SUM, counts).Wait()
+    yield (
+        "Ireduce_scatterv MIN",
+        lambda x: comm.Ireduce_scatterv(wide(x, 1), mpi.MPI_MIN, counts, 1).Wait(),
+    )
+
+
+def set_up_once(comm):
+    def twice(request, x):
+        total = sum(request.Start(factor * x).Wait() ** factor for factor in (1, 2))
+        request.Free()
+        return total
+
+    yield "Allreduce_init", lambda x: twice(comm.Allreduce_init(x, mpi.MPI_SUM), x)
+    yield "Reduce_init", lambda x: twice(comm.Reduce_init(x, mpi.MPI_SUM, 0), x)
+    yield "Bcast_init", lambda x: twice(comm.Bcast_init(x, comm.size - 1), x)
 
 
 def run(comm, check, dtype=torch.float64):

@@ -295,6 +295,38 @@ def test_debug_mode_names_both_calls_on_all_ranks(comm):
         comm.Allgather(torch.ones(2, 2 if comm.rank != 1 else 3), 0)
 
 
+@mpi_test((1, 2, 3))
+def test_receives_that_are_waited_for_in_another_order_answer_their_own_senders(comm):
+    above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    xs = [leaf(10 * comm.rank + number) for number in range(3)]
+    receiving = [comm.Irecv(torch.empty_like(x), below) for x in xs]
+    sending = [comm.Isend(x, above) for x in xs]
+    got = {number: comm.Wait(receiving[number]) for number in (1, 2, 0)}
+    for handle in sending:
+        comm.Wait(handle)
+    for _ in range(2):
+        sum((number + 1) * got[number] for number in range(3)).sum().backward(retain_graph=True)
+    assert [x.grad.tolist() for x in xs] == [[2.0 * (number + 1)] * 4 for number in range(3)]
+    mpi.reset()
+
+
+@mpi_test((1, 2, 3))
+def test_debug_mode_lets_messages_that_fit_through(comm):
+    above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with changed(debug=True):
+        x = leaf(comm.rank + 1)
+        first, second = comm.Irecv(torch.empty(2), below, 1), comm.Irecv(torch.empty(4).double(), below, 1)
+        for t in (torch.ones(2), x):
+            comm.Wait(comm.Isend(t, above, 1))
+        y = comm.Wait(second)  # waited for in another order than sent
+        assert comm.Wait(first).tolist() == [1.0, 1.0]
+        handle = comm.Isend(y, above, 2)
+        z = comm.Recv(torch.empty_like(y), mpi.MPI_ANY_SOURCE, mpi.MPI_ANY_TAG)
+        comm.Wait(handle)
+        comm.Sendrecv(z, above, below).sum().backward()
+        assert x.grad.tolist() == [1.0] * 4
+
+
 @mpi_test(SIZES)
 def test_arguments_are_checked_before_anything_is_sent(comm):
     x = torch.ones(2, 2)

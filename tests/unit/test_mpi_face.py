@@ -8,6 +8,7 @@ import torch
 from torchrelay import mpi
 from torchrelay.compat import mpi4torch
 from torchrelay.errors import ArgumentError
+from torchrelay.telemetry import Collector, handling, listening
 
 
 def test_everything_public_can_be_imported() -> None:
@@ -37,6 +38,14 @@ def test_mpi4torch_names_give_the_same_functions() -> None:
     res2 = comm.Wait(mpi4torch.JoinDummiesHandle(handle, [res1]))
     mpi4torch.JoinDummies(res1, [res2]).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0] * 3
+
+
+def test_communications_are_reported_to_whoever_listens() -> None:
+    collector = Collector()
+    with handling(collector):
+        mpi.COMM_WORLD.Allreduce(torch.ones(2, requires_grad=True), mpi.MPI_SUM).sum().backward()
+    assert set(collector.seconds) == {"mpi.Allreduce"}
+    assert not listening()
 
 
 def test_errors_name_the_call() -> None:

@@ -34,14 +34,16 @@ ROOT = torch.zeros((), requires_grad=True)
 class Chain:
     """Communications recorded since the last backward pass, each dependent on the one before."""
 
-    __slots__ = ("__weakref__", "first", "head", "names", "operations", "task", "warned")
+    __slots__ = ("__weakref__", "begun", "first", "head", "names", "operations", "receipts", "task", "warned")
 
     def __init__(self) -> None:
         self.head: Tensor | None = ROOT
         self.names: list[str] = []
         self.operations: list[Any] = []  # its non-blocking collectives
-        self.first: weakref.ref[Link] | None = None
-        self.task = -1
+        self.first: weakref.ref[Node] | None = None
+        self.receipts: dict[Any, Any] = {}  # of messages, by communicator, source and tag
+        self.task = -1  # the backward pass that runs, or ran last
+        self.begun = 0  # the position it begins at
         self.warned = False
 
     def extend(self, name: str | None) -> Tensor:
@@ -69,15 +71,14 @@ class Chain:
 class Link:
     """A recorded communication's place in its chain."""
 
-    __slots__ = ("__weakref__", "chain", "done", "node", "position")
+    __slots__ = ("chain", "done", "position")
 
     def __init__(self, chain: Chain, node: Node) -> None:
         self.chain = chain
-        self.node = weakref.ref(node)
         self.position = len(chain.names)
         self.done = False
         if self.position == 1 and chain.first is None:
-            chain.first = weakref.ref(self)
+            chain.first = weakref.ref(node)
 
     def enter(self, unreached: str) -> bool:
         """Called when the node's backward starts. False: it has run before, and only passes the order on."""
@@ -94,6 +95,7 @@ class Link:
         """This is the first communication of its chain in this backward pass: are all others in reach?"""
         global _current  # noqa: PLW0603 - the process's chain
         chain = self.chain
+        chain.begun = self.position
         if unreached != "ignore":
             self._check_reach(unreached)
         if not _torch.backward_keeps_graph() and chain is _current:
@@ -101,10 +103,12 @@ class Link:
             chain.close()
 
     def _check_reach(self, unreached: str) -> None:
-        after = self.chain.names[self.position :]
-        first = self.chain.first() if self.chain.first is not None else None
-        node = first.node() if first is not None else None
-        before = first is not self and node is not None and not _torch.backward_will_run(node)
+        chain, position = self.chain, self.position
+        if position == 1 == len(chain.names):
+            return
+        first = chain.first() if chain.first is not None and position > 1 else None
+        before = first is not None and not _torch.backward_will_run(first)
+        after = chain.names[position:]
         if not after and not before:
             return
         where = f"the {len(after)} communications after it ({_few(after)})" if after else ""
@@ -152,7 +156,7 @@ def begin_compiled(task: int) -> None:
     """A compiled region's backward communicates in the backward pass ``task``: what :class:`Link` does for a node."""
     global _current  # noqa: PLW0603
     if task >= 0 and _current.task != task:
-        _current.task = task
+        _current.task, _current.begun = task, len(_current.names)
         if not _torch.backward_keeps_graph():
             _current.close()
             _current = Chain()

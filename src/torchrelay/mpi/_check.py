@@ -1,4 +1,7 @@
-"""Debug mode: before each communication, the ranks compare what they are about to do."""
+"""Debug mode: before each collective, the ranks compare what they are about to do.
+
+A message between two ranks is announced to its receiver, who compares it with what it receives into.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,19 @@ from torch import Tensor
 
 from torchrelay.errors import MismatchError
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._wait import finish
+from torchrelay.mpi._wait import Waiting, failed, finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
+    from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["compare"]
+__all__ = ["Announced", "announce", "compare", "expect"]
 
 RECORD_BYTES = 256
+ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements of messages
+MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apart share one
+
+_announcements: list[tuple[MPI.Request, object]] = []  # under way
 
 
 def compare(call: Call, x: Tensor) -> None:
@@ -29,15 +37,77 @@ def compare(call: Call, x: Tensor) -> None:
     if not call.everyone or call.comm.size == 1:
         return
     recorded = torch.is_grad_enabled() and call.differentiable(x)
-    mine = f"{call.signature(x)}, {'recorded' if recorded else 'not recorded'} by autograd".encode()
+    record = _record(f"{call.signature(x)}, {'recorded' if recorded else 'not recorded'} by autograd")
     records = np.zeros((call.comm.size, RECORD_BYTES), np.uint8)
-    record = np.zeros(RECORD_BYTES, np.uint8)
-    record[: len(mine)] = np.frombuffer(mine[:RECORD_BYTES], np.uint8)
     request = call.comm.control.Iallgather([record, MPI.BYTE], [records, MPI.BYTE])
     finish(request, call)
     if (records == records[0]).all():
         return
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in records]
+    texts = [_text(row) for row in records]
     groups = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
     who = "; ".join(f"ranks {ranks} call {text}" for text, ranks in groups.items())
     raise MismatchError(f"rank {call.comm.rank}: the ranks of {call.comm.name} make different calls: {who}")
+
+
+def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
+    """Tells ``dest`` what ``call`` is about to send it."""
+    if dest == MPI.PROC_NULL:
+        return
+    record = _record(f"{_contents(memory)} in {call.describe()}")
+    request = call.comm.control.Isend([record, MPI.BYTE], dest, _announcement(call.comm, tag))
+    _announcements[:] = [each for each in _announcements if not each[0].Test()]
+    _announcements.append((request, record))
+
+
+def expect(comm: Communicator, source: int, tag: int) -> Announced | None:
+    """What ``source`` announces of its next message with ``tag``; None if that is not known yet, or none comes."""
+    if source in (MPI.ANY_SOURCE, MPI.PROC_NULL) or tag == MPI.ANY_TAG:
+        return None
+    return Announced(comm, source, tag)
+
+
+class Announced:
+    """An announcement under way."""
+
+    __slots__ = ("record", "request", "source")
+
+    def __init__(self, comm: Communicator, source: int, tag: int) -> None:
+        self.record = np.zeros(RECORD_BYTES, np.uint8)
+        self.source = source
+        self.request = comm.control.Irecv([self.record, MPI.BYTE], source, _announcement(comm, tag))
+
+    def compare(self, call: Waiting, memory: Tensor) -> None:
+        """Waits for the announcement.
+
+        Raises:
+            MismatchError: it is of another shape or dtype than ``memory``; the sender is told, and raises too.
+        """
+        finish(self.request, call)
+        contents, theirs = _contents(memory), _text(self.record)
+        if theirs.startswith(f"{contents} in "):
+            return
+        raise failed(
+            MismatchError(
+                f"rank {call.comm.rank} of {call.comm.name} receives {contents} in {call.describe()}, and rank "
+                f"{self.source} sends it {theirs}"
+            )
+        )
+
+
+def _contents(memory: Tensor) -> str:
+    return f"{memory.dtype} {tuple(memory.shape)}"
+
+
+def _announcement(comm: Communicator, tag: int) -> int:
+    return ANNOUNCEMENTS + 2 * (tag % MOST_TAGS) + comm.is_reverse
+
+
+def _record(text: str) -> np.ndarray:
+    record = np.zeros(RECORD_BYTES, np.uint8)
+    encoded = text.encode()[:RECORD_BYTES]
+    record[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    return record
+
+
+def _text(record: np.ndarray) -> str:
+    return bytes(record).rstrip(b"\0").decode(errors="replace")

@@ -110,6 +110,7 @@ def _table() -> dict[tuple[torch.dtype, Op], MPI.Op]:
 
 
 _OPS = _table()
+_at = MPI.buffer.fromaddress
 
 
 def datatype(dtype: torch.dtype) -> MPI.Datatype:
@@ -145,6 +146,5 @@ def is_differentiable(dtype: torch.dtype) -> bool:
 
 def buffer(tensor: Tensor) -> tuple[MPI.buffer, int, MPI.Datatype]:
     """The memory of a contiguous CPU tensor as mpi4py takes it. The caller keeps ``tensor`` alive."""
-    count = tensor.numel()
-    memory = MPI.buffer.fromaddress(tensor.data_ptr(), count * tensor.itemsize)
-    return (memory, count, datatype(tensor.dtype))
+    kind = _TYPES.get(tensor.dtype) or datatype(tensor.dtype)
+    return (_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind)

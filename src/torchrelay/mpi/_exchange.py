@@ -6,7 +6,9 @@ point-to-point messages in pieces.
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,16 +27,17 @@ if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
 
 __all__ = [
+    "Blocks",
     "Header",
     "agree",
     "allgather_blocks",
     "alltoall_blocks",
     "axis_of",
     "exchange_headers",
-    "flat_of",
     "fresh",
     "gather_blocks",
-    "join",
+    "is_small",
+    "known_headers",
     "packed",
     "pieces",
     "placed",
@@ -43,6 +46,7 @@ __all__ = [
 
 MAX_DIMS = 16
 PIECE_TAG = 7
+_HEADER = struct.Struct(f"{3 + MAX_DIMS}q")
 HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
 
 
@@ -52,6 +56,8 @@ def packed(x: Tensor) -> Tensor:
     Raises:
         ArgumentError: it is sparse, or has no values.
     """
+    if is_plain(x):
+        return x
     if x.layout is not torch.strided or x.is_meta:
         raise ArgumentError(f"a tensor of layout {x.layout} on device {x.device} cannot be communicated")
     if x.is_conj() or x.is_neg():
@@ -59,6 +65,16 @@ def packed(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         x = x.cpu()
     return x.contiguous()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` is contiguous memory of this host as it stands."""
+    return x.layout is torch.strided and x.is_cpu and x.is_contiguous() and not (x.is_neg() or x.is_conj())
+
+
+def is_small(x: Tensor) -> bool:
+    """Whether ``x`` is plain, goes in one MPI call, and wants no huge pages: for paths where each step counts."""
+    return is_plain(x) and x.nbytes < HUGE_BYTES and x.numel() <= settings.max_count
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -102,7 +118,7 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def read(cls, row: list[int]) -> Header:
+    def read(cls, row: Sequence[int]) -> Header:
         return cls(row[0], DTYPES[row[1]], tuple(row[3 : 3 + row[2]]))
 
     def block(self, axis: int, length: int) -> tuple[int, ...]:
@@ -110,23 +126,36 @@ class Header(NamedTuple):
         return (*self.shape[:axis], length, *self.shape[axis + 1 :])
 
 
-def exchange_headers(call: Call, x: Tensor, number: int = 0, uniform: bool = False) -> list[Header]:
-    """Every rank's dtype and shape, and a number of its choice; nothing is exchanged if all are known to be equal."""
-    if uniform:
-        return [Header(number, x.dtype, tuple(x.shape))] * call.comm.size
-    if x.ndim > MAX_DIMS:
-        raise ArgumentError(f"{call.describe()}: {x.ndim} axes are more than {MAX_DIMS}")
-    datatype(x.dtype)
-    row = np.zeros(MAX_DIMS + 3, np.int64)
-    row[: 3 + x.ndim] = (number, CODES[x.dtype], x.ndim, *x.shape)
-    comm = call.comm
-    rows = np.empty((comm.size, MAX_DIMS + 3), np.int64)
-    finish(comm.mpi.Iallgather((row, MAX_DIMS + 3, MPI.INT64_T), (rows, MAX_DIMS + 3, MPI.INT64_T)), call)
-    return [Header.read(each) for each in rows.tolist()]
+@functools.lru_cache(maxsize=1024)
+def _written(header: Header) -> bytes:
+    if len(header.shape) > MAX_DIMS:
+        raise ArgumentError(f"{len(header.shape)} axes are more than {MAX_DIMS}")
+    datatype(header.dtype)
+    rest = [0] * (MAX_DIMS - len(header.shape))
+    return _HEADER.pack(header.number, CODES[header.dtype], len(header.shape), *header.shape, *rest)
+
+
+def known_headers(x: Tensor, axis: int, lengths: Sequence[int]) -> list[Header]:
+    """What :func:`exchange_headers` would give, if every rank's length along ``axis`` is known and all else is equal."""
+    mine = Header(0, x.dtype, tuple(x.shape))
+    return [mine._replace(number=length, shape=mine.block(axis, length)) for length in lengths]
+
+
+def exchange_headers(call: Call, x: Tensor, number: int = 0) -> list[Header]:
+    """Every rank's dtype and shape, and a number of its choice."""
+    mine, comm = Header(number, x.dtype, tuple(x.shape)), call.comm
+    row, rows = _written(mine), bytearray(comm.size * _HEADER.size)
+    request = comm.mpi.Iallgather((row, _HEADER.size, MPI.BYTE), (rows, _HEADER.size, MPI.BYTE))
+    finish(request, call)
+    if rows == row * comm.size:  # so it is mostly
+        return [mine] * comm.size
+    return [Header.read(each) for each in _HEADER.iter_unpack(rows)]
 
 
 def agree(call: Call, headers: Sequence[Header], *free_axes: int) -> None:
     """Raises :class:`MismatchError`, on all ranks, if dtypes or shapes differ, save along ``free_axes``."""
+    if all(header is headers[0] for header in headers):
+        return
 
     def fixed(header: Header) -> tuple[object, ...]:
         shape = [size for axis, size in enumerate(header.shape) if axis not in free_axes]
@@ -139,133 +168,121 @@ def agree(call: Call, headers: Sequence[Header], *free_axes: int) -> None:
         )
 
 
-def join(blocks: Sequence[Tensor], axis: int, flat: Tensor) -> Tensor:
-    """The blocks, which lie one after the other in ``flat``, along ``axis``; no copy where none is needed."""
-    shape = blocks[0].shape
-    if all(size == 1 for size in shape[:axis]):
-        return flat.view(
-            *shape[:axis], -1 if flat.numel() else sum(b.shape[axis] for b in blocks), *shape[axis + 1 :]
-        )
-    return torch.cat(list(blocks), axis)
+class Blocks(NamedTuple):
+    """Tensors of ``shapes``, one after the other in ``flat``."""
 
+    flat: Tensor
+    shapes: Sequence[tuple[int, ...]]
+    counts: list[int]
 
-def _carve(dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
-    """New memory for tensors of ``shapes``, one after the other, and those tensors."""
-    counts = [math.prod(shape) for shape in shapes]
-    flat = fresh((sum(counts),), dtype)
-    return flat, [
-        part.view(*shape) for part, shape in zip(flat.split_with_sizes(counts), shapes, strict=True)
-    ]
+    @classmethod
+    def empty(cls, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> Blocks:
+        """New memory for them."""
+        counts = [math.prod(shape) for shape in shapes]
+        return cls(fresh((sum(counts),), dtype), shapes, counts)
 
+    @classmethod
+    def cut(cls, x: Tensor, lengths: Sequence[int], axis: int) -> Blocks:
+        """Contiguous ``x``, cut along ``axis``; no copy where the parts lie one after the other."""
+        shape = tuple(x.shape)
+        shapes = [(*shape[:axis], length, *shape[axis + 1 :]) for length in lengths]
+        if math.prod(shape[:axis]) == 1:
+            return cls(x.view(-1), shapes, [math.prod(each) for each in shapes])
+        blocks = cls.empty(x.dtype, shapes)
+        for part, given in zip(blocks.tensors(), x.split_with_sizes(list(lengths), axis), strict=True):
+            part.copy_(given)
+        return blocks
 
-def flat_of(blocks: Sequence[Tensor]) -> Tensor:
-    """The blocks one after the other; no copy where they already lie so."""
-    first, offset = blocks[0], blocks[0].storage_offset()
-    for block in blocks:
-        if not block.is_contiguous() or block.storage_offset() != offset or not _same_storage(block, first):
-            return _copied(blocks)
-        offset += block.numel()
-    return first.as_strided((offset - first.storage_offset(),), (1,))
+    def tensors(self) -> list[Tensor]:
+        parts = self.flat.split_with_sizes(self.counts)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
+    def joined(self, axis: int) -> Tensor:
+        """One tensor, the blocks along ``axis``; no copy where none is needed."""
+        shape = self.shapes[0]
+        if math.prod(shape[:axis]) == 1:
+            length = sum(each[axis] for each in self.shapes)
+            return self.flat.view(*shape[:axis], length, *shape[axis + 1 :])
+        return torch.cat(self.tensors(), axis)
 
-def _copied(blocks: Sequence[Tensor]) -> Tensor:
-    flat, parts = _carve(blocks[0].dtype, [block.shape for block in blocks])
-    for part, block in zip(parts, blocks, strict=True):
-        part.copy_(block)
-    return flat
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _vector(flat: Tensor, blocks: Sequence[Tensor]) -> tuple[object, ...]:
-    """``flat`` as mpi4py takes the memory of a v-collective."""
-    counts = [block.numel() for block in blocks]
-    memory, _, kind = buffer(flat)
-    return (memory, counts, [0, *accumulate(counts[:-1])], kind)
+    def vector(self) -> tuple[object, ...]:
+        """As mpi4py takes the memory of a v-collective."""
+        memory, _, kind = buffer(self.flat)
+        return (memory, self.counts, [0, *accumulate(self.counts[:-1])], kind)
 
 
 class Moving(NamedTuple):
-    """Blocks under way. ``blocks`` are what is received, one after the other in ``flat``."""
+    """Blocks under way."""
 
     requests: list[MPI.Request]
-    blocks: list[Tensor]
-    flat: Tensor
+    received: Blocks
     kept: object  # memory that is being sent
 
-    def joined(self, axis: int) -> Tensor:
-        return join(self.blocks, axis, self.flat)
 
-
-def allgather_blocks(call: Call, block: Tensor, shapes: Sequence[Sequence[int]]) -> Moving:
+def allgather_blocks(call: Call, block: Tensor, shapes: Sequence[tuple[int, ...]]) -> Moving:
     """Every rank's block, on every rank."""
-    flat, blocks = _carve(block.dtype, shapes)
-    if flat.numel() > settings.max_count:
-        return _move_pieces(call, [block] * len(blocks), blocks, flat)
-    return Moving([call.comm.mpi.Iallgatherv(buffer(block), _vector(flat, blocks))], blocks, flat, block)
+    received = Blocks.empty(block.dtype, shapes)
+    if received.flat.numel() > settings.max_count:
+        return _move_pieces(call, [block] * len(shapes), received)
+    return Moving([call.comm.mpi.Iallgatherv(buffer(block), received.vector())], received, block)
 
 
-def gather_blocks(call: Call, block: Tensor, shapes: Sequence[Sequence[int]], root: int) -> Moving:
+def gather_blocks(call: Call, block: Tensor, shapes: Sequence[tuple[int, ...]], root: int) -> Moving:
     """Every rank's block, on ``root``; empty blocks on the others."""
     comm, is_root = call.comm, call.comm.rank == root
-    flat, blocks = _carve(block.dtype, shapes if is_root else [(0,)] * comm.size)
+    received = Blocks.empty(block.dtype, shapes if is_root else [(0,)] * comm.size)
     if _volume(shapes) > settings.max_count:
         nothing = block.new_empty(0)
-        return _move_pieces(call, [block if r == root else nothing for r in range(comm.size)], blocks, flat)
-    request = comm.mpi.Igatherv(buffer(block), _vector(flat, blocks) if is_root else None, root)
-    return Moving([request], blocks, flat, block)
+        return _move_pieces(call, [block if r == root else nothing for r in range(comm.size)], received)
+    request = comm.mpi.Igatherv(buffer(block), received.vector() if is_root else None, root)
+    return Moving([request], received, block)
 
 
 def scatter_blocks(
     call: Call,
-    blocks: Sequence[Tensor] | None,
+    sending: Blocks | None,
     dtype: torch.dtype,
-    shapes: Sequence[Sequence[int]],
+    shapes: Sequence[tuple[int, ...]],
     root: int,
 ) -> Moving:
-    """This rank's block of those that ``root`` gives."""
-    comm = call.comm
-    result = fresh(shapes[comm.rank], dtype)
+    """This rank's block, as the only one received, of those that ``root`` gives."""
+    comm, size = call.comm, call.comm.size
+    mine = shapes[comm.rank]
     if _volume(shapes) > settings.max_count:
         nothing = torch.empty(0, dtype=dtype)
-        sending = blocks if blocks is not None else [nothing] * comm.size
+        sent = [nothing] * size if sending is None else sending.tensors()
         return _move_pieces(
-            call, sending, [result if r == root else nothing for r in range(comm.size)], result
+            call, sent, Blocks.empty(dtype, [mine if r == root else (0,) for r in range(size)])
         )
-    flat = None if blocks is None else flat_of(blocks)
-    sent = None if blocks is None or flat is None else _vector(flat, blocks)
-    return Moving([comm.mpi.Iscatterv(sent, buffer(result), root)], [result], result, flat)
+    received = Blocks.empty(dtype, [mine])
+    request = comm.mpi.Iscatterv(None if sending is None else sending.vector(), buffer(received.flat), root)
+    return Moving([request], received, sending)
 
 
-def alltoall_blocks(
-    call: Call, blocks: Sequence[Tensor], dtype: torch.dtype, shapes: Sequence[Sequence[int]], total: int
-) -> Moving:
-    """``blocks[r]`` goes to rank r, and what comes from it has ``shapes[r]``.
+def alltoall_blocks(call: Call, sending: Blocks, shapes: Sequence[tuple[int, ...]], total: int) -> Moving:
+    """Rank r gets the block r that is sent, and what comes from it has ``shapes[r]``.
 
     ``total`` is the number of elements on all ranks: they must agree on whether to send in pieces.
     """
-    result, received = _carve(dtype, shapes)
+    received = Blocks.empty(sending.flat.dtype, shapes)
     if total > settings.max_count:
-        return _move_pieces(call, blocks, received, result)
-    flat = flat_of(blocks)
-    request = call.comm.mpi.Ialltoallv(_vector(flat, blocks), _vector(result, received))
-    return Moving([request], received, result, flat)
+        return _move_pieces(call, sending.tensors(), received)
+    request = call.comm.mpi.Ialltoallv(sending.vector(), received.vector())
+    return Moving([request], received, sending)
 
 
 def _volume(shapes: Sequence[Sequence[int]]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _move_pieces(call: Call, sending: Sequence[Tensor], receiving: Sequence[Tensor], flat: Tensor) -> Moving:
-    """``sending[r]`` goes to rank r and ``receiving[r]`` comes from it, in pieces."""
+def _move_pieces(call: Call, sending: Sequence[Tensor], received: Blocks) -> Moving:
+    """``sending[r]`` goes to rank r and block r comes from it, in pieces."""
     comm = call.comm
-    sent = [block.contiguous() for block in sending]
     requests: list[MPI.Request] = []
-    for rank, tensor in enumerate(receiving):
+    for rank, tensor in enumerate(received.tensors()):
         if tensor.numel():
             requests += [comm.mpi.Irecv(buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)]
-    for rank, tensor in enumerate(sent):
+    for rank, tensor in enumerate(sending):
         if tensor.numel():
             requests += [comm.mpi.Isend(buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)]
-    return Moving(requests, list(receiving), flat, sent)
+    return Moving(requests, received, sending)

@@ -11,23 +11,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from torchrelay import _torch
+from torchrelay import _torch, telemetry
 from torchrelay.errors import UnsupportedError
 from torchrelay.mpi import _chain, _check
 from torchrelay.mpi._dtypes import is_differentiable
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import Testable, check_usable, finish
+from torchrelay.mpi._wait import Testable, check_usable, finish, listen
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Adjoint", "Call", "Started", "is_differentiated", "nothing_of", "record"]
+__all__ = ["Adjoint", "Call", "Started", "is_differentiated", "nothing_of", "record", "unchanged"]
 
 
 def unchanged(x: Tensor) -> Tensor:
+    """``x``."""
     return x
 
 
@@ -87,6 +88,9 @@ class Call:
         """What :meth:`backward` and :meth:`tangent` need. Linear functions need nothing."""
         return ()
 
+    def joined(self, link: _chain.Link) -> None:
+        """Called when it has become part of a chain, if not everyone takes part in it."""
+
     def adjoint(self, grad: Tensor) -> Adjoint:
         """Of a linear function: the communication on ``comm.reverse`` that gives the input's cotangent."""
         raise NotImplementedError
@@ -127,6 +131,26 @@ class Call:
 _TOKEN = torch.empty(())
 
 
+class Recorded(_chain.Link):
+    """What a node keeps: its call, its place in the chain, and what a cotangent of zeros looks like."""
+
+    __slots__ = ("call", "device", "dtype", "shape")
+
+    def __init__(self, chain: _chain.Chain, node: Any, call: Call, y: Tensor) -> None:
+        super().__init__(chain, node)
+        self.call = call
+        self.shape = y.shape
+        self.dtype = y.dtype
+        self.device = y.device
+
+    def pull_back(self, ctx: Any, grad: Tensor | None) -> Tensor | None:
+        """The input's cotangent; None if nobody wants it, but computed even so: other ranks may."""
+        if grad is None:
+            grad = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        result: Tensor | None = self.call.backward(grad, *ctx.saved_tensors)
+        return result if ctx.needs_input_grad[1] else None
+
+
 class Node(torch.autograd.Function):
     """The node of a call that is recorded outside of ``torch.func``."""
 
@@ -134,19 +158,22 @@ class Node(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         y = call.forward(x)
-        remember(ctx, call, x, y)
-        ctx.link = _chain.Link(_chain.current(), ctx)
+        save(ctx, call, x, y)
+        ctx.recorded = Recorded(_chain.current(), ctx, call, y)
+        if not call.everyone:
+            call.joined(ctx.recorded)
         return y, torch.empty_like(_TOKEN)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[None, Tensor | None, None]:
-        comm = ctx.call.comm
-        if not ctx.link.enter((comm.unreached or settings.unreached) if comm.size > 1 else "ignore"):
+        recorded: Recorded = ctx.recorded
+        comm = recorded.call.comm
+        if not recorded.enter((comm.unreached or settings.unreached) if comm.size > 1 else "ignore"):
             return None, None, None
-        if not torch.is_grad_enabled():
-            return None, pull_back(ctx, grad), None
-        with _chain.adjoint_chain(ctx.link):
-            return None, pull_back(ctx, grad), None
+        if not is_grad_enabled():
+            return None, recorded.pull_back(ctx, grad), None
+        with _chain.adjoint_chain(recorded):
+            return None, recorded.pull_back(ctx, grad), None
 
 
 class TransformNode(Node):
@@ -162,19 +189,21 @@ class TransformNode(Node):
     def setup_context(ctx: Any, inputs: tuple[Call, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
         call, x, _ = inputs
         ctx.set_materialize_grads(False)
-        remember(ctx, call, x, output[0])
+        save(ctx, call, x, output[0])
         ctx.save_for_forward(*call.saved(x, output[0]))
-        ctx.link = None
+        ctx.recorded = Recorded(_chain.Chain(), ctx, call, output[0])
+        ctx.like = (x.shape, x.dtype, x.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[None, Tensor | None, None]:
-        return None, pull_back(ctx, grad), None
+        return None, ctx.recorded.pull_back(ctx, grad), None
 
     @staticmethod
     def jvp(ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None) -> tuple[Tensor, Tensor]:
         if tangent is None:
-            tangent = torch.zeros(ctx.input_shape, dtype=ctx.dtype, device=ctx.device)
-        return ctx.call.tangent(tangent, *ctx.saved_tensors), torch.zeros(())
+            shape, dtype, device = ctx.like
+            tangent = torch.zeros(shape, dtype=dtype, device=device)
+        return ctx.recorded.call.tangent(tangent, *ctx.saved_tensors), torch.zeros(())
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, x: Tensor, token: Tensor) -> Any:
@@ -184,15 +213,14 @@ class TransformNode(Node):
         return record_transformed(call.batched(), x.movedim(dim, 0), token), (0, None)
 
 
+transforms_active, forward_mode_active = _torch.transforms_active, _torch.forward_mode_active
 _apply = _torch.apply_of(Node)
 _apply_transformed: Any = TransformNode.apply
 _unpack_dual: Any = forward_ad.unpack_dual
 _make_dual: Any = forward_ad.make_dual
 
 
-def remember(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
-    ctx.call = call
-    ctx.input_shape, ctx.output_shape, ctx.dtype, ctx.device = x.shape, y.shape, y.dtype, y.device
+def save(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
     saved = call.saved(x, y)
     if saved:
         ctx.save_for_backward(*saved)
@@ -200,27 +228,30 @@ def remember(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
         ctx.mark_dirty(x)
 
 
-def pull_back(ctx: Any, grad: Tensor | None) -> Tensor | None:
-    if grad is None:
-        grad = torch.zeros(ctx.output_shape, dtype=ctx.dtype, device=ctx.device)
-    result: Tensor | None = ctx.call.backward(grad, *ctx.saved_tensors)
-    return result if ctx.needs_input_grad[1] else None
-
-
 def record(call: Call, x: Tensor) -> Tensor:
     """Runs ``call`` on ``x``, recorded in autograd's graph if grad mode is on."""
+    if telemetry.listening():
+        with telemetry.span(f"mpi.{call.name}", comm=call.comm.name, size_bytes=x.numel() * x.itemsize):
+            return _record(call, x)
+    return _record(call, x)
+
+
+def _record(call: Call, x: Tensor) -> Tensor:
     check_usable()
     if settings.debug:
+        listen()
         _check.compare(call, x)
-    if _torch.transforms_active():
+    if not (is_grad_enabled() or transforms_active() or forward_mode_active()):  # backward passes too
+        return call.forward(x)
+    if transforms_active():
         return _record_under_transform(call, x)
-    if _torch.forward_mode_active() and not _in_tangent:
+    if forward_mode_active() and not _in_tangent:
         return _record_dual(call, x)
     return _record_plain(call, x)
 
 
 def _record_plain(call: Call, x: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
+    if not is_grad_enabled():
         return call.forward(x)
     if not call.differentiable(x):
         with torch.no_grad():
@@ -277,7 +308,7 @@ def record_transformed(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Te
 
 def is_differentiated() -> bool:
     """Whether derivatives may be wanted of what is computed now; equal on all ranks."""
-    return torch.is_grad_enabled() or _torch.forward_mode_active()
+    return is_grad_enabled() or forward_mode_active()
 
 
 def nothing_of(y: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ would wait for what never completes.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import time
@@ -25,16 +26,17 @@ from torchrelay.mpi._settings import settings
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Testable", "Waiting", "barrier", "check_usable", "finish", "register"]
+__all__ = ["Testable", "Waiting", "barrier", "check_usable", "failed", "finish", "listen", "register"]
 
 # Tests in a tight loop, some 0.3 us each, before the core is offered to others: a rank that shares its core with
 # another holds up the very message it waits for, one that does not loses a time slice to whoever else is there.
 SPINS = 3000 if MPI.COMM_WORLD.size <= len(os.sched_getaffinity(0)) else 50
+TESTS = max(1, SPINS // 10)  # and then between two offers: what is under way moves while it is tested
 YIELD_S = 1.0  # after that, give the core to others, but go on at full speed
 NAP_S = 2e-4  # after a second, the peer is late rather than slow
 LISTEN_S = 0.02  # how often a waiting rank looks for what others tell or ask
 
-QUESTION, ANSWER, FAREWELL = 1, 2, 3  # tags on the control communicator
+QUESTION, ANSWER, FAREWELL, MISMATCH = 1, 2, 3, 4  # tags on the control communicator
 MESSAGE_BYTES = 1024
 
 
@@ -117,11 +119,11 @@ def _finish_late(request: Testable, call: Waiting) -> None:
     _waiting = (call, start)
     heard = start
     try:
-        while not request.Test():
+        while not any(request.Test() for _ in range(TESTS)):
             now = time.monotonic()
             if now - heard > LISTEN_S:
                 heard = now
-                _listen()
+                listen()
                 if now - start > settings.timeout_s and _give_up(request, call, start):
                     return
             if now - start < YIELD_S:
@@ -135,24 +137,21 @@ def _finish_late(request: Testable, call: Waiting) -> None:
         _waiting = before
 
 
-def _listen() -> list[tuple[int, str]]:
+def listen() -> list[tuple[int, str]]:
     """Answers questions, raises on farewells, and returns the answers that came."""
     answers = []
     status = MPI.Status()
-    for comm in list(_communicators):
-        while comm.control.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            source, tag = status.Get_source(), status.Get_tag()
+    for comm, tag in itertools.product(list(_communicators), (QUESTION, ANSWER, FAREWELL, MISMATCH)):
+        while comm.control.Iprobe(MPI.ANY_SOURCE, tag, status):
+            source = status.Get_source()
             text = _receive(comm, source, tag)
             if tag == QUESTION:
                 _send(comm, source, ANSWER, _whereabouts())
             elif tag == ANSWER:
                 answers.append((source, text))
-            elif tag == FAREWELL:
-                _fail(
-                    PeerLostError(
-                        f"rank {comm.rank}: {_whereabouts()}, and rank {source} gave up: {text}", (source,)
-                    )
-                )
+            else:
+                what = f"rank {comm.rank}: {_whereabouts()}, and rank {source} gave up: {text}"
+                raise failed(PeerLostError(what, (source,)) if tag == FAREWELL else MismatchError(what))
     return answers
 
 
@@ -174,13 +173,13 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
     while time.monotonic() - asked < settings.grace_s and len(answers) < len(peers):
         if request.Test():
             return True
-        answers.update(_listen())
+        answers.update(listen())
         time.sleep(NAP_S)
     what = f"{call.describe()} on {comm.name}"
     missing = [rank for rank in peers if what not in answers.get(rank, "")]
     places = [f"rank {rank} is {answers.get(rank, 'in no communication')}" for rank in peers]
     who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
-    _fail(
+    raise failed(
         OperationTimeoutError(
             f"rank {comm.rank}: {what} did not end within {time.monotonic() - start:.1f} s; "
             f"{who + ' did not take part' if missing else 'all ranks take part, but no message moves'} "
@@ -189,17 +188,17 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
             missing,
         )
     )
-    return False
 
 
-def _fail(error: TorchRelayError) -> None:
+def failed(error: TorchRelayError) -> TorchRelayError:
+    """``error``, to be raised: messages would no longer match, so all ranks are told, and communication ends."""
     global _broken  # noqa: PLW0603
     _broken = str(error)
-    _tell_all(_broken)
-    raise error
+    _tell_all(_broken, MISMATCH if isinstance(error, MismatchError) else FAREWELL)
+    return error
 
 
-def _tell_all(reason: str) -> None:
+def _tell_all(reason: str, tag: int = FAREWELL) -> None:
     global _told  # noqa: PLW0603
     if _told:
         return
@@ -207,7 +206,7 @@ def _tell_all(reason: str) -> None:
     for comm in list(_communicators):
         for rank in range(comm.size):
             if rank != comm.rank:
-                _send(comm, rank, FAREWELL, reason)
+                _send(comm, rank, tag, reason)
 
 
 def _send(comm: Communicator, rank: int, tag: int, text: str) -> None:

@@ -5,12 +5,21 @@ The derivative sums, for each rank's part, the cotangents of all ranks: Reduce_s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import agree, allgather_blocks, axis_of, exchange_headers, packed, placed
+from torchrelay.mpi._exchange import (
+    agree,
+    allgather_blocks,
+    axis_of,
+    exchange_headers,
+    known_headers,
+    packed,
+    placed,
+)
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -20,21 +29,21 @@ __all__ = ["allgather"]
 
 
 class Allgather(Call):
-    __slots__ = ("axis", "lengths", "uniform")
+    __slots__ = ("axis", "known", "lengths")
     name = "Allgather"
 
-    def __init__(self, comm: Communicator, axis: int, uniform: bool = False) -> None:
+    def __init__(self, comm: Communicator, axis: int, known: Sequence[int] | None = None) -> None:
         self.comm = comm
         self.axis = axis
-        self.uniform = uniform
+        self.known = known  # the ranks' lengths along the axis, if none need be told
         self.lengths: list[int] = []
 
     def start(self, x: Tensor) -> Started:
-        headers = exchange_headers(self, x, uniform=self.uniform)
+        headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
         agree(self, headers, self.axis)
         self.lengths = [h.shape[self.axis] for h in headers]
         moving = allgather_blocks(self, packed(x), [h.shape for h in headers])
-        return Started(moving.requests, lambda: placed(moving.joined(self.axis), x), moving)
+        return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         rank, reverse = self.comm.rank, self.comm.reverse
@@ -42,10 +51,10 @@ class Allgather(Call):
             return Adjoint(None, grad.narrow(self.axis, sum(self.lengths[:rank]), self.lengths[rank]))
         from torchrelay.mpi.reduce_scatter import ReduceScatter  # noqa: PLC0415 - each is the other's derivative
 
-        return Adjoint(ReduceScatter(reverse, Op.SUM, self.axis, self.lengths[rank], self.uniform), grad)
+        return Adjoint(ReduceScatter(reverse, Op.SUM, self.axis, self.lengths[rank], self.known), grad)
 
     def batched(self) -> Allgather:
-        return Allgather(self.comm, self.axis + 1, self.uniform)
+        return Allgather(self.comm, self.axis + 1, self.known)
 
     def signature(self, x: Tensor) -> str:
         return f"{self.describe()} of {x.dtype} with {x.ndim} axes"

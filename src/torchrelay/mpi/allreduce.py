@@ -13,8 +13,9 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import fresh, packed, pieces, placed
+from torchrelay.mpi._exchange import fresh, is_small, packed, pieces, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._wait import finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -32,6 +33,13 @@ class Allreduce(Call):
         self.comm = comm
         self.op = op
 
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_small(x):
+            return super().forward(x)
+        result, op = torch.empty_like(x), mpi_op(x.dtype, self.op)
+        finish(self.comm.mpi.Iallreduce(buffer(x), buffer(result), op), self)
+        return result
+
     def start(self, x: Tensor) -> Started:
         source = packed(x)
         result = fresh(source.shape, source.dtype)
@@ -48,8 +56,8 @@ class Allreduce(Call):
         return Adjoint(Allreduce(self.comm.reverse, Op.SUM), grad)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        total = super().backward(grad)
-        assert total is not None
+        comm = self.comm
+        total = grad if comm.convention == "replicated" else record(Allreduce(comm.reverse, Op.SUM), grad)
         return total * share(self.comm.reverse, self.op, *saved) if saved else total
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:

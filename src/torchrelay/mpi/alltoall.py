@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._exchange import (
+    Blocks,
     Header,
     agree,
     alltoall_blocks,
@@ -51,14 +52,17 @@ class Alltoall(Call):
         self.length = length  # of the input along gatheraxis: what the derivative asks for
 
     def start(self, x: Tensor) -> Started:
-        headers = exchange_headers(self, x, self.numelem, self.uniform)
+        if self.uniform:
+            headers = [Header(self.numelem, x.dtype, tuple(x.shape))] * self.comm.size
+        else:
+            headers = exchange_headers(self, x, self.numelem)
         agree(self, headers, self.gatheraxis)
         sending, receiving = self._plan(headers)
-        blocks = packed(x).split_with_sizes(sending, self.scatteraxis)
+        blocks = Blocks.cut(packed(x), sending, self.scatteraxis)
         shapes = [headers[rank].block(self.scatteraxis, length) for rank, length in enumerate(receiving)]
         total = sum(math.prod(h.shape) for h in headers)
-        moving = alltoall_blocks(self, blocks, x.dtype, shapes, total)
-        return Started(moving.requests, lambda: placed(moving.joined(self.gatheraxis), x), moving)
+        moving = alltoall_blocks(self, blocks, shapes, total)
+        return Started(moving.requests, lambda: placed(moving.received.joined(self.gatheraxis), x), moving)
 
     def _plan(self, headers: list[Header]) -> tuple[list[int], list[int]]:
         """How much along ``scatteraxis`` goes to each rank, and how much comes from each."""

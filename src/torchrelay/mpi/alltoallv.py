@@ -13,9 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._exchange import alltoall_blocks, axis_of, packed, placed
+from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, placed
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import finish
 
 if TYPE_CHECKING:
@@ -25,32 +26,49 @@ __all__ = ["alltoallv"]
 
 
 class Alltoallv(Call):
-    __slots__ = ("axis", "received", "sent")
+    __slots__ = ("axis", "known", "received", "sent")
     name = "Alltoallv"
 
-    def __init__(self, comm: Communicator, sent: Sequence[int], axis: int) -> None:
+    def __init__(
+        self, comm: Communicator, sent: Sequence[int], axis: int, known: Sequence[int] | None = None
+    ) -> None:
         self.comm = comm
         self.sent = list(sent)
         self.axis = axis
+        self.known = known  # how much comes from each rank, if none need be told
         self.received: list[int] = []
 
     def start(self, x: Tensor) -> Started:
+        if self.known:
+            self.received, most = list(self.known), max(sum(self.sent), sum(self.known))
+            if most * self._inner(x) > settings.max_count:
+                raise ArgumentError(
+                    f"{self.describe()} in two steps carries at most {settings.max_count} elements"
+                )
+            return self._start(x, 0)
         size = self.comm.size
         counts = np.empty((size, size), np.int64)
         mine = np.array(self.sent, np.int64)
         finish(self.comm.mpi.Iallgather((mine, size, MPI.INT64_T), (counts, size, MPI.INT64_T)), self)
         self.received = counts[:, self.comm.rank].tolist()
+        return self._start(x, int(counts.sum()) * self._inner(x))
+
+    def _inner(self, x: Tensor) -> int:
+        return math.prod(n for axis, n in enumerate(x.shape) if axis != self.axis)
+
+    def _start(self, x: Tensor, total: int) -> Started:
         shapes = [(*x.shape[: self.axis], n, *x.shape[self.axis + 1 :]) for n in self.received]
-        inner = math.prod(n for axis, n in enumerate(x.shape) if axis != self.axis)
-        blocks = packed(x).split_with_sizes(self.sent, self.axis)
-        moving = alltoall_blocks(self, blocks, x.dtype, shapes, int(counts.sum()) * inner)
-        return Started(moving.requests, lambda: placed(moving.joined(self.axis), x), moving)
+        blocks = Blocks.cut(packed(x), self.sent, self.axis)
+        moving = alltoall_blocks(self, blocks, shapes, total)
+        return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
-        return Adjoint(Alltoallv(self.comm.reverse, self.received, self.axis), grad)
+        return Adjoint(
+            Alltoallv(self.comm.reverse, self.received, self.axis, self.sent if self.known else None), grad
+        )
 
     def batched(self) -> Alltoallv:
-        return Alltoallv(self.comm, self.sent, self.axis + 1)
+        return Alltoallv(self.comm, self.sent, self.axis + 1, self.known)
 
     def signature(self, x: Tensor) -> str:
         return f"{self.describe()} of {x.dtype} with {x.ndim} axes"

@@ -10,31 +10,30 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.mpi import _wait, compiled, nonblocking, point_to_point
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi import _wait, compiled, persistent, point_to_point, starting
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._exchange import axis_of
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._record import is_differentiated
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi.allgather import Allgather, allgather
-from torchrelay.mpi.allreduce import Allreduce, allreduce, allreduce_located
-from torchrelay.mpi.alltoall import Alltoall, alltoall
+from torchrelay.mpi.allgather import allgather
+from torchrelay.mpi.allreduce import allreduce, allreduce_located
+from torchrelay.mpi.alltoall import alltoall
 from torchrelay.mpi.alltoallv import alltoallv
-from torchrelay.mpi.bcast import Bcast, bcast_
-from torchrelay.mpi.gather import Gather, gather
+from torchrelay.mpi.bcast import bcast_
+from torchrelay.mpi.gather import gather
 from torchrelay.mpi.halo import halo_exchange, neighbor_alltoall
 from torchrelay.mpi.nonblocking import CollectiveHandle
-from torchrelay.mpi.persistent import PersistentRecv, PersistentSend
+from torchrelay.mpi.persistent import PersistentCollective, PersistentRecv, PersistentSend
 from torchrelay.mpi.point_to_point import WaitHandle
-from torchrelay.mpi.reduce import Reduce, reduce_
-from torchrelay.mpi.reduce_scatter import ReduceScatter, reduce_scatter
+from torchrelay.mpi.reduce import reduce_
+from torchrelay.mpi.reduce_scatter import reduce_scatter
 from torchrelay.mpi.replicate import replicate
 from torchrelay.mpi.scan import exscan, scan
-from torchrelay.mpi.scatter import Scatter, scatter
+from torchrelay.mpi.scatter import scatter
 
 __all__ = ["CartCommunicator", "Communicator", "from_mpi4py"]
 
@@ -53,6 +52,7 @@ class Communicator:
     name: str
     convention: str
     number: int
+    is_reverse: bool
 
     def __init__(self, mpi: MPI.Comm, name: str | None = None) -> None:
         """Collective over ``mpi``'s ranks."""
@@ -63,9 +63,11 @@ class Communicator:
         self.name = name or f"communicator {next(_names)}"
         self.convention = settings.convention
         self.unreached: str | None = None  # the setting's value
+        self.is_reverse = False
         self.control = mpi.Dup()
         reverse = self._copy()
         reverse.mpi, reverse.reverse, reverse.name = mpi.Dup(), reverse, f"{self.name} (backward)"
+        reverse.is_reverse = True
         self.reverse = reverse
         self._ended: Communicator | None = None
         reverse._ended = None
@@ -104,6 +106,7 @@ class Communicator:
         other.convention, other.unreached = convention, unreached
         other.reverse = self.reverse._copy()
         other.reverse.convention, other.reverse.reverse = convention, other.reverse
+        other.number = other.reverse.number = compiled.register(other)
         return other
 
     def Dup(self) -> Communicator:
@@ -158,37 +161,45 @@ class Communicator:
 
     def Allreduce(self, tensor: Tensor, op: Op) -> Any:
         """The reduction of all ranks' tensors, on every rank; for MAXLOC and MINLOC a :class:`Located`."""
-        if op is Op.SUM and torch.compiler.is_compiling():
-            return compiled.communicate(self, "allreduce", (), tensor)
+        if is_compiling():
+            return compiled.reduced(self, op.value, tensor)
         if op is Op.MAXLOC or op is Op.MINLOC:
             return allreduce_located(self, tensor, op)
         return allreduce(self, tensor, op)
 
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
         """``tensor`` with root's values, in place."""
+        if is_compiling():
+            return compiled.in_place(self, "bcast", (root,), tensor)
         return bcast_(self, tensor, root)
 
     def Reduce_(self, tensor: Tensor, op: Op, root: int) -> Tensor:
         """``tensor`` with the reduction on root and zeros on the others, in place."""
+        if is_compiling() and op is Op.SUM:
+            return compiled.in_place(self, "reduce", (root,), tensor)
         return reduce_(self, tensor, op, root)
 
     def Gather(self, tensor: Tensor, gatheraxis: int, root: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, on root; an empty tensor on the others."""
+        if is_compiling():
+            return compiled.communicate(self, "gather", (axis_of(gatheraxis, tensor.ndim), root), tensor)
         return gather(self, tensor, gatheraxis, root)
 
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, on every rank."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return compiled.communicate(self, "allgather", (axis_of(gatheraxis, tensor.ndim),), tensor)
         return allgather(self, tensor, gatheraxis)
 
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
         """This rank's ``numelem`` along ``scatteraxis`` of root's tensor."""
+        if is_compiling():
+            return compiled.communicate(self, "scatter", (axis_of(scatteraxis, tensor.ndim), root), tensor)
         return scatter(self, tensor, scatteraxis, numelem, root)
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             axes = axis_of(gatheraxis, tensor.ndim), axis_of(scatteraxis, tensor.ndim)
             return compiled.communicate(self, "alltoall", axes, tensor)
         return alltoall(self, tensor, gatheraxis, scatteraxis, numelem)
@@ -199,20 +210,26 @@ class Communicator:
 
     def Reduce_scatter_block(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> Tensor:
         """As :meth:`Reduce_scatter`, in equal parts."""
-        if op is Op.SUM and torch.compiler.is_compiling():
+        if op is Op.SUM and is_compiling():
             return compiled.communicate(self, "reduce_scatter", (axis_of(scatteraxis, tensor.ndim),), tensor)
         return reduce_scatter(self, tensor, op, scatteraxis, self._part(tensor, scatteraxis))
 
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
         """The reduction of the tensors of ranks 0 to this one."""
+        if op is Op.SUM and is_compiling():
+            return compiled.communicate(self, "scan", (), tensor)
         return scan(self, tensor, op)
 
     def Exscan(self, tensor: Tensor, op: Op) -> Tensor:
         """The reduction of the tensors of all ranks before this one; zeros on rank 0."""
+        if op is Op.SUM and is_compiling():
+            return compiled.communicate(self, "exscan", (), tensor)
         return exscan(self, tensor, op)
 
     def Replicate(self, tensor: Tensor) -> Tensor:
         """A tensor that all ranks hold alike, from here on used by each in its own way."""
+        if is_compiling():
+            return compiled.communicate(self, "replicate", (), tensor)
         return replicate(self, tensor)
 
     # Collectives with counts
@@ -235,45 +252,85 @@ class Communicator:
         """``sendcounts[r]`` along ``axis`` go to rank r; what comes is joined in the order of ranks."""
         return alltoallv(self, tensor, sendcounts, axis)
 
-    # Collectives in two steps; all ranks give tensors of one shape, and change nothing until Wait
+    # Collectives in two steps: change nothing until Wait. All ranks give tensors of one shape, or the same counts
 
     def Iallreduce(self, tensor: Tensor, op: Op) -> CollectiveHandle:
-        """Starts :meth:`Allreduce`; under autograd only for sums."""
-        return nonblocking.start(Allreduce(self, self._sum(op)), tensor)
+        """Starts :meth:`Allreduce`."""
+        return starting.iallreduce(self, tensor, op)
 
     def Ibcast(self, tensor: Tensor, root: int) -> CollectiveHandle:
         """Starts to give every rank root's tensor, in new memory."""
-        return nonblocking.start(Bcast(self, self.check_rank(root)), tensor)
+        return starting.ibcast(self, tensor, root)
 
     def Ireduce(self, tensor: Tensor, op: Op, root: int) -> CollectiveHandle:
-        """Starts a reduction to root, in new memory; under autograd only for sums."""
-        return nonblocking.start(Reduce(self, self._sum(op), self.check_rank(root)), tensor)
+        """Starts a reduction to root, in new memory."""
+        return starting.ireduce(self, tensor, op, root)
+
+    def Iscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Starts :meth:`Scan`."""
+        return starting.iscan(self, tensor, op, False)
+
+    def Iexscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Starts :meth:`Exscan`."""
+        return starting.iscan(self, tensor, op, True)
 
     def Igather(self, tensor: Tensor, gatheraxis: int, root: int) -> CollectiveHandle:
         """Starts :meth:`Gather`."""
-        axis = axis_of(gatheraxis, tensor.ndim)
-        return nonblocking.start(Gather(self, axis, tensor.shape[axis], self.check_rank(root), True), tensor)
+        return starting.igather(self, tensor, None, gatheraxis, root)
+
+    def Igatherv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> CollectiveHandle:
+        """Starts :meth:`Gatherv`; rank r gives ``counts[r]``."""
+        return starting.igather(self, tensor, counts, axis, root)
 
     def Iallgather(self, tensor: Tensor, gatheraxis: int) -> CollectiveHandle:
         """Starts :meth:`Allgather`."""
-        return nonblocking.start(Allgather(self, axis_of(gatheraxis, tensor.ndim), True), tensor)
+        return starting.iallgather(self, tensor, None, gatheraxis)
+
+    def Iallgatherv(self, tensor: Tensor, counts: Sequence[int], axis: int = 0) -> CollectiveHandle:
+        """Starts :meth:`Allgatherv`; rank r gives ``counts[r]``."""
+        return starting.iallgather(self, tensor, counts, axis)
 
     def Iscatter(self, tensor: Tensor, scatteraxis: int, root: int) -> CollectiveHandle:
         """Starts :meth:`Scatter`, in equal parts; all ranks give a tensor of the shape of root's."""
-        length = self._part(tensor, scatteraxis)
-        return nonblocking.start(Scatter(self, scatteraxis, length, self.check_rank(root), True), tensor)
+        return starting.iscatter(self, tensor, None, scatteraxis, root)
+
+    def Iscatterv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> CollectiveHandle:
+        """Starts :meth:`Scatterv`; all ranks give a tensor of the shape of root's."""
+        return starting.iscatter(self, tensor, counts, axis, root)
 
     def Ialltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
         """Starts :meth:`Alltoall`, in equal parts."""
-        length = self._part(tensor, scatteraxis)
-        g, s = axis_of(gatheraxis, tensor.ndim), axis_of(scatteraxis, tensor.ndim)
-        numelem = tensor.shape[s] if g == s else length
-        return nonblocking.start(Alltoall(self, g, s, numelem, tensor.shape[g], True), tensor)
+        return starting.ialltoall(self, tensor, gatheraxis, scatteraxis)
+
+    def Ialltoallv(
+        self, tensor: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int = 0
+    ) -> CollectiveHandle:
+        """Starts :meth:`Alltoallv`; ``recvcounts[r]`` come from rank r."""
+        return starting.ialltoallv(self, tensor, sendcounts, recvcounts, axis)
 
     def Ireduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> CollectiveHandle:
-        """Starts :meth:`Reduce_scatter_block`; under autograd only for sums."""
-        length, axis = self._part(tensor, scatteraxis), axis_of(scatteraxis, tensor.ndim)
-        return nonblocking.start(ReduceScatter(self, self._sum(op), axis, length, True), tensor)
+        """Starts :meth:`Reduce_scatter_block`."""
+        return starting.ireduce_scatter(self, tensor, op, None, scatteraxis)
+
+    def Ireduce_scatterv(
+        self, tensor: Tensor, op: Op, counts: Sequence[int], axis: int = 0
+    ) -> CollectiveHandle:
+        """Starts :meth:`Reduce_scatter`; rank r gets ``counts[r]``."""
+        return starting.ireduce_scatter(self, tensor, op, counts, axis)
+
+    # Set up once, started again and again
+
+    def Allreduce_init(self, tensor: Tensor, op: Op) -> PersistentCollective:
+        """An :meth:`Allreduce` that ``Start`` repeats."""
+        return persistent.allreduce_init(self, tensor, op)
+
+    def Reduce_init(self, tensor: Tensor, op: Op, root: int) -> PersistentCollective:
+        """A reduction to root, in new memory, that ``Start`` repeats."""
+        return persistent.reduce_init(self, tensor, op, root)
+
+    def Bcast_init(self, tensor: Tensor, root: int) -> PersistentCollective:
+        """Root's tensor on every rank, in new memory; ``Start`` repeats it."""
+        return persistent.bcast_init(self, tensor, root)
 
     def _part(self, tensor: Tensor, axis: int) -> int:
         length = tensor.shape[axis_of(axis, tensor.ndim)]
@@ -281,22 +338,18 @@ class Communicator:
             raise ArgumentError(f"{length} along axis {axis} cannot be cut into {self.size} equal parts")
         return length // self.size
 
-    @staticmethod
-    def _sum(op: Op) -> Op:
-        if op is not Op.SUM and is_differentiated():
-            raise UnsupportedError(
-                f"MPI_{op.value} in two steps has no derivative: use it under torch.no_grad()"
-            )
-        return op
-
     # Between two ranks
 
     def Send(self, tensor: Tensor, dest: int, tag: int = 0) -> Tensor:
         """Returns when ``tensor`` may be changed again; the 0-dim result depends on it."""
+        if is_compiling():
+            return compiled.send(self, tensor, dest, tag)
         return point_to_point.send(self, tensor, dest, tag)
 
     def Recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
         """``tensor`` with the values received, in place."""
+        if is_compiling():
+            return compiled.in_place(self, "recv", (source, tag), tensor)
         return point_to_point.recv(self, tensor, source, tag)
 
     def Sendrecv(
@@ -309,6 +362,8 @@ class Communicator:
         recvtag: int = MPI.ANY_TAG,
     ) -> Tensor:
         """Sends ``tensor``, and returns what comes from ``source``, shaped as ``like`` (default: as ``tensor``)."""
+        if is_compiling() and like is None:
+            return compiled.exchange(self, tensor, dest, source, sendtag, recvtag)
         return point_to_point.sendrecv(self, tensor, dest, sendtag, like, source, recvtag)
 
     def Isend(self, tensor: Tensor, dest: int, tag: int = 0) -> WaitHandle:

@@ -5,11 +5,20 @@ The derivative scatters root's cotangent the same way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, gather_blocks, packed, placed
+from torchrelay.mpi._exchange import (
+    agree,
+    axis_of,
+    exchange_headers,
+    gather_blocks,
+    known_headers,
+    packed,
+    placed,
+)
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -19,35 +28,37 @@ __all__ = ["gather"]
 
 
 class Gather(Call):
-    __slots__ = ("axis", "length", "root", "uniform")
+    __slots__ = ("axis", "known", "length", "root")
     name = "Gather"
 
-    def __init__(self, comm: Communicator, axis: int, length: int, root: int, uniform: bool = False) -> None:
+    def __init__(
+        self, comm: Communicator, axis: int, length: int, root: int, known: Sequence[int] | None = None
+    ) -> None:
         self.comm = comm
         self.axis = axis
         self.length = length
         self.root = root
-        self.uniform = uniform
+        self.known = known  # the ranks' lengths along the axis, if none need be told
 
     def start(self, x: Tensor) -> Started:
-        headers = exchange_headers(self, x, uniform=self.uniform)
+        headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
         agree(self, headers, self.axis)
         moving = gather_blocks(self, packed(x), [h.shape for h in headers], self.root)
         if self.comm.rank != self.root:
             return Started(moving.requests, lambda: x.new_empty(headers[0].block(self.axis, 0)), moving)
-        return Started(moving.requests, lambda: placed(moving.joined(self.axis), x), moving)
+        return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         from torchrelay.mpi.scatter import Scatter  # noqa: PLC0415 - each is the other's derivative
 
-        if self.uniform and self.comm.rank != self.root:  # tell the shape of root's cotangent
+        if self.known and self.comm.rank != self.root:  # tell the shape of root's cotangent
             shape = list(grad.shape)
-            shape[self.axis] = self.length * self.comm.size
+            shape[self.axis] = sum(self.known)
             grad = grad.sum().expand(shape)  # zero, since it is empty
-        return Adjoint(Scatter(self.comm.reverse, self.axis, self.length, self.root, self.uniform), grad)
+        return Adjoint(Scatter(self.comm.reverse, self.axis, self.length, self.root, self.known), grad)
 
     def batched(self) -> Gather:
-        return Gather(self.comm, self.axis + 1, self.length, self.root, self.uniform)
+        return Gather(self.comm, self.axis + 1, self.length, self.root, self.known)
 
     def signature(self, x: Tensor) -> str:
         return f"{self.describe()} of {x.dtype} with {x.ndim} axes"

@@ -4,12 +4,14 @@ Backward the steps change places: ``Wait``'s backward starts the derivative's co
 backward waits for it. MPI matches collectives by the order in which they are started, and ranks may wait in
 different orders, so a cotangent that comes early is kept until those of later collectives have been started.
 
-All ranks give tensors of one shape, since telling lengths would have to wait.
+What is not known when it starts cannot be told, since telling would have to wait: all ranks give tensors of one
+shape, or all lengths to those with counts. A sum is communicated as one. MAX, MIN and PROD gather where a derivative
+is wanted, and are reduced by ``Wait``: their derivative needs to communicate more, and ranks may wait in different orders.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,21 +19,32 @@ from torch import Tensor
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _chain
-from torchrelay.mpi._record import Adjoint, Call, Started, record
-
-if TYPE_CHECKING:
-    pass
+from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
 
 __all__ = ["CollectiveHandle", "start"]
+
+Start = Callable[[Tensor], Started]
 
 
 class _Operation:
     """What start and wait share: the communication forward, and that of the running backward pass."""
 
-    __slots__ = ("adjoint", "back", "call", "grad", "pass_id", "recorded", "shape", "started", "twin")
+    __slots__ = (
+        "adjoint",
+        "back",
+        "begin",
+        "call",
+        "grad",
+        "pass_id",
+        "recorded",
+        "shape",
+        "started",
+        "twin",
+    )
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, begin: Start) -> None:
         self.call = call
+        self.begin = begin
         self.started: Started | None = None
         self.shape: torch.Size | None = None  # of the result
         self.pass_id = -1  # the backward pass in which the derivative was started
@@ -48,33 +61,38 @@ class _Operation:
         """
         now = _torch.backward_id()
         for operation in reversed(self.recorded):
-            if operation.pass_id == now:
-                continue
-            if operation.grad is None or operation.grad[0] != now:
-                if until is None or like is None:
-                    return
-                assert operation.shape is not None, f"{operation.call.describe()} was never waited for"
-                operation.grad = (now, like.new_zeros(operation.shape))
-            operation.pass_id = now
-            operation.adjoint = operation.call.adjoint(operation.grad[1])
-            if operation.adjoint.call is not None:
-                operation.back = start(operation.adjoint.call, operation.adjoint.grad)
+            if operation.pass_id != now and not operation._issue(now, like if until is not None else None):
+                return
             if operation is until:
                 return
 
+    def _issue(self, now: int, like: Tensor | None) -> bool:
+        """Starts the derivative, of zeros like ``like`` if there is no cotangent. False: there is neither."""
+        if self.grad is None or self.grad[0] != now:
+            if like is None:
+                return False
+            assert self.shape is not None, f"{self.call.describe()} was never waited for"
+            self.grad = (now, like.new_zeros(self.shape))
+        self.pass_id = now
+        self.adjoint = self.call.adjoint(self.grad[1])
+        if self.adjoint.call is not None:
+            self.back = start(self.adjoint.call, self.adjoint.grad)
+        return True
+
 
 class CollectiveHandle:
-    """A collective under way: give it to ``Wait``."""
+    """A collective under way: give it to ``Wait``. ``complete`` makes the result of what was communicated."""
 
-    __slots__ = ("dummy", "operation")
+    __slots__ = ("complete", "dummy", "operation")
 
-    def __init__(self, operation: _Operation, dummy: Tensor) -> None:
+    def __init__(self, operation: _Operation, dummy: Tensor, complete: Callable[[Tensor], Tensor]) -> None:
         self.operation = operation
         self.dummy = dummy
+        self.complete = complete
 
     def Wait(self) -> Tensor:
         """The collective's result."""
-        return record(_Wait(self.operation), self.dummy)
+        return self.complete(record(_Wait(self.operation), self.dummy))
 
 
 class _Start(Call):
@@ -86,7 +104,7 @@ class _Start(Call):
         self.operation = operation
 
     def forward(self, x: Tensor) -> Tensor:
-        self.operation.started = self.operation.call.start(x)
+        self.operation.started = self.operation.begin(x)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
@@ -139,11 +157,13 @@ class _Wait(Call):
         return f"Wait for {self.operation.call.describe()}"
 
 
-def start(call: Call, x: Tensor) -> CollectiveHandle:
-    """Starts ``call`` on ``x``, which must not be changed until ``Wait``."""
-    operation, chain = _Operation(call), _chain.current()
+def start(
+    call: Call, x: Tensor, complete: Callable[[Tensor], Tensor] = unchanged, begin: Start | None = None
+) -> CollectiveHandle:
+    """Starts ``call`` on ``x``, which must not be changed until ``Wait``; ``begin`` does it instead of ``call``."""
+    operation, chain = _Operation(call, begin or call.start), _chain.current()
     dummy = record(_Start(operation), x)
     if dummy.requires_grad:
         operation.recorded = chain.operations
         chain.operations.append(operation)
-    return CollectiveHandle(operation, dummy)
+    return CollectiveHandle(operation, dummy, complete)

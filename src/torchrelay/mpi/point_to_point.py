@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from torchrelay import _torch
-from torchrelay.mpi._dtypes import buffer
-from torchrelay.mpi._exchange import fresh, packed, pieces, placed
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._exchange import fresh, packed, placed
 from torchrelay.mpi._inplace import can_overwrite, overwrite
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._message import Receiving, finish_all, start_send
+from torchrelay.mpi._receipts import Receipt
 from torchrelay.mpi._record import Call, record
-from torchrelay.mpi._wait import Waiting, finish
 
 if TYPE_CHECKING:
+    from torchrelay.mpi._chain import Link
     from torchrelay.mpi.communicator import Communicator
 
 __all__ = [
@@ -62,8 +64,7 @@ class Send(_PeerCall):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape, self.dtype = x.shape, x.dtype
-        for request, _ in start_send(self, packed(x)):
-            finish(request, self)
+        finish_all(start_send(self, packed(x), self.peer, self.tag), self)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
@@ -79,13 +80,39 @@ class Post(Send):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape, self.dtype = x.shape, x.dtype
-        started = start_send(self, packed(x))
+        started = start_send(self, packed(x), self.peer, self.tag)
         if not all(request.Test() for request, _ in started):
             _torch.after_backward(lambda: finish_all(started, self))
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
 
-class Recv(_PeerCall):
+class _Receiver(_PeerCall):
+    """Whose backward sends the cotangent to where its message came from."""
+
+    __slots__ = ("number", "receipt")
+
+    def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
+        super().__init__(comm, peer, tag)
+        self.receipt: Receipt | None = None
+
+    def finish(self, receiving: Receiving) -> None:
+        receiving.finish(self)
+        self.peer, self.tag, self.number = receiving.source, receiving.tag, receiving.number
+
+    def joined(self, link: Link) -> None:
+        self.receipt = Receipt(link, self.comm.reverse, self.peer, self.tag, self.number)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+        if self.receipt is None:  # inside a transform
+            self._post(grad)
+        else:
+            self.receipt.answer(grad, self._post)
+
+    def _post(self, grad: Tensor) -> None:
+        record(Post(self.comm.reverse, self.peer, self.tag), grad)
+
+
+class Recv(_Receiver):
     __slots__ = ()
     name = "Recv"
 
@@ -97,14 +124,7 @@ class Recv(_PeerCall):
         return placed(memory, x)
 
     def receive(self, memory: Tensor) -> None:
-        status = MPI.Status()
-        for (part,) in pieces(memory):
-            request = self.comm.mpi.Irecv(buffer(part), self.peer, self.tag)
-            finish(_WithStatus(request, status), self)
-            self.peer, self.tag = status.Get_source(), status.Get_tag()
-
-    def backward(self, grad: Tensor, *saved: Tensor) -> None:
-        record(Post(self.comm.reverse, self.peer, self.tag), grad)
+        self.finish(Receiving(self.comm, memory, self.peer, self.tag))
 
 
 class RecvInPlace(Recv):
@@ -132,17 +152,13 @@ class Sendrecv(_PeerCall):
     def forward(self, x: Tensor) -> Tensor:
         self.sent_shape = x.shape
         received = Recv(self.comm, self.source, self.source_tag)
-        status, sent = MPI.Status(), []
         memory = fresh((*x.shape[: self.batch_dims], *self.shape), x.dtype)
         if self.source == MPI.PROC_NULL:
             memory.zero_()
-        parts = list(pieces(memory))
-        request = self.comm.mpi.Irecv(buffer(parts[0][0]), self.source, self.source_tag)
-        sent = start_send(self, packed(x))
-        finish(_WithStatus(request, status), received)
-        self.source, self.source_tag = received.peer, received.tag = status.Get_source(), status.Get_tag()
-        for (part,) in parts[1:]:
-            finish(self.comm.mpi.Irecv(buffer(part), self.source, self.source_tag), received)
+        receiving = Receiving(self.comm, memory, self.source, self.source_tag)
+        sent = start_send(self, packed(x), self.peer, self.tag)
+        receiving.finish(received)
+        self.source, self.source_tag = receiving.source, receiving.tag
         finish_all(sent, self)
         return placed(memory, x)
 
@@ -162,12 +178,12 @@ class Sendrecv(_PeerCall):
 class Transfer:
     """What the two steps of a non-blocking communication share."""
 
-    __slots__ = ("call", "in_place", "keeps_memory", "memory", "requests", "target", "twin")
+    __slots__ = ("call", "in_place", "keeps_memory", "receiving", "sending", "target", "twin")
 
     def __init__(self, call: _PeerCall) -> None:
         self.call = call
-        self.requests: list[tuple[MPI.Request, Tensor]] = []
-        self.memory: Tensor | None = None
+        self.sending: Sequence[tuple[MPI.Request, Tensor]] = ()
+        self.receiving: Receiving | None = None
         self.target: Tensor | None = None
         self.in_place = False
         self.keeps_memory = False  # it is received into again
@@ -198,7 +214,7 @@ class Isend(Send):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape, self.dtype = x.shape, x.dtype
-        self.transfer.requests = start_send(self, packed(x))
+        self.transfer.sending = start_send(self, packed(x), self.peer, self.tag)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
@@ -217,11 +233,8 @@ class Irecv(_PeerCall):
 
     def forward(self, x: Tensor) -> Tensor:
         transfer = self.transfer
-        transfer.memory = x.detach() if transfer.in_place else torch.zeros(x.shape, dtype=x.dtype)
-        start = self.comm.mpi.Irecv
-        transfer.requests = [
-            (start(buffer(part), self.peer, self.tag), part) for (part,) in pieces(transfer.memory)
-        ]
+        memory = x.detach() if transfer.in_place else torch.zeros(x.shape, dtype=x.dtype)
+        transfer.receiving = Receiving(self.comm, memory, self.peer, self.tag)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> None:
@@ -232,7 +245,7 @@ class Irecv(_PeerCall):
         return self.transfer.twin.dummy
 
 
-class WaitRecv(_PeerCall):
+class WaitRecv(_Receiver):
     __slots__ = ("transfer",)
     name = "Wait"
 
@@ -241,21 +254,13 @@ class WaitRecv(_PeerCall):
         self.transfer = transfer
 
     def forward(self, x: Tensor) -> Tensor:
-        status = MPI.Status()
-        for request, _ in self.transfer.requests:
-            finish(_WithStatus(request, status), self)
-            self.peer, self.tag = status.Get_source(), status.Get_tag()
-        self.transfer.requests = []
-        memory = self.transfer.memory
-        assert memory is not None
-        if self.transfer.keeps_memory:
-            memory = memory.clone()
-        else:
-            self.transfer.memory = None
-        return x if self.overwrites else placed(memory, x)
-
-    def backward(self, grad: Tensor, *saved: Tensor) -> None:
-        record(Post(self.comm.reverse, self.peer, self.tag), grad)
+        receiving, self.transfer.receiving = self.transfer.receiving, None
+        if receiving is None:
+            raise ArgumentError(f"{self.transfer.call.describe()} was already waited for")
+        self.finish(receiving)
+        if self.overwrites:
+            return x
+        return placed(receiving.memory.clone() if self.transfer.keeps_memory else receiving.memory, x)
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
         assert self.transfer.twin is not None
@@ -265,28 +270,6 @@ class WaitRecv(_PeerCall):
 class WaitRecvInPlace(WaitRecv):
     __slots__ = ()
     overwrites = True
-
-
-def start_send(call: _PeerCall, memory: Tensor) -> list[tuple[MPI.Request, Tensor]]:
-    return [(call.comm.mpi.Isend(buffer(part), call.peer, call.tag), part) for (part,) in pieces(memory)]
-
-
-def finish_all(started: Sequence[tuple[MPI.Request, Tensor]], call: Waiting) -> None:
-    for request, _ in started:
-        finish(request, call)
-
-
-class _WithStatus:
-    """A request whose tests also fill a status."""
-
-    __slots__ = ("request", "status")
-
-    def __init__(self, request: MPI.Request, status: MPI.Status) -> None:
-        self.request = request
-        self.status = status
-
-    def Test(self) -> bool:
-        return self.request.Test(self.status)
 
 
 def send(comm: Communicator, x: Tensor, dest: int, tag: int) -> Tensor:
@@ -327,8 +310,8 @@ def wait(handle: WaitHandle) -> Tensor:
     """Ends what ``handle`` started. Collective handles: see :mod:`torchrelay.mpi.nonblocking`."""
     transfer = handle.transfer
     if transfer.target is None:
-        finish_all(transfer.requests, transfer.call)
-        transfer.requests = []
+        finish_all(transfer.sending, transfer.call)
+        transfer.sending = ()
         if transfer.twin is not None:
             wait(transfer.twin)
         return handle.dummy

@@ -5,13 +5,14 @@ The derivative of a sum hands every part's cotangent to all ranks: Allgather.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import agree, axis_of, exchange_headers, flat_of, fresh, packed, placed
+from torchrelay.mpi._exchange import Blocks, Header, agree, axis_of, exchange_headers, fresh, packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, reduce_locally
@@ -23,18 +24,23 @@ __all__ = ["reduce_scatter"]
 
 
 class ReduceScatter(Call):
-    __slots__ = ("axis", "length", "op", "uniform")
+    __slots__ = ("axis", "known", "length", "op")
     name = "Reduce_scatter"
 
-    def __init__(self, comm: Communicator, op: Op, axis: int, length: int, uniform: bool = False) -> None:
+    def __init__(
+        self, comm: Communicator, op: Op, axis: int, length: int, known: Sequence[int] | None = None
+    ) -> None:
         self.comm = comm
         self.op = op
         self.axis = axis
         self.length = length
-        self.uniform = uniform
+        self.known = known  # what each rank gets along the axis, if none need be told
 
     def start(self, x: Tensor) -> Started:
-        headers = exchange_headers(self, x, self.length, self.uniform)
+        if self.known:
+            headers = [Header(length, x.dtype, tuple(x.shape)) for length in self.known]
+        else:
+            headers = exchange_headers(self, x, self.length)
         agree(self, headers)
         lengths = [h.number for h in headers]
         if min(lengths) < 0 or sum(lengths) != x.shape[self.axis]:
@@ -47,23 +53,23 @@ class ReduceScatter(Call):
             return Started(
                 total.requests, lambda: total.result().narrow(self.axis, before, self.length).clone(), total
             )
-        blocks = packed(x).split_with_sizes(lengths, self.axis)
-        flat = flat_of(blocks)
+        blocks = Blocks.cut(packed(x), lengths, self.axis)
         result = fresh(headers[0].block(self.axis, self.length), x.dtype)
-        counts = [block.numel() for block in blocks]
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
-        return Started([start(buffer(flat), buffer(result), counts, op)], lambda: placed(result, x), flat)
+        return Started(
+            [start(buffer(blocks.flat), buffer(result), blocks.counts, op)], lambda: placed(result, x), blocks
+        )
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         from torchrelay.mpi.allgather import Allgather  # noqa: PLC0415 - each is the other's derivative
 
-        return Adjoint(Allgather(self.comm.reverse.replace(convention="sum"), self.axis, self.uniform), grad)
+        return Adjoint(Allgather(self.comm.reverse.replace(convention="sum"), self.axis, self.known), grad)
 
     def differentiable(self, x: Tensor) -> bool:
         return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
 
     def batched(self) -> ReduceScatter:
-        return ReduceScatter(self.comm, self.op, self.axis + 1, self.length, self.uniform)
+        return ReduceScatter(self.comm, self.op, self.axis + 1, self.length, self.known)
 
     def arguments(self) -> str:
         return f"{self.op.value}, axis={self.axis}"

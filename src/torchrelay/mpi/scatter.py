@@ -5,12 +5,13 @@ The derivative gathers the parts' cotangents on root; the others' tensors have h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._exchange import Header, exchange_headers, packed, placed, scatter_blocks
+from torchrelay.mpi._exchange import Blocks, Header, exchange_headers, packed, placed, scatter_blocks
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -20,26 +21,32 @@ __all__ = ["scatter"]
 
 
 class Scatter(Call):
-    __slots__ = ("axis", "input_shape", "length", "root", "uniform")
+    __slots__ = ("axis", "input_shape", "known", "length", "root")
     name = "Scatter"
 
-    def __init__(self, comm: Communicator, axis: int, length: int, root: int, uniform: bool = False) -> None:
+    def __init__(
+        self, comm: Communicator, axis: int, length: int, root: int, known: Sequence[int] | None = None
+    ) -> None:
         self.comm = comm
         self.axis = axis
         self.length = length
         self.root = root
-        self.uniform = uniform
+        self.known = known  # what each rank gets along the axis, if none need be told
         self.input_shape: tuple[int, ...] = ()
 
     def start(self, x: Tensor) -> Started:
         self.input_shape = tuple(x.shape)
-        headers = exchange_headers(self, x, self.length, self.uniform)
+        if self.known:
+            headers = [Header(length, x.dtype, tuple(x.shape)) for length in self.known]
+        else:
+            headers = exchange_headers(self, x, self.length)
         whole, lengths = headers[self.root], [h.number for h in headers]
         axis = self._check(whole, lengths)
-        blocks = packed(x).split_with_sizes(lengths, axis) if self.comm.rank == self.root else None
+        blocks = Blocks.cut(packed(x), lengths, axis) if self.comm.rank == self.root else None
         shapes = [whole.block(axis, length) for length in lengths]
+        mine = shapes[self.comm.rank]
         moving = scatter_blocks(self, blocks, whole.dtype, shapes, self.root)
-        return Started(moving.requests, lambda: placed(moving.flat, x), moving)
+        return Started(moving.requests, lambda: placed(moving.received.flat.view(mine), x), moving)
 
     def _check(self, whole: Header, lengths: list[int]) -> int:
         ndim = len(whole.shape)
@@ -57,14 +64,14 @@ class Scatter(Call):
         from torchrelay.mpi.gather import Gather  # noqa: PLC0415 - each is the other's derivative
 
         axis = self.axis % grad.ndim
-        call = Gather(self.comm.reverse, axis, grad.shape[axis], self.root, self.uniform)
+        call = Gather(self.comm.reverse, axis, grad.shape[axis], self.root, self.known)
         is_root, shape = self.comm.rank == self.root, self.input_shape
         # An empty tensor's sum is zero, and depends on it: differentiated again, all ranks reach the Gather.
         return Adjoint(call, grad, lambda gathered: gathered if is_root else gathered.sum().expand(shape))
 
     def batched(self) -> Scatter:
         return Scatter(
-            self.comm, self.axis + 1 if self.axis >= 0 else self.axis, self.length, self.root, self.uniform
+            self.comm, self.axis + 1 if self.axis >= 0 else self.axis, self.length, self.root, self.known
         )
 
     def signature(self, x: Tensor) -> str:
