@@ -238,7 +238,9 @@ def main() -> None:
         f"{ROUNDS_PER_STEP / STEP_S:.0f} rounds a second; and the model of its algorithm, `benchmarks/parameters_model.py`.",
         table(["techniques", "nodes", *columns], checked),
         f"Simulated, {' / '.join(TECHNIQUES)}. In the model a message arrives within the round it is sent in and workers move "
-        "in whole rounds, so it sees less staleness than there is, by the factors above: of that, only the trend counts.",
+        "in whole rounds, so it sees less staleness than there is, by the factors above: of that, only the trend counts. "
+        f"The graph is the same for all: at {all_nodes[-1]} nodes a node has {len(graph.train) // all_nodes[-1]} facts, which its "
+        f"steps go through {steps * FACTS * all_nodes[-1] // len(graph.train)} times.",
         table(["nodes", *columns], grown),
     )
 
