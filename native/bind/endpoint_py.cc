@@ -11,6 +11,7 @@
 #include "torchrelay/endpoint.h"
 #include "torchrelay/error.h"
 #include "torchrelay/memory_network.h"
+#include "torchrelay/tcp_network.h"
 #include "torchrelay/zmq_network.h"
 
 namespace nb = nanobind;
@@ -84,15 +85,35 @@ class PythonEndpoint {
   std::unique_ptr<Endpoint> endpoint_;
 };
 
+SessionToken token_of(const nb::bytes& token) {
+  SessionToken result;
+  if (token.size() != result.size())
+    throw Error(Code::kArgument, "a session token has " + std::to_string(result.size()) + " bytes, not " +
+                                     std::to_string(token.size()));
+  std::memcpy(result.data(), token.c_str(), result.size());
+  return result;
+}
+
+void make_tcp_network(TcpNetwork* self, const nb::bytes& token, const std::string& interface,
+                      std::size_t max_message_bytes, bool local_sockets, double silence_s, double linger_s,
+                      double spin_s) {
+  TcpOptions options;
+  options.token = token_of(token);
+  options.interface = interface;
+  options.max_message_bytes = max_message_bytes;
+  options.local_sockets = local_sockets;
+  options.silence = to_milliseconds(silence_s);
+  options.linger = to_milliseconds(linger_s);
+  options.spin = to_microseconds(spin_s);
+  new (self) TcpNetwork(options);
+}
+
 void make_zmq_network(ZmqNetwork* self, const std::string& library_path, const nb::bytes& token,
                       const std::string& interface, std::size_t max_message_bytes, bool local_sockets,
                       double heartbeat_s, double silence_s, double linger_s, double spin_s, int io_threads,
                       const std::string& curve_public_key, const std::string& curve_secret_key) {
   ZmqOptions options;
-  if (token.size() != options.token.size())
-    throw Error(Code::kArgument, "a session token has " + std::to_string(options.token.size()) +
-                                     " bytes, not " + std::to_string(token.size()));
-  std::memcpy(options.token.data(), token.c_str(), options.token.size());
+  options.token = token_of(token);
   options.interface = interface;
   options.max_message_bytes = max_message_bytes;
   options.local_sockets = local_sockets;
@@ -144,6 +165,13 @@ void register_endpoint(nb::module_& module) {
                                       {to_microseconds(max_delay_s), duplicate_probability, seed});
           },
           "network"_a, "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0);
+
+  nb::class_<TcpNetwork, Network>(module, "TcpNetwork",
+                                  "Endpoints over plain sockets; see transport.plain_network.")
+      .def("__init__", &make_tcp_network, nb::kw_only(), "token"_a, "interface"_a = "127.0.0.1",
+           "max_message_bytes"_a = TcpOptions().max_message_bytes, "local_sockets"_a = true,
+           "silence_s"_a = 10.0, "linger_s"_a = 1.0, "spin_s"_a = 0.0)
+      .def_prop_ro("ignored_connections", &TcpNetwork::ignored_connections);
 
   nb::class_<ZmqNetwork, Network>(module, "ZmqNetwork",
                                   "Endpoints over ZeroMQ; see transport.native_network.")

@@ -1,13 +1,10 @@
 #include "torchrelay/zmq_network.h"
 
 #include <poll.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <fstream>
 #include <optional>
-#include <random>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -19,42 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Precedes every message. In the byte order of all machines we run on, little-endian.
-struct Preamble {
-  std::uint32_t magic;
-  std::uint16_t version;
-  std::uint16_t reserved;
-  std::array<unsigned char, 16> token;
-};
-static_assert(sizeof(Preamble) == 24);
-
-constexpr std::uint32_t kMagic = 0x59'4c'52'54;  // "TRLY"
-constexpr std::size_t kCopyBytes = 1024;         // below this, copying costs less than sharing
+constexpr std::size_t kCopyBytes = 1024;  // below this, copying costs less than sharing
 constexpr std::size_t kKeyCharacters = 40;
-
-// Equal for processes that can reach each other's abstract Unix sockets.
-std::string network_namespace() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot_id;
-  file >> boot_id;
-  struct stat status{};
-  if (stat("/proc/self/ns/net", &status) != 0) return "";
-  return boot_id + "/" + std::to_string(status.st_ino);
-}
-
-std::string random_name() {
-  std::random_device random;
-  std::string name = "torchrelay-";
-  for (int i = 0; i < 4; ++i) name += std::to_string(random());
-  return name;
-}
-
-bool constant_time_equal(const std::array<unsigned char, 16>& a, const std::array<unsigned char, 16>& b) {
-  unsigned char difference = 0;
-  for (std::size_t i = 0; i < a.size(); ++i)
-    difference = static_cast<unsigned char>(difference | (a[i] ^ b[i]));
-  return difference == 0;
-}
 
 }  // namespace
 
@@ -168,15 +131,15 @@ class ZmqEndpoint final : public Endpoint {
     const std::string tcp = inbound_.bind("tcp://" + bracketed(state_->options.interface) + ":*");
     address_ = tcp;
     if (state_->options.local_sockets && !state_->namespace_id.empty())
-      address_ += "|" + inbound_.bind("ipc://@" + random_name()) + "|" + state_->namespace_id;
-    preamble_ = {kMagic, kZmqProtocolVersion, 0, state_->options.token};
+      address_ += "|" + inbound_.bind("ipc://@" + random_socket_name()) + "|" + state_->namespace_id;
+    preamble_ = {kSessionMagic, kZmqProtocolVersion, 0, state_->options.token};
   }
 
   std::string address() const override { return address_; }
 
   void connect(std::uint32_t peer, const std::string& address) override {
     Socket socket(*state_, zmq::kPush);
-    socket.connect(reachable(address));
+    socket.connect(reachable(address, state_->options.local_sockets ? state_->namespace_id : "").address);
     outbound_.insert_or_assign(peer, std::move(socket));
   }
 
@@ -227,15 +190,6 @@ class ZmqEndpoint final : public Endpoint {
  private:
   static std::string bracketed(const std::string& interface) {
     return interface.find(':') == std::string::npos ? interface : "[" + interface + "]";
-  }
-
-  // The address to use of "tcp" or "tcp|ipc|network namespace".
-  std::string reachable(const std::string& address) const {
-    const auto first = address.find('|'), last = address.rfind('|');
-    if (first == std::string::npos) return address;
-    if (!state_->options.local_sockets || address.substr(last + 1) != state_->namespace_id)
-      return address.substr(0, first);
-    return address.substr(first + 1, last - first - 1);
   }
 
   // False if there is no connection and none will be made: the peer refused this one's keys or version of
@@ -308,8 +262,7 @@ class ZmqEndpoint final : public Endpoint {
       return std::nullopt;
     Preamble preamble;
     std::memcpy(&preamble, zmq_.msg_data(&frame.message), sizeof preamble);
-    if (preamble.magic != kMagic || !constant_time_equal(preamble.token, preamble_.token))
-      return std::nullopt;
+    if (preamble.magic != kSessionMagic || !equal(preamble.token, preamble_.token)) return std::nullopt;
     return preamble.version;
   }
 

@@ -39,6 +39,23 @@ class DelayedNetwork(Network):
         self, network: Network, max_delay_s: float = 0.0, duplicate_probability: float = 0.0, seed: int = 0
     ) -> None: ...
 
+class TcpNetwork(Network):
+    """Endpoints over plain sockets; see transport.plain_network."""
+
+    def __init__(
+        self,
+        *,
+        token: bytes,
+        interface: str = "127.0.0.1",
+        max_message_bytes: int = 1073741824,
+        local_sockets: bool = True,
+        silence_s: float = 10.0,
+        linger_s: float = 1.0,
+        spin_s: float = 0.0,
+    ) -> None: ...
+    @property
+    def ignored_connections(self) -> int: ...
+
 class ZmqNetwork(Network):
     """Endpoints over ZeroMQ; see transport.native_network."""
 

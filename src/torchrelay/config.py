@@ -271,6 +271,18 @@ class TransportSettings(Section):
     )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
     linger_s: float = setting(1.0, "how long closing waits for messages not sent yet", unit="s", minimum=0.0)
+    plain_sockets: bool = setting(
+        False,
+        "the parameter manager's nodes speak over plain sockets instead of ZeroMQ: fewer threads take part in "
+        "a request, and nothing is encrypted",
+    )
     local_sockets: bool = setting(True, "Unix sockets instead of TCP between processes of one host")
     spin_s: float = setting(0.0, "how long a receiver polls before it sleeps", unit="s", minimum=0.0)
     io_threads: int = setting(1, "ZeroMQ's own threads", unit="threads", minimum=1)
+
+    def __post_init__(self) -> None:
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"transport.silence_s = {self.silence_s:g}: it must be at least twice transport.heartbeat_s = "
+                f"{self.heartbeat_s:g} s, or living nodes would be taken for lost"
+            )

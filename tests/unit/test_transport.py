@@ -25,6 +25,7 @@ from torchrelay.transport import (
     connect,
     create_key_file,
     native_network,
+    plain_network,
     read_key_file,
     session_token,
     zmq_library_path,
@@ -76,6 +77,7 @@ NETWORKS = {
     "memory": _native.MemoryNetwork,
     "bad weather": lambda: _native.MemoryNetwork(max_delay_s=0.003, duplicate_probability=0.3, seed=7),
     "zeromq": lambda: native_network(SETTINGS, token=TOKEN),
+    "plain sockets": lambda: plain_network(SETTINGS, token=TOKEN),
 }
 
 
@@ -228,6 +230,11 @@ def test_curve_keys_let_friends_in(tmp_path: Path) -> None:
     with meshed(2, native_network(settings, token=TOKEN), settings) as (a, b):
         a.send(1, b"secret" * 100000)
         assert b.receive().data == b"secret" * 100000
+
+
+def test_plain_sockets_and_keys_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="do not encrypt"):
+        plain_network(TransportSettings(key_file="keys"), token=TOKEN)
 
 
 def test_the_token_is_drawn_by_node_0() -> None:

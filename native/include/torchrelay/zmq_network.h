@@ -9,11 +9,11 @@
 // a new connection, so who must not lose any numbers them (courier.h).
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <chrono>
 
 #include "torchrelay/endpoint.h"
+#include "torchrelay/session.h"
 #include "torchrelay/zmq_library.h"
 
 namespace torchrelay {
@@ -23,7 +23,7 @@ inline constexpr std::uint16_t kZmqProtocolVersion = 1;
 struct ZmqOptions {
   std::string interface = "127.0.0.1";  // an address or a device name ("eth0") that peers can reach
   bool local_sockets = true;            // Unix sockets to peers of the same network namespace
-  std::array<unsigned char, 16> token{};
+  SessionToken token{};
   std::size_t max_message_bytes = std::size_t{1} << 30;
   std::chrono::milliseconds linger{1000};     // how long closing waits for messages that were not sent yet
   std::chrono::milliseconds heartbeat{2000};  // a connection without traffic is probed this often; 0: never

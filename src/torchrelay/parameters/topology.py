@@ -198,12 +198,13 @@ class Place:
 def _zmq_network(
     store: Store, node: int, member: int, interface: str, settings: config.TransportSettings
 ) -> Callable[[], _native.Network]:
-    def make() -> _native.Network:
+    def open_network() -> _native.Network:
         first = 0 if node == member == 0 else 1
         token = transport.session_token(store, first, "parameters", settings.connect_timeout_s)
-        return transport.native_network(settings, token=token, interface=interface)
+        make = transport.plain_network if settings.plain_sockets else transport.native_network
+        return make(settings, token=token, interface=interface)
 
-    return make
+    return open_network
 
 
 def _network_identity() -> str:

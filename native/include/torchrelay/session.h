@@ -1,0 +1,39 @@
+// What the networks between processes share: who may talk here, and who is near.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace torchrelay {
+
+using SessionToken = std::array<unsigned char, 16>;
+
+// Precedes what a peer says. In the byte order of all machines we run on, little-endian.
+struct Preamble {
+  std::uint32_t magic;
+  std::uint16_t version;
+  std::uint16_t reserved;
+  SessionToken token;
+};
+static_assert(sizeof(Preamble) == 24);
+
+inline constexpr std::uint32_t kSessionMagic = 0x59'4c'52'54;  // "TRLY"
+
+// In constant time, so that a token cannot be guessed byte by byte.
+bool equal(const SessionToken& a, const SessionToken& b) noexcept;
+
+// Equal for processes that can reach each other's abstract Unix sockets; empty if that cannot be known.
+std::string network_namespace();
+
+// For an abstract Unix socket.
+std::string random_socket_name();
+
+// The Unix part of an "address|socket name|network namespace", if we are in that namespace; else the address.
+struct Reachable {
+  std::string address;
+  bool local;
+};
+Reachable reachable(const std::string& address, const std::string& namespace_id);
+
+}  // namespace torchrelay

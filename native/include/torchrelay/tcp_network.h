@@ -1,0 +1,54 @@
+// Endpoints over plain sockets: TCP between hosts, abstract Unix sockets within one network namespace.
+//
+// The thread that sends writes into the socket, and the thread that receives reads from it: a request and its
+// answer wake two threads, where a library with I/O threads of its own wakes six. A thread of the network's
+// steps in only for what a socket does not take at once. Nothing is encrypted; zmq_network.h is.
+//
+// A connection carries messages one way. It starts with a preamble, which holds a protocol version and the
+// session's token: a stranger's connection is closed and counted, a peer of another version is an error. A
+// message is its size (8 bytes), then its bytes; one above the size limit ends the connection.
+//
+// Order and loss: as TCP's. When a connection breaks, messages under way are lost and later ones are sent on
+// a new connection, so who must not lose any numbers them (courier.h).
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "torchrelay/endpoint.h"
+#include "torchrelay/session.h"
+
+namespace torchrelay {
+
+inline constexpr std::uint16_t kTcpProtocolVersion = 1;
+
+struct TcpOptions {
+  std::string interface = "127.0.0.1";  // an address or a device name ("eth0") that peers can reach
+  bool local_sockets = true;            // Unix sockets to peers of the same network namespace
+  SessionToken token{};
+  std::size_t max_message_bytes = std::size_t{1} << 30;
+  std::chrono::milliseconds linger{1000};  // how long closing waits for messages that were not sent yet
+  std::chrono::milliseconds silence{
+      10000};                         // a connection is given up if nothing is acknowledged for so long
+  std::chrono::microseconds spin{0};  // receive() polls for this long before it sleeps
+};
+
+class TcpNetwork final : public Network {
+ public:
+  explicit TcpNetwork(TcpOptions options);
+  ~TcpNetwork() override;
+
+  // Throws kUnavailable if the interface cannot be bound. Endpoints keep what they need of this object.
+  std::unique_ptr<Endpoint> open(const std::string& label) override;
+
+  std::uint64_t ignored_connections() const noexcept;  // of strangers
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace torchrelay

@@ -1,0 +1,201 @@
+#include "torchrelay/tcp_network.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+using namespace std::chrono_literals;
+using torchrelay::Code;
+using torchrelay::Endpoint;
+using torchrelay::Message;
+using torchrelay::TcpNetwork;
+using torchrelay::TcpOptions;
+
+namespace {
+
+Message message(const std::string& text) {
+  Message result = Message::allocate(text.size());
+  std::memcpy(result.data(), text.data(), text.size());
+  return result;
+}
+
+std::string receive(Endpoint& endpoint, std::chrono::microseconds timeout = 10s) {
+  Message result;
+  if (!endpoint.receive(result, timeout)) return "(nothing)";
+  return {reinterpret_cast<const char*>(result.data()), result.size_bytes()};
+}
+
+// A connected socket to the endpoint's port, as a stranger would make it.
+int stranger_socket(const Endpoint& endpoint) {
+  const std::string address = endpoint.address().substr(0, endpoint.address().find('|'));
+  sockaddr_in target{};
+  target.sin_family = AF_INET;
+  target.sin_port = htons(static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
+  target.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  CHECK(::connect(fd, reinterpret_cast<sockaddr*>(&target), sizeof target) == 0);
+  return fd;
+}
+
+}  // namespace
+
+TEST(messages_arrive_in_order_over_tcp_and_unix_sockets) {
+  for (const bool local : {false, true}) {
+    TcpOptions options;
+    options.local_sockets = local;
+    TcpNetwork net(options);
+    auto a = net.open("a"), b = net.open("b");
+    CHECK((b->address().find('|') != std::string::npos) == local);
+    a->connect(7, b->address());
+    std::thread sender([&] {
+      for (int i = 0; i < 1000; ++i) a->send(7, message(std::to_string(i) + std::string(i % 7 * 1000, 'x')));
+    });
+    for (int i = 0; i < 1000; ++i)
+      CHECK(receive(*b) == std::to_string(i) + std::string(static_cast<std::size_t>(i % 7 * 1000), 'x'));
+    sender.join();
+  }
+}
+
+// The receiver is slower than the sender, whose sockets fill up.
+TEST(what_a_socket_does_not_take_at_once_arrives_in_order) {
+  for (const bool local : {false, true}) {
+    TcpOptions options;
+    options.local_sockets = local;
+    TcpNetwork net(options);
+    auto a = net.open("a"), b = net.open("b");
+    a->connect(0, b->address());
+    for (std::size_t i = 0; i < 40; ++i) {
+      a->send(0, message(std::string(i % 3 == 0 ? 3'000'000 + i : 100 + i, static_cast<char>('0' + i))));
+      CHECK(i != 20 || receive(*b) == std::string(3'000'000, '0'));
+    }
+    for (std::size_t i = 1; i < 40; ++i)
+      CHECK(receive(*b) == std::string(i % 3 == 0 ? 3'000'000 + i : 100 + i, static_cast<char>('0' + i)));
+  }
+}
+
+TEST(an_endpoint_that_closes_sends_what_it_has) {
+  TcpNetwork net(TcpOptions{});
+  auto b = net.open("b");
+  std::thread sender([&] {
+    auto a = net.open("a");
+    a->connect(0, b->address());
+    for (int i = 0; i < 5; ++i) a->send(0, message(std::string(4'000'000, static_cast<char>('a' + i))));
+  });
+  for (int i = 0; i < 5; ++i) CHECK(receive(*b) == std::string(4'000'000, static_cast<char>('a' + i)));
+  sender.join();
+}
+
+TEST(a_message_to_nobody_is_given_up_when_its_sender_closes) {
+  TcpOptions options;
+  options.local_sockets = false;
+  options.linger = 50ms;
+  TcpNetwork net(options);
+  std::string address = net.open("gone")->address();
+  auto a = net.open("a");
+  a->connect(0, address);
+  a->send(0, message("is anybody there?"));
+  const auto start = std::chrono::steady_clock::now();
+  a.reset();
+  CHECK(std::chrono::steady_clock::now() - start < 10s);
+}
+
+TEST(later_messages_come_on_a_new_connection_when_one_broke) {
+  TcpOptions options, small;
+  small.max_message_bytes = 1000;
+  TcpNetwork net(options), narrow(small);
+  auto a = net.open("a"), b = narrow.open("b");
+  a->connect(0, b->address());
+  a->send(0, message(std::string(1001, 'x')));  // b ends the connection
+  for (int i = 0; i < 1000 && narrow.ignored_connections() == 0; ++i) CHECK(receive(*b, 10ms) == "(nothing)");
+  std::string got;
+  for (int i = 0; i < 100 && got != "fits"; ++i) {
+    a->send(0, message("fits"));
+    got = receive(*b, 100ms);
+  }
+  CHECK(got == "fits");
+  TcpNetwork careful(small);
+  auto c = careful.open("c");
+  c->connect(0, b->address());
+  CHECK_THROWS(Code::kArgument, c->send(0, message(std::string(1001, 'x'))));
+}
+
+TEST(receive_times_out) {
+  TcpNetwork net(TcpOptions{});
+  auto a = net.open("a");
+  const auto start = std::chrono::steady_clock::now();
+  CHECK(receive(*a, 20ms) == "(nothing)");
+  CHECK(std::chrono::steady_clock::now() - start >= 20ms);
+}
+
+TEST(peers_can_be_replaced_and_disconnected) {
+  TcpNetwork net(TcpOptions{});
+  auto a = net.open("a"), b = net.open("b"), c = net.open("c");
+  a->connect(0, b->address());
+  a->connect(0, c->address());
+  a->send(0, message("to c"));
+  CHECK(receive(*c) == "to c");
+  a->disconnect(0);
+  CHECK_THROWS(Code::kArgument, a->send(0, message("to nobody")));
+  CHECK_THROWS(Code::kArgument, a->connect(0, "nonsense"));
+  CHECK_THROWS(Code::kArgument, a->connect(0, "tcp://127.0.0.1:1"));
+}
+
+TEST(another_token_is_a_stranger) {
+  TcpOptions other;
+  other.token[3] = 1;
+  TcpNetwork net(TcpOptions{}), strangers(other);
+  auto a = net.open("a"), b = net.open("b"), stranger = strangers.open("s");
+  stranger->connect(0, b->address());
+  stranger->send(0, message("let me in"));
+  for (int i = 0; i < 1000 && net.ignored_connections() == 0; ++i) CHECK(receive(*b, 10ms) == "(nothing)");
+  CHECK(net.ignored_connections() >= 1);
+  a->connect(0, b->address());
+  a->send(0, message("friend"));
+  CHECK(receive(*b) == "friend");
+}
+
+TEST(hostile_bytes_and_silent_strangers_do_nothing) {
+  TcpNetwork net(TcpOptions{});
+  auto a = net.open("a"), b = net.open("b");
+  std::vector<int> silent;
+  for (unsigned seed = 0; seed < 100; ++seed) {
+    const int fd = stranger_socket(*b);
+    silent.push_back(fd);
+    if (seed % 2 == 0) continue;
+    std::string bytes(1000, '\0');
+    for (auto& byte : bytes) byte = static_cast<char>(rand_r(&seed));
+    if (seed % 3 == 0) bytes.replace(0, 4, "TRLY");
+    (void)!::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    CHECK(receive(*b, 0ms) == "(nothing)");
+  }
+  a->connect(0, b->address());
+  a->send(0, message("still here"));
+  CHECK(receive(*b) == "still here");
+  for (const int fd : silent) ::close(fd);
+}
+
+TEST(many_senders_reach_one_receiver) {
+  TcpNetwork net(TcpOptions{});
+  auto receiver = net.open("r");
+  const std::string address = receiver->address();
+  std::vector<std::thread> senders;
+  for (int s = 0; s < 4; ++s)
+    senders.emplace_back([&net, &address, s] {
+      auto endpoint = net.open("s");
+      endpoint->connect(0, address);
+      for (int i = 0; i < 500; ++i) endpoint->send(0, message(std::to_string(s) + ":" + std::to_string(i)));
+    });
+  int next[4] = {};
+  for (int n = 0; n < 2000; ++n) {
+    const std::string text = receive(*receiver);
+    const int s = text[0] - '0';
+    CHECK(s >= 0 && s < 4 && text.substr(2) == std::to_string(next[s]++));
+  }
+  for (auto& sender : senders) sender.join();
+}
