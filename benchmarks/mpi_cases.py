@@ -123,7 +123,7 @@ def _allreduce(comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tens
 def _rooted(comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tensor) -> Iterator[Case]:
     n, r, a, size_bytes = comm.size, comm.rank, x.numpy(), x.nbytes
     every, part, world = _ranks(x, n, r), x.numel() // n, None if theirs is None else theirs.COMM_WORLD
-    memory, same = torch.zeros_like(x), np.zeros_like(a)
+    memory, same = torch.zeros_like(x), np.full_like(a, 0)  # pages that are there: zeros_like has none yet
     nothing, zeros = x[:0], torch.zeros_like(x)
 
     def bare_reduce() -> None:

@@ -27,17 +27,20 @@ if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
 
 __all__ = [
+    "BLOCKING_BYTES",
     "Blocks",
     "Header",
     "agree",
     "allgather_blocks",
     "alltoall_blocks",
     "axis_of",
+    "equal_part",
     "exchange_headers",
     "fresh",
     "gather_blocks",
     "is_small",
     "known_headers",
+    "meet",
     "packed",
     "pieces",
     "placed",
@@ -48,6 +51,7 @@ MAX_DIMS = 16
 PIECE_TAG = 7
 _HEADER = struct.Struct(f"{3 + MAX_DIMS}q")
 HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
+BLOCKING_BYTES = 1 << 16  # from here on MPI's blocking collectives are faster than those that only start
 
 
 def packed(x: Tensor) -> Tensor:
@@ -110,6 +114,18 @@ def axis_of(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
+def equal_part(x: Tensor, axis: int, size: int) -> int:
+    """How much of ``x`` along ``axis`` each of ``size`` ranks gets.
+
+    Raises:
+        ArgumentError: it cannot be cut into equal parts.
+    """
+    length = x.shape[axis_of(axis, x.ndim)]
+    if length % size:
+        raise ArgumentError(f"{length} along axis {axis} cannot be cut into {size} equal parts")
+    return length // size
+
+
 class Header(NamedTuple):
     """What one rank tells the others before a collective whose blocks may differ in length."""
 
@@ -168,6 +184,22 @@ def agree(call: Call, headers: Sequence[Header], *free_axes: int) -> None:
         )
 
 
+def meet(call: Call, x: Tensor) -> None:
+    """Returns when all ranks are there, with as many elements: from now on nobody is waited for.
+
+    Raises:
+        MismatchError: on all ranks, if they have different numbers of elements.
+    """
+    count = x.numel()
+    mine, most = np.array([count, -count]), np.empty(2, np.int64)
+    finish(call.comm.mpi.Iallreduce((mine, 2, MPI.INT64_T), (most, 2, MPI.INT64_T), MPI.MAX), call)
+    if most[0] != -most[1]:
+        raise MismatchError(
+            f"{call.describe()} on {call.comm.name}: the ranks' tensors have {-most[1]} to {most[0]} elements, this "
+            f"one {count}"
+        )
+
+
 class Blocks(NamedTuple):
     """Tensors of ``shapes``, one after the other in ``flat``."""
 
@@ -219,23 +251,35 @@ class Moving(NamedTuple):
     kept: object  # memory that is being sent
 
 
-def allgather_blocks(call: Call, block: Tensor, shapes: Sequence[tuple[int, ...]]) -> Moving:
+# Of these, each that is told that all ranks are ``there`` (they have just told each other their lengths) may block
+# in MPI, since nobody is waited for any more. All ranks come to the same decision, from the sizes of all.
+
+
+def allgather_blocks(call: Call, block: Tensor, shapes: Sequence[tuple[int, ...]], there: bool) -> Moving:
     """Every rank's block, on every rank."""
-    received = Blocks.empty(block.dtype, shapes)
+    received, mpi = Blocks.empty(block.dtype, shapes), call.comm.mpi
     if received.flat.numel() > settings.max_count:
         return _move_pieces(call, [block] * len(shapes), received)
-    return Moving([call.comm.mpi.Iallgatherv(buffer(block), received.vector())], received, block)
+    if there and received.flat.nbytes >= BLOCKING_BYTES:
+        mpi.Allgatherv(buffer(block), received.vector())
+        return Moving([], received, block)
+    return Moving([mpi.Iallgatherv(buffer(block), received.vector())], received, block)
 
 
-def gather_blocks(call: Call, block: Tensor, shapes: Sequence[tuple[int, ...]], root: int) -> Moving:
+def gather_blocks(
+    call: Call, block: Tensor, shapes: Sequence[tuple[int, ...]], root: int, there: bool
+) -> Moving:
     """Every rank's block, on ``root``; empty blocks on the others."""
     comm, is_root = call.comm, call.comm.rank == root
     received = Blocks.empty(block.dtype, shapes if is_root else [(0,)] * comm.size)
     if _volume(shapes) > settings.max_count:
         nothing = block.new_empty(0)
         return _move_pieces(call, [block if r == root else nothing for r in range(comm.size)], received)
-    request = comm.mpi.Igatherv(buffer(block), received.vector() if is_root else None, root)
-    return Moving([request], received, block)
+    into = received.vector() if is_root else None
+    if there and _volume(shapes) * block.itemsize >= BLOCKING_BYTES:
+        comm.mpi.Gatherv(buffer(block), into, root)
+        return Moving([], received, block)
+    return Moving([comm.mpi.Igatherv(buffer(block), into, root)], received, block)
 
 
 def scatter_blocks(
@@ -244,22 +288,28 @@ def scatter_blocks(
     dtype: torch.dtype,
     shapes: Sequence[tuple[int, ...]],
     root: int,
+    there: bool,
 ) -> Moving:
     """This rank's block, as the only one received, of those that ``root`` gives."""
     comm, size = call.comm, call.comm.size
     mine = shapes[comm.rank]
     if _volume(shapes) > settings.max_count:
         nothing = torch.empty(0, dtype=dtype)
-        sent = [nothing] * size if sending is None else sending.tensors()
+        parts = [nothing] * size if sending is None else sending.tensors()
         return _move_pieces(
-            call, sent, Blocks.empty(dtype, [mine if r == root else (0,) for r in range(size)])
+            call, parts, Blocks.empty(dtype, [mine if r == root else (0,) for r in range(size)])
         )
     received = Blocks.empty(dtype, [mine])
-    request = comm.mpi.Iscatterv(None if sending is None else sending.vector(), buffer(received.flat), root)
-    return Moving([request], received, sending)
+    sent, into = None if sending is None else sending.vector(), buffer(received.flat)
+    if there and _volume(shapes) * dtype.itemsize >= BLOCKING_BYTES:
+        comm.mpi.Scatterv(sent, into, root)
+        return Moving([], received, sending)
+    return Moving([comm.mpi.Iscatterv(sent, into, root)], received, sending)
 
 
-def alltoall_blocks(call: Call, sending: Blocks, shapes: Sequence[tuple[int, ...]], total: int) -> Moving:
+def alltoall_blocks(
+    call: Call, sending: Blocks, shapes: Sequence[tuple[int, ...]], total: int, there: bool
+) -> Moving:
     """Rank r gets the block r that is sent, and what comes from it has ``shapes[r]``.
 
     ``total`` is the number of elements on all ranks: they must agree on whether to send in pieces.
@@ -267,8 +317,10 @@ def alltoall_blocks(call: Call, sending: Blocks, shapes: Sequence[tuple[int, ...
     received = Blocks.empty(sending.flat.dtype, shapes)
     if total > settings.max_count:
         return _move_pieces(call, sending.tensors(), received)
-    request = call.comm.mpi.Ialltoallv(sending.vector(), received.vector())
-    return Moving([request], received, sending)
+    if there and total * sending.flat.itemsize >= BLOCKING_BYTES:
+        call.comm.mpi.Alltoallv(sending.vector(), received.vector())
+        return Moving([], received, sending)
+    return Moving([call.comm.mpi.Ialltoallv(sending.vector(), received.vector())], received, sending)
 
 
 def _volume(shapes: Sequence[Sequence[int]]) -> int:

@@ -42,7 +42,7 @@ class Allgather(Call):
         headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
         agree(self, headers, self.axis)
         self.lengths = [h.shape[self.axis] for h in headers]
-        moving = allgather_blocks(self, packed(x), [h.shape for h in headers])
+        moving = allgather_blocks(self, packed(x), [h.shape for h in headers], self.known is None)
         return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import fresh, is_small, packed, pieces, placed
+from torchrelay.mpi._exchange import BLOCKING_BYTES, fresh, is_small, meet, packed, pieces, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import finish
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Located", "allreduce"]
 
+LARGE_BYTES = 1 << 25  # from here on starting to reduce is again as fast as blocking
 DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 
 
@@ -34,11 +36,20 @@ class Allreduce(Call):
         self.op = op
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_small(x):
-            return super().forward(x)
+        if not is_small(x) or x.nbytes >= BLOCKING_BYTES:
+            return self._forward_large(x)
         result, op = torch.empty_like(x), mpi_op(x.dtype, self.op)
         finish(self.comm.mpi.Iallreduce(buffer(x), buffer(result), op), self)
         return result
+
+    def _forward_large(self, x: Tensor) -> Tensor:
+        source, op = packed(x), mpi_op(x.dtype, self.op)
+        if not BLOCKING_BYTES <= source.nbytes < LARGE_BYTES or source.numel() > settings.max_count:
+            return super().forward(x)
+        meet(self, source)
+        result = fresh(source.shape, source.dtype)
+        self.comm.mpi.Allreduce(buffer(source), buffer(result), op)
+        return placed(result, x)
 
     def start(self, x: Tensor) -> Started:
         source = packed(x)

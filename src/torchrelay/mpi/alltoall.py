@@ -61,7 +61,7 @@ class Alltoall(Call):
         blocks = Blocks.cut(packed(x), sending, self.scatteraxis)
         shapes = [headers[rank].block(self.scatteraxis, length) for rank, length in enumerate(receiving)]
         total = sum(math.prod(h.shape) for h in headers)
-        moving = alltoall_blocks(self, blocks, shapes, total)
+        moving = alltoall_blocks(self, blocks, shapes, total, not self.uniform)
         return Started(moving.requests, lambda: placed(moving.received.joined(self.gatheraxis), x), moving)
 
     def _plan(self, headers: list[Header]) -> tuple[list[int], list[int]]:

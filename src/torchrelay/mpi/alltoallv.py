@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, MismatchError
+from torchrelay.mpi._dtypes import CODES
 from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, placed
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._record import Adjoint, Call, Started, record
@@ -47,11 +48,16 @@ class Alltoallv(Call):
                 )
             return self._start(x, 0)
         size = self.comm.size
-        counts = np.empty((size, size), np.int64)
-        mine = np.array(self.sent, np.int64)
-        finish(self.comm.mpi.Iallgather((mine, size, MPI.INT64_T), (counts, size, MPI.INT64_T)), self)
-        self.received = counts[:, self.comm.rank].tolist()
-        return self._start(x, int(counts.sum()) * self._inner(x))
+        told = np.empty((size, size + 2), np.int64)
+        mine = np.array([*self.sent, self._inner(x), CODES.get(x.dtype, -1)], np.int64)
+        finish(self.comm.mpi.Iallgather((mine, size + 2, MPI.INT64_T), (told, size + 2, MPI.INT64_T)), self)
+        if (told[:, size:] != told[0, size:]).any():
+            raise MismatchError(
+                f"{self.describe()} on {self.comm.name}: the ranks' tensors differ in dtype, or in length along "
+                f"other axes; this is {x.dtype} {tuple(x.shape)}"
+            )
+        self.received = told[:, self.comm.rank].tolist()
+        return self._start(x, int(told[:, :size].sum()) * self._inner(x))
 
     def _inner(self, x: Tensor) -> int:
         return math.prod(n for axis, n in enumerate(x.shape) if axis != self.axis)
@@ -59,7 +65,7 @@ class Alltoallv(Call):
     def _start(self, x: Tensor, total: int) -> Started:
         shapes = [(*x.shape[: self.axis], n, *x.shape[self.axis + 1 :]) for n in self.received]
         blocks = Blocks.cut(packed(x), self.sent, self.axis)
-        moving = alltoall_blocks(self, blocks, shapes, total)
+        moving = alltoall_blocks(self, blocks, shapes, total, not self.known)
         return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:

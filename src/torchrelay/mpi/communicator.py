@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _wait, compiled, persistent, point_to_point, starting
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import axis_of
+from torchrelay.mpi._exchange import axis_of, equal_part
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allgather import allgather
@@ -212,7 +212,7 @@ class Communicator:
         """As :meth:`Reduce_scatter`, in equal parts."""
         if op is Op.SUM and is_compiling():
             return compiled.communicate(self, "reduce_scatter", (axis_of(scatteraxis, tensor.ndim),), tensor)
-        return reduce_scatter(self, tensor, op, scatteraxis, self._part(tensor, scatteraxis))
+        return reduce_scatter(self, tensor, op, scatteraxis, equal_part(tensor, scatteraxis, self.size))
 
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
         """The reduction of the tensors of ranks 0 to this one."""
@@ -331,12 +331,6 @@ class Communicator:
     def Bcast_init(self, tensor: Tensor, root: int) -> PersistentCollective:
         """Root's tensor on every rank, in new memory; ``Start`` repeats it."""
         return persistent.bcast_init(self, tensor, root)
-
-    def _part(self, tensor: Tensor, axis: int) -> int:
-        length = tensor.shape[axis_of(axis, tensor.ndim)]
-        if length % self.size:
-            raise ArgumentError(f"{length} along axis {axis} cannot be cut into {self.size} equal parts")
-        return length // self.size
 
     # Between two ranks
 

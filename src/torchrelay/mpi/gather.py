@@ -43,7 +43,7 @@ class Gather(Call):
     def start(self, x: Tensor) -> Started:
         headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
         agree(self, headers, self.axis)
-        moving = gather_blocks(self, packed(x), [h.shape for h in headers], self.root)
+        moving = gather_blocks(self, packed(x), [h.shape for h in headers], self.root, self.known is None)
         if self.comm.rank != self.root:
             return Started(moving.requests, lambda: x.new_empty(headers[0].block(self.axis, 0)), moving)
         return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import fresh, packed, pieces, placed
+from torchrelay.mpi._exchange import BLOCKING_BYTES, fresh, meet, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, nothing_of, record
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import finish
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, allreduce
 from torchrelay.mpi.bcast import Bcast
 
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
 __all__ = ["reduce", "reduce_"]
-
-
-LARGE_BYTES = (
-    1 << 16
-)  # from here on Open MPI's Reduce is several times faster than its Ireduce, barrier included
 
 
 class Reduce(Call):
@@ -41,9 +35,9 @@ class Reduce(Call):
         self.root = root
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() * x.itemsize < LARGE_BYTES or x.numel() > settings.max_count:
+        if x.numel() * x.itemsize < BLOCKING_BYTES or x.numel() > settings.max_count:
             return super().forward(x)
-        finish(self.comm.mpi.Ibarrier(), self)  # all are here: from now on nobody is waited for
+        meet(self, x)
         return self.reduce_large(x)
 
     def reduce_large(self, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Scatter(Call):
         blocks = Blocks.cut(packed(x), lengths, axis) if self.comm.rank == self.root else None
         shapes = [whole.block(axis, length) for length in lengths]
         mine = shapes[self.comm.rank]
-        moving = scatter_blocks(self, blocks, whole.dtype, shapes, self.root)
+        moving = scatter_blocks(self, blocks, whole.dtype, shapes, self.root, self.known is None)
         return Started(moving.requests, lambda: placed(moving.received.flat.view(mine), x), moving)
 
     def _check(self, whole: Header, lengths: list[int]) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import LOGICAL, Op
-from torchrelay.mpi._exchange import axis_of
+from torchrelay.mpi._exchange import axis_of, equal_part
 from torchrelay.mpi._record import Call, is_differentiated
 from torchrelay.mpi.allgather import Allgather
 from torchrelay.mpi.allreduce import Allreduce, reduce_locally
@@ -148,10 +148,7 @@ def _sums(comm: Communicator) -> Communicator:
 
 
 def _parts(comm: Communicator, x: Tensor, axis: int) -> list[int]:
-    length = x.shape[axis]
-    if length % comm.size:
-        raise ArgumentError(f"{length} along axis {axis} cannot be cut into {comm.size} equal parts")
-    return [length // comm.size] * comm.size
+    return [equal_part(x, axis, comm.size)] * comm.size
 
 
 def _lengths(comm: Communicator, x: Tensor, counts: Sequence[int] | None, axis: int) -> list[int]:
