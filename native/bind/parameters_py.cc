@@ -116,6 +116,12 @@ void register_store(nb::module_& module) {
       .def("length_of", &Store::length_of, "key"_a)
       .def("valid", &Store::valid, "key"_a)
       .def(
+          "has_heard",
+          [](const Store& store, std::uint32_t node) {
+            return node < kMaxNodes && store.header().heard[node].load() != 0;
+          },
+          "node"_a)
+      .def(
           "elements",
           [](const Store& store, bool whole_rows, Address keys, std::size_t count) {
             const Op op = whole_rows ? Op::kPullRow : Op::kPull;

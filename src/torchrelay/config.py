@@ -262,7 +262,7 @@ class TransportSettings(Section):
     )
     silence_s: float = setting(
         10.0,
-        "a node not heard of for this long is lost, and every operation says so; several times heartbeat_s",
+        "a node not heard of for this long is lost, and every operation says so; at least twice heartbeat_s",
         unit="s",
         minimum=0.1,
     )

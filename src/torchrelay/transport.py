@@ -3,8 +3,11 @@
 :class:`Transport` is the contract, :func:`connect` makes one: every node calls it with the same store and name
 and gets back its place among all. Underneath lies a native network, either :func:`native_network` (ZeroMQ: TCP
 between hosts, Unix sockets within one, CURVE encryption when keys are given) or a ``_native.MemoryNetwork``
-(nodes as threads; delays, reorders and duplicates on demand). Rooms with traffic of their own in the native
-core open their endpoints on the same networks.
+(nodes as threads; delays, reorders and duplicates on demand).
+
+Messages of the parameter manager never pass through Python: its native core opens endpoints of its own on the
+same networks, with the same token, keys, limits and heartbeats (:class:`TransportSettings`), and numbers them
+itself. :class:`Transport` is for messages that are made and read in Python, by rooms and by users.
 """
 
 from __future__ import annotations

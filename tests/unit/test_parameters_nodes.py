@@ -5,68 +5,16 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
+from nodes import SETTINGS, STORMY, eventually, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError, PeerLostError
 from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker
 
 TECHNIQUES = ["all", "replication_only", "relocation_only"]
-SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)  # type: ignore[type-var]
-STORMY = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
-
-
-def on_nodes(
-    num_nodes: int,
-    body: Callable[[Server, Worker], Any],
-    *,
-    table: dict[str, Any],
-    network: _native.MemoryNetwork | None = None,
-    **fields: Any,
-) -> list[Any]:
-    """Runs ``body`` on every node at once; what each returned. The first error of any is raised."""
-    fields.setdefault("settings", SETTINGS)
-    topologies = Topology.in_memory(num_nodes, network, **fields)
-    results: list[Any] = [None] * num_nodes
-    errors: list[BaseException] = []
-
-    def run(node: int) -> None:
-        try:
-            server = Server(**table, topology=topologies[node])
-            worker = Worker(0, server)
-            results[node] = body(server, worker)
-            worker.finalize()
-            server.shutdown()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(node,)) for node in range(num_nodes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
-def pulled(
-    worker: Worker, keys: torch.Tensor, length: int = 1, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    out = torch.empty(len(keys), length, dtype=dtype)
-    worker.pull(keys, out)
-    return out
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("techniques", TECHNIQUES)

@@ -7,8 +7,10 @@ namespace {
 
 constexpr std::size_t kOutboxBytes = std::size_t{256} << 10;  // sent on when it has grown to this
 constexpr int kMessagesPerTurn = 64;                          // handled before what they caused is sent
-constexpr auto kLook = std::chrono::milliseconds(500);        // between two looks for dead workers
-constexpr auto kIdle = std::chrono::milliseconds(5);          // the longest sleep
+constexpr std::uint64_t kEvictionRounds =
+    16;  // in which all entries are looked at, where there is little room
+constexpr auto kLook = std::chrono::milliseconds(500);  // between two looks for dead workers
+constexpr auto kIdle = std::chrono::milliseconds(5);    // the longest sleep
 
 std::uint32_t node_count(const Store& store) { return store.header().num_nodes; }
 
@@ -92,7 +94,10 @@ void Channel::handle(const Header& header, const Message& message) {
   if (sender >= outboxes_.size())
     throw Error(Code::kProtocol, "parameters: a message from a node that is not there");
   // A node's workers may outlive the threads that serve it, so they do not count as a sign of its life.
-  if ((header.sender & kWorkerBit) == 0) last_heard_[sender] = Clock::now();
+  if ((header.sender & kWorkerBit) == 0) {
+    last_heard_[sender] = Clock::now();
+    if (number_ == 0) store_->header().heard[sender].store(1, std::memory_order_relaxed);
+  }
   switch (header.kind) {
     case Kind::kRequest: return handle_request(header, message);
     case Kind::kBundle: return handle_bundle(header, message);
@@ -152,6 +157,7 @@ void Channel::handle_record(const Record& record, const std::byte* payload, cons
       return take_refresh(record, payload);
     case RecordKind::kAck: return take_ack(record);
     case RecordKind::kLocation: return take_location(record);
+    case RecordKind::kRecall: return take_recall(record);
     case RecordKind::kAcquire:
       if (record.payload_bytes != 0) protocol_error();
       break;
@@ -168,38 +174,134 @@ void Channel::handle_record(const Record& record, const std::byte* payload, cons
 
 void Channel::handle_routed(const Record& record, const std::byte* payload, const Message& message) {
   const bool make = store_->home_of(record.key) == node_;
-  const std::int64_t number = make ? store_->find_or_make(number_, record.key) : store_->find(record.key);
-  if (number < 0) return route(record, payload, message);
+  std::int64_t number = -1;
+  do {
+    number = make ? store_->find_or_try_make(number_, record.key) : store_->find(record.key);
+    if (number < 0) return route(record, payload, message);
+  } while (!handle_at(number, record, payload, message));
+}
+
+// False if the entry has become another key's meanwhile.
+bool Channel::handle_at(std::int64_t number, const Record& record, const std::byte* payload,
+                        const Message& message) {
+  const LockGuard guard = store_->guard(store_->entry(number), number_);
+  if (store_->key_of(number) != record.key) return false;
   Control& mine = control(number);
   if (record.node == node_ && mine.returning != 0 && record.kind != RecordKind::kAcquire) {
     --mine.returning;  // it is in the row already; see take_transfer
-    const LockGuard guard = store_->guard(store_->entry(number), number_);
     pin(number);
-    return;
+    return true;
   }
-  const LockGuard guard = store_->guard(store_->entry(number), number_);
-  if (store_->entry(number).state != State::kOwned) return route(record, payload, message);
-  switch (record.kind) {
-    case RecordKind::kAcquire: return owner_acquire(number, record);
-    case RecordKind::kUpdate: return owner_update(number, record, payload);
-    default: return owner_overwrite(number, record, payload);
-  }
+  if (store_->entry(number).state != State::kOwned)
+    route(record, payload, message);
+  else if (record.kind == RecordKind::kAcquire)
+    owner_acquire(number, record);
+  else if (record.kind == RecordKind::kUpdate)
+    owner_update(number, record, payload);
+  else
+    owner_overwrite(number, record, payload);
+  return true;
 }
 
 void Channel::take_location(const Record& record) {
-  const std::int64_t number = store_->find_or_make(number_, record.key);
+  if (store_->home_of(record.key) != node_)
+    throw Error(Code::kProtocol, "parameters: where a key is was told to a node that is not its home");
+  if ((record.flags & kEvicted) != 0) return take_eviction(record);
+  const std::int64_t number = store_->find(record.key);
+  if (number < 0) return;  // overtaken by the news that the key was evicted
   Entry& entry = store_->entry(number);
   const LockGuard guard = store_->guard(entry, number_);
   auto& counter = store_->location_counter(number);
   if (record.counter <= counter.load(std::memory_order_relaxed)) return;
   entry.owner = record.node;
-  counter.store(record.counter, std::memory_order_relaxed);
+  counter.store(record.counter, std::memory_order_release);
+}
+
+// The key begins anew: at once where somebody waits for it, else when it is next asked for.
+void Channel::take_eviction(const Record& record) {
+  const std::int64_t number = store_->find(record.key);
+  if (number < 0) return;
+  Entry& entry = store_->entry(number);
+  {
+    const LockGuard guard = store_->guard(entry, number_);
+    auto& counter = store_->location_counter(number);
+    if (entry.state != State::kAbsent || record.counter <= counter.load(std::memory_order_relaxed)) return;
+    if (!entry.has(kPinned) && !parked_.contains(record.key))
+      return store_->forget(number_, number, record.counter);
+    take_slot(number);
+    store_->initialize_row(number, record.key);
+    entry.version = 0;
+    entry.owner = static_cast<std::uint16_t>(node_);
+    counter.store(record.counter, std::memory_order_relaxed);
+    entry.state = State::kOwned;
+  }
+  unpark(record.key);
+}
+
+// Of a dynamic table: gives up rows that came here and are no longer used, and asks for the same elsewhere.
+void Channel::make_room() {
+  const bool keys_tight = store_->keys_tight(number_);
+  making_room_ = keys_tight || store_->rows_tight(number_);
+  std::vector<std::int64_t> waiting;
+  waiting.swap(without_room_);
+  for (const std::int64_t key : waiting)
+    if (store_->find_or_try_make(number_, key) >= 0)
+      unpark(key);
+    else
+      without_room_.push_back(key);
+  if (!making_room_) return;
+  const std::uint64_t places = store_->header().num_entries / kEvictionRounds;
+  evict_moved(places);
+  if (!keys_tight) return;
+  for (const Moved& moved : store_->moved_away(number_, recall_hand_, places))
+    put(moved.node,
+        {RecordKind::kRecall, 0, static_cast<std::uint16_t>(node_), moved.counter, moved.key, 0, 0}, nullptr,
+        0);
+}
+
+void Channel::evict_moved(std::uint64_t places) {
+  for (const Moved& evicted : store_->evict_moved(number_, number_, eviction_hand_, places))
+    tell_evicted(evicted.key, evicted.counter);
+}
+
+void Channel::tell_evicted(std::int64_t key, std::uint32_t counter) {
+  const std::uint32_t home = store_->home_of(key);
+  put(home, {RecordKind::kLocation, kEvicted, static_cast<std::uint16_t>(home), counter + 1, key, 0, 0},
+      nullptr, 0);
+}
+
+// Used since the last recall, it stays for once.
+void Channel::take_recall(const Record& record) {
+  const std::int64_t number = store_->find(record.key);
+  if (number < 0 || store_->home_of(record.key) == node_) return;
+  Entry& entry = store_->entry(number);
+  const LockGuard guard = store_->guard(entry, number_);
+  if (store_->key_of(number) != record.key || entry.state != State::kOwned) return;
+  const bool stays = entry.has(kShared | kUsed | kPinned);
+  entry.lower(kUsed);
+  if (stays) return;
+  tell_evicted(record.key, store_->location_counter(number).load(std::memory_order_relaxed));
+  store_->forget(number_, number, 0);
+  store_->count(number_, kEvictions, 1);
+}
+
+// Under the entry's lock.
+void Channel::take_slot(std::int64_t number) {
+  try {
+    return store_->take_slot(number_, number);
+  } catch (const Error&) {
+    if (!store_->dynamic()) throw;
+  }
+  for (int pass = 0; pass < 2; ++pass)
+    evict_moved(store_->header().num_entries);  // the first spares the used
+  store_->take_slot(number_, number);
 }
 
 void Channel::round() {
   last_round_ = Clock::now();
   ++rounds_;
   round_intents();
+  if (store_->dynamic()) make_room();
   for (std::size_t i = 0; i < replicas_.size(); ++i) sync_replica(replicas_[i], false);
   refresh_all();
   std::vector<std::int64_t> again;
@@ -208,7 +310,8 @@ void Channel::round() {
     const LockGuard guard = store_->guard(store_->entry(number), number_);
     if (store_->entry(number).state == State::kOwned) consider_upgrade(number);
   }
-  const bool busy = waiting_intents_ || !replicas_.empty() || !shared_.empty() || !reconsider_.empty();
+  const bool busy =
+      waiting_intents_ || making_room_ || !replicas_.empty() || !shared_.empty() || !reconsider_.empty();
   next_round_ = last_round_ + (busy ? round_interval_ : std::max<Clock::duration>(round_interval_, kIdle));
   in_rounds_ += Clock::now() - last_round_;
   publish_counters();
@@ -268,98 +371,6 @@ void Channel::take_goodbye(std::uint32_t sender, std::uint32_t lost) {
 void Channel::lose(std::uint32_t node_and_how) {
   std::uint32_t nobody = 0;
   store_->header().lost_node.compare_exchange_strong(nobody, node_and_how);
-}
-
-// Every replica that has something to send, or has sent something, when the flush begins: sent once more, and
-// acknowledged.
-void Channel::serve_flush_updates() {
-  Flush& flush = store_->header().boards[number_].updates;
-  if (flush_updates_target_ == 0) {
-    const std::uint64_t requested = flush.requested.load();
-    if (requested == flush.done.load()) return;
-    flush_updates_target_ = requested;
-    flush_items_.clear();
-    for (const std::int64_t number : replicas_) flush_items_.push_back({number, false});
-  }
-  std::erase_if(flush_items_, [this](FlushItem& item) {
-    const Entry& entry = store_->entry(item.number);
-    if (entry.state != State::kReplica) return true;
-    if (control(item.number).outstanding != 0) return false;
-    if (item.sent || !entry.has(kDirty)) return true;
-    sync_replica(item.number, true);
-    item.sent = true;
-    return false;
-  });
-  if (!flush_items_.empty()) return;
-  flush.done.store(flush_updates_target_);
-  flush_updates_target_ = 0;
-}
-
-void Channel::handle_flush(const Header& header, const Message& message) {
-  Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
-  const auto number = reader.take<std::uint64_t>();
-  switch (header.kind) {
-    case Kind::kFence: return tell(header.sender, Kind::kFenceAck, number);
-    case Kind::kFenceAck:
-      if (number == fence_number_ && fences_missing_ > 0) --fences_missing_;
-      return;
-    case Kind::kFlush: return waiting_for_next_fence_.push_back({header.sender, number});
-    default:
-      if (number == flush_number_ && flush_acks_missing_ > 0) --flush_acks_missing_;
-  }
-}
-
-// A worker's wait_sync: every node refreshes the replicas of its keys, this one too.
-void Channel::serve_flush_refreshes() {
-  Flush& flush = store_->header().boards[number_].refreshes;
-  if (flush_refreshes_target_ == 0) {
-    const std::uint64_t requested = flush.requested.load();
-    if (requested != flush.done.load()) {
-      flush_refreshes_target_ = requested;
-      own_fence_passed_ = false;
-      flush_acks_missing_ = tell_all(Kind::kFlush, ++flush_number_);
-      waiting_for_next_fence_.push_back({courier_.number(), 0});
-    }
-  }
-  serve_fences();
-  if (flush_refreshes_target_ == 0 || !own_fence_passed_ || flush_acks_missing_ != 0) return;
-  flush.done.store(flush_refreshes_target_);
-  flush_refreshes_target_ = 0;
-}
-
-// Refreshes are followed by a fence; once every node has answered it, they have all arrived.
-void Channel::serve_fences() {
-  if (waiting_for_fence_.empty() && !waiting_for_next_fence_.empty()) {
-    waiting_for_fence_.swap(waiting_for_next_fence_);
-    refresh_all();
-    send_outboxes();
-    fences_missing_ = tell_all(Kind::kFence, ++fence_number_);
-  }
-  if (waiting_for_fence_.empty() || fences_missing_ != 0) return;
-  for (const FlushWaiter& waiter : waiting_for_fence_) {
-    if (waiter.endpoint == courier_.number())
-      own_fence_passed_ = true;
-    else
-      tell(waiter.endpoint, Kind::kFlushAck, waiter.number);
-  }
-  waiting_for_fence_.clear();
-}
-
-void Channel::tell(std::uint32_t endpoint, Kind kind, std::uint64_t number) {
-  Writer writer(sizeof number);
-  writer.put(number);
-  courier_.send(endpoint, kind, 0, writer.finish());
-}
-
-// To the same channel of all other nodes that are still there; how many.
-std::uint32_t Channel::tell_all(Kind kind, std::uint64_t number) {
-  std::uint32_t told = 0;
-  for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
-    if (node == node_ || gone_[node]) continue;
-    tell(channel_endpoint(node, number_), kind, number);
-    ++told;
-  }
-  return told;
 }
 
 void Channel::put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes) {

@@ -50,7 +50,7 @@ void Channel::transfer(std::int64_t number, std::uint32_t node) {
   entry.state = State::kAbsent;
   entry.put(0);
   entry.owner = static_cast<std::uint16_t>(node);
-  store_->location_counter(number).store(counter, std::memory_order_relaxed);
+  store_->location_counter(number).store(counter, std::memory_order_release);
   const std::uint32_t home = store_->home_of(key);
   if (home == node_ || home == node) return;
   put(home, {RecordKind::kLocation, 0, static_cast<std::uint16_t>(node), counter, key, 0, 0}, nullptr, 0);

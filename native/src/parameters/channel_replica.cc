@@ -8,16 +8,22 @@ namespace torchrelay::parameters {
 
 // An intent is a hint: where a dynamic table has no room for the key, it stays remote.
 bool Channel::begin_intent(std::int64_t key) {
-  std::int64_t number = -1;
   try {
-    number = store_->find_or_make(number_, key);
+    while (!begin_intent_at(store_->find_or_make(number_, key), key)) {
+    }
+    return true;
   } catch (const Error&) {
     return false;
   }
-  Control& mine = control(number);
-  if (mine.intents++ != 0) return true;
+}
+
+// False if the entry has become another key's meanwhile.
+bool Channel::begin_intent_at(std::int64_t number, std::int64_t key) {
   Entry& entry = store_->entry(number);
   const LockGuard guard = store_->guard(entry, number_);
+  if (store_->key_of(number) != key) return false;
+  Control& mine = control(number);
+  if (mine.intents++ != 0) return true;
   pin(number);
   if (entry.state == State::kAbsent && !mine.wanted) acquire(number);
   return true;
@@ -72,22 +78,25 @@ void Channel::forget_replica(std::int64_t number) {
 void Channel::take_grant(const Record& record, const std::byte* payload) {
   const std::int64_t number = store_->find_or_make(number_, record.key);
   Entry& entry = store_->entry(number);
-  const LockGuard guard = store_->guard(entry, number_);
-  Control& mine = control(number);
-  if (entry.state != State::kAbsent || !mine.wanted)
-    throw Error(Code::kProtocol,
-                "parameters: a replica of key " + std::to_string(record.key) + " that was not asked for");
-  mine.wanted = false;
-  mine.leaving = mine.overwritten = false;
-  store_->take_slot(number_, number);
-  std::memcpy(store_->row(number), payload, record.payload_bytes);
-  std::memset(store_->accumulator(number), 0, store_->class_of(number).stride_bytes);
-  entry.version = record.version;
-  entry.owner = record.node;
-  store_->location_counter(number).store(record.counter, std::memory_order_relaxed);
-  entry.state = State::kReplica;
-  add_replica(number);
+  {
+    const LockGuard guard = store_->guard(entry, number_);
+    Control& mine = control(number);
+    if (entry.state != State::kAbsent || !mine.wanted)
+      throw Error(Code::kProtocol,
+                  "parameters: a replica of key " + std::to_string(record.key) + " that was not asked for");
+    mine.wanted = false;
+    mine.leaving = mine.overwritten = false;
+    take_slot(number);
+    std::memcpy(store_->row(number), payload, record.payload_bytes);
+    std::memset(store_->accumulator(number), 0, store_->class_of(number).stride_bytes);
+    entry.version = record.version;
+    entry.owner = record.node;
+    store_->location_counter(number).store(record.counter, std::memory_order_release);
+    entry.state = State::kReplica;
+    add_replica(number);
+  }
   store_->count(number_, kReplicasMade, 1);
+  unpark(record.key);  // what was sent here by old knowledge, which this node had forgotten
 }
 
 void Channel::take_transfer(const Record& record, const std::byte* payload) {
@@ -113,14 +122,14 @@ void Channel::take_transfer(const Record& record, const std::byte* payload) {
       forget_replica(number);
       entry.lower(kDirty);
     } else {
-      store_->take_slot(number_, number);
+      take_slot(number);
       std::memcpy(store_->row(number), payload, record.payload_bytes);
     }
     mine.wanted = false;
     mine.arrived = rounds_;
     entry.version = record.version;
     entry.owner = static_cast<std::uint16_t>(node_);
-    store_->location_counter(number).store(record.counter, std::memory_order_relaxed);
+    store_->location_counter(number).store(record.counter, std::memory_order_release);
     entry.state = State::kOwned;
     pin(number);
   }

@@ -8,6 +8,7 @@ namespace torchrelay::parameters {
 namespace {
 
 constexpr std::uint32_t kMaxKeys = 1u << 28;  // of a request: more is nonsense
+constexpr std::uint32_t kLocationAhead = 16;  // counters are fetched this many keys before they are read
 
 }  // namespace
 
@@ -42,6 +43,7 @@ void Channel::handle_request(const Header& header, const Message& message) {
   std::size_t next_missed = 0;
   const std::byte* from = values;
   for (std::uint32_t i = 0; i < count; ++i) {
+    if (i + kLocationAhead < count) store_->prefetch_location(keys[i + kLocationAhead]);
     const bool is_missed = next_missed < missed.size() && missed[next_missed].index == i;
     const std::size_t size = is_missed || reads(op) ? store_->value_bytes(op, keys[i]) : 0;
     if (!is_missed) {
@@ -93,21 +95,37 @@ bool Channel::catch_up(std::uint32_t node, const std::int64_t* keys,
 
 void Channel::place_missed(const RequestHead& head, Asked asked, const Message& message,
                            std::vector<std::vector<Asked>>& by_node) {
-  const std::int64_t number = store_->find(asked.key);
-  std::uint32_t owner = store_->home_of(asked.key), counter = 0;
-  if (number >= 0) {
+  const Whereabouts known = whereabouts(asked.key);
+  if (known.number >= 0) {
     const Op op = static_cast<Op>(head.op);
     const bool is_set = op == Op::kSet || op == Op::kSetRow;
-    const Entry& entry = store_->entry(number);
-    if (entry.state == State::kReplica && is_set && node_of(head.requester) == node_)
-      return overwrite_replica(number, asked);
-    owner = entry.owner;
-    counter = store_->location_counter(number).load(std::memory_order_relaxed);
+    if (store_->entry(known.number).state == State::kReplica && is_set && node_of(head.requester) == node_)
+      return overwrite_replica(known.number, asked);
   }
-  if (asked.counter > counter || owner == node_) return park({message, asked, {}, nullptr});
-  asked.counter = counter;
+  if (must_wait(known, asked.key, asked.counter)) return park({message, asked, {}, nullptr});
+  asked.counter = known.counter;
   store_->count(number_, kForwards, 1);
-  by_node[owner].push_back(asked);
+  by_node[known.owner].push_back(asked);
+}
+
+// The entry may be locked. In a dynamic table a worker may evict what is only a location, meanwhile.
+Channel::Whereabouts Channel::whereabouts(std::int64_t key) const {
+  const std::int64_t number = store_->find(key);
+  if (number >= 0) {
+    // In this order: a worker may be learning a newer pair. An owner older than its counter would be asked to
+    // wait for a key that never comes.
+    const std::uint32_t counter = store_->location_counter(number).load(std::memory_order_acquire);
+    const Whereabouts known{number, store_->entry(number).owner, counter};
+    if (store_->key_of(number) == key) return known;
+  }
+  return {-1, store_->home_of(key), 0};
+}
+
+// Keys come only to their home and to where there is an entry that waits for them; if there is none, the
+// knowledge was older than what this node has forgotten, and the home knows more.
+bool Channel::must_wait(const Whereabouts& known, std::int64_t key, std::uint32_t counter) const {
+  if (known.number < 0 && store_->home_of(key) != node_) return false;
+  return counter > known.counter || known.owner == node_;
 }
 
 // A worker of this node sets a key that is a replica here: written here, and sent to the owner in order with
@@ -204,19 +222,16 @@ void Channel::handle_relay(const Header& header, const Message& message) {
 
 // Sends a record on to the owner, or keeps it until the key arrives. The entry may be locked.
 void Channel::route(Record record, const std::byte* payload, const Message& message) {
-  const std::int64_t number = store_->find(record.key);
-  std::uint32_t owner = store_->home_of(record.key), counter = 0;
-  if (number >= 0) {
-    owner = store_->entry(number).owner;
-    counter = store_->location_counter(number).load(std::memory_order_relaxed);
-  }
-  if (record.counter > counter || owner == node_) return park({message, {}, record, payload});
-  record.counter = counter;
-  put(owner, record, payload, record.payload_bytes);
+  const Whereabouts known = whereabouts(record.key);
+  if (must_wait(known, record.key, record.counter)) return park({message, {}, record, payload});
+  record.counter = known.counter;
+  put(known.owner, record, payload, record.payload_bytes);
 }
 
 void Channel::park(Parked parked) {
   const std::int64_t key = parked.record.kind == RecordKind{} ? parked.asked.key : parked.record.key;
+  if (store_->dynamic() && store_->home_of(key) == node_ && store_->find(key) < 0 && !parked_.contains(key))
+    without_room_.push_back(key);
   parked_[key].push_back(std::move(parked));
   store_->count(number_, kParked, 1);
 }

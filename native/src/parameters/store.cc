@@ -79,7 +79,9 @@ Plan plan_classes(const StoreSpec& spec) {
 
 std::vector<ClassInfo> lay_out(const StoreSpec& spec, Plan& plan) {
   Geometry& header = plan.geometry;
-  const std::uint64_t entries = spec.num_keys != 0 ? spec.num_keys : std::bit_ceil(spec.capacity * 2);
+  // A node also keeps entries of keys that have moved away, or whose location it remembers.
+  const std::uint64_t places = spec.capacity * (spec.num_nodes > 1 ? 4 : 2);
+  const std::uint64_t entries = spec.num_keys != 0 ? spec.num_keys : std::bit_ceil(places);
   header.element = spec.element;
   header.rule = spec.rule;
   header.node = spec.node;
@@ -140,8 +142,7 @@ Store Store::create(const StoreSpec& spec) {
   SlabHeader& header = *store.header_;
   static_cast<Geometry&>(header) = plan.geometry;
   header.learning_rate = spec.rule.learning_rate;
-  header.leader_pid = getpid();
-  header.leader_start = process_start(getpid());
+  header.leader = ProcessId::current();
   store.map();
   std::ranges::copy(classes, store.classes_);
   if (store.class_of_ != nullptr) std::ranges::copy(plan.class_of, store.class_of_);
@@ -192,7 +193,7 @@ void Store::take_user(std::uint32_t user) {
     for (std::uint32_t i = 0; i < header_->num_classes; ++i) free(pools_[i].lock);
     free(header_->index_lock);
   }
-  place.process_start = process_start(getpid());
+  place.process_start = ProcessId::current().start_ticks;
   ++place.incarnation;
   place.clock = 0;
   place.pid = getpid();
@@ -296,9 +297,9 @@ void Store::check_peers() const {
 
 void Store::check_leader() const {
   check_peers();
-  if (process_start(header_->leader_pid) != header_->leader_start)
+  if (!alive(header_->leader))
     throw Error(Code::kPeerLost,
-                "parameters: process " + std::to_string(header_->leader_pid) + ", which serves node " +
+                "parameters: process " + std::to_string(header_->leader.pid) + ", which serves node " +
                     std::to_string(header_->node) + ", has died; restart from the last checkpoint",
                 {static_cast<int>(header_->node)});
 }

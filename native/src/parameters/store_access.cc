@@ -1,4 +1,4 @@
-// The local path of the store: batches of keys, read ahead in three steps so that misses overlap.
+// The local path of the store: batches of keys, read ahead in two steps so that misses overlap.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,9 @@
 namespace torchrelay::parameters {
 namespace {
 
-constexpr std::size_t kAhead = 16;  // keys looked up and prefetched before the first is served
+// A key is looked up, and its entry fetched, this many keys before it is served; its row a little later.
+constexpr std::size_t kEntryAhead = 24, kRowAhead = 12;
+constexpr std::size_t kRing = 32;  // more than kEntryAhead
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kPrefetchBytes = 1024;  // of a row; the hardware follows from there
 
@@ -70,7 +72,7 @@ bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t
   const bool writes_whole = op == Op::kSet || op == Op::kSetRow;
   if (!owned && (entry.state == State::kAbsent || writes_whole || shared != nullptr)) {
     // A replica's set goes to the owner behind the pushes that its own channel has sent there.
-    const std::uint32_t owner = entry.state == State::kAbsent ? entry.owner : header_->node;
+    const std::uint32_t owner = entry.state == State::kAbsent ? entry.owner.load() : header_->node;
     missed.push_back(
         {static_cast<std::uint32_t>(index), owner, counters_[number].load(std::memory_order_relaxed)});
     return true;
@@ -116,35 +118,52 @@ void Store::access_owned(Op op, std::uint32_t user, const std::int64_t* keys, st
   access_batch(op, user, keys, count, values, missed, &shared);
 }
 
+// A key that is not here and was not here a moment ago: reported without taking its lock. Owner and counter
+// may be of different moments, but the owner is never the older of the two, so that no node is asked to wait
+// for a key that is not on its way there.
+bool Store::known_absent(std::int64_t number, std::size_t index, std::vector<Missed>& missed) const {
+  const Entry& entry = entries_[number];
+  if (dynamic() || entry.slot.load(std::memory_order_relaxed) != kNoSlot) return false;
+  const std::uint32_t counter = counters_[number].load(std::memory_order_acquire);
+  missed.push_back({static_cast<std::uint32_t>(index), entry.owner.load(std::memory_order_relaxed), counter});
+  return true;
+}
+
 void Store::access_batch(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count,
                          std::byte* values, std::vector<Missed>& missed,
                          std::vector<std::uint32_t>* shared) const {
-  std::int64_t numbers[kAhead];
-  for (std::size_t start = 0; start < count; start += kAhead) {
-    const std::size_t end = std::min(start + kAhead, count);
-    for (std::size_t i = start; i < end; ++i) {
-      numbers[i - start] = dynamic() ? find(keys[i]) : keys[i];
-      if (numbers[i - start] >= 0) __builtin_prefetch(&entries_[numbers[i - start]], 1);
-    }
-    for (std::size_t i = start; i < end; ++i) {
-      const std::int64_t number = numbers[i - start];
-      if (number < 0) continue;
-      const std::uint32_t slot = entries_[number].slot.load(std::memory_order_relaxed);
-      if (slot == kNoSlot) continue;
-      const ClassInfo& info = class_of(number);
-      const std::byte* row = memory_.data() + info.rows_offset + info.stride_bytes * slot;
-      reads(op) ? prefetch_row<false>(row, info.stride_bytes) : prefetch_row<true>(row, info.stride_bytes);
-    }
-    for (std::size_t i = start; i < end; ++i) {
-      std::int64_t number = numbers[i - start];
-      const bool at_home = home_of(keys[i]) == header_->node;
+  std::int64_t numbers[kRing];
+  const auto look_up = [&](std::size_t i) {
+    const std::int64_t number = dynamic() ? find(keys[i]) : keys[i];
+    numbers[i % kRing] = number;
+    if (number >= 0) __builtin_prefetch(&entries_[number], 1);
+  };
+  const auto fetch_row = [&](std::size_t i) {
+    const std::int64_t number = numbers[i % kRing];
+    if (number < 0) return;
+    const std::uint32_t slot = entries_[number].slot.load(std::memory_order_relaxed);
+    if (slot == kNoSlot) return __builtin_prefetch(&counters_[number]);
+    const ClassInfo& info = class_of(number);
+    const std::byte* row = memory_.data() + info.rows_offset + info.stride_bytes * slot;
+    reads(op) ? prefetch_row<false>(row, info.stride_bytes) : prefetch_row<true>(row, info.stride_bytes);
+  };
+  const std::size_t uniform_bytes = class_of_ == nullptr ? value_bytes(op, 0) : 0;
+  for (std::size_t i = 0; i < std::min(count, kEntryAhead); ++i) look_up(i);
+  for (std::size_t i = 0; i < std::min(count, kRowAhead); ++i) fetch_row(i);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kEntryAhead < count) look_up(i + kEntryAhead);
+    if (i + kRowAhead < count) fetch_row(i + kRowAhead);
+    std::int64_t number = numbers[i % kRing];
+    if (number < 0 || !known_absent(number, i, missed)) {
       do {
-        if (number < 0) number = at_home ? find_or_make(user, keys[i]) : find(keys[i]);
+        if (number < 0 && home_of(keys[i]) != header_->node) number = find(keys[i]);
+        if (number < 0 && home_of(keys[i]) == header_->node)  // a channel must not wait for room
+          number = shared != nullptr ? find_or_try_make(user, keys[i]) : find_or_make(user, keys[i]);
         if (number < 0) missed.push_back({static_cast<std::uint32_t>(i), home_of(keys[i]), 0});
       } while (number >= 0 && !access_one(op, user, keys[i], number, values, i, missed, shared) &&
                (number = -1));
-      values += value_bytes(op, keys[i]);
     }
+    values += uniform_bytes != 0 ? uniform_bytes : value_bytes(op, keys[i]);
   }
 }
 

@@ -5,8 +5,10 @@
 // can be taken safely; whoever takes it checks that the entry still is the key's. A removed key leaves a
 // tombstone, which turns back into nothing where the next place is empty.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <unordered_set>
 
 #include "torchrelay/error.h"
@@ -17,6 +19,8 @@ namespace {
 
 constexpr std::int64_t kNoKey = INT64_MIN;
 constexpr std::int64_t kTombstone = INT64_MIN + 1;
+constexpr auto kRoomWait = std::chrono::seconds(1);
+constexpr auto kRoomPoll = std::chrono::milliseconds(1);
 
 // SplitMix64 (Steele, Lea, Flood 2014): every bit of the result depends on every bit of the argument.
 std::uint64_t mix(std::uint64_t value) {
@@ -25,6 +29,8 @@ std::uint64_t mix(std::uint64_t value) {
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
   return value ^ (value >> 31);
 }
+
+bool mostly(std::uint64_t used, std::uint64_t most) { return used >= most - most / 8; }
 
 double unit(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }  // [0, 1)
 
@@ -47,39 +53,54 @@ std::int64_t Store::find_or_make(std::uint32_t user, std::int64_t key) const {
   return number >= 0 ? number : make(user, key);
 }
 
+std::int64_t Store::find_or_try_make(std::uint32_t user, std::int64_t key) const {
+  const std::int64_t number = find(key);
+  return number >= 0 ? number : try_make(user, key);
+}
+
+// A worker waits a moment for its node's channels to evict what has moved here; channels do that themselves.
 std::int64_t Store::make(std::uint32_t user, std::int64_t key) const {
+  const bool waits = user >= kMaxChannels && header_->num_nodes > 1;
+  const auto deadline = std::chrono::steady_clock::now() + kRoomWait;
+  for (;;) {
+    if (const std::int64_t number = try_make(user, key); number >= 0) return number;
+    if (!waits || std::chrono::steady_clock::now() > deadline) throw_full();
+    std::this_thread::sleep_for(kRoomPoll);
+  }
+}
+
+// -1 if there is no room.
+std::int64_t Store::try_make(std::uint32_t user, std::int64_t key) const {
   const LockGuard guard(header_->index_lock, users_, user);
   const std::int64_t found = find(key);
   if (found >= 0) return found;
   const bool full = header_->live_entries >= header_->num_entries / 2;
-  if (full && !evict_one(user)) throw_full();
+  if (full && !evict_one(user)) return -1;
   const std::uint64_t mask = header_->num_entries - 1;
   std::uint64_t place = mix(static_cast<std::uint64_t>(key)) & mask;
   while (keys_[place].load(std::memory_order_relaxed) > kTombstone) place = (place + 1) & mask;
   const auto number = static_cast<std::int64_t>(place);
   Entry& entry = entries_[place];
-  {
-    const LockGuard entry_guard(entry.lock, users_, user);
-    entry.state = State::kAbsent;
-    entry.put(kUsed);
-    entry.owner = static_cast<std::uint16_t>(home_of(key));
-    entry.version = 0;
-    counters_[place].store(0, std::memory_order_relaxed);
-    if (entry.owner == header_->node) {
-      while (!take_free_slot(user, number))
-        if (!evict_one(user)) throw_full();
-      initialize_row(number, key);
-      entry.state = State::kOwned;
-    }
-    keys_[place].store(key, std::memory_order_release);
+  const LockGuard entry_guard(entry.lock, users_, user);
+  entry.state = State::kAbsent;
+  entry.put(kUsed);
+  entry.owner = static_cast<std::uint16_t>(home_of(key));
+  entry.version = 0;
+  const bool at_home = entry.owner == header_->node;
+  counters_[place].store(at_home ? header_->first_counter : 0, std::memory_order_relaxed);
+  if (at_home) {
+    while (!take_free_slot(user, number))
+      if (!evict_one(user)) return -1;
+    initialize_row(number, key);
+    entry.state = State::kOwned;
   }
   ++header_->live_entries;
+  keys_[place].store(key, std::memory_order_release);
   return number;
 }
 
 // The clock algorithm: passes over the entries, sparing once those used since its last pass. What can go:
-// rows of keys owned at their home that never moved, for no other node knows of them, and remembered
-// locations.
+// rows of keys owned at their home, and remembered locations. Rows that have moved here go by evict_moved.
 bool Store::evict_one(std::uint32_t user) const {
   const std::uint64_t mask = header_->num_entries - 1;
   for (std::uint64_t turns = 0; turns < 2 * header_->num_entries; ++turns) {
@@ -89,19 +110,73 @@ bool Store::evict_one(std::uint32_t user) const {
     std::uint32_t expected = 0;  // who is busy is in use; and waiting here could wait for ourselves
     if (!entry.lock.compare_exchange_strong(expected, user + 1, std::memory_order_acquire)) continue;
     const bool at_home = home_of(keys_[place].load(std::memory_order_relaxed)) == header_->node;
-    const bool known_here_only =
-        entry.state == State::kOwned && at_home && counters_[place].load(std::memory_order_relaxed) == 0;
+    const bool owned_at_home = entry.state == State::kOwned && at_home;
     const bool only_a_location = entry.state == State::kAbsent && !at_home;
-    const bool evictable = (known_here_only || only_a_location) && !entry.has(kShared | kUsed | kPinned);
+    const bool evictable = (owned_at_home || only_a_location) && !entry.has(kShared | kUsed | kPinned);
     entry.lower(kUsed);
     if (evictable) {
+      if (owned_at_home) {  // others may remember where it was; what is made anew here must be more recent
+        const std::uint32_t counter = counters_[place].load(std::memory_order_relaxed);
+        header_->first_counter = std::max(header_->first_counter, counter);
+        count(user, kEvictions, 1);
+      }
       remove(user, place);
-      if (known_here_only) count(user, kEvictions, 1);
     }
     entry.lock.store(0, std::memory_order_release);
     if (evictable) return true;
   }
   return false;
+}
+
+bool Store::rows_tight(std::uint32_t user) const {
+  const LockGuard guard(pools_[0].lock, users_, user);
+  return mostly(pools_[0].never_used - pools_[0].free_count, classes_[0].capacity);
+}
+
+bool Store::keys_tight(std::uint32_t user) const {
+  const LockGuard guard(header_->index_lock, users_, user);
+  return mostly(header_->live_entries, header_->num_entries / 2);
+}
+
+std::vector<Moved> Store::moved_away(std::uint32_t channel, std::uint64_t& hand, std::uint64_t places) const {
+  std::vector<Moved> moved;
+  for (std::uint64_t turn = 0; turn < places; ++turn) {
+    const std::uint64_t place = hand++ & (header_->num_entries - 1);
+    const std::int64_t key = keys_[place].load(std::memory_order_acquire);
+    if (key <= kTombstone || home_of(key) != header_->node || channel_of(key) != channel) continue;
+    const std::uint32_t counter = counters_[place].load(std::memory_order_acquire);
+    const std::uint32_t owner = entries_[place].owner;
+    if (owner != header_->node) moved.push_back({key, owner, counter});
+  }
+  return moved;
+}
+
+std::vector<Moved> Store::evict_moved(std::uint32_t user, std::uint32_t channel, std::uint64_t& hand,
+                                      std::uint64_t places) const {
+  std::vector<Moved> evicted;
+  const LockGuard guard(header_->index_lock, users_, user);
+  for (std::uint64_t turn = 0; turn < places; ++turn) {
+    const std::uint64_t place = hand++ & (header_->num_entries - 1);
+    const std::int64_t key = keys_[place].load(std::memory_order_relaxed);
+    if (key <= kTombstone || home_of(key) == header_->node || channel_of(key) != channel) continue;
+    Entry& entry = entries_[place];
+    std::uint32_t expected = 0;
+    if (!entry.lock.compare_exchange_strong(expected, user + 1, std::memory_order_acquire)) continue;
+    if (entry.state == State::kOwned && !entry.has(kShared | kUsed | kPinned)) {
+      evicted.push_back({key, home_of(key), counters_[place].load(std::memory_order_relaxed)});
+      remove(user, place);
+      count(user, kEvictions, 1);
+    }
+    entry.lower(kUsed);
+    entry.lock.store(0, std::memory_order_release);
+  }
+  return evicted;
+}
+
+void Store::forget(std::uint32_t user, std::int64_t number, std::uint32_t counter) const {
+  const LockGuard guard(header_->index_lock, users_, user);
+  header_->first_counter = std::max(header_->first_counter, counter);
+  remove(user, static_cast<std::uint64_t>(number));
 }
 
 // Under the index lock and the entry's. Whoever is killed in here leaves a slot unused, and no wrong entry.

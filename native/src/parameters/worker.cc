@@ -10,7 +10,7 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);  // between two looks at peers and interrupts
 constexpr auto kLook = std::chrono::milliseconds(500);  // between two looks at the leader, while busy
-constexpr int kIdBits = 40;                             // of a message's id; the others tell the incarnation
+constexpr std::size_t kKeysPerTrial = 64;               // pulled if local before the next are tried
 constexpr auto kFlushPoll = std::chrono::microseconds(100);
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
@@ -85,8 +85,13 @@ bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byt
   store_->check_peers();
   if (num_unfinished_writes_ > 0) settle_writes(Op::kPull, keys, count);
   missed_.clear();
-  store_->access(Op::kPull, user_, keys, count, values, missed_);
-  return missed_.empty();
+  for (std::size_t done = 0; done < count; done += kKeysPerTrial) {
+    const std::size_t some = std::min(kKeysPerTrial, count - done);
+    store_->access(Op::kPull, user_, keys + done, some, values, missed_);
+    if (!missed_.empty()) return false;
+    values += store_->value_bytes(Op::kPull, keys + done, some);
+  }
+  return true;
 }
 
 std::size_t Worker::filter_place(std::int64_t key) const {

@@ -5,6 +5,12 @@
 #include "torchrelay/parameters/worker.h"
 
 namespace torchrelay::parameters {
+namespace {
+
+// A large request goes in parts, so that one is served while the answer to another is on its way.
+constexpr std::size_t kKeysPerRequest = 2048;
+
+}  // namespace
 
 // Of a set's keys that were missed, keeps the last occurrence of each, and none that a later occurrence in
 // the batch has already written here.
@@ -27,8 +33,9 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
   if (missed_.empty()) return -1;
   const std::int64_t id = next_id_++;
   Pending& pending = pending_[id];
-  pending = {op, {}, {}, missed_.size(), std::move(holder)};
+  pending = {op, {}, {}, {}, missed_.size(), std::move(holder)};
   pending.keys.reserve(missed_.size());
+  pending.counters.reserve(missed_.size());
   pending.places.reserve(missed_.size());
   for (auto& positions : by_destination_) positions.clear();
   const SlabHeader& header = store_->header();
@@ -44,13 +51,18 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
     }
     pending.keys.push_back(key);
     pending.places.push_back(place);
+    pending.counters.push_back(missed.counter);
     by_destination_[missed.owner * header.num_channels + store_->channel_of(key)].push_back(position);
     if (!reads(op)) ++unfinished_writes_[filter_place(key)];
   }
   if (!reads(op)) num_unfinished_writes_ += missed_.size();
   if (op == Op::kSet || op == Op::kSetRow) ++sets_unfinished_;
-  for (std::uint32_t d = 0; d < by_destination_.size(); ++d)
-    if (!by_destination_[d].empty()) send_request(id, pending, d, by_destination_[d], missed_);
+  for (std::uint32_t d = 0; d < by_destination_.size(); ++d) {
+    const std::span<const std::uint32_t> positions = by_destination_[d];
+    for (std::size_t sent = 0; sent < positions.size(); sent += kKeysPerRequest)
+      send_request(id, pending, d,
+                   positions.subspan(sent, std::min(kKeysPerRequest, positions.size() - sent)));
+  }
   store_->count(user_,
                 reads(op)         ? kRemotePulls
                 : op == Op::kPush ? kRemotePushes
@@ -60,7 +72,7 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
 }
 
 void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t destination,
-                          const std::vector<std::uint32_t>& positions, const std::vector<Missed>& missed) {
+                          std::span<const std::uint32_t> positions) {
   const SlabHeader& header = store_->header();
   const std::size_t count = positions.size();
   std::size_t value_bytes = 0;
@@ -79,7 +91,7 @@ void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t p = positions[i];
     keys[i] = pending.keys[p];
-    counters[i] = missed[p].counter;
+    counters[i] = pending.counters[p];
     places[i] = p;
     if (!reads(pending.op))
       writer.put_bytes(pending.places[p], store_->value_bytes(pending.op, pending.keys[p]));
@@ -92,6 +104,7 @@ void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t
 void Worker::take_answer(const Header& header, const Message& message) {
   Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
   const auto head = reader.take<ReplyHead>();
+  if (head.id >> kIdBits != wire_ids_ >> kIdBits) return;  // meant for a dead predecessor
   const auto found = pending_.find(static_cast<std::int64_t>(head.id - wire_ids_));
   if (found == pending_.end() || head.served > header.count)
     throw Error(Code::kProtocol, "parameters: a stray reply");
@@ -109,7 +122,7 @@ void Worker::take_answer(const Header& header, const Message& message) {
     } else {
       --unfinished_writes_[filter_place(key)];
     }
-    learn(key, head.owner, counters[i]);
+    if (counters[i] > pending.counters[p]) learn(key, head.owner, counters[i]);
   }
   if (!reads(pending.op)) num_unfinished_writes_ -= head.served;
   pending.remaining -= head.served;
@@ -128,7 +141,7 @@ void Worker::learn(std::int64_t key, std::uint32_t owner, std::uint32_t counter)
       store_->location_counter(number).load(std::memory_order_relaxed) >= counter)
     return;
   entry.owner = static_cast<std::uint16_t>(owner);
-  store_->location_counter(number).store(counter, std::memory_order_relaxed);
+  store_->location_counter(number).store(counter, std::memory_order_release);
 }
 
 }  // namespace torchrelay::parameters

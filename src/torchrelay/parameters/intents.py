@@ -17,9 +17,11 @@ __all__ = ["IntentLoader"]
 
 Batch = TypeVar("Batch")
 
-# The automatic lookahead starts here, doubles when a batch came too early, and stops growing there.
+# The automatic lookahead starts here, doubles when a batch came too early, and stops growing there. It shrinks by a
+# quarter after so many steps in a row that found all keys, but not to what was too short within so many steps.
 FIRST_LOOKAHEAD = 4
 LARGEST_LOOKAHEAD = 256
+CALM_STEPS, REMEMBERED_STEPS = 64, 1024
 
 # The first batch could not be announced early, so the first step waits for its keys, but not for longer than this:
 # where another node keeps one (relocation only), the step fetches it.
@@ -44,8 +46,8 @@ class IntentLoader(Generic[Batch]):
         loader: batches; any iterable, a ``DataLoader`` for example. Iterating again starts over.
         keys_of: the keys a batch's step uses, per table: ``{table: keys}`` with int64 tensors of any shape,
             or the keys alone if ``table`` is given.
-        lookahead: batches announced ahead, at least 1; ``auto`` starts with 4 and doubles it, up to 256, while
-            steps still find keys that are elsewhere. How early the manager then acts is its own matter:
+        lookahead: batches announced ahead, at least 1; ``auto`` starts with 4, doubles it, up to 256, while
+            steps still find keys that are elsewhere, and shrinks it again while they do not. How early the manager then acts is its own matter:
             announcing earlier than needed costs memory for keys, not traffic.
         table: the table whose keys ``keys_of`` gives.
     """
@@ -63,6 +65,8 @@ class IntentLoader(Generic[Batch]):
         self.loader = loader
         self.lookahead = FIRST_LOOKAHEAD if lookahead == "auto" else lookahead
         self._automatic = lookahead == "auto"
+        self._too_short = 1
+        self._calm_steps = 0
         self._keys_of = keys_of
         self._table = table
 
@@ -94,8 +98,8 @@ class IntentLoader(Generic[Batch]):
             finally:
                 for table in tables:
                     table.advance_clock()
-            if self._automatic and announced.steps_ahead == self.lookahead - 1:
-                self._adapt(before)
+            if self._automatic and announced.steps_ahead >= self.lookahead - 1:
+                self._adapt(any(table.metrics().remote_pulls > count for table, count in before.items()))
 
     def _announce(self, batch: Batch, steps_ahead: int) -> Iterable[Table]:
         """Announces the batch's keys for the step that begins ``steps_ahead`` clocks from now; tells the tables."""
@@ -119,7 +123,13 @@ class IntentLoader(Generic[Batch]):
             while not table.is_local(keys) and time.monotonic() < latest:
                 time.sleep(FIRST_POLL_S)
 
-    def _adapt(self, before: Mapping[Table, float]) -> None:
-        too_late = any(table.metrics().remote_pulls > count for table, count in before.items())
+    def _adapt(self, too_late: bool) -> None:
         if too_late:
+            self._too_short, self._calm_steps = self.lookahead, 0
             self.lookahead = min(2 * self.lookahead, LARGEST_LOOKAHEAD)
+            return
+        self._calm_steps += 1
+        if self._calm_steps >= REMEMBERED_STEPS:
+            self._too_short, self._calm_steps = 1, 0
+        if self._calm_steps % CALM_STEPS == 0:
+            self.lookahead = min(self.lookahead, max(self._too_short + 1, 3 * self.lookahead // 4))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchrelay import _native
-from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
+from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, UnavailableError
 from torchrelay.parameters._arrays import ELEMENTS, describe
 from torchrelay.parameters.contract import INITS, RULES, KeyInit, UpdateRule
 from torchrelay.parameters.sampling import Sampling
@@ -16,6 +17,7 @@ from torchrelay.parameters.topology import TECHNIQUES, Topology
 
 __all__ = ["Server"]
 
+_POLL_S = 0.001
 _NO_RULE, _NO_INIT = UpdateRule(), KeyInit()
 
 
@@ -38,7 +40,7 @@ class Server:
     Raises:
         ArgumentError: a number, dtype, rule or length is not served.
         MismatchError: another node made another table.
-        OperationTimeoutError: another node did not come.
+        OperationTimeoutError: another node did not come, or cannot be reached.
     """
 
     def __init__(
@@ -128,9 +130,26 @@ class Server:
             addresses = [address for node in nodes for address in node["addresses"]]
         if self._service is not None:
             self._service.start(addresses)
+            self._greet()
         if topology.member == 0 and topology.members > 1:
             topology.publish(f"{self._table}/slab/{topology.node}", self._store.address)
         return addresses
+
+    def _greet(self) -> None:
+        """Waits until every other node's threads have been heard: so they can be reached, and have our keys."""
+        timeout_s = self.topology.transport.connect_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        missing = set(range(self.num_nodes)) - {self.node}
+        while missing := {node for node in missing if not self._store.has_heard(node)}:
+            if time.monotonic() > deadline_s:
+                assert self._service is not None
+                self._service.stop()
+                raise OperationTimeoutError(
+                    f"node {self.node}: nodes {sorted(missing)} did not answer within {timeout_s:g} s, though they "
+                    "came to the store; can they be reached, and do all nodes have the same key file?",
+                    ranks=sorted(missing),
+                )
+            time.sleep(_POLL_S)
 
     def _card(self, addresses: list[str]) -> dict[str, Any]:
         table = {
@@ -250,9 +269,14 @@ class Server:
         except UnavailableError:
             pass  # the node's leader has left the barrier and stopped: so all had come
         finally:
-            if self._service is not None:
-                self._service.stop()
-                self._service = None
+            self.stop()
+
+    def stop(self) -> None:
+        """Stops serving other nodes at once; those that still need this one hear that it has left. Idempotent."""
+        self._down = True
+        if self._service is not None:
+            self._service.stop()
+            self._service = None
 
 
 def _keys_and_lengths(keys: Any, length: int) -> tuple[int, list[int]]:

@@ -264,6 +264,8 @@ class Table:
         # Closing waits for the others, who will not come if they still work: an error must not wait for that.
         if error is None or self.workers == 1:
             self.close()
+        else:
+            self.server.stop()
 
     def _flat_values(self, keys: Tensor, values: Tensor) -> Tensor:
         if values.numel() != len(keys) * self.dim:

@@ -119,7 +119,14 @@ class Channel {
   void handle_bundle(const Header& header, const Message& message);
   void handle_record(const Record& record, const std::byte* payload, const Message& message);
   void handle_routed(const Record& record, const std::byte* payload, const Message& message);
+  bool handle_at(std::int64_t number, const Record& record, const std::byte* payload, const Message& message);
   void take_location(const Record& record);
+  void take_eviction(const Record& record);
+  void take_recall(const Record& record);
+  void tell_evicted(std::int64_t key, std::uint32_t counter);
+  void make_room();
+  void evict_moved(std::uint64_t places);
+  void take_slot(std::int64_t number);
   void round();
   void round_intents();
   void step_intents(WorkerIntents& intents, std::int64_t clock);
@@ -127,17 +134,19 @@ class Channel {
   void goodbye();
   void take_goodbye(std::uint32_t sender, std::uint32_t lost);
   void lose(std::uint32_t node_and_how);
+  void put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes);
+  void send_outbox(std::uint32_t node);
+  void send_outboxes();
+  void publish_counters();
+  Control& control(std::int64_t number);
+
+  // channel_flush.cc: wait_sync
   void handle_flush(const Header& header, const Message& message);
   void serve_flush_updates();
   void serve_flush_refreshes();
   void serve_fences();
   std::uint32_t tell_all(Kind kind, std::uint64_t number);
   void tell(std::uint32_t endpoint, Kind kind, std::uint64_t number);
-  void put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes);
-  void send_outbox(std::uint32_t node);
-  void send_outboxes();
-  void publish_counters();
-  Control& control(std::int64_t number);
 
   // channel_owner.cc: deciding where a key lives
   void owner_acquire(std::int64_t number, const Record& record);
@@ -155,6 +164,7 @@ class Channel {
 
   // channel_replica.cc: keys that come here
   bool begin_intent(std::int64_t key);
+  bool begin_intent_at(std::int64_t number, std::int64_t key);
   void end_intent(std::int64_t key);
   void acquire(std::int64_t number);
   void pin(std::int64_t number);
@@ -167,6 +177,16 @@ class Channel {
   void sync_replica(std::int64_t number, bool force);
   void add_replica(std::int64_t number);
   void forget_replica(std::int64_t number);
+
+  // Where a key's owner is, as far as this node knows.
+  struct Whereabouts {
+    std::int64_t number;  // -1: of this key it knows nothing, or has forgotten it
+    std::uint32_t owner;
+    std::uint32_t counter;
+  };
+  Whereabouts whereabouts(std::int64_t key) const;
+  // Must what was routed here by knowledge of this counter wait, because the key is on its way here?
+  bool must_wait(const Whereabouts& known, std::int64_t key, std::uint32_t counter) const;
 
   // channel_requests.cc: serving, forwarding and parking
   void handle_request(const Header& header, const Message& message);
@@ -197,9 +217,12 @@ class Channel {
   std::unordered_map<std::int64_t, std::vector<Parked>> parked_;        // by key
   std::unordered_map<std::int64_t, std::vector<Asked>> overwrites_;     // to be answered, by entry
   std::unordered_map<std::uint32_t, Announcer> announcers_;             // by user
-  std::vector<Outbox> outboxes_;                                        // by node
-  std::vector<Clock::time_point> last_heard_;                           // of a node's channels, by node
-  std::vector<bool> gone_;                                              // by node: said goodbye
+  std::uint64_t eviction_hand_ = 0, recall_hand_ = 0;
+  bool making_room_ = false;
+  std::vector<std::int64_t> without_room_;     // keys of this home that something is parked for
+  std::vector<Outbox> outboxes_;               // by node
+  std::vector<Clock::time_point> last_heard_;  // of a node's channels, by node
+  std::vector<bool> gone_;                     // by node: said goodbye
   Clock::time_point next_round_, last_round_, next_beat_, next_look_;
   Clock::time_point last_refresh_all_;
   Clock::duration in_rounds_{}, refresh_age_{};  // sums

@@ -28,8 +28,6 @@ struct User {
   std::atomic<std::int64_t> clock{0};
 };
 
-// When a process started, in clock ticks since boot; 0 if there is none, or only its zombie.
-std::uint64_t process_start(std::int32_t pid);
 bool is_alive(const User& user);
 
 class LockGuard {

@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "torchrelay/liveness.h"
 #include "torchrelay/parameters/element.h"
 #include "torchrelay/parameters/robust_lock.h"
 #include "torchrelay/parameters/update_rule.h"
@@ -46,9 +47,9 @@ enum Flag : std::uint8_t {
 struct Entry {
   std::atomic<std::uint32_t> lock;  // guards all of the entry and its row
   State state;
-  std::atomic<std::uint8_t> flags;  // written under the lock; the channel also looks at them without it
-  std::uint16_t owner;              // best known; certain where state is kOwned
-  std::atomic<std::uint32_t> slot;  // written under the lock; read without it to prefetch
+  std::atomic<std::uint8_t> flags;   // written under the lock; the channel also looks at them without it
+  std::atomic<std::uint16_t> owner;  // best known; certain where state is kOwned; written before the counter
+  std::atomic<std::uint32_t> slot;   // written under the lock; read without it to prefetch
   std::uint32_t version;
 
   bool has(unsigned any) const { return (flags.load(std::memory_order_relaxed) & any) != 0; }
@@ -129,14 +130,15 @@ struct SlabHeader : Geometry {
   std::uint32_t version;
   std::atomic<double> learning_rate;
   std::atomic<std::uint32_t> index_lock;  // dynamic tables: making and removing keys
-  std::uint64_t eviction_hand;            // under index_lock, as is the next
+  std::uint64_t eviction_hand;            // under index_lock, as are the next two
   std::uint64_t live_entries;
+  std::uint32_t first_counter;           // of a key made at its home: none made there before had a larger one
   std::atomic<std::uint32_t> lost_node;  // number + 1 of the first node found dead; kLeft if it said goodbye
   std::atomic<std::uint32_t> stopping;
   std::atomic<std::uint32_t> failed;  // 1: `failure` is being written, 2: it says what made a channel stop
   char failure[512];
-  std::int32_t leader_pid;
-  std::uint64_t leader_start;
+  ProcessId leader;
+  std::atomic<std::uint8_t> heard[kMaxNodes];  // 1: the first channel has had a message of that node's
   ChannelBoard boards[kMaxChannels];
   std::atomic<std::uint64_t> counters[kMaxUsers][kNumCounters];
 };

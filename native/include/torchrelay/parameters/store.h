@@ -47,6 +47,13 @@ struct Missed {
   std::uint32_t counter;  // how recent that knowledge is
 };
 
+// A key that this node owned far from its home and has evicted; or one of this home that has moved away.
+struct Moved {
+  std::int64_t key;
+  std::uint32_t node;  // its home; or where it is
+  std::uint32_t counter;
+};
+
 class Store {
  public:
   // A new slab; this process becomes the node's leader.
@@ -62,6 +69,7 @@ class Store {
     return static_cast<std::uint32_t>(static_cast<std::uint64_t>(key) % header_->num_nodes);
   }
   std::uint32_t channel_of(std::int64_t key) const {
+    if (header_->num_channels == 1) return 0;
     return static_cast<std::uint32_t>(static_cast<std::uint64_t>(key) / header_->num_nodes %
                                       header_->num_channels);
   }
@@ -87,10 +95,25 @@ class Store {
                     std::vector<Missed>& missed, std::vector<std::uint32_t>& shared) const;
   std::int64_t find(std::int64_t key) const;                              // the entry's number, or -1
   std::int64_t find_or_make(std::uint32_t user, std::int64_t key) const;  // throws kUnavailable: table full
+  std::int64_t find_or_try_make(std::uint32_t user, std::int64_t key) const;  // -1: table full
   Entry& entry(std::int64_t number) const { return entries_[number]; }
   std::int64_t key_of(std::int64_t number) const { return dynamic() ? keys_[number].load() : number; }
   std::atomic<std::uint32_t>& location_counter(std::int64_t number) const { return counters_[number]; }
+  void prefetch_location(std::int64_t key) const {
+    if (!dynamic()) __builtin_prefetch(&counters_[key]);
+  }
   const ClassInfo& class_of(std::int64_t number) const { return classes_[class_number(number)]; }
+  // Dynamic tables: seven eighths of the rows that fit are there; of the keys that can be remembered.
+  bool rows_tight(std::uint32_t user) const;
+  bool keys_tight(std::uint32_t user) const;
+  // Looks at `places` entries from `hand` on and removes the rows of `channel` that have moved here, and that
+  // nobody has used since the last look; their homes must be told.
+  std::vector<Moved> evict_moved(std::uint32_t user, std::uint32_t channel, std::uint64_t& hand,
+                                 std::uint64_t places) const;
+  // Keys of this home and channel that are elsewhere, among `places` entries from `hand` on.
+  std::vector<Moved> moved_away(std::uint32_t channel, std::uint64_t& hand, std::uint64_t places) const;
+  // Removes a key of this home that had moved and was evicted where it was. Under the entry's lock.
+  void forget(std::uint32_t user, std::int64_t number, std::uint32_t counter) const;
   std::byte* row(std::int64_t number) const;
   std::byte* accumulator(std::int64_t number) const;
   // Under the entry's lock. A taken slot's row holds anything; its accumulator holds zeros.
@@ -125,6 +148,7 @@ class Store {
     return class_of_ == nullptr ? 0 : class_of_[number];
   }
   std::int64_t make(std::uint32_t user, std::int64_t key) const;
+  std::int64_t try_make(std::uint32_t user, std::int64_t key) const;
   bool evict_one(std::uint32_t user) const;  // under the index lock
   void remove(std::uint32_t user, std::uint64_t place) const;
   bool take_free_slot(std::uint32_t user, std::int64_t number) const;
@@ -132,6 +156,7 @@ class Store {
   // False if the entry has become another key's meanwhile.
   bool access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,
                   std::size_t index, std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
+  bool known_absent(std::int64_t number, std::size_t index, std::vector<Missed>& missed) const;
   void access_batch(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
                     std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
   void count_access(Op op, std::uint32_t user, std::size_t served) const;

@@ -74,12 +74,14 @@ enum class RecordKind : std::uint8_t {
   kRefresh,   // a newer row for a replica; payload: row
   kAck,       // an update or overwrite has been done, and the replica's row is right without a refresh
   kLocation,  // to the home: `node` owns the key now
+  kRecall,    // from the home, which has no room to remember more: evict the key, if nobody uses it
 };
 
 enum RecordFlag : std::uint8_t {
   kDrop = 1,      // update: the sender gives its replica up; ack and refresh: it has been
   kAcks = 2,      // refresh: also an ack
   kWholeRow = 4,  // overwrite: the payload is a row
+  kEvicted = 8,   // location: the row is gone; the home makes it anew when it is next asked for
 };
 
 struct Record {

@@ -10,6 +10,7 @@
 #include <array>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -68,8 +69,9 @@ class Worker {
  private:
   struct Pending {
     Op op;
-    std::vector<std::int64_t> keys;  // those that were missed, in the order of the request
-    std::vector<std::byte*> places;  // where each one's value lies
+    std::vector<std::int64_t> keys;       // those that were missed, in the order of the request
+    std::vector<std::byte*> places;       // where each one's value lies
+    std::vector<std::uint32_t> counters;  // how recent the knowledge was by which each was sent
     std::size_t remaining;
     std::shared_ptr<void> holder;
   };
@@ -79,7 +81,7 @@ class Worker {
                           std::shared_ptr<void> holder);
   void drop_overwritten(const std::int64_t* keys, std::size_t count);
   void send_request(std::int64_t id, const Pending& pending, std::uint32_t destination,
-                    const std::vector<std::uint32_t>& positions, const std::vector<Missed>& missed);
+                    std::span<const std::uint32_t> positions);
   void take_answer(const Header& header, const Message& message);
   void learn(std::int64_t key, std::uint32_t owner, std::uint32_t counter);
   bool receive(std::chrono::microseconds timeout);
@@ -98,7 +100,8 @@ class Worker {
   std::unique_ptr<Courier> courier_;  // null: one node
   std::unordered_map<std::int64_t, Pending> pending_;
   std::int64_t next_id_ = 0;
-  std::uint64_t wire_ids_ = 0;  // added to ids in messages: answers to a dead predecessor are not ours
+  static constexpr int kIdBits = 40;  // of a message's id; the others tell the incarnation
+  std::uint64_t wire_ids_ = 0;        // added to ids in messages
   std::chrono::steady_clock::time_point next_look_{};
   std::vector<Missed> missed_;
   std::vector<std::vector<std::uint32_t>> by_destination_;  // positions in a Pending

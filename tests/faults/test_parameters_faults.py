@@ -1,0 +1,167 @@
+"""Nodes that die, leave or may not join, as processes; and training that goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchrelay.errors import OperationTimeoutError, PeerLostError
+from torchrelay.parameters import Table, optim
+from torchrelay.parameters.topology import start
+from torchrelay.transport import create_key_file
+from torchrelay.world import World
+
+KEYS, DIM = 40, 3
+QUICK_TO_NOTICE = {"TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1", "TORCHRELAY_TRANSPORT_SILENCE_S": "2"}
+
+
+def _lose_the_leader(world: World) -> tuple[float, tuple[int, ...]]:
+    """Two processes a node. Rank 2 serves node 1; rank 3 goes on with what is at node 1, so asks nobody."""
+    place = start(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
+    worker = place.worker
+    keys = torch.arange(1 if world.rank == 3 else 0, KEYS, 2)
+    worker.push(keys, torch.ones(len(keys), DIM))
+    worker.barrier()
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        while True:
+            worker.push(keys, torch.ones(len(keys), DIM))
+            if world.rank == 3:  # traffic of a node that nobody serves any more
+                worker.push(torch.tensor([0]), torch.ones(1, DIM), True)
+    except PeerLostError as error:
+        return time.monotonic() - started, error.ranks
+
+
+def test_a_node_whose_serving_process_died_is_named_also_by_its_own_workers(
+    run_processes: Callable[..., list[object]],
+) -> None:
+    results = run_processes(_lose_the_leader, 4, environ=QUICK_TO_NOTICE)
+    for rank in (0, 1, 3):
+        result = results[rank]
+        assert result.ok, result.error  # type: ignore[attr-defined]
+        seconds, ranks = result.value  # type: ignore[attr-defined]
+        assert ranks == (1,)
+        assert seconds < 30
+
+
+def _leave_early(world: World) -> tuple[str, tuple[int, ...]]:
+    place = start(KEYS, DIM, node_of_rank=lambda rank: rank)
+    place.worker.barrier()
+    if world.rank == 1:
+        place.server.stop()
+        return "", ()
+    try:
+        while True:
+            place.worker.pull(torch.arange(KEYS), torch.empty(KEYS, DIM))
+    except PeerLostError as error:
+        return str(error), error.ranks
+
+
+def test_a_node_that_leaves_while_it_is_needed_is_named_at_once(
+    run_processes: Callable[..., list[object]],
+) -> None:
+    results = run_processes(_leave_early, 3, environ={"TORCHRELAY_TRANSPORT_SILENCE_S": "100"})
+    for rank in (0, 2):
+        assert results[rank].ok, results[rank].error  # type: ignore[attr-defined]
+        message, ranks = results[rank].value  # type: ignore[attr-defined]
+        assert ranks == (1,)
+        assert "node 1 is lost" in message and "shut down" in message
+
+
+def _count_with_key(world: World, files: list[str]) -> tuple[float, str]:
+    os.environ["TORCHRELAY_TRANSPORT_KEY_FILE"] = files[world.rank]
+    os.environ["TORCHRELAY_TRANSPORT_CONNECT_TIMEOUT_S"] = "3"
+    try:
+        with Table.create(KEYS, DIM, node_of_rank=lambda rank: rank) as table:
+            table.push(torch.arange(KEYS), torch.ones(KEYS, DIM))
+            table.sync()
+            return float(table.pull(torch.arange(KEYS)).sum()), ""
+    except OperationTimeoutError as error:
+        return 0.0, str(error)
+
+
+def test_tables_are_encrypted_and_a_node_without_the_key_is_refused(
+    run_processes: Callable[..., list[object]], tmp_path: Path
+) -> None:
+    for name in ("ours", "theirs"):
+        create_key_file(tmp_path / name)
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    for result in run_processes(_count_with_key, 2, files=[ours, ours]):
+        assert result.value == (2 * KEYS * DIM, ""), result  # type: ignore[attr-defined]
+    for files in ([ours, theirs], [ours, ""]):
+        for rank, result in enumerate(run_processes(_count_with_key, 2, files=files)):
+            assert result.ok, result.error  # type: ignore[attr-defined]
+            _, message = result.value  # type: ignore[attr-defined]
+            assert f"nodes [{1 - rank}] did not answer" in message and "key file" in message
+
+
+CHECKPOINT_AT, LOST_AT, STEPS = 6, 9, 12
+
+
+def _gradients(step: int, size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of the step's 24 keys, whatever the number of ranks is."""
+    generator = torch.Generator().manual_seed(step)
+    keys = torch.randperm(KEYS, generator=generator)[:24]
+    values = torch.randn(24, DIM, generator=generator)
+    return keys[rank::size], values[rank::size]
+
+
+def _train(
+    world: World, path: str, first: int, dies: bool
+) -> tuple[int, list[list[float]] | tuple[int, ...]]:
+    """Trains from step ``first`` on; the step that was reached, and the rows or who was lost."""
+    dist.init_process_group("gloo")
+    table = Table.create(KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank)
+    if first:
+        table.load(path)
+    step = first
+    try:
+        for step in range(first, STEPS):
+            if step == CHECKPOINT_AT and not first:
+                table.save(path)
+            if step == LOST_AT and dies and world.rank == world.size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            keys, values = _gradients(step, world.size, world.rank)
+            table.intent(keys, table.clock)
+            table.push(keys, values)
+            table.sync()
+            table.advance_clock()
+    except PeerLostError as error:
+        return step, error.ranks
+    rows = torch.empty(KEYS, table.row_length)
+    table.worker.pull_rows(torch.arange(KEYS), rows)
+    table.sync()
+    table.close()
+    dist.barrier()
+    return step, rows.tolist()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_training_goes_on_from_the_last_checkpoint_on_another_number_of_nodes(
+    before: int, after: int, run_processes: Callable[..., list[object]], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    results = run_processes(_train, before, environ=QUICK_TO_NOTICE, path=path, first=0, dies=True)
+    for result in results[:-1]:
+        assert result.ok, result.error  # type: ignore[attr-defined]
+        assert result.value == (LOST_AT, (before - 1,))  # type: ignore[attr-defined]
+    expected = torch.zeros(KEYS, DIM, requires_grad=True)
+    reference = torch.optim.Adagrad([expected], lr=0.1)
+    for step in range(STEPS):
+        keys, values = _gradients(step, 1, 0)
+        expected.grad = torch.zeros(KEYS, DIM).index_add_(0, keys, values)
+        reference.step()
+    for result in run_processes(_train, after, path=path, first=CHECKPOINT_AT, dies=False):
+        assert result.ok, result.error  # type: ignore[attr-defined]
+        step, rows = result.value  # type: ignore[attr-defined]
+        assert step == STEPS - 1
+        torch.testing.assert_close(torch.tensor(rows)[:, :DIM], expected.detach())
