@@ -1,10 +1,11 @@
-"""all_reduce of float32 on one host: ``sml``, Gloo and Open MPI, interleaved in the same processes; and a DDP step.
+"""all_reduce of float32 on one host: ``sml``, Gloo and Open MPI, interleaved in the same processes; and DDP.
 
     python benchmarks/bench_aggregation.py            # 8 B to 256 MiB on 2 and on 4 ranks: about 3 minutes
     python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
 
-The floor is what the memory allows: each rank copies the message's bytes once (every byte must be read and written),
-all ranks at the same time. A result is checked before it is timed. Only ratios mean something on a shared machine.
+The floor is what the memory allows: each rank must read the message's bytes and write as many, which is what one copy of
+them does; all ranks copy at the same time. A result is checked before it is timed. Only ratios mean something on a
+virtual machine: now and then its cores take several times as long to pass bytes to each other, for all rivals.
 """
 
 from __future__ import annotations
@@ -34,8 +35,26 @@ ROUNDS = 9
 FEW_ROUNDS, MANY_BYTES = 5, 16 << 20
 # How long one rival is timed in one round, and at most how often it is called.
 ROUND_S = 0.03
-MOST_CALLS = 200
+MOST_CALLS = 1000
 STEPS = 12
+
+ABOUT_DDP = (
+    "DDP, in ms: the buckets of gradients reduced one after another with nothing else to do; a whole training step; "
+    "and what communication adds to a step (the dummy plane communicates nothing). The losses over sml are compared "
+    "with those over Gloo."
+)
+DDP_HEADER = [
+    "model, parameters in buckets",
+    "buckets: sml",
+    "Gloo",
+    "Gloo / sml",
+    "step: sml",
+    "Gloo",
+    "no communication",
+    "added: Gloo / sml",
+    "loss over sml",
+    "to Gloo's, relative",
+]
 
 Seconds = dict[str, list[float]]
 
@@ -45,12 +64,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="one tiny iteration; writes nothing")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="of messages, in bytes")
+    parser.add_argument("--no-ddp", action="store_true")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments.worker, arguments.smoke)
+        work(arguments)
         return
-    results = {ranks: launch(ranks, arguments.smoke) for ranks in ((2,) if arguments.smoke else (2, 4))}
+    results = {ranks: launch(ranks) for ranks in ([2] if arguments.smoke else arguments.ranks)}
     parts = [part for ranks, result in results.items() for part in report(ranks, result)]
     print("\n\n".join(parts))
     if not arguments.smoke:
@@ -58,7 +80,7 @@ def main() -> None:
         plot(results)
 
 
-def launch(ranks: int, smoke: bool) -> dict[str, Any]:
+def launch(ranks: int) -> dict[str, Any]:
     """Runs the ranks, under mpirun where there is one, and returns what rank 0 measured."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -74,7 +96,7 @@ def launch(ranks: int, smoke: bool) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        worker = [sys.executable, __file__, "--worker", str(out), *(["--smoke"] if smoke else [])]
+        worker = [sys.executable, __file__, *sys.argv[1:], "--worker", str(out)]
         mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         if mpirun:
             subprocess.run([mpirun, "-n", str(ranks), *worker], env=environ, check=True)
@@ -89,8 +111,9 @@ def launch(ranks: int, smoke: bool) -> dict[str, Any]:
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def work(out: Path, smoke: bool) -> None:
+def work(arguments: argparse.Namespace) -> None:
     """One rank."""
+    smoke = arguments.smoke
     import torchrelay.aggregation  # noqa: F401, PLC0415 - registers the backend
     from torchrelay.world import World  # noqa: PLC0415
 
@@ -99,15 +122,16 @@ def work(out: Path, smoke: bool) -> None:
     dist.init_process_group("sml", store=world.connect(), rank=world.rank, world_size=world.size)
     gloo = dist.new_group(backend="gloo")
     result: dict[str, Any] = {"sizes": {}, "mpi": mpi_version()}
-    for size in SIZES[:3] if smoke else SIZES:
+    for size in SIZES[:3] if smoke else arguments.sizes:
         rivals = make_rivals(size, gloo)
         check(rivals, world.size)
         result["sizes"][str(size)] = race(
             rivals, rounds=1 if smoke else ROUNDS if size < MANY_BYTES else FEW_ROUNDS
         )
-    result["ddp"] = ddp(gloo, steps=2 if smoke else STEPS)
+    models = {} if arguments.no_ddp else {"transformer": transformer, "ResNet-like": resnet}
+    result["ddp"] = {name: ddp(make, gloo, steps=2 if smoke else STEPS) for name, make in models.items()}
     if world.rank == 0:
-        out.write_text(json.dumps(result))
+        arguments.worker.write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
@@ -167,8 +191,50 @@ def race(rivals: dict[str, tuple[torch.Tensor, Callable[[], object]]], rounds: i
     return seconds
 
 
-def ddp(gloo: Any, steps: int) -> dict[str, Any]:
-    """Steps of one model over both backends, and without communication; losses must be equal."""
+def transformer() -> tuple[torch.nn.Module, torch.Tensor]:
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.zeros(2, 16, 256)
+
+
+class Residual(torch.nn.Module):
+    """Two convolutions around which the input passes."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            torch.nn.BatchNorm2d(after),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(after, after, 3, 1, 1, bias=False),
+            torch.nn.BatchNorm2d(after),
+        )
+        self.past = torch.nn.Conv2d(before, after, 1, stride) if stride > 1 else torch.nn.Identity()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(images) + self.past(images))
+
+
+def resnet() -> tuple[torch.nn.Module, torch.Tensor]:
+    """The shapes of a ResNet-18, for small images."""
+    layers: list[torch.nn.Module] = [torch.nn.Conv2d(3, 64, 3, 2, 1), torch.nn.ReLU()]
+    for before, after in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        layers += [Residual(before, after, after // before), Residual(after, after, 1)]
+    layers += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(512, 1000)]
+    return torch.nn.Sequential(*layers), torch.zeros(4, 3, 32, 32)
+
+
+def bucket_sizes(module: torch.nn.Module) -> list[int]:
+    """How many elements DDP reduces at a time: the last parameters first, up to 1 MiB, then up to 25 MiB."""
+    buckets = [0]
+    for parameter in reversed(list(module.parameters())):
+        if buckets[-1] * 4 >= (1 << 20 if len(buckets) == 1 else 25 << 20):
+            buckets.append(0)
+        buckets[-1] += parameter.numel()
+    return buckets
+
+
+def ddp(make: Callable[[], tuple[torch.nn.Module, torch.Tensor]], gloo: Any, steps: int) -> dict[str, Any]:
+    """Steps of one model over both backends, and without communication; and its buckets reduced alone."""
     from torchrelay.aggregation import Options  # noqa: PLC0415
 
     groups = {
@@ -179,12 +245,13 @@ def ddp(gloo: Any, steps: int) -> dict[str, Any]:
     runs = {}
     for name, group in groups.items():
         torch.manual_seed(0)
-        layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-        plain = torch.nn.Sequential(*[torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)])
+        plain, shape = make()
         module = torch.nn.parallel.DistributedDataParallel(plain, process_group=group)
         runs[name] = (module, torch.optim.SGD(module.parameters(), lr=0.01))
-    batch = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+    batch = torch.randn(shape.shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+    buckets = [torch.zeros(count) for count in bucket_sizes(plain)]
     seconds: Seconds = {name: [] for name in runs}
+    alone: Seconds = {name: [] for name in ("sml", "Gloo")}
     losses: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(steps):
         for name, (module, optimizer) in runs.items():
@@ -196,10 +263,24 @@ def ddp(gloo: Any, steps: int) -> dict[str, Any]:
             optimizer.step()
             seconds[name].append(time.perf_counter() - start)
             losses[name].append(loss.item())
-    if dist.get_world_size() == 2 and losses["sml"] != losses["Gloo"]:
-        raise SystemExit("DDP over sml and over Gloo have different losses")
-    parameters = sum(p.numel() for p in runs["sml"][0].parameters())
-    return {"seconds": seconds, "losses": losses, "parameters": parameters}
+        for name in alone:
+            dist.barrier()
+            start = time.perf_counter()
+            for bucket in buckets:
+                dist.all_reduce(bucket, group=groups[name])
+            alone[name].append(time.perf_counter() - start)
+    # Two numbers have one sum; more are added in another order by Gloo's ring.
+    difference = max(abs(a - b) / abs(b) for a, b in zip(losses["sml"], losses["Gloo"], strict=True))
+    if difference > (0 if dist.get_world_size() == 2 else 1e-3):
+        raise SystemExit(f"DDP over sml and over Gloo have different losses: {losses}")
+    return {
+        "seconds": seconds,
+        "alone": alone,
+        "difference": difference,
+        "losses": (losses["sml"][0], losses["sml"][-1]),
+        "parameters": sum(p.numel() for p in plain.parameters()),
+        "buckets": len(buckets),
+    }
 
 
 def report(ranks: int, result: dict[str, Any]) -> list[str]:
@@ -228,16 +309,29 @@ def report(ranks: int, result: dict[str, Any]) -> list[str]:
                 f"{median['floor'] / median['sml']:.2f}",
             ]
         )
-    step = {name: statistics.median(values) for name, values in result["ddp"]["seconds"].items()}
-    exposed = {name: step[name] - step["compute"] for name in ("sml", "Gloo")}
-    ratio = f"{exposed['Gloo'] / exposed['sml']:.1f}" if exposed["sml"] > 0 else "all of it hidden by sml"
-    return [
+    parts = [
         f"## {ranks} ranks",
         f"Medians of {ROUNDS} rounds ({FEW_ROUNDS} from {MANY_BYTES >> 20} MiB up), in µs a call. MPI: {result['mpi'] or 'not here'}.",
         table(header, rows),
-        f"A DDP step of {result['ddp']['parameters']:,} parameters: {step['sml'] * 1e3:.1f} ms over sml, "
-        f"{step['Gloo'] * 1e3:.1f} ms over Gloo, {step['compute'] * 1e3:.1f} ms with no communication (dummy plane). "
-        f"What communication adds, Gloo / sml: {ratio}.",
+    ]
+    if result["ddp"]:
+        parts += [ABOUT_DDP, table(DDP_HEADER, [ddp_row(*item) for item in result["ddp"].items()])]
+    return parts
+
+
+def ddp_row(model: str, result: dict[str, Any]) -> list[str]:
+    alone = {name: statistics.median(values) for name, values in result["alone"].items()}
+    step = {name: statistics.median(values) for name, values in result["seconds"].items()}
+    added = {name: step[name] - step["compute"] for name in alone}
+    first, last = result["losses"]
+    return [
+        f"{model}, {result['parameters']:,} in {result['buckets']}",
+        *(f"{alone[name] * 1e3:.2f}" for name in alone),
+        f"{alone['Gloo'] / alone['sml']:.1f}",
+        *(f"{step[name] * 1e3:.1f}" for name in step),
+        f"{added['Gloo'] / added['sml']:.1f}" if added["sml"] > 0 else "sml's is hidden",
+        f"{first:.4f} to {last:.4f}",
+        "equal" if result["difference"] == 0 else f"{result['difference']:.0e}",
     ]
 
 

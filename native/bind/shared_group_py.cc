@@ -95,7 +95,8 @@ class Communicator {
   Communicator(SharedMemory& memory, int rank, std::vector<int> names, double spin_s, double yield_s)
       : parts_(std::make_unique<Parts>(SharedMemory::from_fd(memory.fd()), rank, std::move(names))),
         pid_(getpid()),
-        patience_{seconds(spin_s), seconds(yield_s)} {}
+        spin_(seconds(spin_s)),
+        yield_(seconds(yield_s)) {}
 
   ~Communicator() {
     const nb::gil_scoped_release released;
@@ -106,6 +107,7 @@ class Communicator {
   void join(double timeout_s) {
     Operation operation = begin("joining the group", timeout_s, false);
     parts_->group.join(operation);
+    patience_ = parts_->group.crowded() ? Patience{{}, yield_} : Patience{spin_, {}};
   }
 
   void close() {
@@ -239,6 +241,8 @@ class Communicator {
 
   std::unique_ptr<Parts> parts_;
   int pid_;
+  std::chrono::nanoseconds spin_;
+  std::chrono::nanoseconds yield_;
   Patience patience_;
   std::atomic<std::uint64_t> jobs_{0};
 };
@@ -269,26 +273,17 @@ void register_ticket(nb::module_& module) {
       .def_prop_ro("source", &Transfer::source);
 }
 
+// The values from 0 to `last`, under their own names.
+template <class Enum>
+void register_enum(nb::module_& module, const char* type, Enum last) {
+  nb::enum_<Enum> values(module, type);
+  for (int value = 0; value <= static_cast<int>(last); ++value)
+    values.value(name(static_cast<Enum>(value)), static_cast<Enum>(value));
+}
+
 void register_reduce(nb::module_& module) {
-  nb::enum_<Dtype>(module, "Dtype")
-      .value("int8", Dtype::kInt8)
-      .value("uint8", Dtype::kUint8)
-      .value("int16", Dtype::kInt16)
-      .value("int32", Dtype::kInt32)
-      .value("int64", Dtype::kInt64)
-      .value("float16", Dtype::kFloat16)
-      .value("bfloat16", Dtype::kBfloat16)
-      .value("float32", Dtype::kFloat32)
-      .value("float64", Dtype::kFloat64);
-  nb::enum_<Op>(module, "Op")
-      .value("SUM", Op::kSum)
-      .value("AVG", Op::kAverage)
-      .value("PRODUCT", Op::kProduct)
-      .value("MIN", Op::kMin)
-      .value("MAX", Op::kMax)
-      .value("BAND", Op::kAnd)
-      .value("BOR", Op::kOr)
-      .value("BXOR", Op::kXor);
+  register_enum(module, "Dtype", Dtype::kFloat64);
+  register_enum(module, "Op", Op::kXor);
   module.def("instruction_sets", &instruction_sets,
              "What reductions can use on this machine, the best first.");
   module.def(

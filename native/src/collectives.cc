@@ -61,7 +61,7 @@ Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root =
 // Everybody publishes everything, everybody reduces everything.
 void reduce_in_one_step(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
                         Reducer& reducer, std::size_t size) {
-  copy_bytes(group.next_slot(), data, size);
+  copy_bytes(group.next_slot(size), data, size);
   group.meet(operation, call);
   if (call.root >= 0 && call.root != group.rank()) return;
   for (int r = 0; r < group.size(); ++r)
@@ -83,10 +83,11 @@ class Pipeline {
 
   // Publishes the shares that others reduce.
   void copy_in(std::size_t block) {
+    std::byte* slot = group_.next_slot(length_of(block));
     for (std::size_t r = 0; r < ranks_; ++r)
       if (r != mine()) {
         const Share share = share_of(block, r);
-        copy_bytes(group_.next_slot() + share.in_block, data_ + share.in_data, share.size);
+        copy_bytes(slot + share.in_block, data_ + share.in_data, share.size);
       }
   }
 
@@ -95,14 +96,14 @@ class Pipeline {
     for (std::size_t r = 0; r < ranks_; ++r)
       reducer.sources()[r] =
           r == mine() ? data_ + share.in_data : group_.slot(static_cast<int>(r)) + share.in_block;
-    reducer.run(keep ? data_ + share.in_data : nullptr, group_.result(group_.rank()), share.size);
+    reducer.run(keep ? data_ + share.in_data : nullptr, group_.next_result(share.size), share.size);
   }
 
   void copy_out(std::size_t block) {
     for (std::size_t i = 1; i < ranks_; ++i) {
       const std::size_t r = (mine() + i) % ranks_;
       const Share share = share_of(block, r);
-      copy_bytes(data_ + share.in_data, group_.last_result(static_cast<int>(r)), share.size);
+      copy_bytes(data_ + share.in_data, group_.result(static_cast<int>(r)), share.size);
     }
   }
 
@@ -113,9 +114,11 @@ class Pipeline {
 
   std::size_t mine() const { return static_cast<std::size_t>(group_.rank()); }
 
+  std::size_t length_of(std::size_t block) const { return std::min(block_, size_ - block * block_); }
+
   Share share_of(std::size_t block, std::size_t rank) const {
     const std::size_t start = block * block_;
-    const std::size_t length = std::min(block_, size_ - start);
+    const std::size_t length = length_of(block);
     const std::size_t share = (length + ranks_ * kLine - 1) / (ranks_ * kLine) * kLine;
     const std::size_t from = std::min(length, rank * share);
     return {start + from, from, std::min(share, length - from)};
@@ -148,7 +151,8 @@ void reduce_any(SharedGroup& group, const Operation& operation, const Call& call
                 Dtype dtype) {
   Reducer reducer(group, dtype, call.op);
   const std::size_t size = call.count * size_bytes(dtype);
-  if (size <= group.shape().one_shot_bytes)
+  const auto others = static_cast<std::size_t>(std::max(1, group.size() - 1));
+  if (size * others <= group.shape().one_shot_bytes)
     reduce_in_one_step(group, operation, call, data, reducer, size);
   else
     reduce_in_blocks(group, operation, call, data, reducer, size);
@@ -170,7 +174,8 @@ void spread(SharedGroup& group, const Operation& operation, const Call& call, Bl
   receives.resize(n);
   std::size_t largest = 1;
   for (std::size_t offset = 0; offset == 0 || offset < largest; offset += limit) {
-    copy_bytes(group.next_slot(), input.data + offset, part(input.size_bytes, offset, limit));
+    const std::size_t length = part(input.size_bytes, offset, limit);
+    copy_bytes(group.next_slot(length), input.data + offset, length);
     if (offset == 0)
       largest = group.meet(operation, call, sends, receives);
     else
@@ -191,10 +196,10 @@ void exchange(SharedGroup& group, const Operation& operation, const Call& call,
   const auto mine = static_cast<std::size_t>(group.rank());
   std::size_t largest = 1;
   for (std::size_t offset = 0; offset == 0 || offset < largest; offset += limit) {
+    std::byte* slot = group.next_slot(n * limit);
     for (std::size_t r = 0; r < n; ++r)
       if (r != mine)
-        copy_bytes(group.next_slot() + r * limit, inputs[r].data + offset,
-                   part(inputs[r].size_bytes, offset, limit));
+        copy_bytes(slot + r * limit, inputs[r].data + offset, part(inputs[r].size_bytes, offset, limit));
     if (offset == 0)
       largest = group.meet(operation, call, sizes(inputs), sizes(outputs));
     else
@@ -236,17 +241,19 @@ void reduce_scatter(SharedGroup& group, const Operation& operation, const std::v
   const auto mine = static_cast<std::size_t>(group.rank());
   const std::size_t limit = group.shape().slot_bytes / kLine / n * kLine;
   const std::size_t size = count * size_bytes(dtype);
+  const std::size_t stride = std::min(limit, (size + kLine - 1) / kLine * kLine);
   const Call call = reduction_call(Kind::kReduceScatter, count, dtype, op);
   for (std::size_t offset = 0; offset == 0 || offset < size; offset += limit) {
     const std::size_t length = part(size, offset, limit);
+    std::byte* slot = group.next_slot(n * stride);
     for (std::size_t r = 0; r < n; ++r)
-      if (r != mine) copy_bytes(group.next_slot() + r * limit, inputs[r] + offset, length);
+      if (r != mine) copy_bytes(slot + r * stride, inputs[r] + offset, length);
     if (offset == 0)
       group.meet(operation, call);
     else
       group.meet(operation);
     for (std::size_t r = 0; r < n; ++r)
-      reducer.sources()[r] = r == mine ? inputs[r] + offset : group.slot(static_cast<int>(r)) + mine * limit;
+      reducer.sources()[r] = r == mine ? inputs[r] + offset : group.slot(static_cast<int>(r)) + mine * stride;
     reducer.run(output + offset, nullptr, length);
   }
 }
@@ -258,7 +265,7 @@ void broadcast(SharedGroup& group, const Operation& operation, Block data, std::
   const bool is_root = group.rank() == root;
   for (std::size_t offset = 0; offset == 0 || offset < data.size_bytes; offset += limit) {
     const std::size_t length = part(data.size_bytes, offset, limit);
-    if (is_root) copy_bytes(group.next_slot(), data.data + offset, length);
+    if (is_root) copy_bytes(group.next_slot(length), data.data + offset, length);
     if (offset == 0)
       group.meet(operation, call);
     else

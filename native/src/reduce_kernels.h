@@ -69,20 +69,15 @@ Half narrow_half(float value) {
   return {static_cast<std::uint16_t>(sign | half)};
 }
 
-// How elements of T are accumulated: Value is the accumulator, load and store convert a run of elements.
+// How elements of T are accumulated: as they are, or as Values that load and store convert a run of.
 template <class T>
 struct Element {
-  using Value = T;
-  static void load(Value* out, const std::byte* in, std::size_t count) {
-    std::memcpy(out, in, count * sizeof(T));
-  }
-  static void store(std::byte* out, const Value* in, std::size_t count) {
-    std::memcpy(out, in, count * sizeof(T));
-  }
+  static constexpr bool kNative = true;
 };
 
 template <>
 struct Element<Brain> {
+  static constexpr bool kNative = false;
   using Value = float;
   static void load(float* out, const std::byte* in, std::size_t count) {
     const auto* values = reinterpret_cast<const Brain*>(in);
@@ -96,6 +91,7 @@ struct Element<Brain> {
 
 template <>
 struct Element<Half> {
+  static constexpr bool kNative = false;
   using Value = float;
   static void load(float* out, const std::byte* in, std::size_t count) {
     const auto* values = reinterpret_cast<const Half*>(in);
@@ -176,8 +172,43 @@ struct Xor {
   static V combine(V a, V b) { return static_cast<V>(a ^ b); }
 };
 
+// An array of T that may lie at any address.
+template <class T>
+struct Loose {
+  typedef T Type __attribute__((aligned(1), may_alias));
+};
+
+// Elements that are their own accumulators need no conversion: two sources are combined as they lie, more of
+// them in a tile that stays in L1.
 template <class T, template <class> class Operation, bool average>
-void run(const std::byte* const* sources, int count_sources, std::byte* out, std::size_t count) {
+void run_native(const std::byte* const* sources, int count_sources, std::byte* out, std::size_t count) {
+  using Array = typename Loose<T>::Type;
+  alignas(64) T tile[kTile];
+  const auto divisor = static_cast<T>(count_sources);
+  for (std::size_t base = 0; base < count; base += kTile) {
+    const std::size_t size = count - base < kTile ? count - base : kTile;
+    const auto* total = reinterpret_cast<const Array*>(sources[0]) + base;
+    for (int s = 1; s < count_sources; ++s) {
+      const auto* next = reinterpret_cast<const Array*>(sources[s]) + base;
+      auto* to = s + 1 < count_sources ? static_cast<Array*>(tile) : reinterpret_cast<Array*>(out) + base;
+      // `to` is one of the others, or apart from both: no element depends on an earlier one.
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < size; ++i) to[i] = Operation<T>::combine(total[i], next[i]);
+      total = to;
+    }
+    auto* to = reinterpret_cast<Array*>(out) + base;
+    if constexpr (average) {
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < size; ++i) to[i] = static_cast<T>(total[i] / divisor);
+    } else if (count_sources == 1) {
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < size; ++i) to[i] = total[i];
+    }
+  }
+}
+
+template <class T, template <class> class Operation, bool average>
+void run_converted(const std::byte* const* sources, int count_sources, std::byte* out, std::size_t count) {
   using Value = typename Element<T>::Value;
   alignas(64) Value total[kTile];
   alignas(64) Value next[kTile];
@@ -194,6 +225,14 @@ void run(const std::byte* const* sources, int count_sources, std::byte* out, std
     }
     Element<T>::store(out + base * sizeof(T), total, size);
   }
+}
+
+template <class T, template <class> class Operation, bool average>
+void run(const std::byte* const* sources, int count_sources, std::byte* out, std::size_t count) {
+  if constexpr (Element<T>::kNative)
+    run_native<T, Operation, average>(sources, count_sources, out, count);
+  else
+    run_converted<T, Operation, average>(sources, count_sources, out, count);
 }
 
 template <class T, template <class> class Operation>

@@ -35,14 +35,22 @@ const char* name(Kind kind) {
 
 }  // namespace
 
-// The counter and the calls of both parities share a cache line: a waiter fetches them together.
+// Where in its rings a rank published what it brought to a meeting, in lines.
+struct Post {
+  std::uint32_t slot;
+  std::uint32_t result;
+};
+
+// The counter, the calls and the posts of both parities share a cache line: a waiter fetches them together.
 struct alignas(kLine) SharedGroup::Seat {
   Flag arrived;
   Call calls[2];
+  Post posts[2];
   alignas(kLine) Flag mail;
   std::atomic<std::int32_t> pid{0};
   std::atomic<std::uint64_t> start_ticks{0};
   std::atomic<std::uint32_t> left{0};
+  cpu_set_t cores;
 };
 
 struct alignas(kLine) SharedGroup::Head {
@@ -51,6 +59,7 @@ struct alignas(kLine) SharedGroup::Head {
   std::uint64_t slot_bytes;
   std::uint64_t one_shot_bytes;
   std::uint64_t mailbox_bytes;
+  std::uint64_t ring_bytes;
   // The first failure: 0 none, 1 being written, 2 written.
   alignas(kLine) std::atomic<std::uint32_t> failure{0};
   std::int32_t code;
@@ -60,25 +69,23 @@ struct alignas(kLine) SharedGroup::Head {
 
 double Operation::elapsed_s() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-namespace {
-
-struct Layout {
-  std::size_t share, tables, mailboxes, slots, results, total;
-};
-
-Layout layout(const SharedGroup::Shape& shape, std::size_t head_bytes, std::size_t seat_bytes) {
+SharedGroup::Layout SharedGroup::layout(const Shape& shape) {
   const auto n = static_cast<std::size_t>(shape.size);
+  const std::size_t share = round_up((shape.slot_bytes + n - 1) / n, kLine) + kLine;
+  // Three: one that is read, one that is written, and what is left over at the end of the ring.
+  const auto ring = [&](std::size_t size) {
+    return round_up(std::max(3 * round_up(size, kLine), shape.ring_bytes / n), kPage);
+  };
   Layout at{};
-  at.share = round_up((shape.slot_bytes + n - 1) / n, kLine) + kLine;
-  at.tables = head_bytes + n * seat_bytes;
+  at.tables = sizeof(Head) + n * sizeof(Seat);
   at.mailboxes = round_up(at.tables + n * 2 * round_up(2 * n * sizeof(std::uint64_t), kLine), kPage);
   at.slots = round_up(at.mailboxes + n * n * round_up(shape.mailbox_bytes, kPage), kPage);
-  at.results = at.slots + n * 2 * round_up(shape.slot_bytes, kPage);
-  at.total = at.results + n * 2 * round_up(at.share, kPage);
+  at.slot_ring = ring(shape.slot_bytes);
+  at.results = at.slots + n * at.slot_ring;
+  at.result_ring = ring(share);
+  at.total = at.results + n * at.result_ring;
   return at;
 }
-
-}  // namespace
 
 SharedMemory SharedGroup::create(const Shape& shape) {
   if (shape.size < 1 || shape.size > kMaxSize)
@@ -87,12 +94,13 @@ SharedMemory SharedGroup::create(const Shape& shape) {
   if (shape.slot_bytes < kPage || shape.one_shot_bytes > shape.slot_bytes)
     throw Error(Code::kArgument,
                 "a slot needs at least 4096 bytes, and one_shot_bytes must not be larger than a slot");
-  auto memory = SharedMemory::create(layout(shape, sizeof(Head), sizeof(Seat)).total, "torchrelay-group");
+  auto memory = SharedMemory::create(layout(shape).total, "torchrelay-group");
   auto* head = new (memory.data()) Head{};
   head->size = shape.size;
   head->slot_bytes = shape.slot_bytes;
   head->one_shot_bytes = shape.one_shot_bytes;
   head->mailbox_bytes = shape.mailbox_bytes;
+  head->ring_bytes = shape.ring_bytes;
   head->magic = kMagic;
   return memory;
 }
@@ -102,16 +110,14 @@ SharedGroup::SharedGroup(SharedMemory memory, int rank, std::vector<int> names)
   const Head& h = head();
   if (memory_.size_bytes() < sizeof(Head) || h.magic != kMagic)
     throw Error(Code::kProtocol, "this segment holds no group, or one of another version of torchrelay");
-  shape_ = {h.size, h.slot_bytes, h.one_shot_bytes, h.mailbox_bytes};
+  shape_ = {h.size, h.slot_bytes, h.one_shot_bytes, h.mailbox_bytes, h.ring_bytes};
   if (rank < 0 || rank >= shape_.size || names_.size() != static_cast<std::size_t>(shape_.size))
     throw Error(Code::kArgument, "rank " + std::to_string(rank) + " does not fit a group of " +
                                      std::to_string(shape_.size) + " ranks");
-  const Layout at = layout(shape_, sizeof(Head), sizeof(Seat));
-  share_bytes_ = at.share;
-  tables_at_ = at.tables;
-  mailboxes_at_ = at.mailboxes;
-  slots_at_ = at.slots;
-  results_at_ = at.results;
+  at_ = layout(shape_);
+  // It fails where there are more cores than cpu_set_t has bits: the ranks are hardly crowded then.
+  cpu_set_t& cores = seat(rank_).cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0) std::memset(&cores, 0xFF, sizeof cores);
   const ProcessId process = ProcessId::current();
   seat(rank_).start_ticks.store(process.start_ticks, std::memory_order_relaxed);
   seat(rank_).pid.store(process.pid, std::memory_order_release);
@@ -133,30 +139,58 @@ SharedGroup::Seat& SharedGroup::seat(int rank) const noexcept {
   return reinterpret_cast<Seat*>(memory_.data() + sizeof(Head))[rank];
 }
 
-std::byte* SharedGroup::slot_at(int rank, std::uint32_t step) const noexcept {
-  return memory_.data() + slots_at_ +
-         (static_cast<std::size_t>(rank) * 2 + step % 2) * round_up(shape_.slot_bytes, kPage);
+namespace {
+
+// The next room of `size` bytes in a ring, which is not the last one's.
+std::size_t advance(std::size_t& cursor, std::size_t size, std::size_t ring) noexcept {
+  if (cursor + size > ring) cursor = 0;
+  const std::size_t at = cursor;
+  cursor += round_up(size, kLine);
+  return at;
 }
 
-std::byte* SharedGroup::result_at(int rank, std::uint32_t step) const noexcept {
-  return memory_.data() + results_at_ +
-         (static_cast<std::size_t>(rank) * 2 + step % 2) * round_up(share_bytes_, kPage);
+}  // namespace
+
+std::byte* SharedGroup::next_slot(std::size_t size_bytes) noexcept {
+  const std::size_t at = advance(slot_cursor_, size_bytes, at_.slot_ring);
+  seat(rank_).posts[(step_ + 1) % 2].slot = static_cast<std::uint32_t>(at / kLine);
+  return slots(rank_) + at;
+}
+
+std::byte* SharedGroup::next_result(std::size_t size_bytes) noexcept {
+  const std::size_t at = advance(result_cursor_, size_bytes, at_.result_ring);
+  seat(rank_).posts[(step_ + 1) % 2].result = static_cast<std::uint32_t>(at / kLine);
+  return results(rank_) + at;
+}
+
+const std::byte* SharedGroup::slot(int rank) const noexcept {
+  return slots(rank) + seat(rank).posts[step_ % 2].slot * kLine;
+}
+
+const std::byte* SharedGroup::result(int rank) const noexcept {
+  return results(rank) + seat(rank).posts[step_ % 2].result * kLine;
 }
 
 std::byte* SharedGroup::mailbox(int from, int to) const noexcept {
   const auto index =
       static_cast<std::size_t>(from) * static_cast<std::size_t>(shape_.size) + static_cast<std::size_t>(to);
-  return memory_.data() + mailboxes_at_ + index * round_up(shape_.mailbox_bytes, kPage);
+  return memory_.data() + at_.mailboxes + index * round_up(shape_.mailbox_bytes, kPage);
 }
 
 std::uint64_t* SharedGroup::table(int rank) const noexcept {
   const auto n = static_cast<std::size_t>(shape_.size);
   const std::size_t row = round_up(2 * n * sizeof(std::uint64_t), kLine);
-  return reinterpret_cast<std::uint64_t*>(memory_.data() + tables_at_ +
+  return reinterpret_cast<std::uint64_t*>(memory_.data() + at_.tables +
                                           (static_cast<std::size_t>(rank) * 2 + call_count_ % 2) * row);
 }
 
 void SharedGroup::join(const Operation& operation) { arrive_and_wait(operation); }
+
+bool SharedGroup::crowded() const noexcept {
+  cpu_set_t all = seat(0).cores;
+  for (int r = 1; r < size(); ++r) CPU_OR(&all, &all, &seat(r).cores);
+  return CPU_COUNT(&all) < size();
+}
 
 void SharedGroup::meet(const Operation& operation) { arrive_and_wait(operation); }
 

@@ -1,6 +1,8 @@
 // Ranks are threads over one segment.
 #include "torchrelay/collectives.h"
 
+#include <sched.h>
+
 #include <cstring>
 #include <mutex>
 #include <random>
@@ -22,9 +24,11 @@ Operation operation(double timeout_s = 30) {
   return op;
 }
 
-// Runs body on `size` ranks and throws the first failure.
-void on_ranks(int size, const Body& body, std::size_t slot_bytes = 8192, std::size_t one_shot_bytes = 2048) {
-  const auto memory = SharedGroup::create({size, slot_bytes, one_shot_bytes, 4096});
+// Runs body on `size` ranks and throws the first failure. The rings hold three slots, so that they come
+// round.
+void on_ranks(int size, const Body& body, std::size_t slot_bytes = 8192, std::size_t one_shot_bytes = 2048,
+              std::size_t ring_bytes = 0) {
+  const auto memory = SharedGroup::create({size, slot_bytes, one_shot_bytes, 4096, ring_bytes});
   std::vector<int> names;
   for (int r = 0; r < size; ++r) names.push_back(r);
   std::mutex lock;
@@ -299,6 +303,23 @@ TEST(a_poll_that_throws_stops_a_wait_and_the_others_hear) {
       CHECK_THROWS(Code::kPeerLost, barrier(group, op));
     }
   });
+}
+
+// The ranks' threads inherit what the test may run on.
+TEST(ranks_that_may_use_one_core_are_crowded) {
+  cpu_set_t before;
+  CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+  int core = 0;
+  while (!CPU_ISSET(core, &before)) ++core;
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(core, &one);
+  CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+  on_ranks(2, [](SharedGroup& group, const Operation&) { CHECK(group.crowded()); });
+  on_ranks(1, [](SharedGroup& group, const Operation&) { CHECK(!group.crowded()); });
+  CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
+  const int cores = CPU_COUNT(&before);
+  on_ranks(2, [cores](SharedGroup& group, const Operation&) { CHECK(group.crowded() == (cores < 2)); });
 }
 
 TEST(wrong_shapes_are_refused) {

@@ -178,20 +178,23 @@ class Aggregation(Section):
         minimum=4096,
     )
     one_shot_bytes: int = setting(
-        128 * 1024, "all-reduces up to this size are done in one step", unit="bytes", minimum=0
+        64 * 1024,
+        "an all-reduce is done in one step if a rank need not read more than this of the others",
+        unit="bytes",
+        minimum=0,
     )
     mailbox_bytes: int = setting(
         128 * 1024, "the buffer between each pair of ranks for send and recv", unit="bytes", minimum=4096
     )
     spin_us: int = setting(
-        10,
+        50,
         "how long a waiting rank does nothing but look for the others before it sleeps",
         unit="us",
         minimum=0,
     )
     crowded_yield_us: int = setting(
-        20,
-        "how long it instead looks while letting others run, where a host has more ranks than cores",
+        200,
+        "how long it instead looks while letting others run, where ranks are more than the cores they may use",
         unit="us",
         minimum=0,
     )

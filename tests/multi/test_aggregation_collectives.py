@@ -267,7 +267,7 @@ def test_wrong_arguments_fail_before_anything_is_sent(world: World) -> None:
         with pytest.raises(UnsupportedError, match="float8"):
             dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))
         with pytest.raises(UnsupportedError, match="dense"):
-            dist.all_reduce(torch.eye(2).to_sparse())
+            dist.broadcast(torch.eye(2).to_sparse(), 0)
         with pytest.raises(ArgumentError, match="one dtype"):
             group._allgather_base(torch.empty(4), torch.ones(2, dtype=torch.int32))
         with pytest.raises(ArgumentError, match="2 ranks"):

@@ -2,7 +2,7 @@
 // rank's part is done and its buffers may be used again.
 //
 // Steps and bytes, for n ranks and a message of m bytes (r = read, w = written by each rank):
-//   all_reduce, small   1 step:  w m to the slot; r n*m
+//   all_reduce, small   1 step: copy in m, reduce m from each of n ranks
 //   all_reduce, large   blocks of a slot, three stages in a pipeline, one meeting a block:
 //                       copy in (n-1)/n*m, reduce m/n from each of n ranks, copy out (n-1)/n*m
 //   reduce              as all_reduce, but only the root copies out

@@ -1,14 +1,20 @@
 // Ranks of one host that meet in a shared segment.
 //
-// Each rank owns a seat (its counters), two slots that it fills for the others to read, and two result slots.
-// The one way to synchronise is meet(): a rank says that it has arrived at the next step and waits until all
-// have. What a rank wrote before a meeting, the others may read after it and until the next one; so two
-// slots, used in turn, let one step's reading overlap the next step's writing, and no second barrier is
-// needed.
+// Each rank owns a seat (its counters) and two rings of memory in which it publishes bytes for the others to
+// read: its own data in slots, what it reduced in results. The one way to synchronise is meet(): a rank says
+// that it has arrived at the next step and waits until all have. What a rank published before a meeting, the
+// others may read after it and until the next one; one step's reading overlaps the next step's writing, and
+// no second barrier is needed.
+//
+// The rings are larger than two steps need, because a core writes slowly (at a third of the speed, where this
+// was measured) to lines that another core's L2 still holds: these must be taken from it one by one. By the
+// time a ring comes round they have moved on to the cache that the cores share.
 //
 // A segment is used by one group. Each process has one SharedGroup over it, and calls it from one thread at a
 // time; ranks may also be threads of one process.
 #pragma once
+
+#include <sched.h>
 
 #include <atomic>
 #include <chrono>
@@ -65,11 +71,16 @@ struct Operation {
 
 class SharedGroup {
  public:
+  // A few times what a core's private caches hold.
+  static constexpr std::size_t kRingBytes = std::size_t{4} << 20;
+
   struct Shape {
     int size = 1;
-    std::size_t slot_bytes = 0;      // of each of a rank's two slots
-    std::size_t one_shot_bytes = 0;  // all_reduce up to this size is done in one step; at most slot_bytes
-    std::size_t mailbox_bytes = 0;   // of the ring between each ordered pair of ranks
+    std::size_t slot_bytes = 0;  // how much a rank can publish at a meeting
+    // Up to so much to read from the other ranks, all_reduce is done in one step; at most slot_bytes.
+    std::size_t one_shot_bytes = 0;
+    std::size_t mailbox_bytes = 0;        // of the ring between each ordered pair of ranks
+    std::size_t ring_bytes = kRingBytes;  // of all ranks' slots together, if that is enough for three each
   };
 
   // How often a waiter looks whether those it waits for are still alive.
@@ -86,6 +97,10 @@ class SharedGroup {
 
   // Waits until all ranks have taken their seats.
   void join(const Operation& operation);
+
+  // Whether the ranks that have joined are more than the cores they may run on: then who waits should let
+  // others run.
+  bool crowded() const noexcept;
 
   // The others learn that this rank takes part no more; whoever waits for it fails. Idempotent.
   void leave() noexcept;
@@ -119,13 +134,13 @@ class SharedGroup {
   void look_after(const Operation& operation, int peer);
   bool has_left(int rank) const noexcept;
 
-  // The slots of the current step: written before a meeting, read by others after it.
-  std::byte* slot(int rank) const noexcept { return slot_at(rank, step_); }
-  std::byte* next_slot() const noexcept { return slot_at(rank_, step_ + 1); }
-  std::byte* result(int rank) const noexcept { return result_at(rank, step_); }
-  std::byte* last_result(int rank) const noexcept { return result_at(rank, step_ - 1); }
-  // A rank's result slot holds this many bytes: its share of a slot.
-  std::size_t share_bytes() const noexcept { return share_bytes_; }
+  // Room for what this rank publishes at the next meeting, at most slot_bytes; once for each meeting.
+  std::byte* next_slot(std::size_t size_bytes) noexcept;
+  // The same for what it reduced: at most its share of a slot, the part of one rank.
+  std::byte* next_result(std::size_t size_bytes) noexcept;
+  // What `rank` published at the last meeting.
+  const std::byte* slot(int rank) const noexcept;
+  const std::byte* result(int rank) const noexcept;
 
   std::uint64_t waiting_ns() const noexcept { return waiting_ns_.load(std::memory_order_relaxed); }
   std::string describe(const Call& call) const;
@@ -139,10 +154,21 @@ class SharedGroup {
   struct Seat;
   struct Head;
 
+  // Offsets and lengths of what lies in the segment, in bytes.
+  struct Layout {
+    std::size_t tables, mailboxes, slots, slot_ring, results, result_ring, total;
+  };
+
+  static Layout layout(const Shape& shape);
+  static std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
   Head& head() const noexcept;
   Seat& seat(int rank) const noexcept;
-  std::byte* slot_at(int rank, std::uint32_t step) const noexcept;
-  std::byte* result_at(int rank, std::uint32_t step) const noexcept;
+  std::byte* slots(int rank) const noexcept {
+    return memory_.data() + at_.slots + index(rank) * at_.slot_ring;
+  }
+  std::byte* results(int rank) const noexcept {
+    return memory_.data() + at_.results + index(rank) * at_.result_ring;
+  }
   std::uint64_t* table(int rank) const noexcept;
   void arrive_and_wait(const Operation& operation);
   void wait_for_rank(const Operation& operation, int peer, std::uint32_t target);
@@ -155,11 +181,9 @@ class SharedGroup {
   Shape shape_;
   int rank_;
   std::vector<int> names_;
-  std::size_t share_bytes_;
-  std::size_t tables_at_ = 0;
-  std::size_t mailboxes_at_ = 0;
-  std::size_t slots_at_ = 0;
-  std::size_t results_at_ = 0;
+  Layout at_;
+  std::size_t slot_cursor_ = 0;
+  std::size_t result_cursor_ = 0;
   std::uint32_t step_ = 0;
   std::uint32_t call_count_ = 0;
   std::mutex broken_lock_;

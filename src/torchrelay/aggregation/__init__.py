@@ -15,6 +15,7 @@ Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`SmlGroup`,
 from __future__ import annotations
 
 import atexit
+import functools
 import warnings
 from typing import Any
 
@@ -79,8 +80,14 @@ def _between_hosts(given: Any, settings: Aggregation) -> dist.ProcessGroupGloo:
         )
     telemetry.event("aggregation.gloo_between_hosts", rank=given.group_rank, size=given.group_size)
     if given.group_rank == 0:
-        warnings.warn("sml: the ranks are on several hosts and no switch is named: using Gloo", stacklevel=2)
+        _say_gloo_is_used()
     return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, given.timeout)
+
+
+@functools.cache
+def _say_gloo_is_used() -> None:
+    """Once a process, however many groups it makes."""
+    warnings.warn("sml: the ranks are on several hosts and no switch is named: using Gloo", stacklevel=2)
 
 
 def _close_all() -> None:

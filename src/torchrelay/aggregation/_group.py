@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torchrelay.aggregation._calls import one_or_more, reduction, rooted, timed
 from torchrelay.aggregation._dtypes import NATIVE, OPS, as_native
 from torchrelay.aggregation._plane import Op, Plane, PlaneStats, Ticket
+from torchrelay.aggregation._sparse import all_reduce_sparse
 from torchrelay.aggregation._staging import Staging, is_plain, same_dtype
 from torchrelay.aggregation._work import DoneWork, PendingWork, TransferWork, seconds
 from torchrelay.errors import ArgumentError
-from torchrelay.telemetry import span
+from torchrelay.telemetry import listening, span
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -33,9 +35,11 @@ Launch = Callable[[float, bool], Ticket | None]
 _PREMUL_SUM = 8
 _ANY_DTYPE = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX)
 _DONE = DoneWork()
+_AllreduceOptions = dist.AllreduceOptions
 
 # c10d declares each method with overloads for callers; a group implements the one form that c10d calls.
 _ProcessGroup: Any = dist.ProcessGroup
+_AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
 
 LIVING: weakref.WeakSet[SmlGroup] = weakref.WeakSet()
 
@@ -103,26 +107,54 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
 
     # --- reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        op, timeout, block = _reduction(opts)
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> dist.Work:
+        if type(opts) is not _AllreduceOptions:
+            tensors, opts = one_or_more(tensors), reduction(_AllreduceOptions(), opts, op, timeout)
+        native_op, given, block = _reduction(opts)
         tensor = tensors[0]
-        if block and op in _ANY_DTYPE and len(tensors) == 1 and tensor.dtype in NATIVE and is_plain(tensor):
+        if (
+            block
+            and len(tensors) == 1
+            and native_op in _ANY_DTYPE
+            and tensor.dtype in NATIVE
+            and is_plain(tensor)
+        ):
             # The shortest way for the commonest call.
             self._calls += 1
-            with span("aggregation.all_reduce", size_bytes=tensor.nbytes):
-                self._plane.all_reduce(tensor, op, seconds(timeout, self._timeout_s), True)
+            timeout_s = self._timeout_s if given.days < 0 else seconds(given, self._timeout_s)
+            if listening():
+                with span("aggregation.all_reduce", size_bytes=tensor.nbytes):
+                    self._plane.all_reduce(tensor, native_op, timeout_s, True)
+            else:
+                self._plane.all_reduce(tensor, native_op, timeout_s, True)
             return _DONE
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return self._all_reduce_sparse(tensors, native_op, seconds(given, self._timeout_s))
         staging = Staging()
         launches = []
         for tensor in tensors:
-            buffer, native_op = _reducible(staging.inout(tensor), op, in_place=True)
-            launches.append(lambda t, b, x=buffer, o=native_op: self._plane.all_reduce(x, o, t, b))
+            buffer, buffer_op = _reducible(staging.inout(tensor), native_op, in_place=True)
+            launches.append(lambda t, b, x=buffer, o=buffer_op: self._plane.all_reduce(x, o, t, b))
         return self._run(launches, opts, tensors, staging)
+
+    def _all_reduce_sparse(self, tensors: Tensors, op: Op | float, timeout_s: float) -> dist.Work:
+        """Sizes differ from rank to rank, so the second gather needs the first: both end before this returns."""
+        self._calls += 1
+        with span("aggregation.all_reduce_sparse", tensors=len(tensors)):
+            for tensor in tensors:
+                all_reduce_sparse(self._plane, self._size, tensor, op, timeout_s)
+        return DoneWork(tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+    def reduce(
+        self, tensors: Any, root: Any = None, op: Any = None, timeout: Any = None, *, opts: Any = None
+    ) -> dist.Work:
+        tensors, opts = (
+            one_or_more(tensors),
+            rooted(dist.ReduceOptions(), root if opts is None else opts, op, timeout),
+        )
         op, _, _ = _reduction(opts)
         root = int(opts.rootRank)
         tensor = _single(tensors, "reduce")
@@ -134,7 +166,12 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
             [lambda t, b: self._plane.reduce(native, native_op, root, t, b)], opts, tensors, staging
         )
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> dist.Work:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = reduction(dist.ReduceScatterOptions(), opts, op, timeout)
         return self._reduce_scatter(list(zip(outputs, inputs, strict=True)), opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -168,7 +205,11 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
 
     # --- copies
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
+    def broadcast(
+        self, tensors: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
+    ) -> dist.Work:
+        tensors = one_or_more(tensors)
+        opts = rooted(dist.BroadcastOptions(), root if opts is None else opts, None, timeout)
         staging = Staging()
         root = int(opts.rootRank)
         is_root = root == self._rank
@@ -176,7 +217,10 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         launches = [lambda t, b, x=buffer: self._plane.broadcast(x, root, t, b) for buffer in buffers]
         return self._run(launches, opts, tensors, staging)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None) -> dist.Work:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = timed(_AllgatherOptions(), opts, timeout)
         return self._all_gather(list(zip(outputs, inputs, strict=True)), opts)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -407,15 +451,16 @@ def _single(tensors: Tensors, operation: str) -> torch.Tensor:
     return tensors[0]
 
 
-def _reduction(opts: Any) -> tuple[Op | float, timedelta | None, bool]:
+def _reduction(opts: Any) -> tuple[Op | float, timedelta, bool]:
     """The op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
     if opts is None:
-        return Op.SUM, None, False
+        opts = _AllreduceOptions()
     reduce_op = opts.reduceOp
     value = reduce_op.op.value
+    block = not getattr(opts, "asyncOp", True)
     if value == _PREMUL_SUM:
-        return float(reduce_op.factor), opts.timeout, False
-    return OPS[value], opts.timeout, not getattr(opts, "asyncOp", True)
+        return float(reduce_op.factor), opts.timeout, block
+    return OPS[value], opts.timeout, block
 
 
 def _reducible(

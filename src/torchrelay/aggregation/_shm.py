@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -53,13 +52,12 @@ class ShmPlane:
         settings: Aggregation,
     ) -> None:
         self._segment = _open_segment(store, rank, names, timeout_s, settings)
-        crowded = len(names) > len(os.sched_getaffinity(0))
         self._native = _native.Communicator(
             self._segment.memory,
             rank,
             list(names),
-            spin_s=0.0 if crowded else settings.spin_us * 1e-6,
-            yield_s=settings.crowded_yield_us * 1e-6 if crowded else 0.0,
+            spin_s=settings.spin_us * 1e-6,
+            yield_s=settings.crowded_yield_us * 1e-6,
         )
         self._native.join(timeout_s)
         self._payload_bytes = 0

@@ -80,7 +80,7 @@ class Staging:
     def _check(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
-                f"sml: {tensor.layout} tensors are not supported; use dense ones (e.g. Embedding(sparse=False))"
+                f"sml: {tensor.layout} tensors are supported by all_reduce only; use dense ones (e.g. Embedding(sparse=False))"
             )
 
 

@@ -1,0 +1,97 @@
+"""Ranks that cannot reach each other's memory: here, in process namespaces of their own, as on several hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+
+SCRIPT = """
+import torch, torch.distributed as dist
+import torchrelay.aggregation
+from torchrelay.errors import UnavailableError
+from torchrelay.world import World
+
+world = World.from_environment()
+store = world.connect(60)
+dist.init_process_group("sml", store=store, rank=world.rank, world_size=world.size)
+tensor = torch.full((1000,), float(world.rank + 1))
+dist.all_reduce(tensor)
+assert tensor.eq(sum(range(1, world.size + 1))).all()
+
+# Ranks 0 and 1 share a host, so their own group needs no Gloo; a group over both hosts does, again.
+near, far = dist.new_group([0, 1], backend="sml"), dist.new_group([0, world.size - 1], backend="sml")
+for group, ranks in ((near, (0, 1)), (far, (0, world.size - 1))):
+    if world.rank in ranks:
+        ones = torch.ones(3)
+        dist.all_reduce(ones, group=group)
+        assert ones.eq(2).all()
+if world.rank in (0, 1):
+    assert isinstance(near, torchrelay.aggregation.SmlGroup)
+if world.rank in (0, world.size - 1):
+    assert not isinstance(far, torchrelay.aggregation.SmlGroup)
+
+try:
+    dist.new_group(backend="sml", pg_options=torchrelay.aggregation.Options(plane="shm"))
+except UnavailableError as error:
+    assert "not all on one host" in str(error)
+else:
+    raise AssertionError("plane = shm was accepted")
+module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+module(torch.full((1, 4), float(world.rank))).sum().backward()
+assert module.module.weight.grad.eq(sum(range(world.size)) / world.size).all()
+dist.barrier()
+store.set(f"done/{world.rank}", "")
+if world.rank == 0:
+    store.wait([f"done/{r}" for r in range(world.size)])
+print("done")
+"""
+
+
+def can_unshare() -> bool:
+    try:
+        return (
+            subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=20, check=False).returncode == 0
+        )
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not can_unshare(), reason="this machine lets us make no process namespaces")
+def test_ranks_on_two_hosts_use_gloo_and_say_so_once(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    size = 3
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(size):
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONWARNINGS": "always",
+        }
+        command = [*(UNSHARE if rank == size - 1 else []), sys.executable, str(script)]
+        processes.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        ended = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, error) in zip(processes, ended, strict=True):
+        assert process.returncode == 0 and "done" in out, error
+    counts = [error.count("using Gloo") for _, error in ended]
+    assert counts == [1, 0, 0], ended
