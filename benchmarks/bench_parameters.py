@@ -351,7 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--smoke", action="store_true", help="one tiny round of everything")
     options = parser.parse_args()
-    rounds, repeats = (1, 2) if options.smoke else (9, 20)
+    rounds, repeats = (1, 2) if options.smoke else (7, 20)
     here = local(rounds, repeats)
     single = on_two_nodes(1, rounds, repeats)
     double = on_two_nodes(2, rounds, repeats)

@@ -83,6 +83,7 @@ void Channel::loop() {
     if (Clock::now() >= next_round_) round();
     serve_flush_updates();
     serve_flush_refreshes();
+    if (!unmet_.empty()) answer_met_workers();
     send_outboxes();
     if (Clock::now() >= next_beat_) beat();
   }

@@ -199,8 +199,7 @@ void Channel::send_reply(std::uint32_t requester, std::uint32_t count, Message r
   if (!through_channel && courier_.knows(requester))
     return courier_.send(requester, Kind::kReply, count, std::move(reply));
   const std::uint32_t node = node_of(requester);
-  if (node == node_)
-    throw Error(Code::kProtocol, "parameters: a worker asks without having introduced itself");
+  if (node == node_) return answer_worker(requester, count, std::move(reply));
   send_outbox(node);
   const std::size_t body = reply.size_bytes() - sizeof(Header);
   Writer writer(8 + body);
@@ -214,10 +213,28 @@ void Channel::handle_relay(const Header& header, const Message& message) {
   Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
   const auto requester = reader.take<std::uint32_t>();
   reader.take<std::uint32_t>();
-  if (node_of(requester) != node_ || !courier_.knows(requester)) return;  // a worker that has left
+  if (node_of(requester) != node_ || index_of(requester) >= kMaxWorkers)
+    throw Error(Code::kProtocol, "parameters: an answer to a worker that is not of this node");
   Writer writer(reader.remaining());
   writer.put_bytes(reader.position(), reader.remaining());
-  courier_.send(requester, Kind::kReply, header.count, writer.finish());
+  answer_worker(requester, header.count, writer.finish());
+}
+
+// To a worker of this node. What it asked another node may be answered before its introduction, which it sent
+// here first, has been read.
+void Channel::answer_worker(std::uint32_t worker, std::uint32_t count, Message reply) {
+  if (courier_.knows(worker)) return courier_.send(worker, Kind::kReply, count, std::move(reply));
+  unmet_[worker].push_back({count, std::move(reply)});
+}
+
+void Channel::answer_met_workers() {
+  std::erase_if(unmet_, [this](const auto& waiting) {
+    const auto& [worker, replies] = waiting;
+    if (store_->users()[kMaxChannels + index_of(worker)].pid.load() == 0) return true;  // it has left
+    if (!courier_.knows(worker)) return false;
+    for (const Reply& reply : replies) courier_.send(worker, Kind::kReply, reply.count, reply.message);
+    return true;
+  });
 }
 
 // Sends a record on to the owner, or keeps it until the key arrives. The entry may be locked.

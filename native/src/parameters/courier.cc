@@ -28,15 +28,18 @@ void Courier::send(std::uint32_t peer, Kind kind, std::uint32_t count, Message m
   const auto found = peers_.find(peer);
   if (found == peers_.end())
     throw Error(Code::kArgument, "parameters: endpoint " + std::to_string(peer) + " is not known here");
-  Outgoing& outgoing = found->second;
-  if (!outgoing.greeted) {
-    const std::string mine = address();
-    Writer writer(mine.size());
-    writer.put_bytes(mine.data(), mine.size());
-    outgoing.greeted = true;
-    send_numbered(peer, outgoing, Kind::kHello, 0, writer.finish());
-  }
-  send_numbered(peer, outgoing, kind, count, std::move(message));
+  greet(peer);
+  send_numbered(peer, found->second, kind, count, std::move(message));
+}
+
+void Courier::greet(std::uint32_t peer) {
+  Outgoing& outgoing = peers_.at(peer);
+  if (outgoing.greeted) return;
+  const std::string mine = address();
+  Writer writer(mine.size());
+  writer.put_bytes(mine.data(), mine.size());
+  outgoing.greeted = true;
+  send_numbered(peer, outgoing, Kind::kHello, 0, writer.finish());
 }
 
 void Courier::send_numbered(std::uint32_t peer, Outgoing& outgoing, Kind kind, std::uint32_t count,

@@ -45,6 +45,9 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
     courier_->connect(channel_endpoint(static_cast<std::uint32_t>(i / header.num_channels),
                                        static_cast<std::uint32_t>(i % header.num_channels)),
                       addresses[i]);
+  // Answers of owners that have not met this worker come through its node's channels.
+  for (std::uint32_t channel = 0; channel < header.num_channels; ++channel)
+    courier_->greet(channel_endpoint(header.node, channel));
   by_destination_.resize(addresses.size());
   wire_ids_ = std::uint64_t{store_->users()[user_].incarnation.load()} << kIdBits;
 }

@@ -83,6 +83,10 @@ class Channel {
     std::int64_t number;
     std::vector<Replica> replicas;
   };
+  struct Reply {
+    std::uint32_t count;
+    Message message;
+  };
   struct Outbox {
     std::vector<std::byte> bytes;
     std::uint32_t count = 0;
@@ -202,6 +206,8 @@ class Channel {
   void unpark(std::int64_t key);
   Message request_of(const RequestHead& head, const Asked* asked, std::size_t count);
   Message reply_of(const Asked& asked);
+  void answer_worker(std::uint32_t worker, std::uint32_t count, Message reply);
+  void answer_met_workers();
   void send_reply(std::uint32_t requester, std::uint32_t count, Message reply, bool through_channel);
 
   std::shared_ptr<Store> store_;
@@ -219,10 +225,11 @@ class Channel {
   std::unordered_map<std::uint32_t, Announcer> announcers_;             // by user
   std::uint64_t eviction_hand_ = 0, recall_hand_ = 0;
   bool making_room_ = false;
-  std::vector<std::int64_t> without_room_;     // keys of this home that something is parked for
-  std::vector<Outbox> outboxes_;               // by node
-  std::vector<Clock::time_point> last_heard_;  // of a node's channels, by node
-  std::vector<bool> gone_;                     // by node: said goodbye
+  std::vector<std::int64_t> without_room_;  // keys of this home that something is parked for
+  std::unordered_map<std::uint32_t, std::vector<Reply>> unmet_;  // by worker: to be sent once we meet it
+  std::vector<Outbox> outboxes_;                                 // by node
+  std::vector<Clock::time_point> last_heard_;                    // of a node's channels, by node
+  std::vector<bool> gone_;                                       // by node: said goodbye
   Clock::time_point next_round_, last_round_, next_beat_, next_look_;
   Clock::time_point last_refresh_all_;
   Clock::duration in_rounds_{}, refresh_age_{};  // sums

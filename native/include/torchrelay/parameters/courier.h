@@ -27,6 +27,8 @@ class Courier {
   // Makes `peer` known; the first message to it tells it our address.
   void connect(std::uint32_t peer, const std::string& address);
   bool knows(std::uint32_t peer) const { return peers_.contains(peer); }
+  // Tells a peer our address before there is anything else to say.
+  void greet(std::uint32_t peer);
 
   // Fills the header in front of the message's body and sends it.
   void send(std::uint32_t peer, Kind kind, std::uint32_t count, Message message);
