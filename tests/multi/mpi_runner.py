@@ -27,6 +27,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 LIBRARIES = ("openmpi", "mpich")
+JOB_S = 240  # for all functions of a file, with more ranks than cores
 Body = Callable[[Any], None]
 
 _bodies: dict[str, Body] = {}  # of the file this process is a rank for
@@ -102,6 +103,7 @@ def mpi_test(sizes: tuple[int, ...] = (1, 2, 3)) -> Callable[[Body], Any]:
         name = body.__name__
         _bodies[name] = body
 
+        @pytest.mark.timeout(JOB_S + 60)
         @pytest.mark.parametrize("library", LIBRARIES)
         @pytest.mark.parametrize("size", sizes)
         def test(library: str, size: int, request: pytest.FixtureRequest) -> None:
@@ -119,7 +121,8 @@ def mpi_test(sizes: tuple[int, ...] = (1, 2, 3)) -> Callable[[Body], Any]:
 def run_file(path: str, library: str, size: int) -> tuple[list[dict[str, str]], Finished]:
     """All functions of a test file on ``size`` ranks: each rank's results, and how the job ended."""
     with tempfile.TemporaryDirectory() as folder:
-        job = mpirun(library, size, __file__, path, folder, str(size), TORCHRELAY_MPI_TIMEOUT_S="30")
+        command = (__file__, path, folder, str(size))
+        job = mpirun(library, size, *command, timeout_s=JOB_S, TORCHRELAY_MPI_TIMEOUT_S="30")
         results = []
         for rank in range(size):
             file = Path(folder) / f"{rank}.json"
