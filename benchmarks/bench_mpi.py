@@ -125,7 +125,8 @@ def measure(bare: Any, runs: dict[str, Callable[[], object]], rounds: int) -> di
         for _ in range(count):
             run()
         taken: float = (time.perf_counter() - start) / count
-        return max(bare.allgather(taken))
+        slowest: float = max(bare.allgather(taken))
+        return slowest
 
     counts = {
         name: min(MOST_CALLS, int(ROUND_S / seconds(run, 3)) + 1) if rounds > 1 else 1

@@ -149,3 +149,44 @@ TEST(sums_are_exact_over_a_network_that_delays_reorders_and_duplicates) {
 TEST(sums_are_exact_with_rare_rounds) {
   random_load(Techniques::kAll, {std::chrono::microseconds(500), 0.1, 3}, 2, 2, 150, 50);
 }
+
+// Workers that push without waiting are far ahead of what their nodes have handled: keys move on while
+// updates of their replicas are still queued, and what other workers are told of the key's place is newer
+// than those.
+TEST(sums_are_exact_when_updates_pile_up) {
+  constexpr std::uint64_t kKeys = 500;
+  constexpr std::size_t kBatch = 60, kSteps = 1500;
+  constexpr std::uint32_t kNodes = 3, kWorkers = 6;
+  for (std::uint32_t seed = 0; seed < 3; ++seed) {
+    Cluster cluster(kNodes, dense(kKeys, 1), {}, {});
+    std::vector<std::int64_t> batches(kWorkers * kSteps * kBatch), expected(kKeys, 0);
+    std::mt19937_64 random(seed);
+    for (auto& key : batches)
+      ++expected[static_cast<std::size_t>(key = static_cast<std::int64_t>(random() % kKeys))];
+    std::vector<std::thread> threads;
+    std::barrier all(kWorkers);
+    for (std::uint32_t w = 0; w < kWorkers; ++w)
+      threads.emplace_back([&, w] {
+        auto worker = cluster.worker(w % kNodes, w / kNodes);
+        const std::int64_t* mine = batches.data() + w * kSteps * kBatch;
+        std::vector<float> ones(kBatch * kLength, 1.0f);
+        for (std::size_t step = 0; step < kSteps; ++step) {
+          const auto clock = static_cast<std::int64_t>(step);
+          if (step + 3 < kSteps) worker->intent(mine + (step + 3) * kBatch, kBatch, clock + 3, clock + 5);
+          worker->access(Op::kPush, mine + step * kBatch, kBatch, reinterpret_cast<std::byte*>(ones.data()),
+                         ones.size() * sizeof(float), nullptr);
+          worker->advance_clock();
+        }
+        worker->wait_all();
+        worker->flush_updates();
+        all.arrive_and_wait();
+      });
+    for (auto& thread : threads) thread.join();
+    std::vector<std::int64_t> keys(kKeys);
+    for (std::size_t i = 0; i < kKeys; ++i) keys[i] = static_cast<std::int64_t>(i);
+    std::vector<float> sums(kKeys * kLength);
+    access(*cluster.worker(0, kWorkers), Op::kPull, keys, sums);
+    for (std::size_t i = 0; i < kKeys; ++i) CHECK(sums[i * kLength] == static_cast<float>(expected[i]));
+    for (const auto& store : cluster.stores) CHECK(store->total(kProtocolErrors) == 0);
+  }
+}

@@ -135,7 +135,12 @@ void Channel::handle_bundle(const Header& header, const Message& message) {
   for (std::uint32_t i = 0; i < header.count; ++i) {
     const auto record = reader.take<Record>();
     const std::byte* payload = reader.take_bytes(record.payload_bytes);
-    handle_record(record, payload, message);
+    try {
+      handle_record(record, payload, message);
+    } catch (const Error& error) {  // the other records are not to blame
+      if (error.code() != Code::kProtocol) throw;
+      store_->count(number_, kProtocolErrors, 1);
+    }
   }
 }
 
@@ -194,7 +199,7 @@ bool Channel::handle_at(std::int64_t number, const Record& record, const std::by
     return true;
   }
   if (store_->entry(number).state != State::kOwned)
-    route(record, payload, message);
+    pass_on(number, record, payload, message);
   else if (record.kind == RecordKind::kAcquire)
     owner_acquire(number, record);
   else if (record.kind == RecordKind::kUpdate)
@@ -202,6 +207,15 @@ bool Channel::handle_at(std::int64_t number, const Record& record, const std::by
   else
     owner_overwrite(number, record, payload);
   return true;
+}
+
+// To the owner, by an entry whose row is not here. Under the entry's lock.
+void Channel::pass_on(std::int64_t number, const Record& record, const std::byte* payload,
+                      const Message& message) {
+  const Control& mine = control(number);
+  if (record.kind == RecordKind::kAcquire || mine.passed != record.key)
+    return route(record, payload, message);
+  put(mine.passed_to, record, payload, record.payload_bytes);
 }
 
 void Channel::take_location(const Record& record) {

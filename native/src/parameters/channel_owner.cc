@@ -48,8 +48,9 @@ void Channel::transfer(std::int64_t number, std::uint32_t node) {
   if (shared(number) != nullptr) remove_replica(number, node);
   store_->free_slot(number_, number);
   entry.state = State::kAbsent;
-  entry.put(0);
-  entry.owner = static_cast<std::uint16_t>(node);
+  entry.put(kUsed);  // what is under way to us must still find where to go
+  entry.owner = control(number).passed_to = static_cast<std::uint16_t>(node);
+  control(number).passed = key;
   store_->location_counter(number).store(counter, std::memory_order_release);
   const std::uint32_t home = store_->home_of(key);
   if (home == node_ || home == node) return;

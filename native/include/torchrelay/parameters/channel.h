@@ -8,7 +8,10 @@
 //  the
 //    counter rises with each relocation, and the larger one is right. A node that is told to own a key it
 //    does not have yet parks what it is asked: the key is on its way to it.
-//  * The old owner sends the key before it sends anything that follows it there.
+//  * The old owner sends the key before it sends anything that follows it there. What a replica sends goes
+//  the
+//    way that the key itself went, not where others say that it is: so what was under way when the replica
+//    became the owner comes back to it, which counts on that.
 //  * A replica has a row and an accumulator. At most one update of it is under way; its copy is kept until
 //  the
 //    owner has acknowledged it, so that a refresh that was sent before the owner got it can be completed.
@@ -58,6 +61,7 @@ class Channel {
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr std::int64_t kNoKey = INT64_MIN;
 
   // The announcements of one worker; a larger incarnation is another process under the same number.
   struct Announcer {
@@ -74,6 +78,8 @@ class Channel {
     bool wanted = false;            // an acquire is under way
     bool leaving = false;           // the replica's last update has been sent
     bool overwritten = false;       // an overwrite is outstanding: refreshes sent before it are void
+    std::uint16_t passed_to = 0;    // whom this node sent `passed` when it last owned that
+    std::int64_t passed = kNoKey;   // the entry's key, unless it was another's then
   };
   struct Replica {
     std::uint32_t node;
@@ -138,6 +144,7 @@ class Channel {
   void goodbye();
   void take_goodbye(std::uint32_t sender, std::uint32_t lost);
   void lose(std::uint32_t node_and_how);
+  void pass_on(std::int64_t number, const Record& record, const std::byte* payload, const Message& message);
   void put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes);
   void send_outbox(std::uint32_t node);
   void send_outboxes();
