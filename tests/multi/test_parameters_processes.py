@@ -1,4 +1,4 @@
-"""Nodes as processes over ZeroMQ; several processes of a node on one slab."""
+"""Nodes as processes over ZeroMQ or plain sockets; several processes of a node on one slab."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from torchrelay.world import World
 PUSHES, BATCH, KEYS = 280, 60, 500  # 6 workers: 100,800 pushes
 
 
-@pytest.mark.processes(6)
-def test_asynchronous_pushes_of_three_nodes_with_two_processes_each_are_all_counted_once(
-    world: World,
-) -> None:
+def _push_and_count(world: World) -> None:
     place = start(KEYS, 2, node_of_rank=lambda rank: rank // 2)
     worker, keys = place.worker, torch.arange(KEYS)
     generator = torch.Generator().manual_seed(world.rank)
@@ -47,6 +44,15 @@ def test_asynchronous_pushes_of_three_nodes_with_two_processes_each_are_all_coun
     assert statistics["protocol_errors"] == 0
     worker.finalize()
     place.server.shutdown()
+
+
+@pytest.mark.parametrize("plain_sockets", ["0", "1"])
+def test_asynchronous_pushes_of_three_nodes_with_two_processes_each_are_all_counted_once(
+    run_processes, plain_sockets: str
+) -> None:
+    environ = {"TORCHRELAY_TRANSPORT_PLAIN_SOCKETS": plain_sockets}
+    for result in run_processes(_push_and_count, 6, environ=environ):
+        assert result.ok, result.error
 
 
 @pytest.mark.processes(2)
