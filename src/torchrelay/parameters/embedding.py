@@ -174,10 +174,9 @@ class _TableModule(nn.Module):
 
 
 class Embedding(_TableModule):
-    """As :class:`torch.nn.Embedding`, over a table.
+    """As :class:`torch.nn.Embedding`, over a table; arguments that are not listed are torch's.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq: as torch's.
         table: an existing table to look up in; default: a new one.
         optimizer: of the new table, see :mod:`torchrelay.parameters.optim`; default: Adagrad.
         init: of the new table; default: standard normal, as torch's.
