@@ -1,4 +1,20 @@
-"""What torchdistX has for training: optimizers and gradient reductions, each a module of its own.
+"""What torchdistX has for training: an optimizer, and gradient reductions that communicate less.
 
-Public: :mod:`.any_precision`, :mod:`.slowmo`, :mod:`.gossip`.
+Public: :class:`AnyPrecisionAdamW`; SlowMo (:class:`SlowMoState`, :func:`slowmo_hook`, :class:`SlowMomentumOptimizer`);
+GossipGraD (:class:`GossipGraDState`, :class:`Topology`, :func:`gossip_grad_hook`, :func:`get_num_modules`).
 """
+
+from torchrelay.deferred.training.any_precision import AnyPrecisionAdamW
+from torchrelay.deferred.training.gossip import GossipGraDState, Topology, get_num_modules, gossip_grad_hook
+from torchrelay.deferred.training.slowmo import SlowMomentumOptimizer, SlowMoState, slowmo_hook
+
+__all__ = [
+    "AnyPrecisionAdamW",
+    "GossipGraDState",
+    "SlowMoState",
+    "SlowMomentumOptimizer",
+    "Topology",
+    "get_num_modules",
+    "gossip_grad_hook",
+    "slowmo_hook",
+]
