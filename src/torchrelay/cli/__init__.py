@@ -9,7 +9,8 @@ import typer
 from torchrelay import __version__
 from torchrelay.cli.demo import demo
 from torchrelay.cli.doctor import doctor
-from torchrelay.errors import ArgumentError, ConfigError, DataError, TorchRelayError
+from torchrelay.cli.exit_codes import exit_code
+from torchrelay.errors import TorchRelayError
 
 __all__ = ["app", "main"]
 
@@ -47,4 +48,4 @@ def main() -> None:
         app()
     except TorchRelayError as error:
         typer.echo(f"torchrelay: {error}", err=True)
-        sys.exit(2 if isinstance(error, ArgumentError | ConfigError | DataError) else 1)
+        sys.exit(exit_code(error))

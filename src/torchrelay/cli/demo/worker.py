@@ -38,8 +38,9 @@ from torchrelay.cli.demo.training import (
     compare_steps,
 )
 from torchrelay.cli.demo.triples import Graph, read_graph
+from torchrelay.cli.exit_codes import exit_code
 from torchrelay.deferred import deferred_init, materialize_module
-from torchrelay.errors import ArgumentError, ConfigError, DataError, TorchRelayError
+from torchrelay.errors import TorchRelayError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
 
@@ -214,7 +215,7 @@ def main() -> None:
     except TorchRelayError as error:
         # One write, so that the lines of ranks that fail at the same moment stay apart; print makes two.
         sys.stderr.write(f"torchrelay demo, rank {world.rank}: {error}\n")
-        sys.exit(2 if isinstance(error, ArgumentError | ConfigError | DataError) else 1)
+        sys.exit(exit_code(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
