@@ -151,10 +151,8 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(
         self, tensors: Any, root: Any = None, op: Any = None, timeout: Any = None, *, opts: Any = None
     ) -> dist.Work:
-        tensors, opts = (
-            one_or_more(tensors),
-            rooted(dist.ReduceOptions(), root if opts is None else opts, op, timeout),
-        )
+        tensors = one_or_more(tensors)
+        opts = rooted(dist.ReduceOptions(), root if opts is None else opts, op, timeout)
         op, _, _ = _reduction(opts)
         root = int(opts.rootRank)
         tensor = _single(tensors, "reduce")
