@@ -13,10 +13,31 @@ import torch
 from torchrelay import _native, config
 from torchrelay.parameters import Server, Topology, Worker
 
-__all__ = ["SETTINGS", "STORMY", "eventually", "on_nodes", "pulled"]
+__all__ = ["SETTINGS", "STORMY", "eventually", "in_threads", "on_nodes", "pulled"]
 
 SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)  # type: ignore[type-var]
 STORMY = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
+
+
+def in_threads(bodies: list[Callable[[], Any]]) -> list[Any]:
+    """Runs all bodies at once; their results, or the first one's error."""
+    results: list[Any] = [None] * len(bodies)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = bodies[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def on_nodes(
@@ -30,27 +51,16 @@ def on_nodes(
     """Runs ``body`` on every node at once; what each returned. The first error of any is raised."""
     fields.setdefault("settings", SETTINGS)
     topologies = Topology.in_memory(num_nodes, network, **fields)
-    results: list[Any] = [None] * num_nodes
-    errors: list[BaseException] = []
 
-    def run(node: int) -> None:
-        try:
-            server = Server(**table, topology=topologies[node])
-            worker = Worker(0, server)
-            results[node] = body(server, worker)
-            worker.finalize()
-            server.shutdown()
-        except BaseException as error:
-            errors.append(error)
+    def run(node: int) -> Any:
+        server = Server(**table, topology=topologies[node])
+        worker = Worker(0, server)
+        result = body(server, worker)
+        worker.finalize()
+        server.shutdown()
+        return result
 
-    threads = [threading.Thread(target=run, args=(node,)) for node in range(num_nodes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    return in_threads([lambda node=node: run(node) for node in range(num_nodes)])
 
 
 def pulled(

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from nodes import in_threads
 from torchrelay import _native
 from torchrelay.errors import (
     ArgumentError,
@@ -33,27 +32,6 @@ from torchrelay.transport import (
 
 SETTINGS = TransportSettings(heartbeat_s=0.2, silence_s=30)
 TOKEN = bytes(16)
-
-
-def in_threads(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Runs all bodies at once; their results, or the first one's error."""
-    results: list[Any] = [None] * len(bodies)
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            results[index] = bodies[index]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 @contextmanager
