@@ -94,10 +94,9 @@ SessionToken token_of(const nb::bytes& token) {
   return result;
 }
 
-void make_tcp_network(TcpNetwork* self, const nb::bytes& token, const std::string& interface,
-                      std::size_t max_message_bytes, bool local_sockets, double silence_s, double linger_s,
-                      double spin_s) {
-  TcpOptions options;
+void set_common(NetworkOptions& options, const nb::bytes& token, const std::string& interface,
+                std::size_t max_message_bytes, bool local_sockets, double silence_s, double linger_s,
+                double spin_s) {
   options.token = token_of(token);
   options.interface = interface;
   options.max_message_bytes = max_message_bytes;
@@ -105,6 +104,13 @@ void make_tcp_network(TcpNetwork* self, const nb::bytes& token, const std::strin
   options.silence = to_milliseconds(silence_s);
   options.linger = to_milliseconds(linger_s);
   options.spin = to_microseconds(spin_s);
+}
+
+void make_tcp_network(TcpNetwork* self, const nb::bytes& token, const std::string& interface,
+                      std::size_t max_message_bytes, bool local_sockets, double silence_s, double linger_s,
+                      double spin_s) {
+  NetworkOptions options;
+  set_common(options, token, interface, max_message_bytes, local_sockets, silence_s, linger_s, spin_s);
   new (self) TcpNetwork(options);
 }
 
@@ -113,14 +119,8 @@ void make_zmq_network(ZmqNetwork* self, const std::string& library_path, const n
                       double heartbeat_s, double silence_s, double linger_s, double spin_s, int io_threads,
                       const std::string& curve_public_key, const std::string& curve_secret_key) {
   ZmqOptions options;
-  options.token = token_of(token);
-  options.interface = interface;
-  options.max_message_bytes = max_message_bytes;
-  options.local_sockets = local_sockets;
+  set_common(options, token, interface, max_message_bytes, local_sockets, silence_s, linger_s, spin_s);
   options.heartbeat = to_milliseconds(heartbeat_s);
-  options.silence = to_milliseconds(silence_s);
-  options.linger = to_milliseconds(linger_s);
-  options.spin = to_microseconds(spin_s);
   options.curve_public_key = curve_public_key;
   options.curve_secret_key = curve_secret_key;
   new (self) ZmqNetwork(std::make_shared<ZmqContext>(library_path, io_threads), options);
@@ -169,7 +169,7 @@ void register_endpoint(nb::module_& module) {
   nb::class_<TcpNetwork, Network>(module, "TcpNetwork",
                                   "Endpoints over plain sockets; see transport.plain_network.")
       .def("__init__", &make_tcp_network, nb::kw_only(), "token"_a, "interface"_a = "127.0.0.1",
-           "max_message_bytes"_a = TcpOptions().max_message_bytes, "local_sockets"_a = true,
+           "max_message_bytes"_a = NetworkOptions().max_message_bytes, "local_sockets"_a = true,
            "silence_s"_a = 10.0, "linger_s"_a = 1.0, "spin_s"_a = 0.0)
       .def_prop_ro("ignored_connections", &TcpNetwork::ignored_connections);
 

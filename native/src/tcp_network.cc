@@ -17,7 +17,7 @@
 namespace torchrelay {
 
 struct TcpNetwork::State {
-  TcpOptions options;
+  NetworkOptions options;
   std::string namespace_id = network_namespace();
   std::atomic<std::uint64_t> ignored_connections = 0;
   Flusher flusher;
@@ -37,7 +37,7 @@ class Inbound {
  public:
   enum class Result { kAlive, kEnded, kStranger };
 
-  Inbound(Descriptor socket, const TcpOptions& options)
+  Inbound(Descriptor socket, const NetworkOptions& options)
       : socket_(std::move(socket)), options_(&options), buffer_(new std::byte[kBufferBytes]) {}
 
   int fd() const { return socket_.get(); }
@@ -108,7 +108,7 @@ class Inbound {
   }
 
   Descriptor socket_;
-  const TcpOptions* options_;
+  const NetworkOptions* options_;
   std::unique_ptr<std::byte[]> buffer_;
   std::size_t filled_ = 0;
   Message large_;  // being received, past the buffer
@@ -263,7 +263,7 @@ class TcpEndpoint final : public Endpoint {
 
 }  // namespace
 
-TcpNetwork::TcpNetwork(TcpOptions options) : state_(std::make_shared<State>()) {
+TcpNetwork::TcpNetwork(NetworkOptions options) : state_(std::make_shared<State>()) {
   state_->options = std::move(options);
 }
 

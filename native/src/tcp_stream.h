@@ -56,7 +56,8 @@ class Flusher;
 // order.
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
-  Stream(const TcpOptions& options, const SocketAddress& address) : options_(options), address_(address) {}
+  Stream(const NetworkOptions& options, const SocketAddress& address)
+      : options_(options), address_(address) {}
 
   // Never blocks.
   void send(Message message, Flusher& flusher);
@@ -86,7 +87,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool write_some(Item& item);
   void broken();
 
-  const TcpOptions options_;
+  const NetworkOptions options_;
   const SocketAddress address_;
   std::mutex mutex_;
   Descriptor socket_;

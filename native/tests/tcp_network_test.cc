@@ -1,7 +1,5 @@
 #include "torchrelay/tcp_network.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -9,45 +7,20 @@
 #include <vector>
 
 #include "check.h"
+#include "endpoints.h"
 
 using namespace std::chrono_literals;
 using torchrelay::Code;
-using torchrelay::Endpoint;
 using torchrelay::Message;
+using torchrelay::NetworkOptions;
 using torchrelay::TcpNetwork;
-using torchrelay::TcpOptions;
-
-namespace {
-
-Message message(const std::string& text) {
-  Message result = Message::allocate(text.size());
-  std::memcpy(result.data(), text.data(), text.size());
-  return result;
-}
-
-std::string receive(Endpoint& endpoint, std::chrono::microseconds timeout = 10s) {
-  Message result;
-  if (!endpoint.receive(result, timeout)) return "(nothing)";
-  return {reinterpret_cast<const char*>(result.data()), result.size_bytes()};
-}
-
-// A connected socket to the endpoint's port, as a stranger would make it.
-int stranger_socket(const Endpoint& endpoint) {
-  const std::string address = endpoint.address().substr(0, endpoint.address().find('|'));
-  sockaddr_in target{};
-  target.sin_family = AF_INET;
-  target.sin_port = htons(static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
-  target.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  CHECK(::connect(fd, reinterpret_cast<sockaddr*>(&target), sizeof target) == 0);
-  return fd;
-}
-
-}  // namespace
+using torchrelay::testing::message;
+using torchrelay::testing::receive;
+using torchrelay::testing::stranger_socket;
 
 TEST(messages_arrive_in_order_over_tcp_and_unix_sockets) {
   for (const bool local : {false, true}) {
-    TcpOptions options;
+    NetworkOptions options;
     options.local_sockets = local;
     TcpNetwork net(options);
     auto a = net.open("a"), b = net.open("b");
@@ -65,7 +38,7 @@ TEST(messages_arrive_in_order_over_tcp_and_unix_sockets) {
 // The receiver is slower than the sender, whose sockets fill up.
 TEST(what_a_socket_does_not_take_at_once_arrives_in_order) {
   for (const bool local : {false, true}) {
-    TcpOptions options;
+    NetworkOptions options;
     options.local_sockets = local;
     TcpNetwork net(options);
     auto a = net.open("a"), b = net.open("b");
@@ -80,7 +53,7 @@ TEST(what_a_socket_does_not_take_at_once_arrives_in_order) {
 }
 
 TEST(an_endpoint_that_closes_sends_what_it_has) {
-  TcpNetwork net(TcpOptions{});
+  TcpNetwork net(NetworkOptions{});
   auto b = net.open("b");
   std::thread sender([&] {
     auto a = net.open("a");
@@ -92,7 +65,7 @@ TEST(an_endpoint_that_closes_sends_what_it_has) {
 }
 
 TEST(a_message_to_nobody_is_given_up_when_its_sender_closes) {
-  TcpOptions options;
+  NetworkOptions options;
   options.local_sockets = false;
   options.linger = 50ms;
   TcpNetwork net(options);
@@ -106,7 +79,7 @@ TEST(a_message_to_nobody_is_given_up_when_its_sender_closes) {
 }
 
 TEST(later_messages_come_on_a_new_connection_when_one_broke) {
-  TcpOptions options, small;
+  NetworkOptions options, small;
   small.max_message_bytes = 1000;
   TcpNetwork net(options), narrow(small);
   auto a = net.open("a"), b = narrow.open("b");
@@ -126,7 +99,7 @@ TEST(later_messages_come_on_a_new_connection_when_one_broke) {
 }
 
 TEST(receive_times_out) {
-  TcpNetwork net(TcpOptions{});
+  TcpNetwork net(NetworkOptions{});
   auto a = net.open("a");
   const auto start = std::chrono::steady_clock::now();
   CHECK(receive(*a, 20ms) == "(nothing)");
@@ -134,7 +107,7 @@ TEST(receive_times_out) {
 }
 
 TEST(peers_can_be_replaced_and_disconnected) {
-  TcpNetwork net(TcpOptions{});
+  TcpNetwork net(NetworkOptions{});
   auto a = net.open("a"), b = net.open("b"), c = net.open("c");
   a->connect(0, b->address());
   a->connect(0, c->address());
@@ -147,9 +120,9 @@ TEST(peers_can_be_replaced_and_disconnected) {
 }
 
 TEST(another_token_is_a_stranger) {
-  TcpOptions other;
+  NetworkOptions other;
   other.token[3] = 1;
-  TcpNetwork net(TcpOptions{}), strangers(other);
+  TcpNetwork net(NetworkOptions{}), strangers(other);
   auto a = net.open("a"), b = net.open("b"), stranger = strangers.open("s");
   stranger->connect(0, b->address());
   stranger->send(0, message("let me in"));
@@ -161,7 +134,7 @@ TEST(another_token_is_a_stranger) {
 }
 
 TEST(hostile_bytes_and_silent_strangers_do_nothing) {
-  TcpNetwork net(TcpOptions{});
+  TcpNetwork net(NetworkOptions{});
   auto a = net.open("a"), b = net.open("b");
   std::vector<int> silent;
   for (unsigned seed = 0; seed < 100; ++seed) {
@@ -181,21 +154,6 @@ TEST(hostile_bytes_and_silent_strangers_do_nothing) {
 }
 
 TEST(many_senders_reach_one_receiver) {
-  TcpNetwork net(TcpOptions{});
-  auto receiver = net.open("r");
-  const std::string address = receiver->address();
-  std::vector<std::thread> senders;
-  for (int s = 0; s < 4; ++s)
-    senders.emplace_back([&net, &address, s] {
-      auto endpoint = net.open("s");
-      endpoint->connect(0, address);
-      for (int i = 0; i < 500; ++i) endpoint->send(0, message(std::to_string(s) + ":" + std::to_string(i)));
-    });
-  int next[4] = {};
-  for (int n = 0; n < 2000; ++n) {
-    const std::string text = receive(*receiver);
-    const int s = text[0] - '0';
-    CHECK(s >= 0 && s < 4 && text.substr(2) == std::to_string(next[s]++));
-  }
-  for (auto& sender : senders) sender.join();
+  TcpNetwork net(NetworkOptions{});
+  torchrelay::testing::many_senders_reach_one_receiver(net);
 }

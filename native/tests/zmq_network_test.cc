@@ -1,8 +1,6 @@
 // Needs the path of a libzmq 4.3 in the environment variable TORCHRELAY_LIBZMQ; the pyzmq wheel carries one.
 #include "torchrelay/zmq_network.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -10,14 +8,17 @@
 #include <thread>
 
 #include "check.h"
+#include "endpoints.h"
 
 using namespace std::chrono_literals;
 using torchrelay::Code;
-using torchrelay::Endpoint;
 using torchrelay::Message;
 using torchrelay::ZmqContext;
 using torchrelay::ZmqNetwork;
 using torchrelay::ZmqOptions;
+using torchrelay::testing::message;
+using torchrelay::testing::receive;
+using torchrelay::testing::stranger_socket;
 
 namespace {
 
@@ -34,18 +35,6 @@ std::shared_ptr<ZmqContext> context() {
 }
 
 ZmqNetwork network(const ZmqOptions& options = {}) { return ZmqNetwork(context(), options); }
-
-Message message(const std::string& text) {
-  Message result = Message::allocate(text.size());
-  std::memcpy(result.data(), text.data(), text.size());
-  return result;
-}
-
-std::string receive(Endpoint& endpoint, std::chrono::microseconds timeout = 10s) {
-  Message result;
-  if (!endpoint.receive(result, timeout)) return "(nothing)";
-  return {reinterpret_cast<const char*>(result.data()), result.size_bytes()};
-}
 
 std::string tcp_only(const std::string& address) { return address.substr(0, address.find('|')); }
 
@@ -192,14 +181,8 @@ TEST(hostile_bytes_on_the_port_do_nothing) {
   auto net = network(options);
   auto a = net.open("a"), b = net.open("b");
   const std::string address = b->address();
-  const auto port = static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1)));
   for (unsigned seed = 0; seed < 20; ++seed) {
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
-    sockaddr_in target{};
-    target.sin_family = AF_INET;
-    target.sin_port = htons(port);
-    target.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    CHECK(::connect(fd, reinterpret_cast<sockaddr*>(&target), sizeof target) == 0);
+    const int fd = stranger_socket(*b);
     std::string bytes(1000, '\0');
     for (auto& byte : bytes) byte = static_cast<char>(rand_r(&seed));
     if (seed % 2 == 0) bytes.replace(0, 12, std::string("\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00", 12));
@@ -213,20 +196,5 @@ TEST(hostile_bytes_on_the_port_do_nothing) {
 
 TEST(many_senders_reach_one_receiver) {
   auto net = network();
-  auto receiver = net.open("r");
-  const std::string address = receiver->address();
-  std::vector<std::thread> senders;
-  for (int s = 0; s < 4; ++s)
-    senders.emplace_back([&net, &address, s] {
-      auto endpoint = net.open("s");
-      endpoint->connect(0, address);
-      for (int i = 0; i < 500; ++i) endpoint->send(0, message(std::to_string(s) + ":" + std::to_string(i)));
-    });
-  int next[4] = {};
-  for (int n = 0; n < 2000; ++n) {
-    const std::string text = receive(*receiver);
-    const int s = text[0] - '0';
-    CHECK(s >= 0 && s < 4 && text.substr(2) == std::to_string(next[s]++));
-  }
-  for (auto& sender : senders) sender.join();
+  torchrelay::testing::many_senders_reach_one_receiver(net);
 }

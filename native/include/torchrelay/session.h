@@ -2,12 +2,24 @@
 #pragma once
 
 #include <array>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
 namespace torchrelay {
 
 using SessionToken = std::array<unsigned char, 16>;
+
+struct NetworkOptions {
+  std::string interface = "127.0.0.1";  // an address or a device name ("eth0") that peers can reach
+  bool local_sockets = true;            // Unix sockets to peers of the same network namespace
+  SessionToken token{};
+  std::size_t max_message_bytes = std::size_t{1} << 30;
+  std::chrono::milliseconds linger{1000};    // how long closing waits for messages that were not sent yet
+  std::chrono::milliseconds silence{10000};  // a connection whose peer shows no life is given up after this
+  std::chrono::microseconds spin{0};         // receive() polls for this long before it sleeps
+};
 
 // Precedes what a peer says. In the byte order of all machines we run on, little-endian.
 struct Preamble {

@@ -12,7 +12,6 @@
 // a new connection, so who must not lose any numbers them (courier.h).
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -24,20 +23,9 @@ namespace torchrelay {
 
 inline constexpr std::uint16_t kTcpProtocolVersion = 1;
 
-struct TcpOptions {
-  std::string interface = "127.0.0.1";  // an address or a device name ("eth0") that peers can reach
-  bool local_sockets = true;            // Unix sockets to peers of the same network namespace
-  SessionToken token{};
-  std::size_t max_message_bytes = std::size_t{1} << 30;
-  std::chrono::milliseconds linger{1000};  // how long closing waits for messages that were not sent yet
-  std::chrono::milliseconds silence{
-      10000};                         // a connection is given up if nothing is acknowledged for so long
-  std::chrono::microseconds spin{0};  // receive() polls for this long before it sleeps
-};
-
 class TcpNetwork final : public Network {
  public:
-  explicit TcpNetwork(TcpOptions options);
+  explicit TcpNetwork(NetworkOptions options);
   ~TcpNetwork() override;
 
   // Throws kUnavailable if the interface cannot be bound. Endpoints keep what they need of this object.

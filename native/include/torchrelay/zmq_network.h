@@ -20,15 +20,8 @@ namespace torchrelay {
 
 inline constexpr std::uint16_t kZmqProtocolVersion = 1;
 
-struct ZmqOptions {
-  std::string interface = "127.0.0.1";  // an address or a device name ("eth0") that peers can reach
-  bool local_sockets = true;            // Unix sockets to peers of the same network namespace
-  SessionToken token{};
-  std::size_t max_message_bytes = std::size_t{1} << 30;
-  std::chrono::milliseconds linger{1000};     // how long closing waits for messages that were not sent yet
+struct ZmqOptions : NetworkOptions {
   std::chrono::milliseconds heartbeat{2000};  // a connection without traffic is probed this often; 0: never
-  std::chrono::milliseconds silence{10000};   // and closed after this
-  std::chrono::microseconds spin{0};          // receive() polls for this long before it sleeps
   std::string curve_public_key;               // of the session, Z85, 40 characters; empty: no encryption
   std::string curve_secret_key;
 };

@@ -5,21 +5,17 @@
 // number on all nodes talk to each other, in order and exactly once (courier.h). What the protocol rests on:
 //
 //  * The owner has the master copy and decides. What is meant for the owner is routed by (owner, counter):
-//  the
-//    counter rises with each relocation, and the larger one is right. A node that is told to own a key it
-//    does not have yet parks what it is asked: the key is on its way to it.
+//    the counter rises with each relocation, and the larger one is right. A node that is told to own a key
+//    it does not have yet parks what it is asked: the key is on its way to it.
 //  * The old owner sends the key before it sends anything that follows it there. What a replica sends goes
-//  the
-//    way that the key itself went, not where others say that it is: so what was under way when the replica
-//    became the owner comes back to it, which counts on that.
+//    the way that the key itself went, not where others say that it is: so what was under way when the
+//    replica became the owner comes back to it, which counts on that.
 //  * A replica has a row and an accumulator. At most one update of it is under way; its copy is kept until
-//  the
-//    owner has acknowledged it, so that a refresh that was sent before the owner got it can be completed.
+//    the owner has acknowledged it, so that a refresh that was sent before the owner got it can be completed.
 //  * A replica is given up by an update marked as its last. Until it is acknowledged, and as long as more is
 //    pushed, the row stays and is read: what a worker wrote, it reads.
 //  * An answer to a node that holds a replica of the key goes through that node's channel, behind a refresh,
-//  so
-//    that no worker sees a replica older than what it has already been told.
+//    so that no worker sees a replica older than what it has already been told.
 #pragma once
 
 #include <atomic>
