@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend
-from torchrelay.errors import MismatchError, UnsupportedError
+from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 from torchrelay.world import World
 
 MINUTE = timedelta(seconds=60)
@@ -60,6 +60,52 @@ def test_a_group_takes_plain_arguments(world: World) -> None:
         assert output.eq(2 * world.rank).all()
         group.reduce_scatter([output], [pieces], dist.ReduceScatterOptions()).wait()
         assert output.eq(2 * world.rank).all()
+
+
+@pytest.mark.processes(2)
+def test_gather_scatter_and_all_to_all_take_plain_arguments(world: World) -> None:
+    """On Gloo too, as above."""
+    for group in (start(world), dist.new_group(backend="gloo")):
+        own = torch.full((2,), float(world.rank + 1))
+        pieces = [torch.zeros(2), torch.zeros(2)] if world.rank == 1 else []
+        for more in ((), (MINUTE,)):
+            group.gather(pieces, own, 1, *more).wait()
+            assert [piece.tolist() for piece in pieces] == ([[1, 1], [2, 2]] if world.rank == 1 else [])
+        gathering = dist.GatherOptions()
+        gathering.rootRank = 1
+        group.gather([pieces] if pieces else [], [own.mul_(3)], gathering).wait()
+        group.gather([pieces] if pieces else [], [own], opts=gathering).wait()
+        assert [piece.tolist() for piece in pieces] == ([[3, 3], [6, 6]] if world.rank == 1 else [])
+
+        output = torch.zeros(2)
+        group.scatter(output, pieces, 1).wait()
+        assert output.eq(3 * (world.rank + 1)).all()
+        group.scatter(output.zero_(), pieces, root=1, timeout=MINUTE).wait()
+        assert output.eq(3 * (world.rank + 1)).all()
+        scattering = dist.ScatterOptions()
+        scattering.rootRank = 1
+        group.scatter([output.zero_()], [pieces] if pieces else [], scattering).wait()
+        assert output.eq(3 * (world.rank + 1)).all()
+
+        for more in ((), (MINUTE,)):
+            group.alltoall_base(output.zero_(), own, [1, 1], [1, 1], *more).wait()
+            assert output.tolist() == [3, 6]
+        group.alltoall_base(output.zero_(), own, [], [], timeout=MINUTE).wait()
+        assert output.tolist() == [3, 6]
+
+
+@pytest.mark.processes(2)
+def test_one_tensor_is_needed_for_each_rank(world: World) -> None:
+    group = start(world)
+    tensor = torch.ones(2)
+    with pytest.raises(ArgumentError, match="gather: 1 outputs for a group of 2 ranks"):
+        group.gather([tensor], tensor, world.rank)
+    with pytest.raises(ArgumentError, match="scatter: 3 inputs for a group of 2 ranks"):
+        group.scatter(tensor, [tensor] * 3, world.rank)
+    with pytest.raises(ArgumentError, match="all_gather: 1 outputs"):
+        group.allgather([tensor], tensor)
+    with pytest.raises(ArgumentError, match="all_to_all: 0 inputs"):
+        group.alltoall([tensor, tensor], [])
 
 
 def sparse(rank: int, dense: tuple[int, ...], dtype: torch.dtype, count: int) -> torch.Tensor:

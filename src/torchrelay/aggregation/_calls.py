@@ -1,13 +1,40 @@
-"""c10d's two ways to call a group: with an options object, as its functions do, or with plain arguments."""
+"""The arguments of calls: c10d's two ways to give them, and what must hold of them.
+
+Its functions call a group with an options object; users may also give plain arguments.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["one_or_more", "reduction", "rooted", "timed"]
+from torchrelay._native import Op
+from torchrelay.aggregation._dtypes import OPS
+from torchrelay.errors import ArgumentError
+
+__all__ = [
+    "Tensors",
+    "asked",
+    "check_message",
+    "one_a_rank",
+    "one_block_a_rank",
+    "one_or_more",
+    "reduction",
+    "rooted",
+    "same_dtype",
+    "single",
+    "split",
+    "split_rows",
+    "timed",
+]
+
+Tensors = Sequence[torch.Tensor]
+
+_PREMUL_SUM = 8
 
 
 def one_or_more(tensors: Any) -> Any:
@@ -48,3 +75,83 @@ def rooted(fresh: Any, given: Any, op: Any, timeout: timedelta | None) -> Any:
     if op is not None:
         fresh.reduceOp = op
     return timed(fresh, None, timeout)
+
+
+def asked(opts: Any) -> tuple[Op | float, timedelta, bool]:
+    """The op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
+    if opts is None:
+        opts = dist.AllreduceOptions()
+    reduce_op = opts.reduceOp
+    value = reduce_op.op.value
+    block = not getattr(opts, "asyncOp", True)
+    if value == _PREMUL_SUM:
+        return float(reduce_op.factor), opts.timeout, block
+    return OPS[value], opts.timeout, block
+
+
+def single(tensors: Tensors, operation: str) -> torch.Tensor:
+    """The only tensor."""
+    if len(tensors) != 1:
+        raise ArgumentError(f"{operation} takes one tensor, not {len(tensors)}")
+    return tensors[0]
+
+
+def same_dtype(tensors: Tensors, operation: str) -> None:
+    """Raises ArgumentError if the tensors of one call differ in dtype."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ArgumentError(
+            f"{operation}: all tensors of one call must have one dtype, but these have {names}"
+        )
+
+
+def one_a_rank(tensors: Tensors, ranks: int, operation: str, which: str) -> Tensors:
+    """The tensors, if there is one for each rank."""
+    if len(tensors) != ranks:
+        raise ArgumentError(f"{operation}: {len(tensors)} {which} for a group of {ranks} ranks")
+    return tensors
+
+
+def one_block_a_rank(inputs: Tensors, ranks: int, output: torch.Tensor, operation: str) -> None:
+    """Raises ArgumentError if there is not one input of the output's size for each rank."""
+    same_dtype([*inputs, output], operation)
+    if len(inputs) != ranks or any(block.numel() != output.numel() for block in inputs):
+        raise ArgumentError(
+            f"{operation}: {ranks} inputs of {output.numel()} elements are needed, one for each rank; "
+            f"got sizes {[block.numel() for block in inputs]}"
+        )
+
+
+def split(whole: torch.Tensor, ranks: int, block: torch.Tensor, operation: str) -> list[torch.Tensor]:
+    """``whole`` as one flat piece a rank, each of ``block``'s size."""
+    if whole.numel() != block.numel() * ranks:
+        raise ArgumentError(
+            f"{operation}: a tensor of {whole.numel()} elements is not {ranks} ranks x {block.numel()} elements"
+        )
+    flat = whole.reshape(-1)
+    return [flat.narrow(0, r * block.numel(), block.numel()) for r in range(ranks)]
+
+
+def split_rows(tensor: torch.Tensor, ranks: int, splits: Sequence[int], which: str) -> list[torch.Tensor]:
+    """``splits[r]`` rows for rank r; the same number for each where none are given."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not splits:
+        if rows % ranks:
+            raise ArgumentError(
+                f"all_to_all_single: {rows} {which} rows cannot be split evenly over {ranks} ranks"
+            )
+        splits = [rows // ranks] * ranks
+    if len(splits) != ranks or sum(splits) != rows:
+        raise ArgumentError(
+            f"all_to_all_single: {which} splits {list(splits)} do not add up to {rows} rows on {ranks} ranks"
+        )
+    return list(torch.split(tensor, list(splits))) if rows else [tensor] * ranks
+
+
+def check_message(peer: int, ranks: int, tag: int, operation: str) -> None:
+    """Raises ArgumentError if there is no such rank or the tag is negative."""
+    if not 0 <= peer < ranks:
+        raise ArgumentError(f"{operation}: there is no rank {peer} in a group of {ranks}")
+    if tag < 0:
+        raise ArgumentError(f"{operation}: a tag must be 0 or more, not {tag}")

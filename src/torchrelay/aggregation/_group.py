@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchrelay.aggregation._calls import one_or_more, reduction, rooted, timed
-from torchrelay.aggregation._dtypes import NATIVE, OPS, as_native
+from torchrelay.aggregation import _calls as calls
+from torchrelay.aggregation._calls import Tensors
+from torchrelay.aggregation._dtypes import NATIVE, as_native
 from torchrelay.aggregation._plane import Op, Plane, PlaneStats, Ticket
 from torchrelay.aggregation._sparse import all_reduce_sparse
-from torchrelay.aggregation._staging import Staging, is_plain, same_dtype
+from torchrelay.aggregation._staging import Staging, is_plain
 from torchrelay.aggregation._work import DoneWork, PendingWork, TransferWork, seconds
 from torchrelay.errors import ArgumentError
 from torchrelay.telemetry import listening, span
@@ -29,15 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LIVING", "SmlGroup"]
 
-Tensors = Sequence[torch.Tensor]
 Launch = Callable[[float, bool], Ticket | None]
 
-_PREMUL_SUM = 8
 _ANY_DTYPE = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX)
 _DONE = DoneWork()
 _AllreduceOptions = dist.AllreduceOptions
 
-# c10d declares each method with overloads for callers; a group implements the one form that c10d calls.
+# c10d declares each method with overloads; here one method takes all forms.
 _ProcessGroup: Any = dist.ProcessGroup
 _AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
 
@@ -109,8 +108,9 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> dist.Work:
         if type(opts) is not _AllreduceOptions:
-            tensors, opts = one_or_more(tensors), reduction(_AllreduceOptions(), opts, op, timeout)
-        native_op, given, block = _reduction(opts)
+            tensors = calls.one_or_more(tensors)
+            opts = calls.reduction(_AllreduceOptions(), opts, op, timeout)
+        native_op, given, block = calls.asked(opts)
         tensor = tensors[0]
         if (
             block
@@ -151,11 +151,11 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(
         self, tensors: Any, root: Any = None, op: Any = None, timeout: Any = None, *, opts: Any = None
     ) -> dist.Work:
-        tensors = one_or_more(tensors)
-        opts = rooted(dist.ReduceOptions(), root if opts is None else opts, op, timeout)
-        op, _, _ = _reduction(opts)
+        tensors = calls.one_or_more(tensors)
+        opts = calls.rooted(dist.ReduceOptions(), root if opts is None else opts, op, timeout)
+        op, _, _ = calls.asked(opts)
         root = int(opts.rootRank)
-        tensor = _single(tensors, "reduce")
+        tensor = calls.single(tensors, "reduce")
         staging = Staging()
         buffer = staging.inout(tensor) if self._rank == root else staging.input(tensor)
         native, native_op = _reducible(buffer, op, in_place=self._rank == root)
@@ -169,17 +169,19 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = reduction(dist.ReduceScatterOptions(), opts, op, timeout)
+        opts = calls.reduction(dist.ReduceScatterOptions(), opts, op, timeout)
         return self._reduce_scatter(list(zip(outputs, inputs, strict=True)), opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self._reduce_scatter([(output, self._split(tensor, output, "reduce_scatter_tensor"))], opts)
+        return self._reduce_scatter(
+            [(output, calls.split(tensor, self._size, output, "reduce_scatter_tensor"))], opts
+        )
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         pairs = [
-            (output, self._split(tensor, output, "reduce_scatter_tensor"))
+            (output, calls.split(tensor, self._size, output, "reduce_scatter_tensor"))
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
         return self._reduce_scatter(pairs, opts)
@@ -188,11 +190,11 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _reduce_scatter(self, pairs: Sequence[tuple[torch.Tensor, Tensors]], opts: Any) -> dist.Work:
-        op, _, _ = _reduction(opts)
+        op, _, _ = calls.asked(opts)
         staging = Staging()
         launches = []
         for output, inputs in pairs:
-            self._check_blocks(inputs, output, "reduce_scatter")
+            calls.one_block_a_rank(inputs, self._size, output, "reduce_scatter")
             into, native_op = _reducible(staging.output(output), op, in_place=True, scale=False)
             blocks = [_reducible(staging.input(block), op, in_place=False)[0] for block in inputs]
             staging.kept += blocks
@@ -206,8 +208,8 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(
         self, tensors: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
     ) -> dist.Work:
-        tensors = one_or_more(tensors)
-        opts = rooted(dist.BroadcastOptions(), root if opts is None else opts, None, timeout)
+        tensors = calls.one_or_more(tensors)
+        opts = calls.rooted(dist.BroadcastOptions(), root if opts is None else opts, None, timeout)
         staging = Staging()
         root = int(opts.rootRank)
         is_root = root == self._rank
@@ -218,7 +220,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = timed(_AllgatherOptions(), opts, timeout)
+        opts = calls.timed(_AllgatherOptions(), opts, timeout)
         return self._all_gather(list(zip(outputs, inputs, strict=True)), opts)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -230,25 +232,20 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         return self._all_gather_single(list(zip(outputs, inputs, strict=True)), opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self._all_gather(list(zip(*outputs, strict=True)) and self._by_input(outputs, inputs), opts)
+        """``outputs`` is a list for each rank, not for each input."""
+        return self._all_gather(list(zip(zip(*outputs, strict=True), inputs, strict=True)), opts)
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
-
-    def _by_input(self, outputs: Sequence[Tensors], inputs: Tensors) -> list[tuple[Tensors, torch.Tensor]]:
-        """c10d's coalesced form has a list of outputs for each rank, not for each input."""
-        return [([row[i] for row in outputs], tensor) for i, tensor in enumerate(inputs)]
 
     def _all_gather(self, pairs: list[tuple[Tensors, torch.Tensor]], opts: Any) -> dist.Work:
         staging = Staging()
         launches = []
         for outputs, tensor in pairs:
-            if len(outputs) != self._size:
-                raise ArgumentError(
-                    f"all_gather: {len(outputs)} output tensors for a group of {self._size} ranks"
-                )
-            same_dtype([*outputs, tensor], "all_gather")
-            buffers = [staging.output(output) for output in outputs]
+            calls.same_dtype([*outputs, tensor], "all_gather")
+            buffers = [
+                staging.output(out) for out in calls.one_a_rank(outputs, self._size, "all_gather", "outputs")
+            ]
             source = staging.input(tensor)
             launches.append(lambda t, b, x=buffers, y=source: self._plane.all_gather(x, y, t, b))
         return self._run(launches, opts, [t for outputs, _ in pairs for t in outputs], staging)
@@ -257,47 +254,51 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         staging = Staging()
         launches = []
         for output, tensor in pairs:
-            same_dtype([output, tensor], "all_gather_into_tensor")
-            blocks = self._split(staging.output(output), tensor, "all_gather_into_tensor")
+            calls.same_dtype([output, tensor], "all_gather_into_tensor")
+            blocks = calls.split(staging.output(output), self._size, tensor, "all_gather_into_tensor")
             source = staging.input(tensor)
             launches.append(lambda t, b, x=blocks, y=source: self._plane.all_gather(x, y, t, b))
         return self._run(launches, opts, [output for output, _ in pairs], staging)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+    def gather(
+        self, outputs: Any, inputs: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
+    ) -> dist.Work:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = calls.rooted(dist.GatherOptions(), root if opts is None else opts, None, timeout)
         root = int(opts.rootRank)
-        tensor = _single(inputs, "gather")
+        tensor = calls.single(inputs, "gather")
         staging = Staging()
-        targets = list(outputs[0]) if self._rank == root else []
-        if targets and len(targets) != self._size:
-            raise ArgumentError(f"gather: {len(targets)} output tensors for a group of {self._size} ranks")
-        same_dtype([*targets, tensor], "gather")
+        targets = calls.one_a_rank(outputs[0], self._size, "gather", "outputs") if self._rank == root else []
+        calls.same_dtype([*targets, tensor], "gather")
         buffers = [staging.output(output) for output in targets]
         source = staging.input(tensor)
         return self._run(
             [lambda t, b: self._plane.gather(buffers, source, root, t, b)], opts, targets, staging
         )
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+    def scatter(
+        self, outputs: Any, inputs: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
+    ) -> dist.Work:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = calls.rooted(dist.ScatterOptions(), root if opts is None else opts, None, timeout)
         root = int(opts.rootRank)
-        output = _single(outputs, "scatter")
+        output = calls.single(outputs, "scatter")
         staging = Staging()
-        sources = list(inputs[0]) if self._rank == root else []
-        if self._rank == root and len(sources) != self._size:
-            raise ArgumentError(f"scatter: {len(sources)} input tensors for a group of {self._size} ranks")
-        same_dtype([*sources, output], "scatter")
+        sources = calls.one_a_rank(inputs[0], self._size, "scatter", "inputs") if self._rank == root else []
+        calls.same_dtype([*sources, output], "scatter")
         blocks = [staging.input(source) for source in sources]
         into = staging.output(output)
         return self._run([lambda t, b: self._plane.scatter(into, blocks, root, t, b)], opts, outputs, staging)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        if len(outputs) != self._size or len(inputs) != self._size:
-            raise ArgumentError(
-                f"all_to_all: {len(outputs)} outputs and {len(inputs)} inputs for a group of {self._size} ranks"
-            )
-        same_dtype([*outputs, *inputs], "all_to_all")
+        calls.same_dtype([*outputs, *inputs], "all_to_all")
         staging = Staging()
-        into = [staging.output(output) for output in outputs]
-        blocks = [staging.input(tensor) for tensor in inputs]
+        into = [staging.output(out) for out in calls.one_a_rank(outputs, self._size, "all_to_all", "outputs")]
+        blocks = [
+            staging.input(block) for block in calls.one_a_rank(inputs, self._size, "all_to_all", "inputs")
+        ]
         return self._run([lambda t, b: self._plane.all_to_all(into, blocks, t, b)], opts, outputs, staging)
 
     def alltoall_base(
@@ -307,11 +308,14 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         opts: Any = None,
+        *,
+        timeout: Any = None,
     ) -> dist.Work:
-        same_dtype([output, tensor], "all_to_all_single")
+        opts = calls.timed(dist.AllToAllOptions(), opts, timeout)
+        calls.same_dtype([output, tensor], "all_to_all_single")
         staging = Staging()
-        into = self._split_rows(staging.output(output), output_splits, "output")
-        blocks = self._split_rows(staging.input(tensor), input_splits, "input")
+        into = calls.split_rows(staging.output(output), self._size, output_splits, "output")
+        blocks = calls.split_rows(staging.input(tensor), self._size, input_splits, "input")
         return self._run([lambda t, b: self._plane.all_to_all(into, blocks, t, b)], opts, [output], staging)
 
     all_to_all_single = alltoall_base
@@ -334,21 +338,21 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         self._plane.barrier(seconds(timeout, self._timeout_s), True)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
-        tensor = _single(tensors, "send")
-        self._check_peer(to, tag, "send")
+        tensor = calls.single(tensors, "send")
+        calls.check_message(to, self._size, tag, "send")
         staging = Staging()
         transfer = self._plane.send(staging.input(tensor), to, tag, self._timeout_s)
         return self._keep(TransferWork(self._plane, transfer, tensors, staging.kept))
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
-        self._check_peer(source, tag, "recv")
+        calls.check_message(source, self._size, tag, "recv")
         return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self._receive(tensors, -1, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
-        tensor = _single(tensors, "recv")
+        tensor = calls.single(tensors, "recv")
         staging = Staging()
         transfer = self._plane.receive(staging.output(tensor), source, tag, self._timeout_s)
         return self._keep(TransferWork(self._plane, transfer, tensors, staging.kept, staging.finish))
@@ -404,61 +408,6 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
-
-    def _split(self, whole: torch.Tensor, block: torch.Tensor, operation: str) -> list[torch.Tensor]:
-        """``whole`` as one flat piece a rank, each of ``block``'s size."""
-        if whole.numel() != block.numel() * self._size:
-            raise ArgumentError(
-                f"{operation}: a tensor of {whole.numel()} elements is not {self._size} ranks x {block.numel()} elements"
-            )
-        flat = whole.reshape(-1)
-        return [flat.narrow(0, r * block.numel(), block.numel()) for r in range(self._size)]
-
-    def _split_rows(self, tensor: torch.Tensor, splits: Sequence[int], which: str) -> list[torch.Tensor]:
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if not splits:
-            if rows % self._size:
-                raise ArgumentError(
-                    f"all_to_all_single: {rows} {which} rows cannot be split evenly over {self._size} ranks"
-                )
-            splits = [rows // self._size] * self._size
-        if len(splits) != self._size or sum(splits) != rows:
-            raise ArgumentError(
-                f"all_to_all_single: {which} splits {list(splits)} do not add up to {rows} rows on {self._size} ranks"
-            )
-        return list(torch.split(tensor, list(splits))) if rows else [tensor] * self._size
-
-    def _check_blocks(self, inputs: Tensors, output: torch.Tensor, operation: str) -> None:
-        same_dtype([*inputs, output], operation)
-        if len(inputs) != self._size or any(block.numel() != output.numel() for block in inputs):
-            raise ArgumentError(
-                f"{operation}: {self._size} inputs of {output.numel()} elements are needed, one for each rank; "
-                f"got sizes {[block.numel() for block in inputs]}"
-            )
-
-    def _check_peer(self, peer: int, tag: int, operation: str) -> None:
-        if not 0 <= peer < self._size:
-            raise ArgumentError(f"{operation}: there is no rank {peer} in a group of {self._size}")
-        if tag < 0:
-            raise ArgumentError(f"{operation}: a tag must be 0 or more, not {tag}")
-
-
-def _single(tensors: Tensors, operation: str) -> torch.Tensor:
-    if len(tensors) != 1:
-        raise ArgumentError(f"{operation} takes one tensor, not {len(tensors)}")
-    return tensors[0]
-
-
-def _reduction(opts: Any) -> tuple[Op | float, timedelta, bool]:
-    """The op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
-    if opts is None:
-        opts = _AllreduceOptions()
-    reduce_op = opts.reduceOp
-    value = reduce_op.op.value
-    block = not getattr(opts, "asyncOp", True)
-    if value == _PREMUL_SUM:
-        return float(reduce_op.factor), opts.timeout, block
-    return OPS[value], opts.timeout, block
 
 
 def _reducible(

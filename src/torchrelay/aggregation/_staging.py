@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.errors import UnsupportedError
 
-__all__ = ["Staging", "is_plain", "same_dtype"]
+__all__ = ["Staging", "is_plain"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -20,16 +20,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
-
-
-def same_dtype(tensors: Sequence[torch.Tensor], operation: str) -> None:
-    """Raises ArgumentError if the tensors of one call differ in dtype."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(map(str, dtypes)))
-        raise ArgumentError(
-            f"{operation}: all tensors of one call must have one dtype, but these have {names}"
-        )
 
 
 class Staging:
