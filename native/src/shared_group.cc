@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "torchrelay/cores.h"
+
 namespace torchrelay {
 namespace {
 
@@ -12,6 +14,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint64_t kMagic = 0x3130'7961'6c65'7274;  // "trelay01"
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kPage = 4096;
+// How often a rank looks whether its core has too many. Moving takes as long as a few steps.
+constexpr std::uint32_t kStepsPerMove = 16;
 
 std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -41,11 +45,13 @@ struct Post {
   std::uint32_t result;
 };
 
-// The counter, the calls and the posts of both parities share a cache line: a waiter fetches them together.
+// The counter, the calls and the posts of both parities, and the core on which the rank last arrived, share a
+// cache line: a waiter fetches them together.
 struct alignas(kLine) SharedGroup::Seat {
   Flag arrived;
   Call calls[2];
   Post posts[2];
+  std::atomic<std::int32_t> core{-1};
   alignas(kLine) Flag mail;
   std::atomic<std::int32_t> pid{0};
   std::atomic<std::uint64_t> start_ticks{0};
@@ -257,17 +263,33 @@ void SharedGroup::arrive_and_wait(const Operation& operation) {
   throw_if_broken(operation);
   if (head().failure.load(std::memory_order_relaxed) != 0) hear_failure(operation);
   const std::uint32_t target = ++step_;
+  seat(rank_).core.store(current_core(), std::memory_order_relaxed);
+  if (operation.patience.yield.count() > 0 && step_ % kStepsPerMove == 0) spread_out();
   seat(rank_).arrived.advance(target);
-  for (int i = 1; i < size(); ++i) {
-    const int peer = (rank_ + i) % size();
-    if (!reached(seat(peer).arrived.value.load(std::memory_order_acquire), target))
-      wait_for_rank(operation, peer, target);
-  }
+  // First for those on this core, because they need it.
+  for (const bool near_only : {true, false})
+    for (int i = 1; i < size(); ++i) {
+      const int peer = (rank_ + i) % size();
+      if (!reached(seat(peer).arrived.value.load(std::memory_order_acquire), target) &&
+          (!near_only || shares_core(peer)))
+        wait_for_rank(operation, peer, target);
+    }
+}
+
+bool SharedGroup::shares_core(int peer) const noexcept {
+  return seat(peer).core.load(std::memory_order_relaxed) == seat(rank_).core.load(std::memory_order_relaxed);
+}
+
+void SharedGroup::spread_out() {
+  std::vector<int> cores;
+  for (int r = 0; r < size(); ++r) cores.push_back(seat(r).core.load(std::memory_order_relaxed));
+  if (const int core = better_core(cores, rank_, seat(rank_).cores); core >= 0) move_to(core);
 }
 
 void SharedGroup::wait_for_rank(const Operation& operation, int peer, std::uint32_t target) {
   const auto start = Clock::now();
   Patience patience = operation.patience;
+  if (shares_core(peer)) patience.spin = {};
   while (!wait_for(seat(peer).arrived, target, patience, kSlice)) {
     patience = {};
     look_after(operation, peer);
@@ -387,6 +409,8 @@ void SharedGroup::notify(int peer) noexcept {
 
 void SharedGroup::await_mail(std::uint32_t seen, Patience patience) noexcept {
   const auto start = Clock::now();
+  // Whoever it comes from may need this core.
+  if (patience.yield.count() > 0) patience.spin = {};
   wait_for(seat(rank_).mail, seen + 1, patience, kSlice);
   waiting_ns_.fetch_add(static_cast<std::uint64_t>((Clock::now() - start).count()),
                         std::memory_order_relaxed);

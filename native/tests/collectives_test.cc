@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <random>
@@ -320,6 +321,28 @@ TEST(ranks_that_may_use_one_core_are_crowded) {
   CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
   const int cores = CPU_COUNT(&before);
   on_ranks(2, [cores](SharedGroup& group, const Operation&) { CHECK(group.crowded() == (cores < 2)); });
+}
+
+TEST(ranks_that_do_not_sleep_leave_a_full_core) {
+  cpu_set_t allowed;
+  CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+  if (CPU_COUNT(&allowed) < 2) return;
+  int first = 0;
+  while (!CPU_ISSET(first, &allowed)) ++first;
+  std::atomic<int> elsewhere{0};
+  on_ranks(4, [&](SharedGroup& group, Operation op) {
+    op.patience.yield = std::chrono::seconds(10);
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(first, &only);
+    CHECK(sched_setaffinity(0, sizeof only, &only) == 0);
+    CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+    for (int step = 0; step < 64; ++step) {
+      group.meet(op);
+      elsewhere += sched_getcpu() != first;
+    }
+  });
+  CHECK(elsewhere > 0);
 }
 
 TEST(wrong_shapes_are_refused) {

@@ -188,13 +188,13 @@ class Aggregation(Section):
     )
     spin_us: int = setting(
         50,
-        "how long a waiting rank does nothing but look for the others before it sleeps",
+        "how long a waiting rank does nothing but look for one on another core before it sleeps",
         unit="us",
         minimum=0,
     )
     crowded_yield_us: int = setting(
         200,
-        "how long it instead looks while letting others run, where ranks are more than the cores they may use",
+        "how long it then looks while letting others run, where ranks are more than the cores they may use",
         unit="us",
         minimum=0,
     )

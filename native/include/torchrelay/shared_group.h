@@ -171,6 +171,10 @@ class SharedGroup {
   }
   std::uint64_t* table(int rank) const noexcept;
   void arrive_and_wait(const Operation& operation);
+  // Whether the peer ran on this rank's core when it last arrived: then it is no use to wait without letting
+  // it run.
+  bool shares_core(int peer) const noexcept;
+  void spread_out();
   void wait_for_rank(const Operation& operation, int peer, std::uint32_t target);
   void hear_failure(const Operation& operation);
   void compare_calls(const Operation& operation, const Call& mine);

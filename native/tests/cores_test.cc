@@ -1,0 +1,51 @@
+#include "torchrelay/cores.h"
+
+#include "check.h"
+
+using namespace torchrelay;
+
+namespace {
+
+cpu_set_t set_of(const std::vector<int>& cores) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) CPU_SET(core, &set);
+  return set;
+}
+
+const cpu_set_t kTwo = set_of({0, 1});
+
+}  // namespace
+
+TEST(a_rank_leaves_a_core_with_two_more) {
+  CHECK(better_core({0, 0, 0, 1}, 2, kTwo) == 1);
+  CHECK(better_core({1, 1}, 1, kTwo) == 0);
+  CHECK(better_core({0, 0, 0, 1, 1}, 2, set_of({0, 1, 2})) == 2);
+}
+
+TEST(only_the_last_of_a_core_leaves) {
+  CHECK(better_core({0, 0, 0, 0}, 0, kTwo) == -1);
+  CHECK(better_core({0, 0, 0, 0}, 2, kTwo) == -1);
+  CHECK(better_core({0, 0, 0, 0}, 3, kTwo) == 1);
+}
+
+TEST(ranks_stay_where_moving_gains_nothing) {
+  CHECK(better_core({0, 0, 1, 1}, 1, kTwo) == -1);
+  CHECK(better_core({0, 0, 1}, 1, kTwo) == -1);
+  CHECK(better_core({0, 0, 0, 1}, 3, kTwo) == -1);
+}
+
+TEST(ranks_go_only_where_they_may) {
+  CHECK(better_core({0, 0, 0}, 2, set_of({0})) == -1);
+  CHECK(better_core({0, 0, 0}, 2, set_of({0, 5})) == 5);
+}
+
+TEST(moving_leaves_a_thread_free_to_go_elsewhere) {
+  cpu_set_t before, after;
+  CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &before)) move_to(core);
+  move_to(CPU_SETSIZE - 1);
+  CHECK(sched_getaffinity(0, sizeof after, &after) == 0);
+  CHECK(CPU_EQUAL(&before, &after));
+}
