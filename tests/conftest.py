@@ -22,11 +22,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 # One clean process imports torch once; each rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -63,6 +66,16 @@ def _load_function(path: str, name: str) -> Callable[..., Any]:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return getattr(module, name)  # type: ignore[no-any-return]
+
+
+class _HeldWorld(World):
+    """Keeps the stores it connects until the rank ends: rank 0 serves them to those that are not done yet."""
+
+    stores: ClassVar[list[Store]] = []
+
+    def connect(self, timeout_s: float = 300.0) -> Store:
+        self.stores.append(super().connect(timeout_s))
+        return self.stores[-1]
 
 
 def _rank_main(job: Job, world: World, results: Connection) -> None:
@@ -107,7 +120,7 @@ def run_job(job: Job, size: int, timeout_s: float) -> list[RankResult]:
     processes, pipes = [], []
     for rank in range(size):
         ours, theirs = _context.Pipe()
-        world = World(rank, size, rank, "tests", "127.0.0.1", port)
+        world = _HeldWorld(rank, size, rank, "tests", "127.0.0.1", port)
         process = _context.Process(target=_rank_main, args=(job, world, theirs), daemon=False)
         process.start()
         theirs.close()

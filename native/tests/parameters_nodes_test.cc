@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <atomic>
 #include <barrier>
+#include <cstring>
 #include <random>
 #include <thread>
 
@@ -15,15 +17,18 @@ namespace {
 
 constexpr std::uint32_t kLength = 4;
 
-// Nodes of one process over one in-memory network.
+// Nodes of one process over one network.
 struct Cluster {
-  std::shared_ptr<MemoryNetwork> network;
+  std::shared_ptr<Network> network;
   std::vector<std::shared_ptr<Store>> stores;
   std::vector<std::unique_ptr<NodeService>> services;
   ChannelAddresses addresses;
 
-  Cluster(std::uint32_t nodes, StoreSpec spec, const Weather& weather, const ChannelOptions& options)
-      : network(std::make_shared<MemoryNetwork>(weather)) {
+  Cluster(std::uint32_t nodes, const StoreSpec& spec, const Weather& weather, const ChannelOptions& options)
+      : Cluster(std::make_shared<MemoryNetwork>(weather), nodes, spec, options) {}
+
+  Cluster(std::shared_ptr<Network> over, std::uint32_t nodes, StoreSpec spec, const ChannelOptions& options)
+      : network(std::move(over)) {
     spec.num_nodes = nodes;
     for (spec.node = 0; spec.node < nodes; ++spec.node) {
       stores.push_back(std::make_shared<Store>(Store::create(spec)));
@@ -38,6 +43,64 @@ struct Cluster {
                                     WorkerOptions{milliseconds(30000), 1024}, nullptr);
   }
 };
+
+// Holds back messages of one kind on their way to one node, for as long as it is told to.
+class HoldingNetwork final : public Network {
+ public:
+  struct Held {
+    std::string label;
+    Kind kind;
+    std::atomic<bool> on = false;
+  };
+  Held requests{"node0", Kind::kRequest}, bundles{"node1", Kind::kBundle};
+
+  std::unique_ptr<Endpoint> open(const std::string& label) override {
+    Held& held = label == requests.label ? requests : bundles;
+    return std::make_unique<HoldingEndpoint>(memory_.open(label), held);
+  }
+
+ private:
+  class HoldingEndpoint final : public Endpoint {
+   public:
+    HoldingEndpoint(std::unique_ptr<Endpoint> endpoint, const Held& held)
+        : endpoint_(std::move(endpoint)), held_(held) {}
+    std::string address() const override { return endpoint_->address(); }
+    void connect(std::uint32_t peer, const std::string& address) override {
+      endpoint_->connect(peer, address);
+    }
+    void disconnect(std::uint32_t peer) override { endpoint_->disconnect(peer); }
+    void send(std::uint32_t peer, Message message) override { endpoint_->send(peer, std::move(message)); }
+    bool receive(Message& message, std::chrono::microseconds timeout) override {
+      if (!held_.on && !back_.empty()) {
+        message = std::move(back_.front());
+        back_.erase(back_.begin());
+        return true;
+      }
+      if (!endpoint_->receive(message, timeout)) return false;
+      Header header;
+      std::memcpy(&header, message.data(), sizeof header);
+      if (!held_.on || header.kind != held_.kind) return true;
+      back_.push_back(std::move(message));
+      return false;
+    }
+
+   private:
+    std::unique_ptr<Endpoint> endpoint_;
+    const Held& held_;
+    std::vector<Message> back_;
+  };
+
+  MemoryNetwork memory_;
+};
+
+template <typename Condition>
+void eventually(const Condition& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!condition()) {
+    CHECK(std::chrono::steady_clock::now() < end);
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
 
 StoreSpec dense(std::uint64_t num_keys, std::uint32_t channels = 2) {
   StoreSpec spec;
@@ -148,6 +211,37 @@ TEST(sums_are_exact_over_a_network_that_delays_reorders_and_duplicates) {
 
 TEST(sums_are_exact_with_rare_rounds) {
   random_load(Techniques::kAll, {std::chrono::microseconds(500), 0.1, 3}, 2, 2, 150, 50);
+}
+
+// A push to node 0 is under way while node 1 gets a replica of the key and gives it up. Node 0, which knows
+// of no replica any more, answers at once; what ends the replica comes later.
+TEST(an_answer_waits_for_the_end_of_a_replica_that_lacks_it) {
+  const std::vector<std::int64_t> key = {0};
+  std::vector<float> value(kLength, 1.0f);
+  auto network = std::make_shared<HoldingNetwork>();
+  ChannelOptions options;
+  options.techniques = Techniques::kReplicationOnly;
+  Cluster cluster(network, 2, dense(2, 1), options);
+  const auto pushes = cluster.worker(1, 0), announces = cluster.worker(1, 1);
+  const Entry &owned = cluster.stores[0]->entry(0), &copy = cluster.stores[1]->entry(0);
+
+  network->requests.on = true;
+  const std::int64_t push = pushes->access(
+      Op::kPush, key.data(), 1, reinterpret_cast<std::byte*>(value.data()), kLength * sizeof(float), nullptr);
+  announces->intent(key.data(), 1, 0, 1);
+  eventually([&] { return cluster.stores[1]->total(kReplicasMade) == 1; });
+  CHECK(owned.has(kShared));
+  network->bundles.on = true;
+  announces->advance_clock();
+  eventually([&] { return !owned.has(kShared); });
+  network->requests.on = false;
+  const auto end = std::chrono::steady_clock::now() + milliseconds(200);
+  while (std::chrono::steady_clock::now() < end) CHECK(!pushes->is_finished(push));
+  network->bundles.on = false;
+  pushes->wait(push);
+  access(*pushes, Op::kPull, key, value);
+  CHECK(value[0] == 1);
+  CHECK(copy.state == State::kAbsent);
 }
 
 // Workers that push without waiting are far ahead of what their nodes have handled: keys move on while

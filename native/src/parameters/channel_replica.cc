@@ -85,7 +85,7 @@ void Channel::take_grant(const Record& record, const std::byte* payload) {
       throw Error(Code::kProtocol,
                   "parameters: a replica of key " + std::to_string(record.key) + " that was not asked for");
     mine.wanted = false;
-    mine.leaving = mine.overwritten = false;
+    mine.overwritten = false;
     take_slot(number);
     std::memcpy(store_->row(number), payload, record.payload_bytes);
     std::memset(store_->accumulator(number), 0, store_->class_of(number).stride_bytes);
@@ -118,9 +118,9 @@ void Channel::take_transfer(const Record& record, const std::byte* payload) {
       }
       mine.returning += mine.outstanding;
       mine.outstanding = 0;
-      mine.leaving = mine.overwritten = false;
+      mine.overwritten = false;
       forget_replica(number);
-      entry.lower(kDirty);
+      entry.lower(kDirty | kLeaving);
     } else {
       take_slot(number);
       std::memcpy(store_->row(number), payload, record.payload_bytes);
@@ -182,11 +182,10 @@ void Channel::settle_ack(std::int64_t number, std::uint32_t version) {
   mine.overwritten = false;
   entry.version = version;
   in_flight_.erase(number);
-  if (!mine.leaving) return;
-  if (entry.has(kDirty)) return send_update(number, true);
+  if (!entry.has(kLeaving)) return;
   store_->free_slot(number_, number);
   entry.state = State::kAbsent;
-  mine.leaving = false;
+  entry.lower(kLeaving);
   forget_replica(number);
   if (mine.intents != 0) acquire(number);
   pin(number);
@@ -200,7 +199,7 @@ void Channel::send_update(std::int64_t number, bool last) {
   std::byte* accumulator = store_->accumulator(number);
   const bool dirty = entry.has(kDirty);
   ++mine.outstanding;
-  mine.leaving = last;
+  if (last) entry.raise(kLeaving);
   Record record{RecordKind::kUpdate,
                 static_cast<std::uint8_t>(last ? kDrop : 0),
                 static_cast<std::uint16_t>(node_),

@@ -70,9 +70,10 @@ bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t
   if (dynamic() && keys_[number].load(std::memory_order_relaxed) != key) return false;
   const bool owned = entry.state == State::kOwned;
   const bool writes_whole = op == Op::kSet || op == Op::kSetRow;
-  if (!owned && (entry.state == State::kAbsent || writes_whole || shared != nullptr)) {
+  const bool elsewhere = entry.state == State::kAbsent || (op == Op::kPush && entry.has(kLeaving));
+  if (!owned && (elsewhere || writes_whole || shared != nullptr)) {
     // A replica's set goes to the owner behind the pushes that its own channel has sent there.
-    const std::uint32_t owner = entry.state == State::kAbsent ? entry.owner.load() : header_->node;
+    const std::uint32_t owner = elsewhere ? entry.owner.load() : header_->node;
     missed.push_back(
         {static_cast<std::uint32_t>(index), owner, counters_[number].load(std::memory_order_relaxed)});
     return true;

@@ -12,6 +12,7 @@ constexpr auto kSlice = std::chrono::milliseconds(50);  // between two looks at 
 constexpr auto kLook = std::chrono::milliseconds(500);  // between two looks at the leader, while busy
 constexpr std::size_t kKeysPerTrial = 64;               // pulled if local before the next are tried
 constexpr auto kFlushPoll = std::chrono::microseconds(100);
+constexpr auto kReplicaPoll = std::chrono::microseconds(100);
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -131,11 +132,15 @@ bool Worker::is_finished(std::int64_t timestamp) {
 }
 
 bool Worker::receive(std::chrono::microseconds timeout) {
+  if (!early_.empty()) {
+    if (take_early_answers()) return true;
+    timeout = std::min(timeout, kReplicaPoll);
+  }
   Header header;
   Message message;
   if (!courier_->receive(header, message, timeout)) return false;
   try {
-    if (header.kind == Kind::kReply) take_answer(header, message);
+    if (header.kind == Kind::kReply) take_answer({header.count, std::move(message)});
   } catch (const Error&) {
     store_->count(user_, kProtocolErrors, 1);
   }

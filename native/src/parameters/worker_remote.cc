@@ -101,20 +101,40 @@ void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t
                  static_cast<std::uint32_t>(count), writer.finish());
 }
 
-void Worker::take_answer(const Header& header, const Message& message) {
+// A replica here that is being given up may lack what the answer tells: its owner may know of it no longer.
+bool Worker::is_early(const Pending& pending, const std::uint32_t* positions, std::size_t count) const {
+  bool early = false;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (positions[i] >= pending.keys.size())
+      throw Error(Code::kProtocol, "parameters: a reply names a key that was not asked for");
+    const std::int64_t number = store_->find(pending.keys[positions[i]]);
+    early |= number >= 0 && store_->entry(number).has(kLeaving);
+  }
+  return early;
+}
+
+bool Worker::take_early_answers() {
+  std::vector<Answer> waiting;
+  waiting.swap(early_);
+  for (const Answer& answer : waiting) take_answer(answer);
+  return early_.size() < waiting.size();
+}
+
+void Worker::take_answer(const Answer& answer) {
+  const Message& message = answer.message;
+  const std::uint32_t count = answer.count;
   Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
   const auto head = reader.take<ReplyHead>();
   if (head.id >> kIdBits != wire_ids_ >> kIdBits) return;  // meant for a dead predecessor
   const auto found = pending_.find(static_cast<std::int64_t>(head.id - wire_ids_));
-  if (found == pending_.end() || head.served > header.count)
+  if (found == pending_.end() || head.served > count)
     throw Error(Code::kProtocol, "parameters: a stray reply");
   Pending& pending = found->second;
-  const auto* positions = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(header.count * 4)));
-  const auto* counters = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(header.count * 4)));
+  const auto* positions = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
+  const auto* counters = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
+  if (is_early(pending, positions, head.served)) return early_.push_back(answer);
   for (std::uint32_t i = 0; i < head.served; ++i) {
     const std::uint32_t p = positions[i];
-    if (p >= pending.keys.size())
-      throw Error(Code::kProtocol, "parameters: a reply names a key that was not asked for");
     const std::int64_t key = pending.keys[p];
     if (reads(pending.op)) {
       const std::size_t size = store_->value_bytes(pending.op, key);

@@ -12,10 +12,11 @@
 //    replica became the owner comes back to it, which counts on that.
 //  * A replica has a row and an accumulator. At most one update of it is under way; its copy is kept until
 //    the owner has acknowledged it, so that a refresh that was sent before the owner got it can be completed.
-//  * A replica is given up by an update marked as its last. Until it is acknowledged, and as long as more is
-//    pushed, the row stays and is read: what a worker wrote, it reads.
-//  * An answer to a node that holds a replica of the key goes through that node's channel, behind a refresh,
-//    so that no worker sees a replica older than what it has already been told.
+//  * A replica is given up by an update marked as its last. Until it is acknowledged the row stays and is
+//    read: what a worker wrote, it reads. Pushes go to the owner from then on.
+//  * No worker sees a replica older than what it has already been told. An answer to a node that holds a
+//    replica of the key goes through that node's channel, behind a refresh. Of a replica that is being given
+//    up the owner may know no longer: an answer waits, at the worker, until it is gone.
 #pragma once
 
 #include <atomic>
@@ -72,7 +73,6 @@ class Channel {
     std::uint32_t outstanding = 0;  // updates and overwrites not acknowledged
     std::uint32_t returning = 0;    // of these, those that come back to us, the owner since
     bool wanted = false;            // an acquire is under way
-    bool leaving = false;           // the replica's last update has been sent
     bool overwritten = false;       // an overwrite is outstanding: refreshes sent before it are void
     std::uint16_t passed_to = 0;    // whom this node sent `passed` when it last owned that
     std::int64_t passed = kNoKey;   // the entry's key, unless it was another's then

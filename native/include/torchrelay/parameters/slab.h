@@ -36,11 +36,12 @@ enum class State : std::uint8_t {
 };
 
 enum Flag : std::uint8_t {
-  kDirty = 1,    // replica: the accumulator holds something
-  kShared = 2,   // owner: other nodes hold replicas
-  kChanged = 4,  // owner of a shared key: changed since its version was last raised
-  kUsed = 8,     // dynamic tables: used since the eviction hand last passed
-  kPinned = 16,  // dynamic tables: a worker of this node has announced to use it
+  kDirty = 1,     // replica: the accumulator holds something
+  kShared = 2,    // owner: other nodes hold replicas
+  kChanged = 4,   // owner of a shared key: changed since its version was last raised
+  kUsed = 8,      // dynamic tables: used since the eviction hand last passed
+  kPinned = 16,   // dynamic tables: a worker of this node has announced to use it
+  kLeaving = 32,  // replica: its last update has been sent; it is still read, but takes no more pushes
 };
 
 // 16 bytes, so that four share a cache line and one never straddles two.

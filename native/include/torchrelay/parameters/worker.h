@@ -75,6 +75,10 @@ class Worker {
     std::size_t remaining;
     std::shared_ptr<void> holder;
   };
+  struct Answer {
+    std::uint32_t count;  // of keys that were asked for
+    Message message;
+  };
 
   void check_size(Op op, const std::int64_t* keys, std::size_t count, std::size_t size_bytes) const;
   std::int64_t ask_owners(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
@@ -82,7 +86,9 @@ class Worker {
   void drop_overwritten(const std::int64_t* keys, std::size_t count);
   void send_request(std::int64_t id, const Pending& pending, std::uint32_t destination,
                     std::span<const std::uint32_t> positions);
-  void take_answer(const Header& header, const Message& message);
+  void take_answer(const Answer& answer);
+  bool is_early(const Pending& pending, const std::uint32_t* positions, std::size_t count) const;
+  bool take_early_answers();
   void learn(std::int64_t key, std::uint32_t owner, std::uint32_t counter);
   bool receive(std::chrono::microseconds timeout);
   void wait_until(const std::function<bool()>& done, const char* what);
@@ -102,6 +108,7 @@ class Worker {
   std::int64_t next_id_ = 0;
   static constexpr int kIdBits = 40;  // of a message's id; the others tell the incarnation
   std::uint64_t wire_ids_ = 0;        // added to ids in messages
+  std::vector<Answer> early_;         // waiting for the end of a replica
   std::chrono::steady_clock::time_point next_look_{};
   std::vector<Missed> missed_;
   std::vector<std::vector<std::uint32_t>> by_destination_;  // positions in a Pending
