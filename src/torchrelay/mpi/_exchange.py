@@ -30,6 +30,7 @@ __all__ = [
     "BLOCKING_BYTES",
     "Blocks",
     "Header",
+    "Layout",
     "agree",
     "allgather_blocks",
     "alltoall_blocks",
@@ -40,11 +41,14 @@ __all__ = [
     "gather_blocks",
     "is_small",
     "known_headers",
+    "layout",
     "meet",
     "packed",
+    "parts",
     "pieces",
     "placed",
     "scatter_blocks",
+    "told",
 ]
 
 MAX_DIMS = 16
@@ -159,18 +163,24 @@ def known_headers(x: Tensor, axis: int, lengths: Sequence[int]) -> list[Header]:
 
 def exchange_headers(call: Call, x: Tensor, number: int = 0) -> list[Header]:
     """Every rank's dtype and shape, and a number of its choice."""
-    mine, comm = Header(number, x.dtype, tuple(x.shape)), call.comm
-    row, rows = _written(mine), bytearray(comm.size * _HEADER.size)
-    request = comm.mpi.Iallgather((row, _HEADER.size, MPI.BYTE), (rows, _HEADER.size, MPI.BYTE))
-    finish(request, call)
-    if rows == row * comm.size:  # so it is mostly
-        return [mine] * comm.size
+    mine = Header(number, x.dtype, tuple(x.shape))
+    rows = told(call, _written(mine))
+    if rows is None:
+        return [mine] * call.comm.size
     return [Header.read(each) for each in _HEADER.iter_unpack(rows)]
+
+
+def told(call: Call, row: bytes) -> bytearray | None:
+    """Every rank's ``row``, which are equally long, one after the other; None, as it mostly is, if all are equal."""
+    comm, length = call.comm, len(row)
+    rows = bytearray(comm.size * length)
+    finish(comm.mpi.Iallgather((row, length, MPI.BYTE), (rows, length, MPI.BYTE)), call)
+    return None if rows == row * comm.size else rows
 
 
 def agree(call: Call, headers: Sequence[Header], *free_axes: int) -> None:
     """Raises :class:`MismatchError`, on all ranks, if dtypes or shapes differ, save along ``free_axes``."""
-    if all(header is headers[0] for header in headers):
+    if headers.count(headers[0]) == len(headers):
         return
 
     def fixed(header: Header) -> tuple[object, ...]:
@@ -200,47 +210,67 @@ def meet(call: Call, x: Tensor) -> None:
         )
 
 
-class Blocks(NamedTuple):
-    """Tensors of ``shapes``, one after the other in ``flat``."""
+class Layout(NamedTuple):
+    """Where the parts of a tensor lie that is cut along an axis: one after the other."""
 
-    flat: Tensor
-    shapes: Sequence[tuple[int, ...]]
-    counts: list[int]
+    shapes: tuple[tuple[int, ...], ...]
+    axis: int
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    total: int
+    whole: tuple[int, ...]  # the tensor's shape
+    is_whole: bool  # whether that is how the tensor itself lies
+
+
+@functools.lru_cache(maxsize=128)
+def layout(shapes: tuple[tuple[int, ...], ...], axis: int) -> Layout:
+    """Of parts that have ``shapes``. Remembered, as :func:`parts`: it takes longer than a small message."""
+    first, counts = shapes[0], tuple(math.prod(shape) for shape in shapes)
+    whole = (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+    starts = (0, *accumulate(counts[:-1]))
+    return Layout(shapes, axis, counts, starts, sum(counts), whole, math.prod(first[:axis]) == 1)
+
+
+@functools.lru_cache(maxsize=128)
+def parts(shape: tuple[int, ...], lengths: tuple[int, ...], axis: int) -> Layout:
+    """Of parts that are like ``shape``, but have ``lengths`` along ``axis``."""
+    return layout(tuple((*shape[:axis], length, *shape[axis + 1 :]) for length in lengths), axis)
+
+
+class Blocks(NamedTuple):
+    """Contiguous memory, of any shape, in which parts of a tensor lie."""
+
+    memory: Tensor
+    layout: Layout
 
     @classmethod
-    def empty(cls, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> Blocks:
+    def empty(cls, dtype: torch.dtype, layout: Layout) -> Blocks:
         """New memory for them."""
-        counts = [math.prod(shape) for shape in shapes]
-        return cls(fresh((sum(counts),), dtype), shapes, counts)
+        return cls(fresh(layout.whole if layout.is_whole else (layout.total,), dtype), layout)
 
     @classmethod
     def cut(cls, x: Tensor, lengths: Sequence[int], axis: int) -> Blocks:
         """Contiguous ``x``, cut along ``axis``; no copy where the parts lie one after the other."""
-        shape = tuple(x.shape)
-        shapes = [(*shape[:axis], length, *shape[axis + 1 :]) for length in lengths]
-        if math.prod(shape[:axis]) == 1:
-            return cls(x.view(-1), shapes, [math.prod(each) for each in shapes])
-        blocks = cls.empty(x.dtype, shapes)
+        layout = parts(tuple(x.shape), tuple(lengths), axis)
+        if layout.is_whole:
+            return cls(x, layout)
+        blocks = cls.empty(x.dtype, layout)
         for part, given in zip(blocks.tensors(), x.split_with_sizes(list(lengths), axis), strict=True):
             part.copy_(given)
         return blocks
 
     def tensors(self) -> list[Tensor]:
-        parts = self.flat.split_with_sizes(self.counts)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        flat = self.memory.view(-1).split_with_sizes(self.layout.counts)
+        return [part.view(shape) for part, shape in zip(flat, self.layout.shapes, strict=True)]
 
-    def joined(self, axis: int) -> Tensor:
-        """One tensor, the blocks along ``axis``; no copy where none is needed."""
-        shape = self.shapes[0]
-        if math.prod(shape[:axis]) == 1:
-            length = sum(each[axis] for each in self.shapes)
-            return self.flat.view(*shape[:axis], length, *shape[axis + 1 :])
-        return torch.cat(self.tensors(), axis)
+    def joined(self) -> Tensor:
+        """The tensor; no copy where none is needed."""
+        return self.memory if self.layout.is_whole else torch.cat(self.tensors(), self.layout.axis)
 
     def vector(self) -> tuple[object, ...]:
         """As mpi4py takes the memory of a v-collective."""
-        memory, _, kind = buffer(self.flat)
-        return (memory, self.counts, [0, *accumulate(self.counts[:-1])], kind)
+        memory, _, kind = buffer(self.memory)
+        return (memory, self.layout.counts, self.layout.starts, kind)
 
 
 class Moving(NamedTuple):
@@ -255,76 +285,62 @@ class Moving(NamedTuple):
 # in MPI, since nobody is waited for any more. All ranks come to the same decision, from the sizes of all.
 
 
-def allgather_blocks(call: Call, block: Tensor, shapes: Sequence[tuple[int, ...]], there: bool) -> Moving:
+def allgather_blocks(call: Call, block: Tensor, layout: Layout, there: bool) -> Moving:
     """Every rank's block, on every rank."""
-    received, mpi = Blocks.empty(block.dtype, shapes), call.comm.mpi
-    if received.flat.numel() > settings.max_count:
-        return _move_pieces(call, [block] * len(shapes), received)
-    if there and received.flat.nbytes >= BLOCKING_BYTES:
+    received, mpi = Blocks.empty(block.dtype, layout), call.comm.mpi
+    if layout.total > settings.max_count:
+        return _move_pieces(call, [block] * call.comm.size, received)
+    if there and layout.total * block.itemsize >= BLOCKING_BYTES:
         mpi.Allgatherv(buffer(block), received.vector())
         return Moving([], received, block)
     return Moving([mpi.Iallgatherv(buffer(block), received.vector())], received, block)
 
 
-def gather_blocks(
-    call: Call, block: Tensor, shapes: Sequence[tuple[int, ...]], root: int, there: bool
-) -> Moving:
+def gather_blocks(call: Call, block: Tensor, layout: Layout, root: int, there: bool) -> Moving:
     """Every rank's block, on ``root``; empty blocks on the others."""
     comm, is_root = call.comm, call.comm.rank == root
-    received = Blocks.empty(block.dtype, shapes if is_root else [(0,)] * comm.size)
-    if _volume(shapes) > settings.max_count:
+    received = Blocks.empty(block.dtype, layout if is_root else parts((0,), (0,) * comm.size, 0))
+    if layout.total > settings.max_count:
         nothing = block.new_empty(0)
         return _move_pieces(call, [block if r == root else nothing for r in range(comm.size)], received)
     into = received.vector() if is_root else None
-    if there and _volume(shapes) * block.itemsize >= BLOCKING_BYTES:
+    if there and layout.total * block.itemsize >= BLOCKING_BYTES:
         comm.mpi.Gatherv(buffer(block), into, root)
         return Moving([], received, block)
     return Moving([comm.mpi.Igatherv(buffer(block), into, root)], received, block)
 
 
 def scatter_blocks(
-    call: Call,
-    sending: Blocks | None,
-    dtype: torch.dtype,
-    shapes: Sequence[tuple[int, ...]],
-    root: int,
-    there: bool,
+    call: Call, sending: Blocks | None, dtype: torch.dtype, layout: Layout, root: int, there: bool
 ) -> Moving:
-    """This rank's block, as the only one received, of those that ``root`` gives."""
+    """This rank's block, as the only one received, of those that ``root`` gives in ``layout``."""
     comm, size = call.comm, call.comm.size
-    mine = shapes[comm.rank]
-    if _volume(shapes) > settings.max_count:
+    if layout.total > settings.max_count:
         nothing = torch.empty(0, dtype=dtype)
-        parts = [nothing] * size if sending is None else sending.tensors()
-        return _move_pieces(
-            call, parts, Blocks.empty(dtype, [mine if r == root else (0,) for r in range(size)])
-        )
-    received = Blocks.empty(dtype, [mine])
-    sent, into = None if sending is None else sending.vector(), buffer(received.flat)
-    if there and _volume(shapes) * dtype.itemsize >= BLOCKING_BYTES:
+        given = [nothing] * size if sending is None else sending.tensors()
+        count = layout.counts[comm.rank]
+        mine = parts((0,), tuple(count if r == root else 0 for r in range(size)), 0)
+        return _move_pieces(call, given, Blocks.empty(dtype, mine))
+    received = Blocks.empty(dtype, parts((0,), (layout.counts[comm.rank],), 0))
+    sent, into = None if sending is None else sending.vector(), buffer(received.memory)
+    if there and layout.total * dtype.itemsize >= BLOCKING_BYTES:
         comm.mpi.Scatterv(sent, into, root)
         return Moving([], received, sending)
     return Moving([comm.mpi.Iscatterv(sent, into, root)], received, sending)
 
 
-def alltoall_blocks(
-    call: Call, sending: Blocks, shapes: Sequence[tuple[int, ...]], total: int, there: bool
-) -> Moving:
-    """Rank r gets the block r that is sent, and what comes from it has ``shapes[r]``.
+def alltoall_blocks(call: Call, sending: Blocks, layout: Layout, total: int, there: bool) -> Moving:
+    """Rank r gets the block r that is sent, and what comes from all has ``layout``.
 
     ``total`` is the number of elements on all ranks: they must agree on whether to send in pieces.
     """
-    received = Blocks.empty(sending.flat.dtype, shapes)
+    received, mpi = Blocks.empty(sending.memory.dtype, layout), call.comm.mpi
     if total > settings.max_count:
         return _move_pieces(call, sending.tensors(), received)
-    if there and total * sending.flat.itemsize >= BLOCKING_BYTES:
-        call.comm.mpi.Alltoallv(sending.vector(), received.vector())
+    if there and total * sending.memory.itemsize >= BLOCKING_BYTES:
+        mpi.Alltoallv(sending.vector(), received.vector())
         return Moving([], received, sending)
-    return Moving([call.comm.mpi.Ialltoallv(sending.vector(), received.vector())], received, sending)
-
-
-def _volume(shapes: Sequence[Sequence[int]]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
+    return Moving([mpi.Ialltoallv(sending.vector(), received.vector())], received, sending)
 
 
 def _move_pieces(call: Call, sending: Sequence[Tensor], received: Blocks) -> Moving:

@@ -17,6 +17,7 @@ from torchrelay.mpi._exchange import (
     axis_of,
     exchange_headers,
     known_headers,
+    layout,
     packed,
     placed,
 )
@@ -42,8 +43,9 @@ class Allgather(Call):
         headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
         agree(self, headers, self.axis)
         self.lengths = [h.shape[self.axis] for h in headers]
-        moving = allgather_blocks(self, packed(x), [h.shape for h in headers], self.known is None)
-        return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)
+        parts = layout(tuple([h.shape for h in headers]), self.axis)
+        moving = allgather_blocks(self, packed(x), parts, self.known is None)
+        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         rank, reverse = self.comm.rank, self.comm.reverse

@@ -20,6 +20,7 @@ from torchrelay.mpi._exchange import (
     alltoall_blocks,
     axis_of,
     exchange_headers,
+    layout,
     packed,
     placed,
 )
@@ -59,10 +60,11 @@ class Alltoall(Call):
         agree(self, headers, self.gatheraxis)
         sending, receiving = self._plan(headers)
         blocks = Blocks.cut(packed(x), sending, self.scatteraxis)
-        shapes = [headers[rank].block(self.scatteraxis, length) for rank, length in enumerate(receiving)]
-        total = sum(math.prod(h.shape) for h in headers)
-        moving = alltoall_blocks(self, blocks, shapes, total, not self.uniform)
-        return Started(moving.requests, lambda: placed(moving.received.joined(self.gatheraxis), x), moving)
+        shapes = [h.block(self.scatteraxis, length) for h, length in zip(headers, receiving, strict=True)]
+        total = sum([math.prod(h.shape) for h in headers])
+        parts = layout(tuple(shapes), self.gatheraxis)
+        moving = alltoall_blocks(self, blocks, parts, total, not self.uniform)
+        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
 
     def _plan(self, headers: list[Header]) -> tuple[list[int], list[int]]:
         """How much along ``scatteraxis`` goes to each rank, and how much comes from each."""

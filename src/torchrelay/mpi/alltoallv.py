@@ -6,6 +6,7 @@ The derivative sends the parts' cotangents back.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,9 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi._dtypes import CODES
-from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, placed
-from torchrelay.mpi._library import MPI
+from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, parts, placed, told
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -47,26 +46,28 @@ class Alltoallv(Call):
                     f"{self.describe()} in two steps carries at most {settings.max_count} elements"
                 )
             return self._start(x, 0)
-        size = self.comm.size
-        told = np.empty((size, size + 2), np.int64)
-        mine = np.array([*self.sent, self._inner(x), CODES.get(x.dtype, -1)], np.int64)
-        finish(self.comm.mpi.Iallgather((mine, size + 2, MPI.INT64_T), (told, size + 2, MPI.INT64_T)), self)
-        if (told[:, size:] != told[0, size:]).any():
+        size, inner = self.comm.size, self._inner(x)
+        rows = told(self, struct.pack(f"{size + 2}q", *self.sent, inner, CODES.get(x.dtype, -1)))
+        if rows is None:
+            self.received = [self.sent[self.comm.rank]] * size
+            return self._start(x, size * x.numel())
+        counts = np.frombuffer(rows, np.int64).reshape(size, size + 2)
+        if (counts[:, size:] != counts[0, size:]).any():
             raise MismatchError(
                 f"{self.describe()} on {self.comm.name}: the ranks' tensors differ in dtype, or in length along "
                 f"other axes; this is {x.dtype} {tuple(x.shape)}"
             )
-        self.received = told[:, self.comm.rank].tolist()
-        return self._start(x, int(told[:, :size].sum()) * self._inner(x))
+        self.received = counts[:, self.comm.rank].tolist()
+        return self._start(x, int(counts[:, :size].sum()) * inner)
 
     def _inner(self, x: Tensor) -> int:
-        return math.prod(n for axis, n in enumerate(x.shape) if axis != self.axis)
+        return math.prod(x.shape[: self.axis]) * math.prod(x.shape[self.axis + 1 :])
 
     def _start(self, x: Tensor, total: int) -> Started:
-        shapes = [(*x.shape[: self.axis], n, *x.shape[self.axis + 1 :]) for n in self.received]
         blocks = Blocks.cut(packed(x), self.sent, self.axis)
-        moving = alltoall_blocks(self, blocks, shapes, total, not self.known)
-        return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)
+        layout = parts(tuple(x.shape), tuple(self.received), self.axis)
+        moving = alltoall_blocks(self, blocks, layout, total, not self.known)
+        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         return Adjoint(

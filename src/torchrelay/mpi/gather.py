@@ -16,6 +16,7 @@ from torchrelay.mpi._exchange import (
     exchange_headers,
     gather_blocks,
     known_headers,
+    layout,
     packed,
     placed,
 )
@@ -43,10 +44,11 @@ class Gather(Call):
     def start(self, x: Tensor) -> Started:
         headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
         agree(self, headers, self.axis)
-        moving = gather_blocks(self, packed(x), [h.shape for h in headers], self.root, self.known is None)
+        parts = layout(tuple([h.shape for h in headers]), self.axis)
+        moving = gather_blocks(self, packed(x), parts, self.root, self.known is None)
         if self.comm.rank != self.root:
             return Started(moving.requests, lambda: x.new_empty(headers[0].block(self.axis, 0)), moving)
-        return Started(moving.requests, lambda: placed(moving.received.joined(self.axis), x), moving)
+        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         from torchrelay.mpi.scatter import Scatter  # noqa: PLC0415 - each is the other's derivative

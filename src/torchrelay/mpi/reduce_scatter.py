@@ -67,10 +67,12 @@ class ReduceScatter(Call):
         result = fresh(headers[0].block(self.axis, self.length), x.dtype)
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
         if self.known is None and x.nbytes >= BLOCKING_BYTES:  # all ranks are there
-            self.comm.mpi.Reduce_scatter(buffer(blocks.flat), buffer(result), blocks.counts, op)
+            self.comm.mpi.Reduce_scatter(buffer(blocks.memory), buffer(result), blocks.layout.counts, op)
             return Started([], lambda: placed(result, x))
         return Started(
-            [start(buffer(blocks.flat), buffer(result), blocks.counts, op)], lambda: placed(result, x), blocks
+            [start(buffer(blocks.memory), buffer(result), blocks.layout.counts, op)],
+            lambda: placed(result, x),
+            blocks,
         )
 
     def adjoint(self, grad: Tensor) -> Adjoint:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._exchange import Blocks, Header, exchange_headers, packed, placed, scatter_blocks
+from torchrelay.mpi._exchange import Blocks, Header, exchange_headers, packed, parts, placed, scatter_blocks
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class Scatter(Call):
         whole, lengths = headers[self.root], [h.number for h in headers]
         axis = self._check(whole, lengths)
         blocks = Blocks.cut(packed(x), lengths, axis) if self.comm.rank == self.root else None
-        shapes = [whole.block(axis, length) for length in lengths]
-        mine = shapes[self.comm.rank]
-        moving = scatter_blocks(self, blocks, whole.dtype, shapes, self.root, self.known is None)
-        return Started(moving.requests, lambda: placed(moving.received.flat.view(mine), x), moving)
+        layout = parts(whole.shape, tuple(lengths), axis)
+        mine = layout.shapes[self.comm.rank]
+        moving = scatter_blocks(self, blocks, whole.dtype, layout, self.root, self.known is None)
+        return Started(moving.requests, lambda: placed(moving.received.memory.view(mine), x), moving)
 
     def _check(self, whole: Header, lengths: list[int]) -> int:
         ndim = len(whole.shape)
