@@ -7,7 +7,9 @@
 Starts ``mpirun -n 2`` on itself. mpi4torch 0.1.3 has to be adapted to compile with torch 2.13, whose autograd nodes
 are intrusive pointers. A case's result is checked before it is timed. The rivals of a row run in turn in the
 same processes; a time is the slower rank's, the median over rounds. Every call gives new memory, save ``Bcast_`` and
-``Reduce_``, which overwrite: of a large message's time, the first touch of its pages is a large part, for every rival.
+``Reduce_``, which overwrite. Up to 16 MiB it mostly is memory that was freed before; of 64 MiB, whose pages are touched for
+the first time, that is a large part, for every rival.
+Forward and backward by bare mpi4py reduces a tensor, then a cotangent, and holds both results, as autograd does.
 mpi4py's calls block inside MPI, where neither a timeout nor Ctrl-C reaches them; ours start without blocking and test.
 """
 
@@ -139,11 +141,15 @@ def measure(bare: Any, runs: dict[str, Callable[[], object]], rounds: int) -> di
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-BOUNDS = """What bounds them: of forward and backward of 8 B, `Tensor.backward` and its engine take some 20 us, as
-mpi4torch shows, whose nodes are C++. Ours are Python, which is linked to no torch: two calls of the engine into it, two
-communications of some 5 us of Python each, and the slower of two ranks at either. A function whose lengths may differ between
-ranks takes some 20 us at least, since they tell each other first: it is felt where mpi4py needs 100 us, at 1 MiB. Others that
-exceed 1.1 there are within 5 to 25 us of mpi4py."""
+BOUNDS = """What bounds them: of forward and backward of 8 B, `Tensor.backward`, its engine and the leaf's gradient take some
+17 us, as a node of torch's own shows, and that nodes are Python, which is linked to no torch, 6. A Python node that does two
+blocking Allreduces by mpi4py takes 27 to 32 us; one that does two of ours, which start and test so that they can time out, 38 to
+40. The order adds 4, for the token that each node takes and gives, and what the chain must know 8: whether this pass reaches
+all, and which mode torch is in. A function whose lengths may differ between ranks takes 10 to 15 us more: the ranks tell each
+other in 3, the rest is Python. It is felt where mpi4py needs 60 to 110 us, at 1 MiB, after which Python also finds its caches
+cold. Forward and backward of 1 MiB exceeds two calls without gradient by more than its 50 us of Python, and so does mpi4torch,
+in C++: no page is new, the gradient is not copied, and what else takes the time is not known. From run to run a row may
+double, for bare mpi4py too, and reductions of 1 MiB take four times as long at times: compare within a row, and no closer than 0.2."""
 
 # What is asked for: case, size, the most seconds or a ratio to a rival, in words, and as a function of the row.
 TARGETS: tuple[tuple[str, int, str, Callable[[Row], float | None]], ...] = (
