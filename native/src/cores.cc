@@ -14,7 +14,7 @@ int better_core(const std::vector<int>& cores, int rank, const cpu_set_t& allowe
   int best = -1;
   for (int core = 0; core < CPU_SETSIZE && fewest > 0; ++core) {
     if (!CPU_ISSET(core, &allowed)) continue;
-    if (const auto ranks = ranks_on(core); ranks < fewest) {
+    if (const auto ranks = ranks_on(core); ranks > 0 && ranks < fewest) {
       fewest = ranks;
       best = core;
     }

@@ -13,7 +13,8 @@ namespace torchrelay {
 int current_core() noexcept;
 
 // The allowed core that the rank should move to, because it has at least two ranks less than the rank's own;
-// else -1. Of the ranks on one core only the last moves. `cores` are those of all ranks.
+// else -1. A core without ranks is left to the kernel, which fills it soon unless something else runs there.
+// Of the ranks on one core only the last moves. `cores` are those of all ranks.
 int better_core(const std::vector<int>& cores, int rank, const cpu_set_t& allowed);
 
 // Moves the calling thread to a core, if it may run there. It stays free to go elsewhere.
