@@ -3,8 +3,8 @@
     python benchmarks/bench_parameters.py [--smoke]
 
 Writes ``results/parameters.md``. Training on two nodes: ``bench_parameters_wn18rr.py``. Two processes of this
-machine, or four, are the two nodes; they speak TCP over the loopback device, once through ZeroMQ and once over
-plain sockets (``transport.plain_sockets``). Rivals take turns within one run; each figure is the median of the
+machine, or four, are the two nodes; they speak TCP over the loopback device, once over plain
+sockets and once through ZeroMQ (``transport.zeromq``). Rivals take turns within one run; each figure is the median of the
 rounds, with the smallest and the largest. The floors move the same bytes with nothing else to do: a copy in
 memory for what is local, a request and its answer over a bare TCP connection for what is remote.
 """
@@ -32,7 +32,7 @@ from torch.distributed import rpc
 from torchrelay.parameters import Embedding, Table, optim
 
 KEYS, DIM, BATCH = 100_000, 64, 4096
-NETWORKS = {"ZeroMQ": "0", "plain sockets": "1"}
+NETWORKS = {"plain sockets": "0", "ZeroMQ": "1"}
 # What a batch takes on the wire: each key with its place and the age of what is known of it, and its value.
 ASK_BYTES, VALUE_BYTES = 16, 4 * DIM
 Result = dict[str, list[float]]
@@ -201,8 +201,8 @@ def node(rank: int, size: int, port: int, rounds: int, repeats: int, out: Simple
     sizes = {"pull, floor": (empty, full), "push, floor": (full, empty), "one key, floor": (100, 400)}
     calls |= _bare_tcp(rank, other, sizes)
     tables = {}
-    for network, plain in NETWORKS.items():
-        os.environ["TORCHRELAY_TRANSPORT_PLAIN_SOCKETS"] = plain
+    for network, zeromq in NETWORKS.items():
+        os.environ["TORCHRELAY_TRANSPORT_ZEROMQ"] = zeromq
         tables[network] = Table.create(KEYS, DIM, name=network, node_of_rank=lambda r: r // per_node)
         # one after the other, so that each finds its own pushes
         for turn in range(size):

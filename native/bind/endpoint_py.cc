@@ -173,8 +173,7 @@ void register_endpoint(nb::module_& module) {
            "silence_s"_a = 10.0, "linger_s"_a = 1.0, "spin_s"_a = 0.0)
       .def_prop_ro("ignored_connections", &TcpNetwork::ignored_connections);
 
-  nb::class_<ZmqNetwork, Network>(module, "ZmqNetwork",
-                                  "Endpoints over ZeroMQ; see transport.native_network.")
+  nb::class_<ZmqNetwork, Network>(module, "ZmqNetwork", "Endpoints over ZeroMQ; see transport.zmq_network.")
       .def("__init__", &make_zmq_network, "library_path"_a, nb::kw_only(), "token"_a,
            "interface"_a = "127.0.0.1", "max_message_bytes"_a = ZmqOptions().max_message_bytes,
            "local_sockets"_a = true, "heartbeat_s"_a = 2.0, "silence_s"_a = 10.0, "linger_s"_a = 1.0,

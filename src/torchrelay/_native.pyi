@@ -50,7 +50,7 @@ class TcpNetwork(Network):
     def ignored_connections(self) -> int: ...
 
 class ZmqNetwork(Network):
-    """Endpoints over ZeroMQ; see transport.native_network."""
+    """Endpoints over ZeroMQ; see transport.zmq_network."""
 
     def __init__(self, library_path: str, *, token: bytes, interface: str = '127.0.0.1', max_message_bytes: int = 1073741824, local_sockets: bool = True, heartbeat_s: float = 2.0, silence_s: float = 10.0, linger_s: float = 1.0, spin_s: float = 0.0, io_threads: int = 1, curve_public_key: str = '', curve_secret_key: str = '') -> None: ...
 

@@ -274,10 +274,10 @@ class TransportSettings(Section):
     )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
     linger_s: float = setting(1.0, "how long closing waits for messages not sent yet", unit="s", minimum=0.0)
-    plain_sockets: bool = setting(
+    zeromq: bool = setting(
         False,
-        "the parameter manager's nodes speak over plain sockets instead of ZeroMQ: fewer threads take part in "
-        "a request, and nothing is encrypted",
+        "the parameter manager's nodes speak over ZeroMQ, as they do whenever there is a key file; otherwise "
+        "over plain sockets, which wake fewer threads for a request",
     )
     local_sockets: bool = setting(True, "Unix sockets instead of TCP between processes of one host")
     spin_s: float = setting(0.0, "how long a receiver polls before it sleeps", unit="s", minimum=0.0)

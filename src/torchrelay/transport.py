@@ -1,9 +1,9 @@
 """Messages between the nodes of a job: one contract, over memory or over ZeroMQ.
 
 :class:`Transport` is the contract, :func:`connect` makes one: every node calls it with the same store and name
-and gets back its place among all. Underneath lies a native network, either :func:`native_network` (ZeroMQ: TCP
-between hosts, Unix sockets within one, CURVE encryption when keys are given) or a ``_native.MemoryNetwork``
-(nodes as threads; delays, reorders and duplicates on demand).
+and gets back its place among all. Underneath lies a native network: :func:`zmq_network` (ZeroMQ: TCP between
+hosts, Unix sockets within one, CURVE encryption when keys are given), :func:`plain_network` (the same sockets
+without ZeroMQ), or a ``_native.MemoryNetwork`` (nodes as threads; delays, reorders and duplicates on demand).
 
 Messages of the parameter manager never pass through Python: its native core opens endpoints of its own on the
 same networks, with the same token, keys, limits and heartbeats (:class:`TransportSettings`), and numbers them
@@ -45,11 +45,11 @@ __all__ = [
     "TransportSettings",
     "connect",
     "create_key_file",
-    "native_network",
     "plain_network",
     "read_key_file",
     "session_token",
     "zmq_library_path",
+    "zmq_network",
 ]
 
 PROTOCOL_VERSION = 1
@@ -159,7 +159,7 @@ def session_token(store: Store, node: int, name: str = "", timeout_s: float = 60
     return bytes.fromhex(_from_store(store, key, 0, node, timeout_s))
 
 
-def native_network(
+def zmq_network(
     settings: TransportSettings | None = None, *, token: bytes, interface: str = "127.0.0.1"
 ) -> _native.ZmqNetwork:
     """A ZeroMQ network for this process.
@@ -193,7 +193,7 @@ def native_network(
 def plain_network(
     settings: TransportSettings | None = None, *, token: bytes, interface: str = "127.0.0.1"
 ) -> _native.TcpNetwork:
-    """A network of plain sockets, for the native core: faster than :func:`native_network`, and not encrypted.
+    """A network of plain sockets, for the native core: faster than :func:`zmq_network`, and not encrypted.
 
     Arguments as there.
 
@@ -203,8 +203,7 @@ def plain_network(
     settings = settings or config.load(TransportSettings)
     if settings.key_file:
         raise ConfigError(
-            "plain_sockets and key_file are both set, but plain sockets do not encrypt: unset one of "
-            "TORCHRELAY_TRANSPORT_PLAIN_SOCKETS and TORCHRELAY_TRANSPORT_KEY_FILE"
+            "TORCHRELAY_TRANSPORT_KEY_FILE is set, but plain sockets do not encrypt: use zmq_network, or unset it"
         )
     return _native.TcpNetwork(
         token=token,

@@ -21,9 +21,9 @@ from torchrelay.transport import (
     TransportSettings,
     connect,
     create_key_file,
-    native_network,
     session_token,
     zmq_library_path,
+    zmq_network,
 )
 from torchrelay.world import World
 
@@ -31,7 +31,7 @@ TOKEN = bytes(16)
 
 
 def join(world: World, store: Store, settings: TransportSettings) -> Transport:
-    network = native_network(settings, token=session_token(store, world.rank))
+    network = zmq_network(settings, token=session_token(store, world.rank))
     return connect(network, store, world.rank, world.size, "test", settings)
 
 

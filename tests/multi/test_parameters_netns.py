@@ -41,7 +41,7 @@ def _join(world: World, hosts: Hosts) -> tuple[Server, Worker]:
     if not hosts.delayed:
         topology.network = lambda: _native.DelayedNetwork(network(), DELAY_MS / 1e3, seed=world.rank)
     server = Server(KEYS, length=2, topology=topology)
-    assert all(f"tcp://{hosts.addresses[node]}:" in server.addresses[node] for node in range(world.size))
+    assert all(f"://{hosts.addresses[node]}:" in server.addresses[node] for node in range(world.size))
     return server, Worker(0, server)
 
 

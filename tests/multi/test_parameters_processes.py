@@ -46,11 +46,11 @@ def _push_and_count(world: World) -> None:
     place.server.shutdown()
 
 
-@pytest.mark.parametrize("plain_sockets", ["0", "1"])
+@pytest.mark.parametrize("zeromq", ["0", "1"])
 def test_asynchronous_pushes_of_three_nodes_with_two_processes_each_are_all_counted_once(
-    run_processes, plain_sockets: str
+    run_processes, zeromq: str
 ) -> None:
-    environ = {"TORCHRELAY_TRANSPORT_PLAIN_SOCKETS": plain_sockets}
+    environ = {"TORCHRELAY_TRANSPORT_ZEROMQ": zeromq}
     for result in run_processes(_push_and_count, 6, environ=environ):
         assert result.ok, result.error
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torchrelay.transport import Transport, TransportSettings, connect, native_network, session_token
+from torchrelay.transport import Transport, TransportSettings, connect, session_token, zmq_network
 from torchrelay.world import World
 
 SETTINGS = TransportSettings(heartbeat_s=0.2, silence_s=60)
 
 
 def join(world: World, store: Store, settings: TransportSettings = SETTINGS) -> Transport:
-    network = native_network(settings, token=session_token(store, world.rank))
+    network = zmq_network(settings, token=session_token(store, world.rank))
     return connect(network, store, world.rank, world.size, "test", settings)
 
 

@@ -266,7 +266,7 @@ def test_nodes_that_make_different_tables_are_told() -> None:
     for thread in threads:
         thread.join()
     assert len(errors) == 2
-    assert "'keys': '11'" in str(errors[0])
+    assert "keys is 11 here, 10 there" in str(errors[0])
 
 
 def test_a_node_that_does_not_start_is_named() -> None:

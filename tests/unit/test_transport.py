@@ -23,11 +23,11 @@ from torchrelay.transport import (
     TransportSettings,
     connect,
     create_key_file,
-    native_network,
     plain_network,
     read_key_file,
     session_token,
     zmq_library_path,
+    zmq_network,
 )
 
 SETTINGS = TransportSettings(heartbeat_s=0.2, silence_s=30)
@@ -54,7 +54,7 @@ def meshed(
 NETWORKS = {
     "memory": _native.MemoryNetwork,
     "bad weather": lambda: _native.MemoryNetwork(max_delay_s=0.003, duplicate_probability=0.3, seed=7),
-    "zeromq": lambda: native_network(SETTINGS, token=TOKEN),
+    "zeromq": lambda: zmq_network(SETTINGS, token=TOKEN),
     "plain sockets": lambda: plain_network(SETTINGS, token=TOKEN),
 }
 
@@ -205,7 +205,7 @@ def test_key_files(tmp_path: Path) -> None:
 def test_curve_keys_let_friends_in(tmp_path: Path) -> None:
     create_key_file(tmp_path / "keys")
     settings = TransportSettings(heartbeat_s=0.2, key_file=str(tmp_path / "keys"))
-    with meshed(2, native_network(settings, token=TOKEN), settings) as (a, b):
+    with meshed(2, zmq_network(settings, token=TOKEN), settings) as (a, b):
         a.send(1, b"secret" * 100000)
         assert b.receive().data == b"secret" * 100000
 

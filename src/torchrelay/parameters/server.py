@@ -152,6 +152,8 @@ class Server:
             time.sleep(_POLL_S)
 
     def _card(self, addresses: list[str]) -> dict[str, Any]:
+        transport = self.topology.transport
+        zeromq = "ZeroMQ with a key file" if transport.key_file else "ZeroMQ"
         table = {
             "keys": self._num_keys,
             "lengths": hash(tuple(self._lengths)),
@@ -160,6 +162,7 @@ class Server:
             "init": self._init_numbers(),
             "channels": self.topology.settings.num_channels,
             "techniques": self.topology.techniques,
+            "network": zeromq if transport.key_file or transport.zeromq else "plain sockets",
         }
         return {"addresses": addresses, "must_match": {k: str(v) for k, v in table.items()}}
 

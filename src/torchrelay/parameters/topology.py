@@ -128,10 +128,15 @@ class Topology:
         nodes = range(self.num_nodes)
         values = self.collect([f"{key}/{node}" for node in nodes], nodes, what)
         for node, value in enumerate(values):
-            if value["must_match"] != mine["must_match"]:
+            here, there = mine["must_match"], value["must_match"]
+            different = [
+                f"{name} is {here[name]} here, {there[name]} there"
+                for name in here
+                if here[name] != there[name]
+            ]
+            if different:
                 raise MismatchError(
-                    f"node {self.node} and node {node} made different tables: {mine['must_match']} here, "
-                    f"{value['must_match']} there"
+                    f"node {self.node} and node {node} made different tables: {'; '.join(different)}"
                 )
         return values
 
@@ -195,13 +200,14 @@ class Place:
     world: World
 
 
-def _zmq_network(
+def _node_network(
     store: Store, node: int, member: int, interface: str, settings: config.TransportSettings
 ) -> Callable[[], _native.Network]:
     def open_network() -> _native.Network:
         first = 0 if node == member == 0 else 1
         token = transport.session_token(store, first, "parameters", settings.connect_timeout_s)
-        make = transport.plain_network if settings.plain_sockets else transport.native_network
+        zeromq = settings.zeromq or settings.key_file
+        make = transport.zmq_network if zeromq else transport.plain_network
         return make(settings, token=token, interface=interface)
 
     return open_network
@@ -268,7 +274,7 @@ def of_world(
         workers_per_node=len(members[node]) * workers_per_process,
         techniques=techniques,
         store=store,
-        network=_zmq_network(store, node, member, interface, solo.transport),
+        network=_node_network(store, node, member, interface, solo.transport),
         settings=settings,
         transport=solo.transport,
     )
@@ -311,7 +317,7 @@ def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -
         workers_per_node=num_threads,
         techniques=techniques,
         store=store,
-        network=_zmq_network(
+        network=_node_network(
             store, node, 0, "127.0.0.1" if loopback else interface_towards(address), messages
         ),
         settings=settings,
