@@ -147,6 +147,7 @@ void register_store(nb::module_& module) {
           },
           "keys"_a, "count"_a, "low"_a, "high"_a, "taken"_a, "distinct"_a, Released())
       .def("check_leader", &Store::check_leader)
+      .def("dead_workers", &Store::dead_workers)
       .def("counters", &counters);
 }
 

@@ -53,6 +53,29 @@ def test_a_node_whose_serving_process_died_is_named_also_by_its_own_workers(
         assert seconds < 30
 
 
+def _lose_a_member(world: World) -> tuple[str, tuple[int, ...]]:
+    """Two processes a node. Rank 3 serves nobody; the others wait for it."""
+    worker = start(KEYS, DIM, node_of_rank=lambda rank: rank // 2).worker
+    worker.barrier()
+    if world.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        worker.barrier()
+    except PeerLostError as error:
+        return str(error), error.ranks
+    return "", ()
+
+
+def test_a_process_that_died_before_a_barrier_is_named(run_processes: Callable[..., list[object]]) -> None:
+    results = run_processes(_lose_a_member, 4, environ=QUICK_TO_NOTICE)
+    for rank in (0, 1, 2):
+        result = results[rank]
+        assert result.ok, result.error  # type: ignore[attr-defined]
+        message, ranks = result.value  # type: ignore[attr-defined]
+        assert ranks == (1,), message
+    assert "workers [1] of node 1 have died" in results[2].value[0]  # type: ignore[attr-defined]
+
+
 def _leave_early(world: World) -> tuple[str, tuple[int, ...]]:
     place = start(KEYS, DIM, node_of_rank=lambda rank: rank)
     place.worker.barrier()

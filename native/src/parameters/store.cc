@@ -304,4 +304,13 @@ void Store::check_leader() const {
                 {static_cast<int>(header_->node)});
 }
 
+std::vector<std::uint32_t> Store::dead_workers() const {
+  std::vector<std::uint32_t> dead;
+  for (std::uint32_t worker = 0; worker < kMaxWorkers; ++worker) {
+    const User& user = users_[kMaxChannels + worker];
+    if (user.pid.load() != 0 && !is_alive(user)) dead.push_back(worker);
+  }
+  return dead;
+}
+
 }  // namespace torchrelay::parameters

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchrelay import _native
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, PeerLostError
 from torchrelay.parameters._arrays import address_of_keys, address_of_values
 from torchrelay.parameters.sampling import Samples
 from torchrelay.parameters.server import Server
@@ -55,6 +56,7 @@ class Worker:
             settings.max_unfinished,
         )
         self._barriers = 0
+        self._dead_since: dict[int, float] = {}  # of workers of this node, when that was first noticed
         self._samples: dict[int, Samples] = {}
         self._next_sample = 0
         self._finalized = False
@@ -256,16 +258,29 @@ class Worker:
 
         Raises:
             OperationTimeoutError: some did not come.
-            PeerLostError: a node was lost.
+            PeerLostError: a node was lost, or a worker of this node has died and nobody has taken its place
+                for ``transport.silence_s``.
         """
         topology = self.server.topology
         participants = topology.num_nodes * topology.workers_per_node
-        self._native_check()
-        topology.barrier(f"{self.server.table}/workers", self._barriers, participants, self._native_check)
+        self._check()
+        topology.barrier(f"{self.server.table}/workers", self._barriers, participants, self._check)
         self._barriers += 1
 
-    def _native_check(self) -> None:
+    def _check(self) -> None:
         self.server.store.check_leader()
+        now_s, silence_s = time.monotonic(), self.server.topology.transport.silence_s
+        self._dead_since = {
+            worker: self._dead_since.get(worker, now_s) for worker in self.server.store.dead_workers()
+        }
+        lost = [worker for worker, since_s in self._dead_since.items() if now_s - since_s > silence_s]
+        if lost:
+            node = self.server.node
+            raise PeerLostError(
+                f"parameters: workers {lost} of node {node} have died, and nobody has taken their places for "
+                f"{silence_s:g} s; restart from the last checkpoint",
+                ranks=[node],
+            )
 
     def finalize(self) -> None:
         """Finishes what is unfinished; this worker's intents end. Idempotent."""

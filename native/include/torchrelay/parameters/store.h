@@ -139,6 +139,8 @@ class Store {
   void check_peers() const;
   // The same, and that this node's leader lives; costs a read in /proc.
   void check_leader() const;
+  // Workers of this node whose processes have died without leaving; successors may take their numbers.
+  std::vector<std::uint32_t> dead_workers() const;
   LockGuard guard(Entry& entry, std::uint32_t user) const { return LockGuard(entry.lock, users_, user); }
 
  private:
