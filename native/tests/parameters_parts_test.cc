@@ -139,3 +139,18 @@ TEST(hostile_messages_do_nothing) {
     std::this_thread::sleep_for(milliseconds(10));
   CHECK(stores[0]->total(kProtocolErrors) > 1000);
 }
+
+TEST(keys_stay_found_while_others_are_evicted_for_them) {
+  StoreSpec spec;
+  spec.lengths = {1};
+  spec.capacity = 24;
+  Store store = Store::create(spec);
+  const std::uint32_t user = kMaxChannels;
+  store.take_user(user);
+  std::mt19937_64 random(3);
+  for (int turn = 0; turn < 20000; ++turn) {
+    const auto key = static_cast<std::int64_t>(random() % 200);
+    CHECK(store.find_or_make(user, key) == store.find(key));
+  }
+  CHECK(store.owned_keys().size() <= spec.capacity);
+}

@@ -232,7 +232,8 @@ void Channel::take_location(const Record& record) {
   counter.store(record.counter, std::memory_order_release);
 }
 
-// The key begins anew: at once where somebody waits for it, else when it is next asked for.
+// The key is this node's again. If it gave a replica up to an owner before the one that evicted the key, that
+// owner's acknowledgement may still be on its way: the key begins anew after it.
 void Channel::take_eviction(const Record& record) {
   const std::int64_t number = store_->find(record.key);
   if (number < 0) return;
@@ -240,17 +241,26 @@ void Channel::take_eviction(const Record& record) {
   {
     const LockGuard guard = store_->guard(entry, number_);
     auto& counter = store_->location_counter(number);
-    if (entry.state != State::kAbsent || record.counter <= counter.load(std::memory_order_relaxed)) return;
-    if (!entry.has(kPinned) && !parked_.contains(record.key))
-      return store_->forget(number_, number, record.counter);
-    take_slot(number);
-    store_->initialize_row(number, record.key);
-    entry.version = 0;
+    if (entry.state == State::kOwned || record.counter <= counter.load(std::memory_order_relaxed)) return;
     entry.owner = static_cast<std::uint16_t>(node_);
-    counter.store(record.counter, std::memory_order_relaxed);
-    entry.state = State::kOwned;
+    counter.store(record.counter, std::memory_order_release);
+    if (entry.state == State::kReplica) return;
+    begin_anew(number);
   }
   unpark(record.key);
+}
+
+// An evicted key of this home: at once where somebody waits for it, else when it is next asked for. Under the
+// entry's lock.
+void Channel::begin_anew(std::int64_t number) {
+  Entry& entry = store_->entry(number);
+  const std::int64_t key = store_->key_of(number);
+  if (!entry.has(kPinned) && !parked_.contains(key))
+    return store_->forget(number_, number, store_->location_counter(number).load(std::memory_order_relaxed));
+  take_slot(number);
+  store_->initialize_row(number, key);
+  entry.version = 0;
+  entry.state = State::kOwned;
 }
 
 // Of a dynamic table: gives up rows that came here and are no longer used, and asks for the same elsewhere.

@@ -49,6 +49,7 @@ void Channel::transfer(std::int64_t number, std::uint32_t node) {
   store_->free_slot(number_, number);
   entry.state = State::kAbsent;
   entry.put(kUsed);  // what is under way to us must still find where to go
+  pin(number);
   entry.owner = control(number).passed_to = static_cast<std::uint16_t>(node);
   control(number).passed = key;
   store_->location_counter(number).store(counter, std::memory_order_release);

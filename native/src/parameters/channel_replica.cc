@@ -170,6 +170,7 @@ void Channel::take_ack(const Record& record) {
     settle_ack(number, record.version);
   }
   answer_overwrites(number);
+  if (store_->entry(number).state == State::kOwned) unpark(record.key);  // it has begun anew
 }
 
 // Under the entry's lock.
@@ -187,6 +188,8 @@ void Channel::settle_ack(std::int64_t number, std::uint32_t version) {
   entry.state = State::kAbsent;
   entry.lower(kLeaving);
   forget_replica(number);
+  pin(number);
+  if (entry.owner == node_) return begin_anew(number);  // see take_eviction
   if (mine.intents != 0) acquire(number);
   pin(number);
 }

@@ -99,8 +99,8 @@ void Channel::place_missed(const RequestHead& head, Asked asked, const Message& 
   if (known.number >= 0) {
     const Op op = static_cast<Op>(head.op);
     const bool is_set = op == Op::kSet || op == Op::kSetRow;
-    if (store_->entry(known.number).state == State::kReplica && is_set && node_of(head.requester) == node_)
-      return overwrite_replica(known.number, asked);
+    const bool replica = store_->entry(known.number).state == State::kReplica && known.owner != node_;
+    if (replica && is_set && node_of(head.requester) == node_) return overwrite_replica(known.number, asked);
   }
   if (must_wait(known, asked.key, asked.counter)) return park({message, asked, {}, nullptr});
   asked.counter = known.counter;

@@ -77,26 +77,28 @@ std::int64_t Store::try_make(std::uint32_t user, std::int64_t key) const {
   const bool full = header_->live_entries >= header_->num_entries / 2;
   if (full && !evict_one(user)) return -1;
   const std::uint64_t mask = header_->num_entries - 1;
-  std::uint64_t place = mix(static_cast<std::uint64_t>(key)) & mask;
-  while (keys_[place].load(std::memory_order_relaxed) > kTombstone) place = (place + 1) & mask;
-  const auto number = static_cast<std::int64_t>(place);
-  Entry& entry = entries_[place];
-  const LockGuard entry_guard(entry.lock, users_, user);
-  entry.state = State::kAbsent;
-  entry.put(kUsed);
-  entry.owner = static_cast<std::uint16_t>(home_of(key));
-  entry.version = 0;
-  const bool at_home = entry.owner == header_->node;
-  counters_[place].store(at_home ? header_->first_counter : 0, std::memory_order_relaxed);
-  if (at_home) {
-    while (!take_free_slot(user, number))
-      if (!evict_one(user)) return -1;
-    initialize_row(number, key);
-    entry.state = State::kOwned;
-  }
-  ++header_->live_entries;
-  keys_[place].store(key, std::memory_order_release);
-  return number;
+  const bool at_home = home_of(key) == header_->node;
+  do {  // an eviction may change which place the key is found at
+    std::uint64_t place = mix(static_cast<std::uint64_t>(key)) & mask;
+    while (keys_[place].load(std::memory_order_relaxed) > kTombstone) place = (place + 1) & mask;
+    const auto number = static_cast<std::int64_t>(place);
+    Entry& entry = entries_[place];
+    const LockGuard entry_guard(entry.lock, users_, user);
+    entry.state = State::kAbsent;
+    entry.put(kUsed);
+    entry.owner = static_cast<std::uint16_t>(home_of(key));
+    entry.version = 0;
+    counters_[place].store(at_home ? header_->first_counter : 0, std::memory_order_relaxed);
+    if (at_home) {
+      if (!take_free_slot(user, number)) continue;
+      initialize_row(number, key);
+      entry.state = State::kOwned;
+    }
+    ++header_->live_entries;
+    keys_[place].store(key, std::memory_order_release);
+    return number;
+  } while (evict_one(user));
+  return -1;
 }
 
 // The clock algorithm: passes over the entries, sparing once those used since its last pass. What can go:

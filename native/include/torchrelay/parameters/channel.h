@@ -128,6 +128,7 @@ class Channel {
   bool handle_at(std::int64_t number, const Record& record, const std::byte* payload, const Message& message);
   void take_location(const Record& record);
   void take_eviction(const Record& record);
+  void begin_anew(std::int64_t number);
   void take_recall(const Record& record);
   void tell_evicted(std::int64_t key, std::uint32_t counter);
   void make_room();
