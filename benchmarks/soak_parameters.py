@@ -47,6 +47,7 @@ BATCH, LOOKAHEAD, MOST_UNFINISHED = 48, 4, 32
 TIMEOUT_S = 120.0
 MAX_DELAY_S, DUPLICATES = 0.004, 0.02
 FEWEST_FDS_LOST, LEAST_LEAK_BYTES = 16, 24 << 20  # less is noise
+LATE_THREADS = 1  # plain sockets start one when a socket is first full
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -361,7 +362,7 @@ def leaks(plan: Plan, rank: int, wrong: list[str]) -> str:
     early, late = samples[fifth : 2 * fifth] or samples, samples[-fifth:]
     before, after = ({name: np.median([s[name] for s in part]) for name in usage()} for part in (early, late))
     more = {name: after[name] - before[name] for name in after}
-    if more["fds"] > FEWEST_FDS_LOST or more["threads"] > 0 or more["segments"] > 0:
+    if more["fds"] > FEWEST_FDS_LOST or more["threads"] > LATE_THREADS or more["segments"] > 0:
         wrong.append(f"rank {rank} leaks descriptors, threads or segments: {before} early, {after} late")
     if more["bytes"] > max(LEAST_LEAK_BYTES, 0.2 * before["bytes"]):
         wrong.append(f"rank {rank} leaks memory: {before} early, {after} late")
