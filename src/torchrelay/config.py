@@ -283,6 +283,11 @@ class TransportSettings(Section):
     spin_s: float = setting(0.0, "how long a receiver polls before it sleeps", unit="s", minimum=0.0)
     io_threads: int = setting(1, "ZeroMQ's own threads", unit="threads", minimum=1)
 
+    @property
+    def uses_zeromq(self) -> bool:
+        """Whether the parameter manager's nodes do."""
+        return self.zeromq or bool(self.key_file)
+
     def __post_init__(self) -> None:
         if self.silence_s < 2 * self.heartbeat_s:
             raise ConfigError(

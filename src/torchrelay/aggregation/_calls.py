@@ -67,8 +67,9 @@ def reduction(fresh: Any, given: Any, op: Any, timeout: timedelta | None) -> Any
     return timed(fresh, given, timeout)
 
 
-def rooted(fresh: Any, given: Any, op: Any, timeout: timedelta | None) -> Any:
-    """The same, where ``given`` may be the root."""
+def rooted(fresh: Any, root: Any, opts: Any, op: Any, timeout: timedelta | None) -> Any:
+    """The same, where ``opts`` may also come in the root's place."""
+    given = root if opts is None else opts
     if is_options(given):
         return given
     fresh.rootRank = 0 if given is None else given

@@ -152,7 +152,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         self, tensors: Any, root: Any = None, op: Any = None, timeout: Any = None, *, opts: Any = None
     ) -> dist.Work:
         tensors = calls.one_or_more(tensors)
-        opts = calls.rooted(dist.ReduceOptions(), root if opts is None else opts, op, timeout)
+        opts = calls.rooted(dist.ReduceOptions(), root, opts, op, timeout)
         op, _, _ = calls.asked(opts)
         root = int(opts.rootRank)
         tensor = calls.single(tensors, "reduce")
@@ -209,7 +209,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         self, tensors: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
     ) -> dist.Work:
         tensors = calls.one_or_more(tensors)
-        opts = calls.rooted(dist.BroadcastOptions(), root if opts is None else opts, None, timeout)
+        opts = calls.rooted(dist.BroadcastOptions(), root, opts, None, timeout)
         staging = Staging()
         root = int(opts.rootRank)
         is_root = root == self._rank
@@ -265,7 +265,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = calls.rooted(dist.GatherOptions(), root if opts is None else opts, None, timeout)
+        opts = calls.rooted(dist.GatherOptions(), root, opts, None, timeout)
         root = int(opts.rootRank)
         tensor = calls.single(inputs, "gather")
         staging = Staging()
@@ -282,7 +282,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = calls.rooted(dist.ScatterOptions(), root if opts is None else opts, None, timeout)
+        opts = calls.rooted(dist.ScatterOptions(), root, opts, None, timeout)
         root = int(opts.rootRank)
         output = calls.single(outputs, "scatter")
         staging = Staging()

@@ -162,7 +162,7 @@ class Server:
             "init": self._init_numbers(),
             "channels": self.topology.settings.num_channels,
             "techniques": self.topology.techniques,
-            "network": zeromq if transport.key_file or transport.zeromq else "plain sockets",
+            "network": zeromq if transport.uses_zeromq else "plain sockets",
         }
         return {"addresses": addresses, "must_match": {k: str(v) for k, v in table.items()}}
 

@@ -206,8 +206,7 @@ def _node_network(
     def open_network() -> _native.Network:
         first = 0 if node == member == 0 else 1
         token = transport.session_token(store, first, "parameters", settings.connect_timeout_s)
-        zeromq = settings.zeromq or settings.key_file
-        make = transport.zmq_network if zeromq else transport.plain_network
+        make = transport.zmq_network if settings.uses_zeromq else transport.plain_network
         return make(settings, token=token, interface=interface)
 
     return open_network
