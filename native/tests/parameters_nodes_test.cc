@@ -2,6 +2,7 @@
 #include <atomic>
 #include <barrier>
 #include <cstring>
+#include <list>
 #include <random>
 #include <thread>
 
@@ -44,26 +45,30 @@ struct Cluster {
   }
 };
 
-// Holds back messages of one kind on their way to one node, for as long as it is told to.
+// Holds back messages of one kind from one node to another, for as long as it is told to.
 class HoldingNetwork final : public Network {
  public:
   struct Held {
-    std::string label;
     Kind kind;
+    std::uint32_t from;
+    std::string to;
     std::atomic<bool> on = false;
+    std::atomic<int> count = 0;  // held now
   };
-  Held requests{"node0", Kind::kRequest}, bundles{"node1", Kind::kBundle};
 
+  // Before the nodes that it is about are there.
+  Held& hold(Kind kind, std::uint32_t from, std::uint32_t to) {
+    return held_.emplace_back(kind, from, "node" + std::to_string(to));
+  }
   std::unique_ptr<Endpoint> open(const std::string& label) override {
-    Held& held = label == requests.label ? requests : bundles;
-    return std::make_unique<HoldingEndpoint>(memory_.open(label), held);
+    return std::make_unique<HoldingEndpoint>(memory_.open(label), held_, label);
   }
 
  private:
   class HoldingEndpoint final : public Endpoint {
    public:
-    HoldingEndpoint(std::unique_ptr<Endpoint> endpoint, const Held& held)
-        : endpoint_(std::move(endpoint)), held_(held) {}
+    HoldingEndpoint(std::unique_ptr<Endpoint> endpoint, std::list<Held>& held, std::string label)
+        : endpoint_(std::move(endpoint)), held_(held), label_(std::move(label)) {}
     std::string address() const override { return endpoint_->address(); }
     void connect(std::uint32_t peer, const std::string& address) override {
       endpoint_->connect(peer, address);
@@ -71,26 +76,35 @@ class HoldingNetwork final : public Network {
     void disconnect(std::uint32_t peer) override { endpoint_->disconnect(peer); }
     void send(std::uint32_t peer, Message message) override { endpoint_->send(peer, std::move(message)); }
     bool receive(Message& message, std::chrono::microseconds timeout) override {
-      if (!held_.on && !back_.empty()) {
-        message = std::move(back_.front());
-        back_.erase(back_.begin());
+      const auto free = std::ranges::find_if(back_, [](const auto& held) { return !held.first->on; });
+      if (free != back_.end()) {
+        message = std::move(free->second);
+        --free->first->count;
+        back_.erase(free);
         return true;
       }
       if (!endpoint_->receive(message, timeout)) return false;
       Header header;
       std::memcpy(&header, message.data(), sizeof header);
-      if (!held_.on || header.kind != held_.kind) return true;
-      back_.push_back(std::move(message));
-      return false;
+      for (Held& held : held_) {
+        if (!held.on || held.kind != header.kind || held.from != node_of(header.sender) || held.to != label_)
+          continue;
+        back_.emplace_back(&held, std::move(message));
+        ++held.count;
+        return false;
+      }
+      return true;
     }
 
    private:
     std::unique_ptr<Endpoint> endpoint_;
-    const Held& held_;
-    std::vector<Message> back_;
+    std::list<Held>& held_;
+    std::string label_;
+    std::vector<std::pair<Held*, Message>> back_;
   };
 
   MemoryNetwork memory_;
+  std::list<Held> held_;
 };
 
 template <typename Condition>
@@ -117,6 +131,35 @@ void access(Worker& worker, Op op, const std::vector<std::int64_t>& keys, std::v
                     values.size() * sizeof(float), nullptr);
   if (wait) worker.wait(timestamp);
 }
+
+// Key 0, and three nodes that want it in turn.
+struct Moves {
+  Cluster cluster;
+  std::vector<std::unique_ptr<Worker>> workers;  // one per node
+
+  explicit Moves(std::shared_ptr<Network> network) : cluster(std::move(network), 3, dense(3, 1), options()) {
+    for (std::uint32_t node = 0; node < 3; ++node) workers.push_back(cluster.worker(node, 0));
+  }
+  static ChannelOptions options() {
+    ChannelOptions options;
+    options.hysteresis_rounds = 0;
+    return options;
+  }
+  Entry& at(std::uint32_t node) const { return cluster.stores[node]->entry(0); }
+  State state(std::uint32_t node) const {
+    const LockGuard guard = cluster.stores[node]->guard(at(node), kMaxChannels);
+    return at(node).state;
+  }
+
+  // Until its worker's clock advances. The node knows of it when this returns.
+  void wants(std::uint32_t node) {
+    const std::int64_t key = 0;
+    const auto& rounds = cluster.stores[node]->header().boards[0].rounds;
+    workers[node]->intent(&key, 1, workers[node]->clock(), workers[node]->clock() + 1);
+    const std::uint64_t before = rounds;
+    eventually([&] { return rounds >= before + 2; });
+  }
+};
 
 // Every worker pushes and pulls random keys while intents come and go. Each row's elements count its pushes;
 // what a worker sees of a key never falls, nor below what it pushed itself; in the end all sums are exact.
@@ -219,29 +262,85 @@ TEST(an_answer_waits_for_the_end_of_a_replica_that_lacks_it) {
   const std::vector<std::int64_t> key = {0};
   std::vector<float> value(kLength, 1.0f);
   auto network = std::make_shared<HoldingNetwork>();
+  auto &requests = network->hold(Kind::kRequest, 1, 0), &bundles = network->hold(Kind::kBundle, 0, 1);
   ChannelOptions options;
   options.techniques = Techniques::kReplicationOnly;
   Cluster cluster(network, 2, dense(2, 1), options);
   const auto pushes = cluster.worker(1, 0), announces = cluster.worker(1, 1);
   const Entry &owned = cluster.stores[0]->entry(0), &copy = cluster.stores[1]->entry(0);
 
-  network->requests.on = true;
+  requests.on = true;
   const std::int64_t push = pushes->access(
       Op::kPush, key.data(), 1, reinterpret_cast<std::byte*>(value.data()), kLength * sizeof(float), nullptr);
   announces->intent(key.data(), 1, 0, 1);
   eventually([&] { return cluster.stores[1]->total(kReplicasMade) == 1; });
   CHECK(owned.has(kShared));
-  network->bundles.on = true;
+  bundles.on = true;
   announces->advance_clock();
   eventually([&] { return !owned.has(kShared); });
-  network->requests.on = false;
+  requests.on = false;
   const auto end = std::chrono::steady_clock::now() + milliseconds(200);
   while (std::chrono::steady_clock::now() < end) CHECK(!pushes->is_finished(push));
-  network->bundles.on = false;
+  bundles.on = false;
   pushes->wait(push);
   access(*pushes, Op::kPull, key, value);
   CHECK(value[0] == 1);
   CHECK(copy.state == State::kAbsent);
+}
+
+// The last update of node 1's replica is under way to node 0 while the key goes from there to node 1, to node
+// 2, and back to node 0. It is in the row by then.
+TEST(an_update_that_comes_after_the_key_itself_is_not_counted_twice) {
+  const std::vector<std::int64_t> key = {0};
+  std::vector<float> value(kLength, 1.0f);
+  auto network = std::make_shared<HoldingNetwork>();
+  auto& updates = network->hold(Kind::kBundle, 1, 0);
+  Moves moves(network);
+  moves.wants(0);
+  moves.wants(1);
+  eventually([&] { return moves.state(1) == State::kReplica; });
+  updates.on = true;
+  access(*moves.workers[1], Op::kPush, key, value);
+  eventually([&] { return updates.count > 0; });
+  moves.workers[0]->advance_clock();
+  eventually([&] { return moves.state(1) == State::kOwned; });
+  moves.workers[1]->advance_clock();
+  moves.wants(2);
+  eventually([&] { return moves.state(2) == State::kOwned; });
+  moves.workers[2]->advance_clock();
+  moves.wants(0);
+  eventually([&] { return moves.state(0) == State::kOwned; });
+  updates.on = false;
+  eventually([&] { return updates.count == 0; });
+  access(*moves.workers[1], Op::kPull, key, value);
+  CHECK(value[0] == 1);
+  for (const auto& store : moves.cluster.stores) CHECK(store->total(kProtocolErrors) == 0);
+}
+
+// What ends node 1's replica is under way to it while the key moves on from node 0 to node 2.
+TEST(a_set_waits_for_the_end_of_a_replica_that_is_given_up) {
+  const std::vector<std::int64_t> key = {0};
+  std::vector<float> pushed(kLength, 1.0f), set(kLength, 5.0f), pulled(kLength);
+  auto network = std::make_shared<HoldingNetwork>();
+  auto& ends = network->hold(Kind::kBundle, 0, 1);
+  Moves moves(network);
+  moves.wants(0);
+  moves.wants(1);
+  eventually([&] { return moves.state(1) == State::kReplica; });
+  ends.on = true;
+  access(*moves.workers[1], Op::kPush, key, pushed);
+  moves.workers[1]->advance_clock();
+  eventually([&] { return !moves.at(0).has(kShared); });
+  moves.workers[0]->advance_clock();
+  moves.wants(2);
+  eventually([&] { return moves.state(2) == State::kOwned; });
+  const std::int64_t timestamp = moves.workers[1]->access(
+      Op::kSet, key.data(), 1, reinterpret_cast<std::byte*>(set.data()), kLength * sizeof(float), nullptr);
+  CHECK(timestamp >= 0 && !moves.workers[1]->is_finished(timestamp));
+  ends.on = false;
+  moves.workers[1]->wait(timestamp);
+  access(*moves.workers[2], Op::kPull, key, pulled);
+  CHECK(pulled[0] == 5);
 }
 
 // Workers that push without waiting are far ahead of what their nodes have handled: keys move on while

@@ -1,3 +1,5 @@
+#include <sys/resource.h>
+
 #include <cmath>
 #include <random>
 
@@ -153,4 +155,18 @@ TEST(keys_stay_found_while_others_are_evicted_for_them) {
     CHECK(store.find_or_make(user, key) == store.find(key));
   }
   CHECK(store.owned_keys().size() <= spec.capacity);
+}
+
+// A lock is taken from the dead only. Without a file descriptor left, /proc cannot say who is.
+TEST(who_cannot_be_asked_is_alive) {
+  const ProcessId mine = ProcessId::current();
+  CHECK(alive(mine));
+  CHECK(!alive({mine.pid, mine.start_ticks + 1}));
+  rlimit limit{};
+  CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  const rlimit none{0, limit.rlim_max};
+  CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
+  const bool found_alive = alive(mine);
+  CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  CHECK(found_alive);
 }

@@ -12,7 +12,8 @@ struct ProcessId {
   static ProcessId current();
 };
 
-// False once the process has died, also while nobody has collected its exit status. Costs one read in /proc.
+// False once the process has died, also while nobody has collected its exit status; true if /proc cannot say
+// (no file descriptor is left). Costs one read in /proc.
 bool alive(ProcessId process) noexcept;
 
 }  // namespace torchrelay

@@ -136,7 +136,7 @@ void Channel::handle_bundle(const Header& header, const Message& message) {
     const auto record = reader.take<Record>();
     const std::byte* payload = reader.take_bytes(record.payload_bytes);
     try {
-      handle_record(record, payload, message);
+      handle_record(record, payload);
     } catch (const Error& error) {  // the other records are not to blame
       if (error.code() != Code::kProtocol) throw;
       store_->count(number_, kProtocolErrors, 1);
@@ -144,7 +144,7 @@ void Channel::handle_bundle(const Header& header, const Message& message) {
   }
 }
 
-void Channel::handle_record(const Record& record, const std::byte* payload, const Message& message) {
+void Channel::handle_record(const Record& record, const std::byte* payload) {
   const auto protocol_error = [] {
     throw Error(Code::kProtocol, "parameters: a record that makes no sense");
   };
@@ -166,56 +166,15 @@ void Channel::handle_record(const Record& record, const std::byte* payload, cons
     case RecordKind::kRecall: return take_recall(record);
     case RecordKind::kAcquire:
       if (record.payload_bytes != 0) protocol_error();
-      break;
+      return take_acquire(record);
     case RecordKind::kUpdate:
       if (record.payload_bytes != 0 && record.payload_bytes != value) protocol_error();
-      break;
+      return take_from_replica(record, payload);
     case RecordKind::kOverwrite:
       if (record.payload_bytes != ((record.flags & kWholeRow) != 0 ? row : value)) protocol_error();
-      break;
+      return take_from_replica(record, payload);
     default: protocol_error();
   }
-  handle_routed(record, payload, message);
-}
-
-void Channel::handle_routed(const Record& record, const std::byte* payload, const Message& message) {
-  const bool make = store_->home_of(record.key) == node_;
-  std::int64_t number = -1;
-  do {
-    number = make ? store_->find_or_try_make(number_, record.key) : store_->find(record.key);
-    if (number < 0) return route(record, payload, message);
-  } while (!handle_at(number, record, payload, message));
-}
-
-// False if the entry has become another key's meanwhile.
-bool Channel::handle_at(std::int64_t number, const Record& record, const std::byte* payload,
-                        const Message& message) {
-  const LockGuard guard = store_->guard(store_->entry(number), number_);
-  if (store_->key_of(number) != record.key) return false;
-  Control& mine = control(number);
-  if (record.node == node_ && mine.returning != 0 && record.kind != RecordKind::kAcquire) {
-    --mine.returning;  // it is in the row already; see take_transfer
-    pin(number);
-    return true;
-  }
-  if (store_->entry(number).state != State::kOwned)
-    pass_on(number, record, payload, message);
-  else if (record.kind == RecordKind::kAcquire)
-    owner_acquire(number, record);
-  else if (record.kind == RecordKind::kUpdate)
-    owner_update(number, record, payload);
-  else
-    owner_overwrite(number, record, payload);
-  return true;
-}
-
-// To the owner, by an entry whose row is not here. Under the entry's lock.
-void Channel::pass_on(std::int64_t number, const Record& record, const std::byte* payload,
-                      const Message& message) {
-  const Control& mine = control(number);
-  if (record.kind == RecordKind::kAcquire || mine.passed != record.key)
-    return route(record, payload, message);
-  put(mine.passed_to, record, payload, record.payload_bytes);
 }
 
 void Channel::take_location(const Record& record) {

@@ -24,6 +24,38 @@ void Channel::raise_version(std::int64_t number) {
   ++entry.version;
 }
 
+// At the owner, or on to it.
+void Channel::take_acquire(const Record& record) {
+  const bool make = store_->home_of(record.key) == node_;
+  std::int64_t number = -1;
+  do {
+    number = make ? store_->find_or_try_make(number_, record.key) : store_->find(record.key);
+    if (number < 0) return route(record);
+  } while (!take_acquire_at(number, record));
+}
+
+// False if the entry has become another key's meanwhile.
+bool Channel::take_acquire_at(std::int64_t number, const Record& record) {
+  Entry& entry = store_->entry(number);
+  const LockGuard guard = store_->guard(entry, number_);
+  if (store_->key_of(number) != record.key) return false;
+  entry.state == State::kOwned ? owner_acquire(number, record) : route(record);
+  return true;
+}
+
+// By the counter we tell whether the replica is one that we granted since we own the key.
+void Channel::take_from_replica(const Record& record, const std::byte* payload) {
+  const std::int64_t number = store_->find(record.key);
+  if (number < 0) return;
+  Entry& entry = store_->entry(number);
+  const LockGuard guard = store_->guard(entry, number_);
+  if (store_->key_of(number) != record.key || entry.state != State::kOwned ||
+      record.counter != store_->location_counter(number).load(std::memory_order_relaxed))
+    return;  // the replica has become the owner
+  record.kind == RecordKind::kUpdate ? owner_update(number, record, payload)
+                                     : owner_overwrite(number, record, payload);
+}
+
 // Under the entry's lock. Relocate where nobody else needs the key; else replicate (CIKM 2023, section 4).
 void Channel::owner_acquire(std::int64_t number, const Record& record) {
   Control& mine = control(number);
@@ -50,8 +82,7 @@ void Channel::transfer(std::int64_t number, std::uint32_t node) {
   entry.state = State::kAbsent;
   entry.put(kUsed);  // what is under way to us must still find where to go
   pin(number);
-  entry.owner = control(number).passed_to = static_cast<std::uint16_t>(node);
-  control(number).passed = key;
+  entry.owner = static_cast<std::uint16_t>(node);
   store_->location_counter(number).store(counter, std::memory_order_release);
   const std::uint32_t home = store_->home_of(key);
   if (home == node_ || home == node) return;

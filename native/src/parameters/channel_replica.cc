@@ -35,7 +35,7 @@ void Channel::pin(std::int64_t number) {
   if (!store_->dynamic()) return;
   const Control& mine = control(number);
   Entry& entry = store_->entry(number);
-  if (mine.intents != 0 || mine.wanted || mine.returning != 0 || mine.outstanding != 0)
+  if (mine.intents != 0 || mine.wanted || mine.outstanding != 0)
     entry.raise(kPinned);
   else
     entry.lower(kPinned);
@@ -46,8 +46,7 @@ void Channel::acquire(std::int64_t number) {
   control(number).wanted = true;
   const std::int64_t key = store_->key_of(number);
   route({RecordKind::kAcquire, 0, static_cast<std::uint16_t>(node_),
-         store_->location_counter(number).load(std::memory_order_relaxed), key, 0, 0},
-        nullptr, Message());
+         store_->location_counter(number).load(std::memory_order_relaxed), key, 0, 0});
 }
 
 void Channel::end_intent(std::int64_t key) {
@@ -108,7 +107,8 @@ void Channel::take_transfer(const Record& record, const std::byte* payload) {
     if (entry.state == State::kOwned)
       throw Error(Code::kProtocol,
                   "parameters: key " + std::to_string(record.key) + " was sent to its owner");
-    if (entry.state == State::kReplica) {  // our updates under way will come back to us: they are in the row
+    if (entry.state ==
+        State::kReplica) {  // our updates under way go into the row, and are dropped where they arrive
       const ClassInfo& info = store_->class_of(number);
       if (!mine.overwritten) {
         std::memcpy(store_->row(number), payload, record.payload_bytes);
@@ -116,7 +116,6 @@ void Channel::take_transfer(const Record& record, const std::byte* payload) {
           store_->apply(store_->row(number), found->second.data(), info.length);
         if (entry.has(kDirty)) store_->apply(store_->row(number), store_->accumulator(number), info.length);
       }
-      mine.returning += mine.outstanding;
       mine.outstanding = 0;
       mine.overwritten = false;
       forget_replica(number);
@@ -170,7 +169,7 @@ void Channel::take_ack(const Record& record) {
     settle_ack(number, record.version);
   }
   answer_overwrites(number);
-  if (store_->entry(number).state == State::kOwned) unpark(record.key);  // it has begun anew
+  if (store_->entry(number).state != State::kReplica) unpark(record.key);
 }
 
 // Under the entry's lock.

@@ -99,10 +99,11 @@ void Channel::place_missed(const RequestHead& head, Asked asked, const Message& 
   if (known.number >= 0) {
     const Op op = static_cast<Op>(head.op);
     const bool is_set = op == Op::kSet || op == Op::kSetRow;
-    const bool replica = store_->entry(known.number).state == State::kReplica && known.owner != node_;
-    if (replica && is_set && node_of(head.requester) == node_) return overwrite_replica(known.number, asked);
+    const Entry& entry = store_->entry(known.number);
+    if (is_set && entry.state == State::kReplica && node_of(head.requester) == node_)
+      return entry.has(kLeaving) ? park({message, asked, {}}) : overwrite_replica(known.number, asked);
   }
-  if (must_wait(known, asked.key, asked.counter)) return park({message, asked, {}, nullptr});
+  if (must_wait(known, asked.key, asked.counter)) return park({message, asked, {}});
   asked.counter = known.counter;
   store_->count(number_, kForwards, 1);
   by_node[known.owner].push_back(asked);
@@ -237,12 +238,12 @@ void Channel::answer_met_workers() {
   });
 }
 
-// Sends a record on to the owner, or keeps it until the key arrives. The entry may be locked.
-void Channel::route(Record record, const std::byte* payload, const Message& message) {
+// Sends an acquire on to the owner, or keeps it until the key arrives. The entry may be locked.
+void Channel::route(Record record) {
   const Whereabouts known = whereabouts(record.key);
-  if (must_wait(known, record.key, record.counter)) return park({message, {}, record, payload});
+  if (must_wait(known, record.key, record.counter)) return park({Message(), {}, record});
   record.counter = known.counter;
-  put(known.owner, record, payload, record.payload_bytes);
+  put(known.owner, record, nullptr, 0);
 }
 
 void Channel::park(Parked parked) {
@@ -261,7 +262,7 @@ void Channel::unpark(std::int64_t key) {
   parked_.erase(found);
   for (const Parked& parked : waiting) {
     if (parked.record.kind != RecordKind{}) {
-      handle_record(parked.record, parked.payload, parked.message);
+      take_acquire(parked.record);
       continue;
     }
     Message request = request_of(parked.asked.head, &parked.asked, 1);

@@ -7,13 +7,14 @@
 //  * The owner has the master copy and decides. What is meant for the owner is routed by (owner, counter):
 //    the counter rises with each relocation, and the larger one is right. A node that is told to own a key
 //    it does not have yet parks what it is asked: the key is on its way to it.
-//  * The old owner sends the key before it sends anything that follows it there. What a replica sends goes
-//    the way that the key itself went, not where others say that it is: so what was under way when the
-//    replica became the owner comes back to it, which counts on that.
+//  * A key with replicas only moves to the one node that has the last. What a replica sends goes to the owner
+//    that granted it, and is not sent on: if that is the owner no longer, the replica has become it, and its
+//    row has all that it sent.
 //  * A replica has a row and an accumulator. At most one update of it is under way; its copy is kept until
 //    the owner has acknowledged it, so that a refresh that was sent before the owner got it can be completed.
 //  * A replica is given up by an update marked as its last. Until it is acknowledged the row stays and is
-//    read: what a worker wrote, it reads. Pushes go to the owner from then on.
+//    read: what a worker wrote, it reads. Pushes go to the owner from then on; a set waits for its end, so as
+//    not to overtake what was pushed before.
 //  * No worker sees a replica older than what it has already been told. An answer to a node that holds a
 //    replica of the key goes through that node's channel, behind a refresh. Of a replica that is being given
 //    up the owner may know no longer: an answer waits, at the worker, until it is gone.
@@ -58,7 +59,6 @@ class Channel {
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::int64_t kNoKey = INT64_MIN;
 
   // The announcements of one worker; a larger incarnation is another process under the same number.
   struct Announcer {
@@ -71,11 +71,8 @@ class Channel {
     std::uint32_t arrived = 0;      // the round in which the key was relocated here
     std::uint32_t list_place = 0;   // in shared_ (owner) or replicas_ (replica)
     std::uint32_t outstanding = 0;  // updates and overwrites not acknowledged
-    std::uint32_t returning = 0;    // of these, those that come back to us, the owner since
     bool wanted = false;            // an acquire is under way
     bool overwritten = false;       // an overwrite is outstanding: refreshes sent before it are void
-    std::uint16_t passed_to = 0;    // whom this node sent `passed` when it last owned that
-    std::int64_t passed = kNoKey;   // the entry's key, unless it was another's then
   };
   struct Replica {
     std::uint32_t node;
@@ -102,10 +99,9 @@ class Channel {
     const std::byte* value;  // null: a read
   };
   struct Parked {
-    Message message;  // keeps what the others point to
+    Message message;  // keeps what `asked` points to
     Asked asked;
-    Record record;  // kind 0: it is `asked`
-    const std::byte* payload;
+    Record record;  // an acquire; kind 0: it is `asked`
   };
   // Who is told once all replicas of our keys are fresh: another node's channel, or (its number: ours) a
   // worker.
@@ -123,9 +119,7 @@ class Channel {
   void handle(const Header& header, const Message& message);
   void take_intent(const Header& header, const Message& message);
   void handle_bundle(const Header& header, const Message& message);
-  void handle_record(const Record& record, const std::byte* payload, const Message& message);
-  void handle_routed(const Record& record, const std::byte* payload, const Message& message);
-  bool handle_at(std::int64_t number, const Record& record, const std::byte* payload, const Message& message);
+  void handle_record(const Record& record, const std::byte* payload);
   void take_location(const Record& record);
   void take_eviction(const Record& record);
   void begin_anew(std::int64_t number);
@@ -141,7 +135,6 @@ class Channel {
   void goodbye();
   void take_goodbye(std::uint32_t sender, std::uint32_t lost);
   void lose(std::uint32_t node_and_how);
-  void pass_on(std::int64_t number, const Record& record, const std::byte* payload, const Message& message);
   void put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes);
   void send_outbox(std::uint32_t node);
   void send_outboxes();
@@ -157,6 +150,9 @@ class Channel {
   void tell(std::uint32_t endpoint, Kind kind, std::uint64_t number);
 
   // channel_owner.cc: deciding where a key lives
+  void take_acquire(const Record& record);
+  bool take_acquire_at(std::int64_t number, const Record& record);
+  void take_from_replica(const Record& record, const std::byte* payload);
   void owner_acquire(std::int64_t number, const Record& record);
   void owner_update(std::int64_t number, const Record& record, const std::byte* payload);
   void owner_overwrite(std::int64_t number, const Record& record, const std::byte* payload);
@@ -205,7 +201,7 @@ class Channel {
   void overwrite_replica(std::int64_t number, const Asked& asked);
   void answer_overwrites(std::int64_t number);
   void forward_requests(const RequestHead& head, const std::vector<std::vector<Asked>>& by_node);
-  void route(Record record, const std::byte* payload, const Message& message);
+  void route(Record record);
   void park(Parked parked);
   void unpark(std::int64_t key);
   Message request_of(const RequestHead& head, const Asked* asked, std::size_t count);

@@ -64,10 +64,10 @@ struct IntentHead {
 };
 
 enum class RecordKind : std::uint8_t {
-  // routed to the owner
-  kAcquire = 1,  // `node` wants the key
-  kUpdate,       // what `node` pushed to its replica, summed; payload: value
-  kOverwrite,    // a set on `node`'s replica; payload: value or row
+  kAcquire = 1,  // to the owner, over whoever knows more of where it is: `node` wants the key
+  // from a replica to the owner that granted it
+  kUpdate,     // what `node` pushed to its replica, summed; payload: value
+  kOverwrite,  // a set on `node`'s replica; payload: value or row
   // from the owner
   kGrant,     // a replica; payload: row
   kTransfer,  // the ownership; payload: row
@@ -88,7 +88,7 @@ struct Record {
   RecordKind kind;
   std::uint8_t flags;
   std::uint16_t node;
-  std::uint32_t counter;  // routed: the knowledge it was routed by; transfer, location: the new one
+  std::uint32_t counter;  // acquire: what it was sent by; transfer, location: the new one; else the owner's
   std::int64_t key;
   std::uint32_t version;
   std::uint32_t payload_bytes;
