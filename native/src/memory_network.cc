@@ -1,6 +1,7 @@
 #include "torchrelay/memory_network.h"
 
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <mutex>
 #include <queue>
@@ -16,6 +17,10 @@ namespace torchrelay {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// Of the delays: most messages wait for next to nothing, so that one that does not lets the others overtake
+// it by several hops.
+constexpr double kSteepness = 16;
 
 struct Delivery {
   Clock::time_point due;
@@ -105,9 +110,10 @@ class MemoryEndpoint : public Endpoint {
   Delivery make_delivery(const Message& message) {
     const auto max_delay = shared_->weather.max_delay;
     Clock::time_point due{};
-    if (max_delay.count() > 0)
-      due = Clock::now() + std::chrono::microseconds(std::uniform_int_distribution<std::int64_t>(
-                               0, max_delay.count())(shared_->random));
+    if (max_delay.count() > 0) {
+      const double part = std::pow(std::uniform_real_distribution<double>(0, 1)(shared_->random), kSteepness);
+      due = Clock::now() + std::chrono::duration_cast<Clock::duration>(part * max_delay);
+    }
     return {due, shared_->next_number++, message};
   }
 

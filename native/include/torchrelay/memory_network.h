@@ -12,7 +12,7 @@
 namespace torchrelay {
 
 struct Weather {
-  std::chrono::microseconds max_delay{0};  // each message waits from 0 to this long; unequal waits reorder
+  std::chrono::microseconds max_delay{0};  // the longest wait, which most messages are far from: they reorder
   double duplicate_probability = 0;
   std::uint64_t seed = 0;
 };

@@ -56,7 +56,7 @@ class Worker {
   std::int64_t advance_clock();
   std::int64_t clock() const;
 
-  // This node's share of wait_sync; the caller puts a barrier of all nodes between and after.
+  // wait_sync: this node's updates reach their owners; then all replicas of all nodes get what the owners have.
   void flush_updates();
   void flush_refreshes();
 
