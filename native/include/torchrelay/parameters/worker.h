@@ -56,7 +56,8 @@ class Worker {
   std::int64_t advance_clock();
   std::int64_t clock() const;
 
-  // wait_sync: this node's updates reach their owners; then all replicas of all nodes get what the owners have.
+  // wait_sync: this node's updates reach their owners; then all replicas of all nodes get what the owners
+  // have.
   void flush_updates();
   void flush_refreshes();
 
