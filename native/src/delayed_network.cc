@@ -49,9 +49,7 @@ class DelayedEndpoint final : public Endpoint {
  private:
   void hold(Message message) {
     const int copies = std::bernoulli_distribution(weather_.duplicate_probability)(random_) ? 2 : 1;
-    std::uniform_int_distribution<std::int64_t> delay(0, weather_.max_delay.count());
-    for (int copy = 0; copy < copies; ++copy)
-      held_.push({Clock::now() + microseconds(delay(random_)), message});
+    for (int copy = 0; copy < copies; ++copy) held_.push({Clock::now() + weather_.delay(random_), message});
   }
 
   std::unique_ptr<Endpoint> endpoint_;

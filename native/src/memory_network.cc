@@ -18,10 +18,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Of the delays: most messages wait for next to nothing, so that one that does not lets the others overtake
-// it by several hops.
-constexpr double kSteepness = 16;
-
 struct Delivery {
   Clock::time_point due;
   std::uint64_t number;
@@ -108,12 +104,8 @@ class MemoryEndpoint : public Endpoint {
  private:
   // Under the network's mutex. Without delay all are due at once, in the order sent.
   Delivery make_delivery(const Message& message) {
-    const auto max_delay = shared_->weather.max_delay;
     Clock::time_point due{};
-    if (max_delay.count() > 0) {
-      const double part = std::pow(std::uniform_real_distribution<double>(0, 1)(shared_->random), kSteepness);
-      due = Clock::now() + std::chrono::duration_cast<Clock::duration>(part * max_delay);
-    }
+    if (shared_->weather.max_delay.count() > 0) due = Clock::now() + shared_->weather.delay(shared_->random);
     return {due, shared_->next_number++, message};
   }
 
@@ -124,6 +116,12 @@ class MemoryEndpoint : public Endpoint {
 };
 
 }  // namespace
+
+std::chrono::microseconds Weather::delay(std::mt19937_64& random) const {
+  constexpr double kSteepness = 16;
+  const double part = std::pow(std::uniform_real_distribution<double>(0, 1)(random), kSteepness);
+  return std::chrono::duration_cast<std::chrono::microseconds>(part * max_delay);
+}
 
 MemoryNetwork::MemoryNetwork(const Weather& weather) : shared_(std::make_shared<Shared>()) {
   shared_->weather = weather;

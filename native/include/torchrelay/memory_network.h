@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <random>
 #include <string>
 
 #include "torchrelay/endpoint.h"
@@ -15,6 +16,10 @@ struct Weather {
   std::chrono::microseconds max_delay{0};  // the longest wait, which most messages are far from: they reorder
   double duplicate_probability = 0;
   std::uint64_t seed = 0;
+
+  // Of the next message. Most wait for next to nothing, so that one that does not is overtaken by others over
+  // several hops.
+  std::chrono::microseconds delay(std::mt19937_64& random) const;
 };
 
 class MemoryNetwork : public Network {
