@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import torchrelay.compat
 from torchrelay.compat import install, names
 from torchrelay.errors import ArgumentError
 
@@ -51,6 +53,35 @@ def test_what_a_script_does_not_import_need_not_be_there() -> None:
         "else: raise SystemExit(1)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+SPAWNING = """
+import sys
+import torchdistx.fake
+from torch.utils.data import DataLoader
+
+class Kinds:
+    def __len__(self): return 1
+    def __getitem__(self, index): return torchdistx.fake.__name__
+
+if __name__ == "__main__":
+    loader = DataLoader(Kinds(), num_workers=1, multiprocessing_context="spawn")
+    assert list(loader) == [["torchrelay.compat.torchdistx.fake"]], list(loader)
+    assert sys.argv == [sys.argv[0], "argument"]
+"""
+
+
+def test_every_module_can_be_found_by_children() -> None:
+    folder = Path(torchrelay.compat.__file__).parent / "_originals"
+    assert {path.stem for path in folder.glob("*.py")} == set(names())
+
+
+def test_processes_that_a_script_spawns_find_the_modules(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNING)
+    command = [sys.executable, "-m", "torchrelay.compat", str(script), "argument"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_script_needs_a_name() -> None:

@@ -5,21 +5,25 @@ original for a script that must run unchanged::
 
     python -m torchrelay.compat script.py arguments ...
 
-which is :func:`install` for all of them, then the script.
+which is :func:`install` for all of them, then the script. Python processes that the script starts find them too.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 from torchrelay.errors import ArgumentError
 
-__all__ = ["install", "names"]
+__all__ = ["install", "install_in_children", "names", "replace"]
+
+_ORIGINALS = str(Path(__file__).parent / "_originals")
 
 
 def names() -> tuple[str, ...]:
@@ -48,6 +52,26 @@ def install(*modules: str) -> None:
         _finder.installed.add(name)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+
+
+def install_in_children() -> None:
+    """Make ``import <name>`` find the drop-in modules in the Python processes started from now on.
+
+    A spawned process imports the script before anything else could call :func:`install`. So a directory of one-line
+    modules goes in front of ``PYTHONPATH``, and into ``sys.path``, which multiprocessing passes on instead.
+    """
+    path = os.environ.get("PYTHONPATH")
+    if _ORIGINALS not in sys.path:
+        sys.path.insert(1, _ORIGINALS)  # 0 is the script's directory
+    if _ORIGINALS not in (path or "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([_ORIGINALS, *([path] if path else [])])
+
+
+def replace(name: str) -> None:
+    """Put ``torchrelay.compat.<name>`` in the place of the module ``name``, which is being imported."""
+    del sys.modules[name]
+    install(name)
+    importlib.import_module(name)
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from torchrelay.compat import install, names
+from torchrelay.compat import install, install_in_children, names
 
 
 def main() -> None:
@@ -16,6 +16,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     install()
+    install_in_children()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
