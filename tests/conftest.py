@@ -9,7 +9,6 @@ kill some of them.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib.util
 import multiprocessing
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
+import namespaces
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 # One clean process imports torch once; each rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torchrelay.buffers"])
+
+_OUTER_MOUNTS = pytest.StashKey[int]()
+_IS_PRIVATE = pytest.StashKey[bool]()
 
 
 @dataclass
@@ -196,26 +199,43 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     return True
 
 
-def _left_behind() -> set[str]:
-    """What a test could leave on the machine: shared memory files and network namespaces."""
-    return {str(path) for folder in ("/dev/shm", "/var/run/netns") for path in Path(folder).glob("*")}
+_PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
 
 
-def _in_use(path: str) -> bool:
-    """Whether a living process maps ``path``: then it is that process's, not something left behind."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            if path in maps.read_text():
-                return True
-    return False
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this process and its children private copies of the folders that the leak check looks at.
+
+    They are in a mount namespace of their own, so what other programs do there is not seen, and what a killed test
+    run leaves there ends with it. It takes root; without it, see :func:`_left_behind`.
+    """
+    config.stash[_OUTER_MOUNTS] = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    if os.geteuid() == 0:
+        config.stash[_IS_PRIVATE] = namespaces.hide(_PRIVATE_FOLDERS)
+
+
+def _left_behind(config: pytest.Config) -> set[str]:
+    """Return what a test could leave on the machine: shared memory files and network namespaces.
+
+    Nothing if other programs use the same folders, because a file does not tell whose it is.
+    """
+    if not config.stash.get(_IS_PRIVATE, False):
+        return set()
+    return {str(path) for folder in _PRIVATE_FOLDERS for path in Path(folder).glob("*")}
+
+
+@pytest.fixture
+def outer_mounts(request: pytest.FixtureRequest) -> int:
+    """A file descriptor of the mount namespace in which the test run was started."""
+    return request.config.stash[_OUTER_MOUNTS]
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a file in /dev/shm, a network namespace or a process of multiprocessing."""
-    before = _left_behind()
+    before = _left_behind(request.config)
     yield
-    left = {path for path in _left_behind() - before if not _in_use(path)} & _left_behind()
+    left = _left_behind(request.config) - before
     assert not left, f"the test left {sorted(left)}"
     children = multiprocessing.active_children()
     assert not children, f"the test left the processes {children}"

@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces on a switch, each with one link.
+"""Namespaces for tests: hosts, each with one link to a switch, and private folders.
 
 Nothing has a name that could stay behind: a namespace is held open by a child process that ends with this one,
 and with the last process in a namespace the kernel takes away its links.
@@ -11,13 +11,18 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Hosts", "enter", "missing", "switched"]
+__all__ = ["Hosts", "enter", "enter_mounts", "hide", "missing", "switched"]
 
+_CLONE_NEWNS = 0x00020000
 _CLONE_NEWNET = 0x40000000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
 _SUBNET = "10.77.0"
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def missing() -> str:
@@ -50,12 +55,35 @@ class Hosts:
         _inside(self.switch, ["ip", "link", "set", f"port{host}", "down"])
 
 
+def hide(folders: Iterable[str]) -> bool:
+    """Put an empty folder over each of ``folders``, for this process, its future threads and children.
+
+    Returns False, with nothing changed, where the privilege is missing.
+    """
+    if _libc.unshare(_CLONE_NEWNS) != 0:
+        return False
+    _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount --make-rprivate /")
+    for folder in folders:
+        Path(folder).mkdir(exist_ok=True)
+        _check(_libc.mount(b"tests", folder.encode(), b"tmpfs", 0, b"mode=1777"), f"mount on {folder}")
+    return True
+
+
 def enter(pid: int) -> None:
     """Moves this process, all its future threads and children into the network namespace of ``pid``."""
-    libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/proc/{pid}/ns/net") as namespace:
-        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns of process {pid}")
+        _check(_libc.setns(namespace.fileno(), _CLONE_NEWNET), f"setns of process {pid}")
+
+
+def enter_mounts(namespace: int) -> None:
+    """Move this process into the mount namespace that the file descriptor ``namespace`` stands for."""
+    _check(_libc.setns(namespace, _CLONE_NEWNS), "setns of a mount namespace")
+
+
+def _check(result: int, call: str) -> None:
+    if result != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{call}: {os.strerror(error)}")
 
 
 def _inside(pid: int, command: list[str], text: str = "") -> None:
