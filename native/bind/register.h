@@ -5,6 +5,7 @@
 
 namespace torchrelay {
 
+void register_checkpoint(nanobind::module_& module);
 void register_endpoint(nanobind::module_& module);
 void register_mt19937(nanobind::module_& module);
 void register_parameters(nanobind::module_& module);

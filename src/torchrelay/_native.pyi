@@ -10,6 +10,16 @@ import numpy
 from numpy.typing import NDArray
 
 
+def crc32c(data: object, crc: int = 0) -> int:
+    """
+    The CRC32C of a buffer that follows bytes whose checksum is crc. Releases the GIL.
+    """
+
+def crc32c_blocks(data: object, block_bytes: int) -> bytes:
+    """
+    The CRC32C of each block of a buffer, 4 bytes each in the machine's order. Releases the GIL.
+    """
+
 class Endpoint:
     """Sends and receives messages; threads take turns."""
 

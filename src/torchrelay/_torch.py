@@ -35,16 +35,20 @@ __all__ = [
     "fake_mode_key",
     "forward_mode_active",
     "has_fast_bfloat16",
+    "is_dcp_loading",
     "is_fsdp1_asking",
     "is_transformed",
     "lazy_caller",
+    "local_blocks",
     "local_shape_and_offset",
+    "local_shards",
     "make_ordered",
     "mesh_code",
     "parameter_class",
     "parse_to",
     "plain_torch",
     "results_on_device",
+    "sharding_of",
     "strip_dead_transform",
     "swap_tensors",
     "transforms_active",
@@ -338,3 +342,99 @@ def results_on_device(
     with mode:
         args = tree_map_only(torch.Tensor, lambda t: FakeTensor(mode, shadow(t), t.device), args)
         return func(*args, **kwargs)
+
+
+def is_dcp_loading(frame: Any) -> bool:
+    """Whether ``frame`` is ``torch.distributed.checkpoint.load`` asking for metadata. Checked on 2.13.
+
+    It replaces an error by an AssertionError.
+    """
+    from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415
+
+    code = frame.f_code
+    return bool(code.co_name == "local_step" and code.co_filename == state_dict_loader.__file__)
+
+
+def sharding_of(tensor: torch.Tensor) -> str:
+    """How a checkpoint takes ``tensor`` apart: "dtensor", "shards" or "plain". Checked on 2.13.
+
+    Shards are those of a ShardedTensor, or of any class that answers ``torch.distributed._checkpointable``.
+    """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return "plain"
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    if isinstance(tensor, DTensor):
+        return "dtensor"
+    if isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_chunk_list__"):
+        return "shards"
+    return "plain"
+
+
+def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Offsets and local tensor of each block that this rank has. Checked on 2.13.
+
+    For a ShardedTensor, or a tensor of a class that answers ``torch.distributed._checkpointable``.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415
+
+    if hasattr(tensor, "__create_chunk_list__"):
+        return [
+            (tuple(chunk.offsets), tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets, index)))
+            for index, chunk in enumerate(tensor.__create_chunk_list__())
+        ]
+    return [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
+
+
+Block = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
+
+
+def local_blocks(tensor: Any) -> list[Block]:
+    """The blocks of the global tensor that this rank's part of a DTensor consists of. Checked on 2.13.
+
+    There is one, except where a strided shard (FSDP over tensor parallelism, with sizes that do not divide
+    evenly) interleaves: then one for each run. Each has its offsets, its sizes and where in the local tensor it is.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
+    sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    strided = {p.dim for p in tensor.placements if isinstance(p, _StridedShard)}
+    blocks: list[Block] = [(tuple(offsets), tuple(sizes), tuple(slice(0, size) for size in sizes))]
+    for dim in sorted(strided):
+        runs = _runs(_indices_along(tensor, dim))
+        blocks = [
+            (
+                (*offsets[:dim], start, *offsets[dim + 1 :]),
+                (*sizes[:dim], length, *sizes[dim + 1 :]),
+                (*within[:dim], slice(first, first + length), *within[dim + 1 :]),
+            )
+            for offsets, sizes, within in blocks
+            for start, first, length in runs
+        ]
+    return blocks
+
+
+def _indices_along(tensor: Any, dim: int) -> list[int]:
+    """Which indices of dimension ``dim`` this rank has, in the order in which it has them."""
+    held = torch.arange(tensor.shape[dim])
+    coordinate = tensor.device_mesh.get_coordinate()
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) == dim:
+            strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+            along = type(placement)(0, **strided)
+            pieces, _ = along._split_tensor(held, tensor.device_mesh.size(mesh_dim), with_padding=False)
+            held = pieces[coordinate[mesh_dim]]
+    return held.tolist()
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
+    """Each run of successive indices: its first value, its position, its length."""
+    runs: list[tuple[int, int, int]] = []
+    for position, index in enumerate(indices):
+        if runs and index == runs[-1][0] + runs[-1][2]:
+            start, first, length = runs[-1]
+            runs[-1] = start, first, length + 1
+        else:
+            runs.append((index, position, 1))
+    return runs or [(0, 0, 0)]

@@ -15,6 +15,7 @@
     ├── PeerLostError (ConnectionError)      a rank or node has died or closed its connection
     ├── ProtocolError (ConnectionError)      a peer speaks another version, or nonsense
     ├── SegmentError (OSError)               shared memory cannot be created, attached or mapped
+    ├── StorageError (OSError)               a file cannot be read or written: a full disk, no permission, in use
     └── CorruptionError (OSError)            stored data is damaged, cut short or foreign
 
 A message says what failed, where (rank, peer, operation), how long it took, and what to try.
@@ -36,6 +37,7 @@ __all__ = [
     "PeerLostError",
     "ProtocolError",
     "SegmentError",
+    "StorageError",
     "TorchRelayError",
     "UnavailableError",
     "UnsupportedError",
@@ -100,6 +102,10 @@ class ProtocolError(TorchRelayError, ConnectionError):
 
 class SegmentError(TorchRelayError, OSError):
     """Shared memory cannot be created, attached or mapped."""
+
+
+class StorageError(TorchRelayError, OSError):
+    """A file or folder cannot be read or written: a full disk, no permission, not there, or used by another."""
 
 
 class CorruptionError(TorchRelayError, OSError):

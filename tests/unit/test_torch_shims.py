@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from typing import Any
@@ -223,3 +224,23 @@ def test_results_on_device_lay_linear_algebra_out_as_the_device_does() -> None:
 
     shapes = _torch.results_on_device(torch.ops.aten._linalg_svd.default, (torch.rand(3, 4), True), {}, meta)
     assert [one.stride() for one in shapes[:3]] == [one.stride() for one in real]
+
+
+def test_how_checkpoints_take_tensors_apart() -> None:
+    whole = torch.arange(8.0).reshape(4, 2)
+    shard = _torch.CheckpointShard(whole[2:], (2, 0), whole.shape)
+    assert _torch.sharding_of(whole) == "plain"
+    assert _torch.sharding_of(torch.nn.Parameter(whole)) == "plain"
+    assert _torch.sharding_of(shard) == "shards"
+    ((offsets, local),) = _torch.local_shards(shard)
+    assert offsets == (2, 0)
+    assert local is shard.local
+
+
+def test_dcp_asks_a_reader_for_metadata_in_a_function_of_this_name() -> None:
+    from torch.distributed.checkpoint import state_dict_loader
+
+    source = inspect.getsource(state_dict_loader._load_state_dict)
+    assert "def local_step" in source
+    assert "metadata = storage_reader.read_metadata()" in source
+    assert not _torch.is_dcp_loading(sys._getframe())

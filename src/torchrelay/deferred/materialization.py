@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
+from torchrelay.deferred.graph import Storage
 from torchrelay.deferred.modules import children_first, own_tensors
 from torchrelay.deferred.parts import materialize_storage, part_of
 from torchrelay.deferred.replay import Replay
@@ -58,6 +59,7 @@ def materialize_module(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     shard: Shard | None = None,
+    uninitialized: Collection[str] = (),
 ) -> None:
     """Gives the deferred tensors of ``module`` their values, children first, one tensor at a time.
 
@@ -73,6 +75,8 @@ def materialize_module(
             that gives a tuple of slices (the parameter becomes that slice) or None (all of it); or a pair
             (device_mesh, placements) where placements may be such a function, too: the parameter becomes a
             DTensor, of which only the local part is computed.
+        uninitialized: qualified names of tensors that get memory but no values, because the caller is about to
+            fill them. Values that others are computed from are as recorded all the same.
 
     Raises:
         ArgumentError: an argument is of the wrong kind, or slices do not fit.
@@ -84,6 +88,7 @@ def materialize_module(
     places = list(children_first(module, ""))
     job = _Job(Replay(None if device is None else torch.device(device)), device, dtype, shard)
     job.note_traces(submodule for _, submodule in places)
+    job.leave_uninitialized(places, uninitialized)
     with span("deferred.materialize_module", modules=len(places)):
         for prefix, submodule in places:
             if check_fn is None or check_fn(submodule):
@@ -100,6 +105,8 @@ class _Job:
         self._shard = shard
         self._traces: dict[int, Trace | None] = {}
         self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._blank: set[int] = set()  # fakes that get memory only, by id
+        self._memory: dict[Storage, torch.UntypedStorage] = {}
 
     def note_traces(self, modules: Iterable[torch.nn.Module]) -> None:
         """Before any operation is run, as tensors may have some in common."""
@@ -107,6 +114,24 @@ class _Job:
             for tensor in own_tensors(module).values():
                 if isinstance(tensor, FakeTensor) and id(tensor) not in self._traces:
                     self._traces[id(tensor)] = Trace.of_fake(tensor)
+
+    def leave_uninitialized(
+        self, places: Iterable[tuple[str, torch.nn.Module]], names: Collection[str]
+    ) -> None:
+        """Notes whose values are not wanted. A storage counts only if that is so for every tensor over it."""
+        if not names:
+            return
+        wanted: set[Storage] = set()
+        named: dict[int, Storage] = {}
+        for prefix, module in places:
+            for name, tensor in own_tensors(module).items():
+                fake = tensor if isinstance(tensor, FakeTensor) else getattr(tensor, "_local_tensor", None)
+                if isinstance(fake, FakeTensor):
+                    if prefix + name in names:
+                        named[id(fake)] = fake._region.storage
+                    elif id(fake) not in named:  # not another name of a tied one
+                        wanted.add(fake._region.storage)
+        self._blank = {key for key, storage in named.items() if storage not in wanted}
 
     def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
         for fake in () if buffers_only else _loose_fakes(module):
@@ -123,26 +148,43 @@ class _Job:
             local = getattr(tensor, "_local_tensor", None)  # a DTensor's
             if isinstance(local, FakeTensor):
                 _check_deferred(local)
-                become(local, self._convert(_whole(local, self._replay)))
+                become(local, self._convert(self._values(local)))
             return tensor
         _check_deferred(tensor)
         trace = self._traces.get(id(tensor))
         slices = local_slices(self._shard, name, tensor)
         if slices is None:
-            new = become(tensor, self._convert(_whole(tensor, self._replay)))
+            new = become(tensor, self._convert(self._values(tensor)))
         else:
             new = self._part(name, tensor, slices)
-        remember(new, trace)
+        if id(tensor) not in self._blank:  # its recorded values are not those that it will have
+            remember(new, trace)
         return new
 
     def _part(self, name: str, fake: FakeTensor, slices: Slices) -> torch.Tensor:
-        local = self._convert(part_of(sliced(fake, slices), self._replay))
+        local = self._convert(self._part_values(fake, slices))
         value = distributed(self._shard, name, fake, local)
         if value is local:
             return become(fake, local)
         new = replacement(fake, value)
         self._replaced[id(fake)] = fake, new
         return new
+
+    def _values(self, fake: FakeTensor) -> torch.Tensor:
+        if id(fake) not in self._blank:
+            return _whole(fake, self._replay)
+        storage = fake._region.storage
+        if storage not in self._memory:
+            device = self._replay.place(storage.device)
+            flat = torch.empty(storage.size_bytes, dtype=torch.uint8, device=device)
+            self._memory[storage] = flat.untyped_storage()
+        return fake._region.over(self._memory[storage])
+
+    def _part_values(self, fake: FakeTensor, slices: Slices) -> torch.Tensor:
+        region = sliced(fake, slices)
+        if id(fake) not in self._blank:
+            return part_of(region, self._replay)
+        return torch.empty(region.size, dtype=region.dtype, device=self._replay.place(region.storage.device))
 
     def _convert(self, real: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if real.is_floating_point() else None

@@ -1,0 +1,64 @@
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "register.h"
+#include "torchrelay/checkpoint/crc32c.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace torchrelay {
+namespace {
+
+// A contiguous view of a Python object's memory, for as long as it lives.
+class View {
+ public:
+  explicit View(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  ~View() { PyBuffer_Release(&buffer_); }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+  const unsigned char* data() const { return static_cast<const unsigned char*>(buffer_.buf); }
+  std::size_t size() const { return static_cast<std::size_t>(buffer_.len); }
+
+ private:
+  Py_buffer buffer_{};
+};
+
+std::uint32_t checksum(nb::handle data, std::uint32_t crc) {
+  const View view(data);
+  nb::gil_scoped_release release;
+  return crc32c(crc, view.data(), view.size());
+}
+
+nb::bytes block_checksums(nb::handle data, std::size_t block_bytes) {
+  if (block_bytes == 0) throw nb::value_error("block_bytes must be at least 1");
+  const View view(data);
+  std::vector<std::uint32_t> checksums((view.size() + block_bytes - 1) / block_bytes);
+  {
+    nb::gil_scoped_release release;
+    for (std::size_t i = 0; i < checksums.size(); ++i) {
+      const std::size_t start = i * block_bytes;
+      checksums[i] = crc32c(0, view.data() + start, std::min(block_bytes, view.size() - start));
+    }
+  }
+  return nb::bytes(checksums.data(), checksums.size() * sizeof(std::uint32_t));
+}
+
+}  // namespace
+
+void register_checkpoint(nb::module_& module) {
+  module.def("crc32c", &checksum, "data"_a, "crc"_a = 0,
+             nb::sig("def crc32c(data: object, crc: int = 0) -> int"),
+             "The CRC32C of a buffer that follows bytes whose checksum is crc. Releases the GIL.");
+  module.def("crc32c_blocks", &block_checksums, "data"_a, "block_bytes"_a,
+             nb::sig("def crc32c_blocks(data: object, block_bytes: int) -> bytes"),
+             "The CRC32C of each block of a buffer, 4 bytes each in the machine's order. Releases the GIL.");
+}
+
+}  // namespace torchrelay

@@ -1,0 +1,34 @@
+"""Sharded checkpoints: safetensors files, committed in one step, verified, read by byte range into any layout.
+
+Public: :func:`save`, :func:`load`, :func:`latest`, :func:`verify`, and :class:`Writer` and :class:`Reader`, the
+storage layer for ``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint._catalog import latest
+    from torchrelay.checkpoint._dcp import Reader, Writer
+    from torchrelay.checkpoint._load import load, verify
+    from torchrelay.checkpoint._save import save
+
+__all__ = ["Reader", "Writer", "latest", "load", "save", "verify"]
+
+# Loaded when first used: the writer process and the command line need neither torch nor its checkpoints.
+_HOMES = {
+    "Reader": "_dcp",
+    "Writer": "_dcp",
+    "latest": "_catalog",
+    "load": "_load",
+    "save": "_save",
+    "verify": "_load",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

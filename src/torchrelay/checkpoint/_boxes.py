@@ -1,0 +1,96 @@
+"""Geometry of boxes: intersections, an index for them, and whether boxes tile a tensor. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from torchrelay.checkpoint._types import Box
+
+__all__ = ["BoxIndex", "contiguous_runs", "intersection", "tiling_fault"]
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """The elements that both boxes have, None if there are none."""
+    offsets = tuple(max(pair) for pair in zip(one.offsets, other.offsets, strict=True))
+    ends = (
+        min(a + m, b + n)
+        for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+    sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+class BoxIndex:
+    """Finds which of many boxes meet a given one, in time logarithmic in their number plus linear in the answer.
+
+    The boxes are sorted along the dimension in which they differ most; sharded tensors are cut along few
+    dimensions, so that most candidates are hits.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._dim = _busiest_dimension(boxes)
+        order = range(len(boxes))
+        if self._dim is not None:
+            dim = self._dim
+            order = sorted(order, key=lambda i: boxes[i].offsets[dim])  # type: ignore[assignment]
+            self._starts = [boxes[i].offsets[dim] for i in order]
+            self._longest = max(box.sizes[dim] for box in boxes)
+        self._entries = [(i, boxes[i]) for i in order]
+
+    def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """The position of each box that meets ``box``, and what they have in common."""
+        first, last = 0, len(self._entries)
+        if self._dim is not None:
+            start = box.offsets[self._dim]
+            first = bisect_left(self._starts, start - self._longest + 1)
+            last = bisect_left(self._starts, start + box.sizes[self._dim])
+        for position, candidate in self._entries[first:last]:
+            common = intersection(candidate, box)
+            if common is not None:
+                yield position, common
+
+
+def _busiest_dimension(boxes: Sequence[Box]) -> int | None:
+    """The dimension with the most different offsets; None if there is nothing to sort by."""
+    if len(boxes) < 2 or not boxes[0].offsets:
+        return None
+    return max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+
+
+def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why ``boxes`` do not cover a tensor of ``shape`` exactly once; None if they do."""
+    for box in boxes:
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+            return f"a chunk has {len(box.offsets)} dimensions, the tensor {len(shape)}"
+        for start, extent, size in zip(box.offsets, box.sizes, shape, strict=True):
+            if start < 0 or extent < 0 or start + extent > size:
+                return f"the chunk at {box.offsets} of shape {box.sizes} is out of range"
+    full = [box for box in boxes if box.numel]
+    index = BoxIndex(full)
+    for position, box in enumerate(full):
+        for other, common in index.meeting(box):
+            if other != position:
+                return f"two chunks overlap at {common.offsets}"
+    covered, total = sum(box.numel for box in full), math.prod(shape)
+    return None if covered == total else f"its chunks hold {covered} of {total} elements"
+
+
+def contiguous_runs(inner: Box, outer: Box) -> tuple[int, int, tuple[int, ...]]:
+    """How ``inner`` lies in the row-major storage of ``outer``.
+
+    Returns:
+        the index of its first element, the length of each contiguous run, and the strides of ``outer``, all in
+        elements.
+    """
+    strides = [1] * len(outer.sizes)
+    for dim in reversed(range(len(strides) - 1)):
+        strides[dim] = strides[dim + 1] * outer.sizes[dim + 1]
+    first = sum((a - b) * stride for a, b, stride in zip(inner.offsets, outer.offsets, strides, strict=True))
+    run = 1
+    for dim in reversed(range(len(strides))):
+        run *= inner.sizes[dim]
+        if inner.sizes[dim] != outer.sizes[dim]:
+            break
+    return first, run, tuple(strides)

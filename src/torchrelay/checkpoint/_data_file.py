@@ -1,0 +1,151 @@
+"""The layout of a data file: a plain safetensors file whose tensors begin at multiples of 64 bytes.
+
+safetensors allows no gaps between tensors, so padding is a tensor of bytes itself, named ``__padding__``, a
+dot and a number. Big tensors come first; few of them leave a remainder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrelay.checkpoint._types import DTYPES, Dtype
+from torchrelay.errors import CorruptionError
+
+__all__ = ["PADDING", "Layout", "StoredTensor", "Wanted", "header_size", "lay_out", "parse_header"]
+
+PADDING = "__padding__"
+_ALIGNMENT = 64
+_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that is to be stored: its name in the file, and the shape of the chunk."""
+
+    name: str
+    dtype: Dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything goes: ``header`` is the file's first bytes, ``starts`` the byte of each tensor."""
+
+    header: bytes
+    starts: tuple[int, ...]
+    paddings: tuple[tuple[int, int], ...]  # start and length of each
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a header describes it; ``start`` and ``end`` are bytes of the file."""
+
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def lay_out(wanted: Sequence[Wanted], metadata: dict[str, str]) -> Layout:
+    """The layout of a file with these tensors. Names must differ."""
+    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].size_bytes % _ALIGNMENT != 0, i))
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    starts = [0] * len(wanted)
+    paddings: list[tuple[int, int]] = []
+    position = 0
+    for place, i in enumerate(order):
+        one = wanted[i]
+        starts[i], end = position, position + one.size_bytes
+        shape = [*one.sizes, one.dtype.width] if one.dtype.width > 1 else list(one.sizes)
+        entries[one.name] = {"dtype": one.dtype.code, "shape": shape, "data_offsets": [position, end]}
+        position = end if place == len(order) - 1 else -(-end // _ALIGNMENT) * _ALIGNMENT
+        if position > end:
+            entries[f"{PADDING}.{len(paddings)}"] = {
+                "dtype": "U8",
+                "shape": [position - end],
+                "data_offsets": [end, position],
+            }
+            paddings.append((end, position - end))
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(-(-(len(text) + 8) // _ALIGNMENT) * _ALIGNMENT - 8)
+    header = struct.pack("<Q", len(text)) + text
+    base = len(header)
+    return Layout(
+        header,
+        tuple(base + start for start in starts),
+        tuple((base + start, length) for start, length in paddings),
+        base + position,
+    )
+
+
+def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
+    """The length of the header that begins with these 8 bytes, they included.
+
+    Raises:
+        CorruptionError: it cannot be.
+    """
+    if len(first_bytes) < 8:
+        raise CorruptionError(f"{where}: {file_bytes} bytes are too few for a safetensors file")
+    size = int(struct.unpack("<Q", first_bytes[:8])[0])
+    if size > _MAX_HEADER_BYTES or size + 8 > file_bytes:
+        raise CorruptionError(f"{where}: not a safetensors file (it claims a header of {size} bytes)")
+    return size + 8
+
+
+def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, StoredTensor]:
+    """The tensors that a header describes, paddings left out.
+
+    Args:
+        header: all of it, with the 8 bytes of its length.
+        file_bytes: size of the file.
+        where: the file, for errors.
+
+    Raises:
+        CorruptionError: it is damaged or describes what the file cannot hold.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise CorruptionError(f"{where}: the header names a tensor twice")
+        return dict(pairs)
+
+    try:
+        entries = json.loads(header[8:], object_pairs_hook=unique)
+        entries.pop("__metadata__", None)
+        found = {
+            name: _stored(entry, len(header))
+            for name, entry in entries.items()
+            if not name.startswith(PADDING)
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptionError(f"{where}: the safetensors header is damaged ({error})") from None
+    for name, tensor in found.items():
+        if tensor.end > file_bytes:
+            raise CorruptionError(
+                f"{where}: tensor {name!r} ends at byte {tensor.end} of a file of {file_bytes} bytes; "
+                "the file is cut short"
+            )
+    return found
+
+
+_ITEM_BYTES = {dtype.code: dtype.itemsize // dtype.width for dtype in DTYPES.values()}
+
+
+def _stored(entry: Any, base: int) -> StoredTensor:
+    shape = tuple(int(size) for size in entry["shape"])
+    start, end = (int(position) for position in entry["data_offsets"])
+    if start < 0 or any(size < 0 for size in shape):
+        raise ValueError("a negative size")
+    if end - start != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]:
+        raise ValueError(f"{shape} of {entry['dtype']} does not have {end - start} bytes")
+    return StoredTensor(entry["dtype"], shape, base + start, base + end)

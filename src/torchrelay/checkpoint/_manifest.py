@@ -1,0 +1,279 @@
+"""Reading and writing ``manifest.json``, which makes a folder of data files a checkpoint.
+
+The first line is enough to order checkpoints by age; the last holds the CRC32C of all lines before it. What is
+read is not trusted: every name, size, offset and range is checked before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torchrelay import _native
+from torchrelay.checkpoint._boxes import tiling_fault
+from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, TensorEntry
+from torchrelay.errors import CorruptionError, UnsupportedError
+
+__all__ = ["MAX_MANIFEST_BYTES", "VERSION", "from_bytes", "saved_at_ns", "to_bytes"]
+
+FORMAT, VERSION = "torchrelay-checkpoint", 1
+MAX_MANIFEST_BYTES = 1 << 30
+_MAX_INT = (1 << 63) - 1
+_MAX_DIMS = 64
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_TAIL = ',\n"crc32c":"{:08x}"}}\n'
+_TAIL_BYTES = len(_TAIL.format(0))
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The content of ``manifest.json``."""
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "saved_at_ns": manifest.saved_at_ns,
+        "id": manifest.id,
+        "world_size": manifest.world_size,
+        "block_bytes": manifest.block_bytes,
+    }
+    parts = [
+        _json(head)[:-1],
+        f'"files":{_json({name: _file_json(file) for name, file in manifest.files.items()})}',
+        f'"tensors":{_json({key: _tensor_json(entry) for key, entry in manifest.tensors.items()})}',
+        f'"objects":{_json(dict(manifest.objects))}',
+        f'"paths":{_json({key: list(path) for key, path in manifest.paths.items()})}',
+    ]
+    body = ",\n".join(parts).encode()
+    return body + _TAIL.format(_native.crc32c(body)).encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _file_json(file: DataFile) -> dict[str, Any]:
+    return {
+        "size_bytes": file.size_bytes,
+        "header_bytes": file.header_bytes,
+        "header_crc32c": f"{file.header_crc32c:08x}",
+    }
+
+
+def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+    chunks = [
+        {
+            "offsets": chunk.box.offsets,
+            "sizes": chunk.box.sizes,
+            "file": chunk.file,
+            "name": chunk.name,
+            "bytes": [chunk.start, chunk.start + entry.chunk_bytes(chunk)],
+            "crc32c": base64.b64encode(chunk.checksums).decode(),
+        }
+        for chunk in entry.chunks
+    ]
+    return {"dtype": entry.dtype.name, "shape": entry.shape, "chunks": chunks}
+
+
+def saved_at_ns(data: bytes, where: str) -> int:
+    """When the checkpoint was committed, by its saver's clock; reads no more than the first line.
+
+    Raises:
+        CorruptionError: this is no manifest of ours, or is damaged.
+    """
+    _check_tail(data, where)
+    head = _parse(data.partition(b",\n")[0] + b"}", where)
+    return _Reader(where).integer(head, "saved_at_ns")
+
+
+def from_bytes(data: bytes, where: str) -> Manifest:
+    """The manifest that ``data`` holds. ``where`` (a path) goes into errors.
+
+    Raises:
+        CorruptionError: it is damaged, foreign, or describes what cannot be.
+        UnsupportedError: a version of TorchRelay wrote it that this one does not know.
+    """
+    document = _parse(data, where)
+    reader = _Reader(where)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        reader.fail("it is not the manifest of a TorchRelay checkpoint")
+    version = reader.integer(document, "version")
+    if version != VERSION:
+        raise UnsupportedError(
+            f"{where}: the checkpoint has format version {version}, this TorchRelay reads version {VERSION}; "
+            + ("update TorchRelay" if version > VERSION else "convert it with the version that wrote it")
+        )
+    _check_tail(data, where)
+    return reader.manifest(document)
+
+
+def _check_tail(data: bytes, where: str) -> None:
+    body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
+    if tail != _TAIL.format(_native.crc32c(body)).encode():
+        raise CorruptionError(f"{where}: the manifest is damaged or cut short (its checksum does not match)")
+
+
+def _parse(data: bytes, where: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CorruptionError(f"{where}: the key {twice!r} is there twice")
+        return found
+
+    try:
+        return json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"{where}: not a JSON document ({error})") from None
+
+
+class _Reader:
+    """Takes the manifest apart; each method raises :class:`CorruptionError` for what is not as it must be."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def fail(self, what: str) -> NoReturn:
+        raise CorruptionError(f"{self._where}: {what}")
+
+    def field(self, record: Any, name: str, kind: type, what: str = "the manifest") -> Any:
+        if not isinstance(record, dict) or name not in record:
+            self.fail(f"{what} lacks {name!r}")
+        if type(record[name]) is not kind:
+            self.fail(f"{name!r} of {what} is not of type {kind.__name__}")
+        return record[name]
+
+    def integer(self, record: Any, name: str, what: str = "the manifest") -> int:
+        value: int = self.field(record, name, int, what)
+        if not 0 <= value <= _MAX_INT:
+            self.fail(f"{name!r} of {what} is {value}, out of range")
+        return value
+
+    def integers(self, record: Any, name: str, what: str) -> tuple[int, ...]:
+        values = self.field(record, name, list, what)
+        if len(values) > _MAX_DIMS or any(type(v) is not int or not 0 <= v <= _MAX_INT for v in values):
+            self.fail(f"{name!r} of {what} is not a list of at most {_MAX_DIMS} sizes")
+        return tuple(values)
+
+    def checksum(self, record: Any, name: str, what: str) -> int:
+        text = self.field(record, name, str, what)
+        if not re.fullmatch(r"[0-9a-f]{8}", text):
+            self.fail(f"{name!r} of {what} is not a checksum")
+        return int(text, 16)
+
+    def manifest(self, document: Any) -> Manifest:
+        block_bytes = self.integer(document, "block_bytes")
+        if block_bytes < 1:
+            self.fail("'block_bytes' of the manifest is 0")
+        files = {
+            name: self.file(name, record) for name, record in self.field(document, "files", dict).items()
+        }
+        tensors = {
+            key: self.tensor(key, record, files, block_bytes)
+            for key, record in self.field(document, "tensors", dict).items()
+        }
+        objects = self.field(document, "objects", dict)
+        both = tensors.keys() & objects.keys()
+        if both:
+            self.fail(f"{min(both)!r} is both a tensor and an object")
+        self._check_ranges(tensors.items())
+        return Manifest(
+            id=self.field(document, "id", str),
+            saved_at_ns=self.integer(document, "saved_at_ns"),
+            world_size=self.integer(document, "world_size"),
+            files=files,
+            tensors=tensors,
+            objects=objects,
+            paths={key: self.path(key, p) for key, p in self.field(document, "paths", dict).items()},
+            block_bytes=block_bytes,
+        )
+
+    def file(self, name: str, record: Any) -> DataFile:
+        if not _FILE_NAME.fullmatch(name):
+            self.fail(f"{name!r} is not the name of a data file inside the checkpoint")
+        what = f"file {name}"
+        file = DataFile(
+            self.integer(record, "size_bytes", what),
+            self.integer(record, "header_bytes", what),
+            self.checksum(record, "header_crc32c", what),
+        )
+        if file.header_bytes > file.size_bytes:
+            self.fail(f"the header of {what} is larger than the file")
+        return file
+
+    def tensor(self, key: str, record: Any, files: dict[str, DataFile], block_bytes: int) -> TensorEntry:
+        what = f"tensor {key!r}"
+        dtype = self.field(record, "dtype", str, what)
+        if dtype not in DTYPES:
+            self.fail(f"{what} has the unknown dtype {dtype!r}")
+        shape = self.integers(record, "shape", what)
+        chunks = self.field(record, "chunks", list, what)
+        entry = TensorEntry(DTYPES[dtype], shape, tuple(self.chunk(what, chunk) for chunk in chunks))
+        fault = tiling_fault(shape, [chunk.box for chunk in entry.chunks])
+        if fault:
+            self.fail(f"{what} of shape {list(shape)}: {fault}")
+        for chunk, chunk_record in zip(entry.chunks, chunks, strict=True):
+            self._check_chunk(what, entry, chunk, chunk_record, files, block_bytes)
+        return entry
+
+    def chunk(self, what: str, record: Any) -> Chunk:
+        what = f"a chunk of {what}"
+        byte_range = self.integers(record, "bytes", what)
+        if len(byte_range) != 2:
+            self.fail(f"'bytes' of {what} is not a pair")
+        try:
+            checksums = base64.b64decode(self.field(record, "crc32c", str, what), validate=True)
+        except (binascii.Error, ValueError):
+            self.fail(f"'crc32c' of {what} is not base64")
+        return Chunk(
+            Box(self.integers(record, "offsets", what), self.integers(record, "sizes", what)),
+            self.field(record, "file", str, what),
+            self.field(record, "name", str, what),
+            byte_range[0],
+            checksums,
+        )
+
+    def _check_chunk(
+        self,
+        what: str,
+        entry: TensorEntry,
+        chunk: Chunk,
+        record: Any,
+        files: dict[str, DataFile],
+        block_bytes: int,
+    ) -> None:
+        where = f"{what}, the chunk at {list(chunk.box.offsets)}"
+        size = entry.chunk_bytes(chunk)
+        if chunk.file not in files:
+            self.fail(f"{where} lies in {chunk.file!r}, which the manifest does not list")
+        if record["bytes"][1] - chunk.start != size:
+            self.fail(f"{where} needs {size} bytes, and its range has {record['bytes'][1] - chunk.start}")
+        file = files[chunk.file]
+        if not file.header_bytes <= chunk.start <= file.size_bytes - size:
+            self.fail(f"{where} lies at bytes {record['bytes']} of {chunk.file}, out of range")
+        if len(chunk.checksums) not in (0, 4 * -(-size // block_bytes)):
+            self.fail(f"{where} has {len(chunk.checksums)} bytes of checksums for {size} bytes")
+
+    def _check_ranges(self, tensors: Iterable[tuple[str, TensorEntry]]) -> None:
+        """Byte ranges meet only where tied tensors have the same."""
+        ranges = {
+            (chunk.file, chunk.start, chunk.start + entry.chunk_bytes(chunk), chunk.name): key
+            for key, entry in tensors
+            for chunk in entry.chunks
+            if chunk.box.numel
+        }
+        before: tuple[str, int, int, str] | None = None
+        for current in sorted(ranges):
+            if before is not None and before[0] == current[0] and current[1] < before[2]:
+                self.fail(
+                    f"{ranges[before]!r} and {ranges[current]!r} overlap in {current[0]} at byte {current[1]}"
+                )
+            before = current
+
+    def path(self, key: str, value: Any) -> tuple[str | int, ...]:
+        if not isinstance(value, list) or not all(type(item) in (str, int) for item in value):
+            self.fail(f"the path of {key!r} is not a list of keys and indices")
+        return tuple(value)

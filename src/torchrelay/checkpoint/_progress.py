@@ -1,0 +1,61 @@
+"""Progress of a save or load: a bar on the terminal, or the caller's function."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["Progress", "tracking"]
+
+Progress = bool | Callable[[int, int], None]
+
+
+@contextmanager
+def tracking(
+    progress: Progress, total_bytes: int, what: str, *, shown: bool = True
+) -> Iterator[Callable[[int], None] | None]:
+    """A function to call with each number of bytes done, from any thread; None if nobody wants to know.
+
+    Args:
+        progress: True for a bar, False for nothing, or a function (bytes done, bytes in all).
+        total_bytes: what this rank does in all.
+        what: the bar's label.
+        shown: whether this rank shows a bar; one of them does.
+    """
+    if progress is False or (progress is True and not shown):
+        yield None
+    elif progress is True:
+        from rich.progress import (  # noqa: PLC0415 - takes a while, and few ask for it
+            BarColumn,
+            DownloadColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as Bar  # noqa: PLC0415
+
+        columns = (
+            TextColumn(what),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bar(*columns, transient=True) as bar:
+            task = bar.add_task(what, total=total_bytes)
+            yield lambda size_bytes: bar.advance(task, size_bytes)
+    else:
+        yield _counted(progress, total_bytes)
+
+
+def _counted(report: Callable[[int, int], None], total_bytes: int) -> Callable[[int], None]:
+    lock, done = threading.Lock(), 0
+
+    def advance(size_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += size_bytes
+            report(done, total_bytes)
+
+    return advance

@@ -1,0 +1,282 @@
+"""Reading byte ranges of chunks straight into tensors, in threads, after they were verified.
+
+Verification is a pass of its own, before the first byte is written to a tensor, so that a damaged checkpoint
+changes nothing. On a local file system it also brings what is read next into the page cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from torchrelay import _native
+from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
+from torchrelay.checkpoint._data_file import header_size, parse_header
+from torchrelay.checkpoint._state import byte_view
+from torchrelay.checkpoint._storage import Folder
+from torchrelay.checkpoint._types import Box, Chunk, Manifest, TensorEntry
+from torchrelay.errors import CorruptionError
+
+__all__ = ["VERIFY", "ChunkReader", "Segment", "segments_of", "whole_segments"]
+
+VERIFY = ("data", "header", "none")
+_PIECE_BYTES = 16 << 20
+_GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A box to read, all of it in one chunk. ``inner`` is in coordinates of the whole tensor."""
+
+    key: str
+    entry: TensorEntry
+    chunk: Chunk
+    inner: Box
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Bytes of the chunk that a reader of ``inner`` touches: start and end of each range."""
+        for part in _parts(self, _PIECE_BYTES):
+            yield _span(self.entry, self.chunk, part)
+
+
+def segments_of(key: str, entry: TensorEntry, box: Box, index: BoxIndex | None = None) -> list[Segment]:
+    """What to read for a box of a tensor: every element of it exactly once. Pure."""
+    index = index or BoxIndex([chunk.box for chunk in entry.chunks])
+    return [Segment(key, entry, entry.chunks[i], common) for i, common in index.meeting(box)]
+
+
+def _span(entry: TensorEntry, chunk: Chunk, part: Box) -> tuple[int, int]:
+    first, _, strides = contiguous_runs(part, chunk.box)
+    last = first + sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True))
+    return first * entry.dtype.itemsize, (last + 1) * entry.dtype.itemsize
+
+
+def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
+    """Boxes that make up the segment, each read by one request: dense, and at most ``limit_bytes`` long."""
+    todo = [segment.inner]
+    itemsize = segment.entry.dtype.itemsize
+    while todo:
+        part = todo.pop()
+        start, end = _span(segment.entry, segment.chunk, part)
+        needed = part.numel * itemsize
+        _, run, _ = contiguous_runs(part, segment.chunk.box)
+        runs = part.numel // run
+        dense = end - start <= 2 * needed or (end - start - needed) <= (runs - 1) * _GAP_BYTES
+        if (dense and end - start <= limit_bytes) or part.numel == 1:
+            yield part
+            continue
+        dim = next(d for d, size in enumerate(part.sizes) if size > 1)
+        half = part.sizes[dim] // 2
+        first = Box(part.offsets, (*part.sizes[:dim], half, *part.sizes[dim + 1 :]))
+        second = Box(
+            (*part.offsets[:dim], part.offsets[dim] + half, *part.offsets[dim + 1 :]),
+            (*part.sizes[:dim], part.sizes[dim] - half, *part.sizes[dim + 1 :]),
+        )
+        todo += [second, first]
+
+
+class ChunkReader:
+    """Verifies and reads segments of one checkpoint.
+
+    Args:
+        folder: where its files are.
+        manifest: what they hold.
+        threads: how many read at once.
+        max_buffer_bytes: memory of all threads together, for what cannot be read straight into its tensor.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest, *, threads: int, max_buffer_bytes: int) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._threads = threads
+        self._limit_bytes = max(1 << 16, min(_PIECE_BYTES, max_buffer_bytes // threads))
+        self._local = threading.local()
+
+    def check_files(self, names: Iterable[str]) -> None:
+        """Compares sizes and headers of data files with the manifest.
+
+        Raises:
+            CorruptionError: a file is missing, cut short, damaged or another.
+        """
+        self._run([(self._check_file, (name,)) for name in sorted(set(names))])
+
+    def _check_file(self, name: str) -> None:
+        known, where = self._manifest.files[name], f"{self._folder.location}/{name}"
+        size = self._folder.size_bytes(name)
+        if size != known.size_bytes:
+            raise CorruptionError(
+                f"{where}: the file has {size} bytes, the manifest says {known.size_bytes}; it was "
+                + ("cut short" if size < known.size_bytes else "replaced or appended to")
+            )
+        if not self._manifest.id:  # made up from this very header
+            return
+        header = bytearray(known.header_bytes)
+        self._folder.read(name, 0, memoryview(header))
+        if _native.crc32c(header) != known.header_crc32c:
+            raise CorruptionError(f"{where}: the header, bytes 0 to {known.header_bytes}, is damaged")
+        if header_size(bytes(header[:8]), size, where) != len(header):
+            raise CorruptionError(
+                f"{where}: the header has not the {known.header_bytes} bytes that it should"
+            )
+        parse_header(bytes(header), size, where)
+
+    def verify(self, segments: Iterable[Segment], progress: Callable[[int], None] | None = None) -> None:
+        """Compares with its checksum every block that a reader of ``segments`` touches.
+
+        Raises:
+            CorruptionError: one does not match; the message names file, tensor and byte.
+        """
+        self._run(
+            [
+                (self._verify_range, (key, chunk, first, last, size, progress))
+                for key, chunk, size, blocks in self._blocks(segments)
+                for first, last in _ranges(blocks, max(1, _PIECE_BYTES // self._manifest.block_bytes))
+            ]
+        )
+
+    def _blocks(self, segments: Iterable[Segment]) -> Iterator[tuple[str, Chunk, int, list[int]]]:
+        """Each chunk touched, its size, and the numbers of the touched blocks, ascending."""
+        block_bytes = self._manifest.block_bytes
+        touched: dict[tuple[str, int], set[int]] = defaultdict(set)
+        chunks: dict[tuple[str, int], tuple[str, Chunk, int]] = {}
+        for segment in segments:
+            chunk = segment.chunk
+            if chunk.checksums:
+                place = chunk.file, chunk.start
+                chunks[place] = segment.key, chunk, segment.entry.chunk_bytes(chunk)
+                for start, end in segment.spans():
+                    touched[place].update(range(start // block_bytes, -(-end // block_bytes)))
+        for place, blocks in touched.items():
+            yield (*chunks[place], sorted(blocks))
+
+    def _verify_range(
+        self,
+        key: str,
+        chunk: Chunk,
+        first: int,
+        last: int,
+        size: int,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        block_bytes = self._manifest.block_bytes
+        for block in range(first, last):
+            start = block * block_bytes
+            view = self._buffer(min(block_bytes, size - start))
+            self._folder.read(chunk.file, chunk.start + start, view)
+            expected = int.from_bytes(chunk.checksums[4 * block : 4 * block + 4], "little")
+            if _native.crc32c(view) != expected:
+                raise CorruptionError(
+                    f"{self._folder.location}/{chunk.file}: tensor {key!r} is damaged between bytes "
+                    f"{chunk.start + start} and {chunk.start + start + len(view)} (chunk at "
+                    f"{list(chunk.box.offsets)}): the checksum does not match"
+                )
+            if progress is not None:
+                progress(len(view))
+
+    def _buffer(self, size: int) -> memoryview:
+        """Memory of this thread, used again and again."""
+        held = getattr(self._local, "buffer", None)
+        if held is None or held.numel() < size:
+            held = self._local.buffer = torch.empty(size, dtype=torch.uint8)
+        return byte_view(held)[:size]
+
+    def fill(
+        self,
+        targets: Sequence[tuple[Segment, torch.Tensor]],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Reads each segment into the tensor beside it, which has the segment's shape; blocks.
+
+        Raises:
+            CorruptionError, StorageError: a file cannot be read. Some tensors may then have new values.
+        """
+        tasks: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        for segment, target in targets:
+            if _is_direct(segment, target):
+                torch.autograd.graph.increment_version(target)
+                view, chunk = byte_view(target), segment.chunk
+                start = chunk.start + _span(segment.entry, chunk, segment.inner)[0]
+                tasks += [
+                    (self._read, (chunk.file, start + first, view[first : first + _PIECE_BYTES], progress))
+                    for first in range(0, len(view), _PIECE_BYTES)
+                ]
+            else:
+                tasks += [
+                    (self._copy, (segment, part, target, progress))
+                    for part in _parts(segment, self._limit_bytes)
+                ]
+        self._run(tasks)
+
+    def _read(self, name: str, offset: int, into: memoryview, progress: Callable[[int], None] | None) -> None:
+        self._folder.read(name, offset, into)
+        if progress is not None:
+            progress(len(into))
+
+    def _copy(
+        self,
+        segment: Segment,
+        part: Box,
+        target: torch.Tensor,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        """Through a buffer: the span of ``part`` is read whole, and its elements picked out."""
+        chunk = segment.chunk
+        start, end = _span(segment.entry, chunk, part)
+        self._folder.read(chunk.file, chunk.start + start, self._buffer(end - start))
+        _, _, strides = contiguous_runs(part, chunk.box)
+        found = self._local.buffer[: end - start].view(target.dtype).as_strided(part.sizes, strides)
+        within = tuple(
+            slice(a - b, a - b + size)
+            for a, b, size in zip(part.offsets, segment.inner.offsets, part.sizes, strict=True)
+        )
+        with torch.no_grad():
+            target[within].copy_(found)
+        if progress is not None:
+            progress(part.numel * segment.entry.dtype.itemsize)
+
+    def _run(self, tasks: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
+        """Runs all tasks; the first error, in their order, ends the rest."""
+        if len(tasks) == 1:
+            tasks[0][0](*tasks[0][1])
+            return
+        with ThreadPoolExecutor(self._threads, "torchrelay-checkpoint") as pool:
+            futures = [pool.submit(function, *arguments) for function, arguments in tasks]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _is_direct(segment: Segment, target: torch.Tensor) -> bool:
+    """Whether the bytes of the file are those of the tensor, in one piece."""
+    _, run, _ = contiguous_runs(segment.inner, segment.chunk.box)
+    return (
+        run == segment.inner.numel
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _ranges(numbers: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Runs of successive numbers, as first and one past the last, of at most ``longest`` each."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1 or i - first == longest:
+            yield numbers[first], numbers[i - 1] + 1
+            first = i
+
+
+def whole_segments(manifest: Manifest) -> Iterator[Segment]:
+    """Everything that a checkpoint holds."""
+    for key, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            if chunk.box.numel:
+                yield Segment(key, entry, chunk, chunk.box)

@@ -1,0 +1,171 @@
+"""Saving a state from all ranks: agree, write, commit."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint import _manifest
+from torchrelay.checkpoint._catalog import retain
+from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._inventory import Description, Inventory, agree, sources_of, take_inventory
+from torchrelay.checkpoint._progress import Progress, tracking
+from torchrelay.checkpoint._storage import open_transaction
+from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, TensorEntry
+from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part, default_threads, write_part
+from torchrelay.errors import ArgumentError, CorruptionError, MismatchError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["PartRecord", "assemble", "check_count", "record_of", "save"]
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What the coordinator needs to know of a rank's part: its files, and each chunk with its keys."""
+
+    files: dict[str, DataFile]
+    chunks: list[tuple[tuple[str, ...], Chunk]]
+
+
+def save(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    threads: int | None = None,
+    fsync: bool = True,
+    checksum: bool = True,
+    max_staging_bytes: int = MAX_STAGING_BYTES,
+    progress: Progress = False,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint; collective over ``group``. Returns on every rank once it is committed.
+
+    Each rank writes the shards that it holds; what several ranks hold is written by one of them, dealt out by
+    size. Tensors that share their memory are stored once. A checkpoint that is at ``path`` already is replaced
+    in one step (on object stores: refused).
+
+    Args:
+        state: a module, or a dictionary, nested as you like, of tensors (plain, DTensor, ShardedTensor), plain
+            values, modules and optimizers. A tensor that is not sharded, and a value, is taken to be the same on
+            all ranks that have its key.
+        path: the folder to write, or any fsspec URL; all ranks must see the same.
+        keep: remove all but the newest ``keep`` checkpoints in the folder around ``path``, once this one is
+            committed.
+        threads: how many write at once on each rank; by default the usable cores, at most 4.
+        fsync: whether the checkpoint must be on the disk when this returns.
+        checksum: whether to store CRC32C checksums.
+        max_staging_bytes: host memory for copies of tensors that are not contiguous in host memory.
+        progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in all).
+        group: the ranks that take part; by default the default process group, or this process alone.
+
+    Raises:
+        ArgumentError: a value that a checkpoint cannot hold; the message names its key.
+        UnsupportedError: a tensor that it cannot hold.
+        MismatchError: ranks disagree on the shape or dtype of a tensor, or on a value.
+        StorageError: the disk is full, the path cannot be written, or another save to it is under way.
+        PeerLostError: a rank died. The checkpoint that was at ``path`` before is unharmed.
+    """
+    threads = check_count("threads", threads, default_threads())
+    check_count("keep", keep, 1)
+    check_count("max_staging_bytes", max_staging_bytes, 1)
+    ranks = group_of(group)
+    mine, everyone = gather_inventory(state, ranks)
+    sources = sources_of(mine, everyone, ranks)
+    transaction = open_transaction(path, fsync=fsync)
+
+    def write() -> PartRecord:
+        size_bytes = sum(source.size_bytes for source in sources)
+        with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
+            part = write_part(
+                transaction,
+                ranks.global_rank,
+                sources,
+                threads=threads,
+                checksum=checksum,
+                max_staging_bytes=max_staging_bytes,
+                progress=advance,
+            )
+        return record_of(part)
+
+    ranks.coordinate(transaction.begin)
+    try:
+        records = ranks.together(write)
+        ranks.coordinate(lambda: transaction.commit(*assemble(everyone, records, world_size=ranks.size)))
+    finally:
+        if ranks.is_coordinator:
+            transaction.discard()  # does nothing after a commit
+    if keep is not None:
+        ranks.coordinate(lambda: retain(path, keep))
+
+
+def check_count(name: str, value: int | None, default: int) -> int:
+    """``value``, or the default for None.
+
+    Raises:
+        ArgumentError: it is less than 1.
+    """
+    if value is None:
+        return default
+    if value < 1:
+        raise ArgumentError(f"{name} must be at least 1, not {value}")
+    return value
+
+
+def gather_inventory(state: Any, ranks: Any) -> tuple[Inventory, list[Description]]:
+    """This rank's inventory, and what all ranks bring (see :func:`agree`); an error on one is raised on all."""
+    found: list[Inventory] = []
+    ranks.together(lambda: found.append(take_inventory(state)))
+    return found[0], agree(found[0].description, ranks)
+
+
+def record_of(part: Part) -> PartRecord:
+    return PartRecord(part.files, [(source.keys, chunk) for source, chunk in part.chunks])
+
+
+def assemble(
+    everyone: Sequence[Description], records: Sequence[PartRecord], *, world_size: int
+) -> tuple[bytes, dict[str, int]]:
+    """The manifest of a checkpoint whose parts are written, and the sizes of its files.
+
+    Raises:
+        MismatchError: the parts do not make whole tensors.
+    """
+    chunks: dict[str, dict[Box, Chunk]] = defaultdict(dict)
+    files: dict[str, DataFile] = {}
+    for record in records:
+        files.update(record.files)
+        for keys, chunk in record.chunks:
+            for key in keys:
+                chunks[key].setdefault(chunk.box, chunk)
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for description in everyone:
+        objects.update(description.objects)
+        paths.update(description.paths)
+        for key, (dtype, shape, _) in description.tensors.items():
+            found = sorted(chunks[key].values(), key=lambda chunk: chunk.box.offsets)
+            tensors[key] = TensorEntry(DTYPES[dtype], tuple(shape), tuple(found))
+    manifest = Manifest(
+        id=secrets.token_hex(8),
+        saved_at_ns=time.time_ns(),
+        world_size=world_size,
+        files=files,
+        tensors=tensors,
+        objects=objects,
+        paths=paths,
+    )
+    data = _manifest.to_bytes(manifest)
+    try:
+        _manifest.from_bytes(data, "what the ranks hold")
+    except CorruptionError as error:
+        raise MismatchError(f"the ranks together do not hold whole tensors: {error}") from error
+    return data, {name: file.size_bytes for name, file in files.items()}

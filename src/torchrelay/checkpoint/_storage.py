@@ -1,0 +1,133 @@
+"""Where checkpoints lie: the contract that local folders and fsspec URLs both fulfil."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+from torchrelay.errors import ArgumentError
+
+__all__ = ["Folder", "Sink", "Transaction", "open_folder", "open_transaction", "split"]
+
+Path = str | os.PathLike[str]
+
+
+class Folder(Protocol):
+    """A checkpoint that can be read, by several threads at once."""
+
+    location: str
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another checkpoint has taken its place since it was first read."""
+
+    def size_bytes(self, name: str) -> int:
+        """The size of a file.
+
+        Raises:
+            CorruptionError: it is missing, or is not a regular file.
+        """
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        """Fills ``into`` with the bytes from ``offset``; blocks.
+
+        Raises:
+            CorruptionError: the file ends before.
+            StorageError: it cannot be read.
+        """
+
+    def close(self) -> None: ...
+
+
+class Sink(Protocol):
+    """A data file that is being written."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes all of ``data``; blocks. Offsets ascend without gaps where ``Transaction.sequential``."""
+
+    def close(self) -> None:
+        """Waits until the file is as durable as the storage makes it (``fsync``, the end of an upload)."""
+
+    def abort(self) -> None:
+        """Closes without waiting; what was written stays or not."""
+
+
+class Transaction(Protocol):
+    """One save. The coordinator begins it and ends it; every rank creates files in between."""
+
+    location: str
+    sequential: bool  # whether a file is written from its first byte to its last
+    max_file_bytes: int
+
+    def begin(self) -> None:
+        """Makes the place for the files, and removes what an interrupted save has left. Coordinator only.
+
+        Raises:
+            StorageError: another save to this path is under way, or the path cannot be written.
+        """
+
+    def create(self, name: str) -> Sink: ...
+
+    def commit(self, manifest: bytes, files: Mapping[str, int]) -> None:
+        """Makes the checkpoint valid, in one step. Coordinator only.
+
+        Raises:
+            StorageError: one of ``files`` (sizes by name) is not there, or not so long; or what a write raises.
+        """
+
+    def discard(self) -> None:
+        """Removes what was written. Coordinator only; does nothing after :meth:`commit`."""
+
+
+def is_url(path: Path) -> bool:
+    return "://" in os.fspath(path)
+
+
+def local_path(path: Path) -> str | None:
+    """The local path that ``path`` is, None if it is another kind of URL.
+
+    Raises:
+        ArgumentError: it is empty.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise ArgumentError("the path of a checkpoint is empty")
+    if text.startswith("file://"):
+        return text[len("file://") :]
+    return None if "://" in text else text
+
+
+def split(path: Path) -> tuple[str, str]:
+    """The folder that ``path`` is in, and its last part."""
+    local = local_path(path)
+    text = os.fspath(path).rstrip("/") if local is None else os.path.abspath(local)
+    parent, _, name = text.rpartition("/")
+    if not name or parent.endswith((":", ":/")) or not parent:
+        raise ArgumentError(f"{text}: a checkpoint needs a name inside a folder")
+    return parent, name
+
+
+def open_folder(path: Path) -> Folder:
+    """The checkpoint folder at ``path``, which need not exist."""
+    local = local_path(path)
+    if local is not None:
+        from torchrelay.checkpoint._local import LocalFolder  # noqa: PLC0415
+
+        return LocalFolder(local)
+    from torchrelay.checkpoint._remote import RemoteFolder  # noqa: PLC0415
+
+    return RemoteFolder(os.fspath(path))
+
+
+def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
+    """A save to ``path``, not begun."""
+    split(path)
+    local = local_path(path)
+    if local is not None:
+        from torchrelay.checkpoint._local import LocalTransaction  # noqa: PLC0415
+
+        return LocalTransaction(local, fsync=fsync)
+    from torchrelay.checkpoint._remote import RemoteTransaction  # noqa: PLC0415
+
+    return RemoteTransaction(os.fspath(path))

@@ -1,0 +1,145 @@
+"""The vocabulary that every module of this component shares. Imports no torch.
+
+A checkpoint holds *tensors*, each cut into *chunks* that lie in *data files*, and *objects* (plain values).
+The :class:`Manifest` says where everything is. Offsets and sizes count elements, ``*_bytes`` and ``start``
+count bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "BLOCK_BYTES",
+    "DTYPES",
+    "MANIFEST",
+    "Box",
+    "Chunk",
+    "DataFile",
+    "Dtype",
+    "Manifest",
+    "TensorEntry",
+]
+
+MANIFEST = "manifest.json"
+# Bytes under one checksum. A reader that wants part of a chunk reads and verifies whole blocks.
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """How a torch dtype is stored: ``code`` is the safetensors name, ``width`` elements of it make one of ours."""
+
+    name: str
+    code: str
+    itemsize: int
+    width: int = 1
+
+
+def _dtypes() -> dict[str, Dtype]:
+    table = [
+        Dtype("bool", "BOOL", 1),
+        Dtype("uint8", "U8", 1),
+        Dtype("int8", "I8", 1),
+        Dtype("uint16", "U16", 2),
+        Dtype("int16", "I16", 2),
+        Dtype("uint32", "U32", 4),
+        Dtype("int32", "I32", 4),
+        Dtype("uint64", "U64", 8),
+        Dtype("int64", "I64", 8),
+        Dtype("float8_e4m3fn", "F8_E4M3", 1),
+        Dtype("float8_e5m2", "F8_E5M2", 1),
+        Dtype("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
+        Dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
+        Dtype("float8_e8m0fnu", "U8", 1),
+        Dtype("float16", "F16", 2),
+        Dtype("bfloat16", "BF16", 2),
+        Dtype("float32", "F32", 4),
+        Dtype("float64", "F64", 8),
+        Dtype("complex32", "F16", 4, width=2),
+        Dtype("complex64", "C64", 8),
+        # safetensors has no such type: a last dimension of real and imaginary part takes its place.
+        Dtype("complex128", "F64", 16, width=2),
+    ]
+    return {dtype.name: dtype for dtype in table}
+
+
+# By torch's name without "torch.".
+DTYPES: Mapping[str, Dtype] = _dtypes()
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor: its first element in each dimension, and its extent."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, stored contiguously in row-major order.
+
+    ``name`` is the tensor's name inside the data file, ``start`` the byte of ``file`` at which it begins.
+    ``checksums`` holds the CRC32C of each block of :attr:`Manifest.block_bytes` bytes, 4 little-endian bytes
+    each; it is empty if the checkpoint was written without checksums.
+    """
+
+    box: Box
+    file: str
+    name: str
+    start: int
+    checksums: bytes = b""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the checkpoint: its chunks cover every element exactly once."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        return chunk.box.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A safetensors file of the checkpoint. ``header_crc32c`` covers the bytes before the first tensor."""
+
+    size_bytes: int
+    header_bytes: int
+    header_crc32c: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. ``objects`` are the encoded values (see :mod:`._values`).
+
+    ``paths`` gives, for each key of a nested state, the keys and indices that lead to it.
+    """
+
+    id: str
+    saved_at_ns: int
+    world_size: int
+    files: Mapping[str, DataFile]
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES

@@ -1,0 +1,130 @@
+"""Geometry and dealing: for random layouts every element is read exactly once, and written by one rank."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs, intersection, tiling_fault
+from torchrelay.checkpoint._plan import Held, deal
+from torchrelay.checkpoint._read import Segment, _parts, _span, segments_of
+from torchrelay.checkpoint._types import DTYPES, Box, Chunk, TensorEntry
+
+_property = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes that cover it once: cuts in each dimension, some boxes cut again."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=4)))
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 8)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, box.sizes[dim]))
+        first, second = list(box.sizes), list(box.sizes)
+        first[dim], second[dim] = cut, box.sizes[dim] - cut
+        offsets = list(box.offsets)
+        offsets[dim] += cut
+        boxes += [Box(box.offsets, tuple(first)), Box(tuple(offsets), tuple(second))]
+    return shape, [box for box in boxes if box.numel]
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return Box(offsets, tuple(draw(st.integers(1, size - a)) for a, size in zip(offsets, shape, strict=True)))
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+
+
+@_property
+@given(st.data())
+def test_every_element_is_read_exactly_once(data: st.DataObject) -> None:
+    shape, boxes = data.draw(tilings())
+    assert tiling_fault(shape, boxes) is None
+    wanted = data.draw(boxes_in(shape))
+    chunks = tuple(Chunk(box, "f", "n", 0) for box in boxes)
+    entry = TensorEntry(DTYPES["float32"], shape, chunks)
+    count = torch.zeros(shape, dtype=torch.int64)
+    for segment in segments_of("k", entry, wanted):
+        assert intersection(segment.inner, segment.chunk.box) == segment.inner
+        for part in _parts(segment, data.draw(st.integers(4, 200))):
+            count[_slices(part)] += 1
+    expected = torch.zeros(shape, dtype=torch.int64)
+    expected[_slices(wanted)] = 1
+    assert torch.equal(count, expected)
+
+
+@_property
+@given(st.data())
+def test_a_part_is_where_row_major_storage_has_it(data: st.DataObject) -> None:
+    shape, boxes = data.draw(tilings())
+    outer = data.draw(st.sampled_from(boxes))
+    inner = data.draw(boxes_in(outer.sizes))
+    inner = Box(tuple(a + b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    stored = whole[_slices(outer)].clone(memory_format=torch.contiguous_format).reshape(-1)
+    first, run, strides = contiguous_runs(inner, outer)
+    assert torch.equal(stored.as_strided(inner.sizes, strides, first), whole[_slices(inner)])
+    flat = whole[_slices(inner)].reshape(-1, run)
+    positions = {int(value): index for index, value in enumerate(stored)}
+    for row in flat:
+        begin = positions[int(row[0])]
+        assert stored[begin : begin + run].tolist() == row.tolist()
+    segment = Segment("k", TensorEntry(DTYPES["int64"], shape, ()), Chunk(outer, "f", "n", 0), inner)
+    start, end = _span(segment.entry, segment.chunk, inner)
+    assert start == 8 * first and end <= 8 * stored.numel()
+
+
+@_property
+@given(st.data())
+def test_the_index_finds_what_a_search_of_all_finds(data: st.DataObject) -> None:
+    shape, boxes = data.draw(tilings())
+    wanted = data.draw(boxes_in(shape))
+    found = dict(BoxIndex(boxes).meeting(wanted))
+    everything = {i: intersection(box, wanted) for i, box in enumerate(boxes)}
+    assert found == {i: common for i, common in everything.items() if common is not None}
+
+
+def test_what_does_not_tile_is_named() -> None:
+    half = Box((0, 0), (2, 3))
+    assert "3 of 6" in (tiling_fault((2, 3), [Box((0, 0), (1, 3))]) or "")
+    assert "overlap at (0, 0)" in (tiling_fault((2, 3), [half, Box((0, 0), (1, 1))]) or "")
+    assert "out of range" in (tiling_fault((2, 2), [half]) or "")
+    assert "2 dimensions, the tensor 1" in (tiling_fault((6,), [half]) or "")
+    assert tiling_fault((0, 4), []) is None
+    assert tiling_fault((), [Box((), ())]) is None
+
+
+@_property
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1000), st.sets(st.integers(0, 5), min_size=1).map(lambda s: tuple(sorted(s)))
+        ),
+        max_size=40,
+    )
+)
+def test_each_chunk_is_written_by_one_of_its_holders(shapes: list[tuple[int, tuple[int, ...]]]) -> None:
+    chunks = [Held((f"k{i}",), size, holders, i) for i, (size, holders) in enumerate(shapes)]
+    written: Counter[int] = Counter()
+    loads: dict[tuple[int, ...], dict[int, int]] = {}
+    for rank in range(6):
+        mine = deal([chunk for chunk in chunks if rank in chunk.holders], rank)
+        for i in mine:
+            assert rank in shapes[i][1]
+            written[i] += 1
+            loads.setdefault(shapes[i][1], {}).setdefault(rank, 0)
+            loads[shapes[i][1]][rank] += shapes[i][0]
+    assert written == Counter(range(len(shapes)))
+    for holders, by_rank in loads.items():
+        largest = max(size for size, of in shapes if of == holders)
+        spread = [by_rank.get(rank, 0) for rank in holders]
+        assert max(spread) - min(spread) <= largest

@@ -1,0 +1,266 @@
+"""What is written: plain safetensors files that others read, a manifest that gives back what went in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from torchrelay import _native
+from torchrelay.checkpoint import latest, load, save, verify
+from torchrelay.checkpoint._values import decode, encode
+from torchrelay.deferred import deferred_init, is_deferred
+from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, StorageError
+
+
+def test_crc32c_has_the_check_value_and_takes_pieces() -> None:
+    assert _native.crc32c(b"123456789") == 0xE3069283
+    data = os.urandom(70_001)
+    assert _native.crc32c(data[1000:], _native.crc32c(data[:1000])) == _native.crc32c(data)
+    blocks = _native.crc32c_blocks(data, 65_536)
+    assert blocks == b"".join(
+        _native.crc32c(part).to_bytes(4, "little") for part in (data[:65_536], data[65_536:])
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        7,
+        -(2**70),
+        0.1,
+        math.inf,
+        -math.inf,
+        "text",
+        [],
+        {},
+        (),
+        [1, [2, (3,)]],
+        {"a": {"$b": 1}},
+        {1: "int", "1": "str", None: 0, (1, 2): "tuple"},
+    ],
+)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    again = decode("k", json.loads(json.dumps(encode("k", value), allow_nan=False)))
+    assert again == value and repr(again) == repr(value)
+
+
+def test_values_that_are_too_deep_or_tagged_wrong_are_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(ArgumentError, match="k: the value is nested"):
+        encode("k", deep)
+    for bad in ({"$tuple": 1}, {"$float": "1.0"}, {"$items": [1]}, {"$tuple": [], "x": 1}):
+        with pytest.raises(CorruptionError, match=r"^k: "):
+            decode("k", bad)
+
+
+def test_safetensors_reads_what_we_write_at_aligned_addresses(tmp_path: Path) -> None:
+    state = {
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "f32": torch.randn(3, 5),
+        "strided": torch.randn(4, 6).t(),
+        "c64": torch.randn(3, dtype=torch.complex64),
+        "c128": torch.randn(3, dtype=torch.complex128),
+        "__metadata__": torch.ones(2),
+        "__padding__.0": torch.ones(3),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    }
+    save(state, tmp_path / "x")
+    found = safetensors.torch.load_file(tmp_path / "x" / "data-00000-00000.safetensors")
+    for key in ("odd", "f32", "strided", "c64"):
+        assert torch.equal(found[key], state[key])
+    assert torch.equal(torch.view_as_complex(found["c128"]), state["c128"])
+    manifest = json.loads((tmp_path / "x" / "manifest.json").read_text())
+    for entry in manifest["tensors"].values():
+        assert entry["chunks"][0]["bytes"][0] % 64 == 0
+    again = {key: torch.zeros_like(value) for key, value in state.items()}
+    load(again, tmp_path / "x")
+    assert all(torch.equal(again[key], state[key]) for key in state)
+
+
+def test_safetensors_files_of_others_are_read(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(4, 4), "b": torch.ones(3, dtype=torch.bfloat16)}
+    (tmp_path / "sharded").mkdir()
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    safetensors.torch.save_file({"a": tensors["a"]}, tmp_path / "sharded" / "model-1.safetensors")
+    safetensors.torch.save_file({"b": tensors["b"]}, tmp_path / "sharded" / "model-2.safetensors")
+    for path in (tmp_path / "model.safetensors", tmp_path / "sharded"):
+        found = {key: torch.zeros_like(value) for key, value in tensors.items()}
+        load(found, path)
+        assert all(torch.equal(found[key], tensors[key]) for key in tensors)
+        verify(path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[:-1])
+    with pytest.raises(CorruptionError, match="cut short"):
+        load(found, tmp_path / "cut.safetensors")
+
+
+def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 100, bias=False))
+    model[1].weight = model[0].weight
+    save(model, tmp_path / "x")
+    assert sum(f.stat().st_size for f in (tmp_path / "x").glob("*.safetensors")) < 1.2 * 40_000
+    expected = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    load(model, tmp_path / "x")
+    assert torch.equal(model[1].weight, expected) and model[1].weight is model[0].weight
+
+
+def test_a_module_and_its_optimizer(tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(5, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made()
+    save({"model": model, "optimizer": optimizer, "epoch": 3}, tmp_path / "x")
+    other, its_optimizer = made()
+    its_optimizer.param_groups[0]["lr"] = 9.0
+    state: dict[str, Any] = {"model": other, "optimizer": its_optimizer, "epoch": 0}
+    load(state, tmp_path / "x")
+    assert state["epoch"] == 3 and its_optimizer.param_groups[0]["lr"] == 0.1
+    expected = [model.state_dict(), optimizer.state_dict()["state"]]
+    found = [other.state_dict(), its_optimizer.state_dict()["state"]]
+    for one, two in zip(expected, found, strict=True):
+        assert str(one) == str(two)
+    fresh = torch.optim.AdamW(other.parameters())
+    with pytest.raises(MismatchError, match=r"'optimizer.state.0.step'.*first step"):
+        load({"model": other, "optimizer": fresh, "epoch": 0}, tmp_path / "x")
+
+
+def _net() -> torch.nn.Module:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+    net[0].register_buffer("scratch", torch.full((3,), 2.0), persistent=False)
+    return net
+
+
+def test_a_deferred_module_is_read_and_only_the_rest_initialised(tmp_path: Path) -> None:
+    source = _net()
+    save({"model": source, "other": 1}, tmp_path / "x")
+    target = deferred_init(_net)
+    draws = torch.random.get_rng_state()
+    load(target, latest(tmp_path), prefix="model.")
+    assert not is_deferred(target)
+    assert torch.equal(draws, torch.random.get_rng_state())
+    for key, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[key], value)
+    assert target[0].scratch.tolist() == [2.0] * 3  # type: ignore[index]
+
+    # What the file lacks is what an eager model of the same seed has.
+    save({k: v for k, v in source.state_dict().items() if not k.startswith("2.")}, tmp_path / "part")
+    torch.manual_seed(5)
+    eager = _net()
+    torch.manual_seed(5)
+    deferred = deferred_init(_net)
+    load(deferred, tmp_path / "part")
+    assert torch.equal(deferred[2].weight, eager[2].weight)  # type: ignore[index]
+    assert torch.equal(deferred[0].weight, source[0].weight)  # type: ignore[index]
+
+
+def test_a_deferred_module_takes_a_slice_of_each_tensor(tmp_path: Path) -> None:
+    source = _net()
+    save(source, tmp_path / "x")
+    target = deferred_init(_net)
+
+    def rows(name: str, tensor: torch.Tensor) -> tuple[slice, ...] | None:
+        return (slice(1, 2),) if name.endswith("weight") and tensor.dim() == 2 else None
+
+    load(target, tmp_path / "x", shard=rows)
+    assert torch.equal(target[0].weight, source[0].weight[1:2])  # type: ignore[index]
+    assert torch.equal(target[1].weight, source[1].weight)  # type: ignore[index]
+
+
+def test_a_damaged_checkpoint_leaves_a_deferred_module_deferred(tmp_path: Path) -> None:
+    save(_net(), tmp_path / "x")
+    path = tmp_path / "x" / "data-00000-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    target = deferred_init(_net)
+    with pytest.raises(CorruptionError):
+        load(target, tmp_path / "x")
+    assert is_deferred(target)
+
+
+def test_latest_and_keep(tmp_path: Path) -> None:
+    (tmp_path / "step-9").mkdir()  # never committed
+    for step in (1, 10, 2, 3):
+        save({"step": step}, tmp_path / f"step-{step}", keep=2, fsync=False)
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3", "step-9"]
+    assert latest(tmp_path) == str(tmp_path / "step-3")  # the last committed, whatever it is called
+    (tmp_path / "step-3" / "manifest.json").unlink()
+    assert latest(tmp_path) == str(tmp_path / "step-2")
+
+
+def test_progress_and_replacement(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    state = {"a": torch.ones(10**6), "b": torch.ones(100, 100).t()}
+    save(state, tmp_path / "x", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (4_040_000, 4_040_000)
+    seen.clear()
+    save({"a": torch.zeros(10)}, tmp_path / "x", progress=True, checksum=False)
+    found = {"a": torch.ones(10)}
+    load(found, tmp_path / "x", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (40, 40) and not found["a"].any()
+    assert sorted(os.listdir(tmp_path)) == ["x"]
+    assert sorted(os.listdir(tmp_path / "x")) == ["data-00000-00000.safetensors", "manifest.json"]
+
+
+def test_an_fsspec_url(tmp_path: Path) -> None:
+    import fsspec
+
+    state = {"a": torch.randn(1000, 300), "c": torch.ones(3, dtype=torch.uint8), "b": [1, (2,)]}
+    for step in range(3):
+        save({**state, "step": step}, f"memory://bucket/run/step-{step}", keep=2)
+    fs = fsspec.filesystem("memory")
+    assert sorted(Path(p).name for p in fs.ls("/bucket/run", detail=False)) == ["step-1", "step-2"]
+    path = latest("memory://bucket/run")
+    assert path == "memory://bucket/run/step-2"
+    verify(path)
+    found = {"a": torch.zeros(1000, 300), "c": torch.zeros(3, dtype=torch.uint8), "b": None, "step": None}
+    load(found, path)
+    assert torch.equal(found["a"], state["a"]) and found["b"] == [1, (2,)] and found["step"] == 2
+    with pytest.raises(StorageError, match="an object store cannot replace"):
+        save(state, path)
+    data = "/bucket/run/step-2/data-00000-00000.safetensors"
+    content = bytearray(fs.cat_file(data))
+    content[-5] ^= 1
+    fs.pipe_file(data, bytes(content))
+    with pytest.raises(CorruptionError, match="is damaged between bytes"):
+        load(found, path)
+    fs.rm("/bucket", recursive=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_checkpoint_id_and_keep(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from torchrelay.checkpoint import Reader, Writer
+
+    writer = Writer(keep=1)
+    for step in range(2):
+        dcp.save(
+            {"w": torch.full((3,), step)}, storage_writer=writer, checkpoint_id=tmp_path / f"step-{step}"
+        )
+    assert os.listdir(tmp_path) == ["step-1"]
+    state = {"w": torch.zeros(3, dtype=torch.int64)}
+    dcp.load(state, storage_reader=Reader(), checkpoint_id=tmp_path / "step-1")
+    assert state["w"].tolist() == [1, 1, 1]
+    with pytest.raises(dcp.CheckpointException, match="has no path"):
+        dcp.save({"w": 1}, storage_writer=Writer())
+    with pytest.raises(dcp.CheckpointException, match="tensor 'w' is int64"):
+        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path / "step-1"))
