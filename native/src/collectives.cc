@@ -47,6 +47,14 @@ class Reducer {
   std::vector<const std::byte*> sources_;
 };
 
+// One block for each rank, where this rank must give them.
+void require_blocks(const SharedGroup& group, const Operation& operation, std::size_t given) {
+  const auto needed = static_cast<std::size_t>(group.size());
+  if (given != needed)
+    throw Error(Code::kArgument, std::string(operation.name) + ": " + std::to_string(given) +
+                                     " blocks for a group of " + std::to_string(needed) + " ranks");
+}
+
 Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root = -1) {
   Call call;
   call.kind = kind;
@@ -231,11 +239,13 @@ void all_reduce(SharedGroup& group, const Operation& operation, std::byte* data,
 
 void reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
             Op op, int root) {
+  group.require_rank(operation.name, root);
   reduce_any(group, operation, reduction_call(Kind::kReduce, count, dtype, op, root), data, dtype);
 }
 
 void reduce_scatter(SharedGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
                     std::byte* output, std::size_t count, Dtype dtype, Op op) {
+  require_blocks(group, operation, inputs.size());
   Reducer reducer(group, dtype, op);
   const auto n = static_cast<std::size_t>(group.size());
   const auto mine = static_cast<std::size_t>(group.rank());
@@ -259,6 +269,7 @@ void reduce_scatter(SharedGroup& group, const Operation& operation, const std::v
 }
 
 void broadcast(SharedGroup& group, const Operation& operation, Block data, std::uint8_t code, int root) {
+  group.require_rank(operation.name, root);
   Call call = bytes_call(Kind::kBroadcast, code, root);
   call.count = data.size_bytes;
   const std::size_t limit = group.shape().slot_bytes;
@@ -276,6 +287,7 @@ void broadcast(SharedGroup& group, const Operation& operation, Block data, std::
 
 void all_gather(SharedGroup& group, const Operation& operation, Block input,
                 const std::vector<Block>& outputs, std::uint8_t code) {
+  require_blocks(group, operation, outputs.size());
   const std::vector<std::size_t> sends(static_cast<std::size_t>(group.size()), input.size_bytes);
   spread(group, operation, bytes_call(Kind::kAllGather, code), input, sends, outputs);
   const Block& own = outputs[static_cast<std::size_t>(group.rank())];
@@ -284,9 +296,11 @@ void all_gather(SharedGroup& group, const Operation& operation, Block input,
 
 void gather(SharedGroup& group, const Operation& operation, Block input, const std::vector<Block>& outputs,
             std::uint8_t code, int root) {
+  group.require_rank(operation.name, root);
+  const bool is_root = group.rank() == root;
+  if (is_root) require_blocks(group, operation, outputs.size());
   std::vector<std::size_t> sends(static_cast<std::size_t>(group.size()), 0);
   sends[static_cast<std::size_t>(root)] = input.size_bytes;
-  const bool is_root = group.rank() == root;
   spread(group, operation, bytes_call(Kind::kGather, code, root), input, sends,
          is_root ? outputs : std::vector<Block>{});
   if (is_root) {
@@ -297,6 +311,8 @@ void gather(SharedGroup& group, const Operation& operation, Block input, const s
 
 void scatter(SharedGroup& group, const Operation& operation, const std::vector<Block>& inputs, Block output,
              std::uint8_t code, int root) {
+  group.require_rank(operation.name, root);
+  if (group.rank() == root) require_blocks(group, operation, inputs.size());
   const std::vector<Block> nothing(static_cast<std::size_t>(group.size()));
   std::vector<Block> outputs = nothing;
   outputs[static_cast<std::size_t>(root)] = output;
@@ -306,6 +322,8 @@ void scatter(SharedGroup& group, const Operation& operation, const std::vector<B
 
 void all_to_all(SharedGroup& group, const Operation& operation, const std::vector<Block>& inputs,
                 const std::vector<Block>& outputs, std::uint8_t code) {
+  require_blocks(group, operation, inputs.size());
+  require_blocks(group, operation, outputs.size());
   exchange(group, operation, bytes_call(Kind::kAllToAll, code), inputs, outputs);
 }
 

@@ -10,6 +10,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Negative tags are ours.
+void require_tag(const char* operation, std::int32_t tag) {
+  if (tag < 0)
+    throw Error(Code::kArgument,
+                std::string(operation) + ": a tag must be 0 or more, not " + std::to_string(tag));
+}
+
 Error stopped() {
   return {Code::kPeerLost, "the group was destroyed on this rank before the transfer ended"};
 }
@@ -54,10 +61,13 @@ std::shared_ptr<Transfer> Mailboxes::send(Block data, int to, std::int32_t tag, 
                                           std::chrono::nanoseconds timeout) {
   Operation operation;
   operation.name = "send";
+  group_.require_rank(operation.name, to);
+  require_tag(operation.name, tag);
   group_.throw_if_broken(operation);
   auto transfer = std::make_shared<Transfer>(data, to, tag, code, timeout);
   {
     const std::lock_guard guard(lock_);
+    if (stopping_) throw stopped();
     outgoing_[static_cast<std::size_t>(to)].push_back(transfer);
   }
   drive(transfer);
@@ -68,11 +78,14 @@ std::shared_ptr<Transfer> Mailboxes::receive(Block data, int from, std::int32_t 
                                              std::chrono::nanoseconds timeout) {
   Operation operation;
   operation.name = "recv";
+  if (from != kAnyRank) group_.require_rank(operation.name, from);
+  require_tag(operation.name, tag);
   group_.throw_if_broken(operation);
   auto transfer = std::make_shared<Transfer>(data, from, tag, code, timeout);
   std::vector<Ended> ended;
   {
     const std::lock_guard guard(lock_);
+    if (stopping_) throw stopped();
     if (!claim_aside(transfer, ended)) incoming_.push_back(transfer);
   }
   for (auto& end : ended) end.transfer->ticket().finish(end.error);
@@ -85,7 +98,7 @@ void Mailboxes::drive(const std::shared_ptr<Transfer>& transfer) {
   std::unique_lock guard(lock_);
   step(guard);
   if (transfer->ticket().done()) return;
-  if (stopping_) throw stopped();
+  if (stopping_) return;  // stop() fails what is in progress
   if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
   changed_.notify_all();
 }

@@ -190,6 +190,13 @@ std::uint64_t* SharedGroup::table(int rank) const noexcept {
                                           (static_cast<std::size_t>(rank) * 2 + call_count_ % 2) * row);
 }
 
+void SharedGroup::require_rank(const char* operation, int rank) const {
+  if (rank >= 0 && rank < size()) return;
+  throw Error(Code::kArgument, "rank " + std::to_string(name_of(rank_)) + ", " + operation +
+                                   ": there is no rank " + std::to_string(rank) + " in a group of " +
+                                   std::to_string(size()));
+}
+
 void SharedGroup::join(const Operation& operation) { arrive_and_wait(operation); }
 
 bool SharedGroup::crowded() const noexcept {

@@ -347,6 +347,30 @@ TEST(ranks_that_do_not_sleep_leave_a_full_core) {
   CHECK(elsewhere > 0);
 }
 
+TEST(ranks_out_of_range_are_refused_before_anything_is_sent) {
+  on_ranks(2, [](SharedGroup& group, const Operation& op) {
+    float data[2] = {1, 2};
+    const Block block{bytes(data), sizeof data};
+    const std::vector<Block> one{block}, two{block, block};
+    for (const int root : {-1, 2, 1 << 30}) {
+      CHECK_THROWS(Code::kArgument, (broadcast(group, op, block, 0, root), 0));
+      CHECK_THROWS(Code::kArgument, (reduce(group, op, bytes(data), 2, Dtype::kFloat32, Op::kSum, root), 0));
+      CHECK_THROWS(Code::kArgument, (gather(group, op, block, two, 0, root), 0));
+      CHECK_THROWS(Code::kArgument, (scatter(group, op, two, block, 0, root), 0));
+    }
+    const int own = group.rank();
+    CHECK_THROWS(Code::kArgument, (gather(group, op, block, one, 0, own), 0));
+    CHECK_THROWS(Code::kArgument, (scatter(group, op, one, block, 0, own), 0));
+    CHECK_THROWS(Code::kArgument, (all_gather(group, op, block, one, 0), 0));
+    CHECK_THROWS(Code::kArgument, (all_to_all(group, op, one, two, 0), 0));
+    CHECK_THROWS(Code::kArgument, (all_to_all(group, op, two, one, 0), 0));
+    CHECK_THROWS(Code::kArgument,
+                 (reduce_scatter(group, op, {bytes(data)}, bytes(data), 1, Dtype::kFloat32, Op::kSum), 0));
+    CHECK(data[0] == 1 && data[1] == 2);
+    barrier(group, op);  // the group goes on
+  });
+}
+
 TEST(wrong_shapes_are_refused) {
   CHECK_THROWS(Code::kArgument, SharedGroup::create({0, 8192, 0, 4096}));
   CHECK_THROWS(Code::kArgument, SharedGroup::create({2, 100, 0, 4096}));

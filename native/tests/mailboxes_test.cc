@@ -139,6 +139,18 @@ TEST(a_wrong_size_fails_the_receive_and_nothing_else) {
   CHECK(in == four);
 }
 
+TEST(peers_out_of_range_are_refused) {
+  World world(2);
+  std::vector<int> data(4);
+  for (const int peer : {-2, 2, 1 << 30}) {
+    CHECK_THROWS(Code::kArgument, world[0].send(data, peer));
+    CHECK_THROWS(Code::kArgument, world[0].receive(data, peer));
+  }
+  CHECK_THROWS(Code::kArgument, world[0].send(data, Mailboxes::kAnyRank));
+  CHECK_THROWS(Code::kArgument, world[0].send(data, 1, -1));
+  CHECK_THROWS(Code::kArgument, world[0].receive(data, 1, -1));
+}
+
 TEST(nobody_sends) {
   World world(2);
   std::vector<int> in(4);
@@ -168,4 +180,6 @@ TEST(stopping_fails_what_is_in_progress) {
   const auto pending = world[1].receive(in, 0);
   world[1].mail.stop();
   CHECK_THROWS(Code::kPeerLost, pending->ticket().wait(kLong, {}));
+  CHECK_THROWS(Code::kPeerLost, world[1].send(in, 0));
+  CHECK_THROWS(Code::kPeerLost, world[1].receive(in, 0));
 }

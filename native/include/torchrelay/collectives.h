@@ -12,6 +12,8 @@
 //   all_to_all, scatter each (or the root) copies in a block a peer, each copies out its own
 // Sums are made in the order of the ranks, by one rank for each element: all ranks get the same bits, every
 // time.
+//
+// All throw kArgument, before anything is sent, if there is no rank `root` or not one block for each rank.
 #pragma once
 
 #include <cstddef>

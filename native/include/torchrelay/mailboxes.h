@@ -35,7 +35,7 @@ class Transfer {
  private:
   friend class Mailboxes;
   Block data_;
-  int peer_;  // -1: receive from any rank
+  int peer_;  // kAnyRank: receive from any rank
   std::int32_t tag_;
   std::uint8_t code_;
   std::chrono::steady_clock::time_point end_;
@@ -47,11 +47,13 @@ class Transfer {
 
 class Mailboxes {
  public:
+  static constexpr int kAnyRank = -1;
+
   explicit Mailboxes(SharedGroup& group);
   ~Mailboxes() { stop(); }
 
-  // Throw what the group's earlier failure was. A message whose size or type is not what the receiver expects
-  // fails the receive with kMismatch.
+  // Throw kArgument if there is no such rank or the tag is negative, or what the group's earlier failure was.
+  // A message whose size or type is not what the receiver expects fails the receive with kMismatch.
   std::shared_ptr<Transfer> send(Block data, int to, std::int32_t tag, std::uint8_t code,
                                  std::chrono::nanoseconds timeout);
   std::shared_ptr<Transfer> receive(Block data, int from, std::int32_t tag, std::uint8_t code,

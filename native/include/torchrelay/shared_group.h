@@ -105,6 +105,9 @@ class SharedGroup {
   // The others learn that this rank takes part no more; whoever waits for it fails. Idempotent.
   void leave() noexcept;
 
+  // Throws kArgument unless 0 <= rank < size(). Every index that a caller gives is checked before it is used.
+  void require_rank(const char* operation, int rank) const;
+
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return shape_.size; }
   const Shape& shape() const noexcept { return shape_; }
