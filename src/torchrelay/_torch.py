@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -19,9 +20,11 @@ import torch.autograd.forward_ad
 from torchrelay.errors import UnsupportedError
 
 __all__ = [
+    "BackendsAsked",
     "CheckpointShard",
     "after_backward",
     "apply_of",
+    "backends_asked",
     "backward_id",
     "backward_keeps_graph",
     "backward_will_run",
@@ -31,6 +34,7 @@ __all__ = [
     "default_generator_as",
     "device_available",
     "disabled_torch_function",
+    "dispatches_itself",
     "fake_mode_active",
     "fake_mode_key",
     "forward_mode_active",
@@ -42,11 +46,14 @@ __all__ = [
     "local_blocks",
     "local_shape_and_offset",
     "local_shards",
+    "lowest_mode",
     "make_ordered",
     "mesh_code",
+    "operator_results",
     "parameter_class",
     "parse_to",
     "plain_torch",
+    "profiling",
     "results_on_device",
     "sharding_of",
     "strip_dead_transform",
@@ -54,6 +61,7 @@ __all__ = [
     "transforms_active",
     "trunc_normal",
     "trunc_normal_code",
+    "watched",
 ]
 
 
@@ -438,3 +446,81 @@ def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
         else:
             runs.append((index, position, 1))
     return runs or [(0, 0, 0)]
+
+
+# Whether a profiler records this thread. Checked on 2.13.
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_no_dispatch = torch.Tensor.__torch_dispatch__
+
+
+def watched() -> bool:
+    """Whether a profiler or a dispatch mode looks at this thread's operators. Checked on 2.13."""
+    return profiling() or _modes_active() > 0
+
+
+def dispatches_itself(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of a subclass that handles operators itself, such as DTensor. Checked on 2.13."""
+    return type(tensor).__torch_dispatch__ is not _no_dispatch
+
+
+@contextmanager
+def lowest_mode(mode: Any) -> Iterator[None]:
+    """``mode`` sees operators after every dispatch mode that is active now. Checked on 2.13."""
+    from torch.utils._python_dispatch import _pop_mode, _push_mode  # noqa: PLC0415
+
+    above = [_pop_mode() for _ in range(_modes_active())]
+    _push_mode(mode)
+    for other in reversed(above):
+        _push_mode(other)
+    try:
+        yield
+    finally:
+        for _ in range(len(above) + 1):
+            _pop_mode()
+        for other in reversed(above):
+            _push_mode(other)
+
+
+def operator_results(operator: Any, args: Any, work: Any) -> Any:
+    """What one of c10d's operators returns: its first tensors where it returns tensors, and ``work``.
+
+    Checked on 2.13.
+    """
+    results = [
+        work.boxed() if result.type.kind() == "ClassType" else args[0] for result in operator._schema.returns
+    ]
+    return tuple(results) if len(results) != 1 else results[0]
+
+
+@dataclass(frozen=True)
+class BackendsAsked:
+    """The backends of a group that c10d is making, while one of them is being made."""
+
+    text: str
+    devices: dict[str, str]  # device type: backend, in c10d's order
+    group: Any  # the plain ProcessGroup in which c10d has registered the backends made so far
+    store: Any
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Those of other backends than ``sml`` that are not registered yet."""
+        made = {device.type for device in self.group._device_types}
+        return {d: name for d, name in self.devices.items() if name != "sml" and d not in made}
+
+
+def backends_asked() -> BackendsAsked | None:
+    """What the caller's caller was asked for, if that is c10d; c10d does not tell a backend. Checked on 2.13.
+
+    Raises:
+        UnsupportedError: this torch makes groups in a way that is not known here.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "_new_process_group_helper":
+        return None
+    found = frame.f_locals
+    try:
+        devices = dict(found["backend_config"].get_device_backend_map())
+        return BackendsAsked(str(found["backend"]), devices, found["pg"], found["prefix_store"])
+    except KeyError as error:
+        raise UnsupportedError(f"torch {torch.__version__} makes process groups in an unknown way") from error

@@ -244,3 +244,74 @@ def test_dcp_asks_a_reader_for_metadata_in_a_function_of_this_name() -> None:
     assert "def local_step" in source
     assert "metadata = storage_reader.read_metadata()" in source
     assert not _torch.is_dcp_loading(sys._getframe())
+
+
+def test_watched_sees_profilers_and_dispatch_modes() -> None:
+    assert not _torch.watched() and not _torch.profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.watched() and _torch.profiling()
+    with FakeTensorMode():
+        assert _torch.watched() and not _torch.profiling()
+    assert not _torch.watched()
+
+
+def test_dispatches_itself_tells_subclasses_with_operators_from_others() -> None:
+    class Plain(torch.Tensor):
+        pass
+
+    assert not _torch.dispatches_itself(torch.ones(2))
+    assert not _torch.dispatches_itself(torch.nn.Parameter(torch.ones(2)))
+    assert not _torch.dispatches_itself(torch.ones(2).as_subclass(Plain))
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert _torch.dispatches_itself(fake)
+
+
+def test_lowest_mode_comes_after_the_modes_that_are_active() -> None:
+    order: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            order.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    with Mode("outer"), Mode("inner"):
+        with _torch.lowest_mode(Mode("lowest")):
+            torch.ones(1)
+        assert order == ["inner", "outer", "lowest"]
+        torch.ones(1)
+    torch.ones(1)
+    assert order[3:] == ["inner", "outer"]
+
+
+def test_operator_results_has_the_form_of_the_schema() -> None:
+    work = torch.distributed.Work()
+    tensors = [torch.ones(2)]
+    pair = _torch.operator_results(torch.ops.c10d.allreduce_.default, (tensors,), work)
+    assert pair[0] is tensors and dist.Work.unbox(pair[1]) is work
+    assert dist.Work.unbox(_torch.operator_results(torch.ops.c10d.send.default, (tensors,), work)) is work
+
+
+def test_backends_asked_reads_what_c10d_makes() -> None:
+    seen: list[_torch.BackendsAsked] = []
+
+    def make(given: Any, options: Any) -> Any:
+        found = _torch.backends_asked()
+        assert found is not None and found.missing == {"cuda": "asks"}
+        seen.append(found)
+        return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, given.timeout)
+
+    def asked() -> None:
+        assert _torch.backends_asked() is None
+
+    dist.Backend.register_backend("asks", make, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group("cpu:gloo,cuda:asks", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    asked()
+    (found,) = seen
+    assert found.devices == {"cpu": "gloo", "cuda": "asks"} and found.text == "cpu:gloo,cuda:asks"
+    assert torch.device("cpu") in found.group._device_types

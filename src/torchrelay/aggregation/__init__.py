@@ -17,11 +17,14 @@ from __future__ import annotations
 import atexit
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from torchrelay import telemetry
+from torchrelay._torch import backends_asked
+from torchrelay.aggregation._backend import add_missing
 from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
 from torchrelay.aggregation._options import Options, resolve
@@ -60,6 +63,13 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup | dist
     rank, size = given.group_rank, given.group_size
     timeout_s = given.timeout.total_seconds()
     names = list(given.global_ranks_in_group) or list(range(size))
+    asked = backends_asked()
+    own: Sequence[str] = ("cpu", "cuda")
+    if asked is not None:
+        own = [device for device, name in asked.devices.items() if name == "sml"]
+    other_options = None
+    if asked is not None and asked.missing and not isinstance(options, Options):
+        options, other_options = None, options  # c10d gives all backends the same
     settings = resolve(options)
     plane: Plane
     if settings.plane == "dummy":
@@ -68,7 +78,10 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup | dist
         plane = ShmPlane(given.store, rank, names, timeout_s, settings)
     else:
         return _between_hosts(given, settings)
-    return SmlGroup(plane, given.store, rank, size, timeout_s)
+    if asked is None:
+        return SmlGroup(plane, given.store, rank, size, timeout_s)
+    add_missing(asked, given, other_options)
+    return SmlGroup(plane, given.store, rank, size, timeout_s, own, asked.group)
 
 
 def _between_hosts(given: Any, settings: Aggregation) -> dist.ProcessGroupGloo:

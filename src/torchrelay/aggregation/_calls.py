@@ -19,11 +19,16 @@ from torchrelay.errors import ArgumentError
 __all__ = [
     "Tensors",
     "asked",
-    "check_message",
+    "check_rank",
+    "check_tag",
+    "first_tensor",
+    "given",
+    "on_root",
     "one_a_rank",
     "one_block_a_rank",
     "one_or_more",
     "reduction",
+    "root_of",
     "rooted",
     "same_dtype",
     "single",
@@ -150,9 +155,39 @@ def split_rows(tensor: torch.Tensor, ranks: int, splits: Sequence[int], which: s
     return list(torch.split(tensor, list(splits))) if rows else [tensor] * ranks
 
 
-def check_message(peer: int, ranks: int, tag: int, operation: str) -> None:
-    """Raises ArgumentError if there is no such rank or the tag is negative."""
-    if not 0 <= peer < ranks:
-        raise ArgumentError(f"{operation}: there is no rank {peer} in a group of {ranks}")
+def check_rank(rank: int, ranks: int, operation: str) -> None:
+    """Raises ArgumentError if there is no such rank in the group."""
+    if not 0 <= rank < ranks:
+        raise ArgumentError(f"{operation}: there is no rank {rank} in a group of {ranks}")
+
+
+def check_tag(tag: int, operation: str) -> None:
+    """Raises ArgumentError if the tag is negative."""
     if tag < 0:
         raise ArgumentError(f"{operation}: a tag must be 0 or more, not {tag}")
+
+
+def root_of(opts: Any, ranks: int, operation: str) -> int:
+    """The root, as a rank of the group."""
+    root = int(opts.rootRank)
+    check_rank(root, ranks, operation)
+    return root
+
+
+def on_root(lists: Sequence[Tensors], ranks: int, operation: str, which: str) -> Tensors:
+    """The root's tensors, one for each rank."""
+    return one_a_rank(lists[0] if lists else [], ranks, operation, which)
+
+
+def given(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments without the options that were left out."""
+    return tuple(argument for argument in arguments if argument is not None)
+
+
+def first_tensor(arguments: Any) -> torch.Tensor | None:
+    """The first tensor in nested lists."""
+    for argument in arguments:
+        found = argument if isinstance(argument, torch.Tensor) else first_tensor(argument)
+        if found is not None:
+            return found
+    return None

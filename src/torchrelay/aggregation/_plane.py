@@ -15,7 +15,10 @@ import torch
 
 from torchrelay._native import Op
 
-__all__ = ["Op", "Plane", "PlaneStats", "Ticket", "Transfer"]
+__all__ = ["ANY_RANK", "Op", "Plane", "PlaneStats", "Ticket", "Transfer"]
+
+
+ANY_RANK = -1  # receive from whoever sends first
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Plane(Protocol):
         """Never blocks; messages of one pair of ranks and tag arrive in the order they were sent."""
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
-        """Never blocks. ``source`` -1 takes the next message of ``tag`` from any rank."""
+        """Never blocks. ``source`` ANY_RANK takes the next message of ``tag`` from any rank."""
 
     def wait_transfer(self, transfer: Any, timeout_s: float) -> bool:
         """As :meth:`Ticket.wait`, for a transfer this plane made."""

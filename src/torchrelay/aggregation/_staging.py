@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from torchrelay._torch import dispatches_itself
 from torchrelay.errors import UnsupportedError
 
 __all__ = ["Staging", "is_plain"]
@@ -68,6 +69,10 @@ class Staging:
                 tensor.copy_(buffer, non_blocking=True)  # on a GPU: ordered on the current stream
 
     def _check(self, tensor: torch.Tensor) -> None:
+        if dispatches_itself(tensor):
+            raise UnsupportedError(
+                f"sml: a {type(tensor).__name__} has no memory of its own to send; pass its local tensor"
+            )
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
                 f"sml: {tensor.layout} tensors are supported by all_reduce only; use dense ones (e.g. Embedding(sparse=False))"

@@ -1,0 +1,81 @@
+"""The device backends of a group: ours as PyTorch wants to see it, and those of other devices."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torchrelay._torch import BackendsAsked
+from torchrelay.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torchrelay.aggregation._group import SmlGroup
+
+__all__ = ["SmlBackend", "add_missing"]
+
+_TYPES = dist.ProcessGroup.BackendType
+
+
+class SmlBackend:
+    """What ``group._get_backend(device)`` returns for a device of ``sml``.
+
+    The group is its own backend: collectives are the group's. Beside them PyTorch asks a backend what it supports.
+    """
+
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_splitting = False
+    supports_time_estimate = False
+
+    def __init__(self, group: SmlGroup) -> None:
+        self._group = group
+
+    # Before 2.14 no Python class can be a c10d Backend, and `_set_pg_timeout` asks only what is a Gloo backend.
+    __class__ = property(lambda self: dist.ProcessGroupGloo)
+
+    def __repr__(self) -> str:
+        return f"<sml backend of {self._group._name or 'a group'}>"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def name(self) -> str:
+        return "sml"
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Ranks are connected once the group is made."""
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._group.set_timeout(timeout)
+
+
+def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
+    """Makes the backends that c10d would have made after ``sml``; those before it are there already.
+
+    c10d stops at the first backend that is a ProcessGroup, which a Python backend must be before torch 2.14.
+
+    Raises:
+        UnsupportedError: a backend other than Gloo and NCCL comes after ``sml``.
+    """
+    for device, name in asked.missing.items():
+        store = dist.PrefixStore(f"{device}/", asked.store)  # type: ignore[attr-defined]
+        if name == "gloo":
+            backend: Any = dist.ProcessGroupGloo(store, given.group_rank, given.group_size, given.timeout)
+        elif name == "nccl" and dist.is_nccl_available():
+            chosen = options if options is not None else dist.ProcessGroupNCCL.Options()
+            chosen._timeout = given.timeout
+            chosen.global_ranks_in_group = list(given.global_ranks_in_group)
+            chosen.group_name = given.group_id
+            backend = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, chosen)
+        else:
+            raise UnsupportedError(
+                f"sml: {device}:{name} after sml in {asked.text!r} is not supported here; name sml last, or make a "
+                f"group of its own for {device} tensors with new_group(backend={name!r})"
+            )
+        asked.group._register_backend(torch.device(device), getattr(_TYPES, name.upper()), backend)
