@@ -17,6 +17,7 @@ from torchrelay.errors import ConfigError
 __all__ = [
     "SECTIONS",
     "Aggregation",
+    "Checkpoint",
     "Mpi",
     "Parameters",
     "Section",
@@ -245,6 +246,20 @@ class Parameters(Section):
         "samples drawn at a time by the sampling scheme pool, and used again until shuffled anew",
         unit="samples",
         minimum=1,
+    )
+
+
+@section
+class Checkpoint(Section):
+    """Sharded checkpoints."""
+
+    name = "checkpoint"
+
+    commit_timeout_s: float = setting(
+        600.0,
+        "how long the writer processes of an asynchronous save wait for each other's parts before it is discarded",
+        unit="s",
+        minimum=0.1,
     )
 
 

@@ -1,6 +1,6 @@
 """Sharded checkpoints: safetensors files, committed in one step, verified, read by byte range into any layout.
 
-Public: :func:`save`, :func:`load`, :func:`latest`, :func:`verify`, and :class:`Writer` and :class:`Reader`, the
+Public: :func:`save`, :func:`async_save`, :func:`load`, :func:`latest`, :func:`verify`, and :class:`Writer` and :class:`Reader`, the
 storage layer for ``torch.distributed.checkpoint``.
 """
 
@@ -10,17 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint._async import SaveHandle, async_save
     from torchrelay.checkpoint._catalog import latest
     from torchrelay.checkpoint._dcp import Reader, Writer
     from torchrelay.checkpoint._load import load, verify
     from torchrelay.checkpoint._save import save
 
-__all__ = ["Reader", "Writer", "latest", "load", "save", "verify"]
+__all__ = ["Reader", "SaveHandle", "Writer", "async_save", "latest", "load", "save", "verify"]
 
 # Loaded when first used: the writer process and the command line need neither torch nor its checkpoints.
 _HOMES = {
     "Reader": "_dcp",
+    "SaveHandle": "_async",
     "Writer": "_dcp",
+    "async_save": "_async",
     "latest": "_catalog",
     "load": "_load",
     "save": "_save",

@@ -33,13 +33,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay import _torch
+from torchrelay.checkpoint._assemble import Description, PartRecord, assemble
 from torchrelay.checkpoint._catalog import retain
 from torchrelay.checkpoint._foreign import open_checkpoint
-from torchrelay.checkpoint._inventory import Description
 from torchrelay.checkpoint._load import MAX_BUFFER_BYTES, check_verify
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._read import ChunkReader, Segment
-from torchrelay.checkpoint._save import PartRecord, assemble, check_count
+from torchrelay.checkpoint._save import check_count
 from torchrelay.checkpoint._state import dtype_of, source_data
 from torchrelay.checkpoint._storage import Folder, Transaction, open_transaction, split
 from torchrelay.checkpoint._types import Box, Manifest

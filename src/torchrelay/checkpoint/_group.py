@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from torchrelay import errors
+from torchrelay.checkpoint._failures import describe, rebuild
 from torchrelay.errors import PeerLostError, TorchRelayError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Group:
     def _settle(self, outcomes: list[Any], ranks: list[int] | None = None) -> list[Any]:
         for rank, outcome in zip(ranks or self.ranks, outcomes, strict=True):
             if isinstance(outcome, _Failure):
-                raise outcome.error(rank, self.global_rank)
+                raise outcome.error(rank)
         return outcomes
 
     @contextmanager
@@ -85,27 +85,17 @@ class Group:
 
 
 class _Failure:
-    """An error as it goes over the wire: its type by name, so that nothing but text is rebuilt."""
+    """An error as it goes to other ranks; the rank that raised it raises the very same."""
 
-    def __init__(self, error: BaseException) -> None:
-        self._mine: BaseException | None = error
-        self.type = type(error).__name__
-        self.errno = getattr(error, "errno", None)
-        self.message = str(getattr(error, "strerror", None) or error)
+    def __init__(self, error: Exception) -> None:
+        self._mine: Exception | None = error
+        self._described = describe(error)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mine": None}
 
-    def error(self, rank: int, here: int) -> BaseException:
-        if rank == here and self._mine is not None:
-            return self._mine
-        kind = getattr(errors, self.type, None)
-        message = f"rank {rank}: {self.message}"
-        if isinstance(kind, type) and issubclass(kind, TorchRelayError):
-            if issubclass(kind, OSError) and self.errno is not None:
-                return kind(self.errno, message)
-            return kind(message)
-        return PeerLostError(f"{message} ({self.type})", ranks=(rank,))
+    def error(self, rank: int) -> Exception:
+        return self._mine or rebuild(self._described, rank)
 
 
 def _outcome(local: Callable[[], T]) -> T | _Failure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint._assemble import Description
 from torchrelay.checkpoint._group import Group
 from torchrelay.checkpoint._plan import Held, deal
 from torchrelay.checkpoint._state import TensorState, as_state, flatten, source_data, tensor_state
@@ -17,21 +17,7 @@ from torchrelay.checkpoint._values import encode
 from torchrelay.checkpoint._write import Source
 from torchrelay.errors import ArgumentError, MismatchError
 
-__all__ = ["Description", "Inventory", "agree", "sources_of", "take_inventory"]
-
-
-@dataclass(frozen=True)
-class Description:
-    """An inventory without its data: what ranks compare, and what the manifest is made of."""
-
-    tensors: Mapping[str, tuple[str, tuple[int, ...], str]]  # dtype, shape, layout
-    objects: Mapping[str, Any]  # encoded
-    paths: Mapping[str, tuple[str | int, ...]]
-
-    def fingerprint(self) -> bytes:
-        """Equal for two ranks exactly if their descriptions are."""
-        text = json.dumps([dict(self.tensors), dict(self.objects), dict(self.paths)])
-        return hashlib.sha256(text.encode()).digest()
+__all__ = ["Inventory", "agree", "sources_of", "take_inventory"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +117,9 @@ def sources_of(mine: Inventory, everyone: Sequence[Description], ranks: Group) -
             if not shard.box.numel:
                 continue
             holders = everywhere if shard.holders is None else shard.holders or (ranks.global_rank,)
-            source = Source((key, *more), state.dtype, state.shape, shard.box, *source_data(shard.tensor))
+            source = Source(
+                (key, *more), state.dtype, state.shape, shard.box, *source_data(shard.tensor), shard.tensor
+            )
             name = (key, shard.box.offsets)
             held.append(Held(name, source.size_bytes, tuple(h for h in holders if h in members), source))
     return deal(held, ranks.global_rank)

@@ -16,19 +16,20 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchrelay.checkpoint import _linux
+from torchrelay.checkpoint import _linux, _manifest
 from torchrelay.checkpoint._types import MANIFEST
-from torchrelay.errors import CorruptionError, StorageError
+from torchrelay.errors import CorruptionError, PeerLostError, StorageError
 
 __all__ = ["LocalFolder", "LocalTransaction", "remove", "sweep"]
 
 LOCK = ".lock"
 _SAVING, _NEW, _TRASH = "torchrelay-saving", "torchrelay-new", "torchrelay-trash"
 _TEMPORARY = re.compile(rf"\..+\.({_SAVING}|{_NEW}|{_TRASH})")
+_NOTE_END = b"\n"
 _ATTEMPTS = 100  # a save that starts while others are cleaned up tries again
 
 
@@ -155,6 +156,30 @@ class _LocalSink:
             os.close(fd)
 
 
+class _LocalNote:
+    """A file that is locked until it is finished, or until its writer dies."""
+
+    def __init__(self, path: str) -> None:
+        with storage_errors(f"creating {path} (is the path on a file system that all ranks share?)"):
+            self._file = open(f"{path}.new", "xb")  # noqa: SIM115 - open until finish()
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.rename(f"{path}.new", path)  # nobody sees it without its lock
+
+    def finish(self, content: bytes) -> None:
+        with storage_errors(f"writing {self._file.name}"), self._file:
+            self._file.write(content + _NOTE_END)
+
+
+def _lockable(fd: int) -> bool:
+    """Whether nobody has a lock on the file."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return True
+
+
 class LocalTransaction:
     """A save into a local folder."""
 
@@ -168,20 +193,47 @@ class LocalTransaction:
         self._fsync = fsync
         self._lock_fd = -1
 
-    @property
-    def lock_fd(self) -> int:
-        """The descriptor whose lock shows that this save is under way; -1 outside begin and its end."""
-        return self._lock_fd
-
-    def adopt(self, lock_fd: int) -> None:
-        """Goes on with a save that another process has begun; the descriptor is now ours."""
-        self._lock_fd = lock_fd
+    def hand_over(self) -> tuple[str, tuple[int, ...]]:
+        return "", (self._lock_fd,)
 
     def release(self) -> None:
-        """Gives up the save without touching its files: the process that shares the lock goes on."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def take_over(self, token: str, fds: Sequence[int]) -> None:
+        (self._lock_fd,) = fds
+
+    def open_note(self, name: str) -> _LocalNote:
+        return _LocalNote(str(self._saving / name))
+
+    def read_note(self, name: str) -> bytes | None:
+        try:
+            with open(self._saving / name, "rb") as file:
+                if not _lockable(file.fileno()):
+                    return None
+                content = file.read()
+        except FileNotFoundError:
+            return None
+        if not content.endswith(_NOTE_END):
+            raise PeerLostError(f"{self._final}: a writer process died while it wrote its part ({name})")
+        return content
+
+    def under_way(self, note: str) -> bool:
+        if not (self._saving / note).exists():
+            return False
+        try:
+            with open(self._saving / LOCK, "rb+") as lock:
+                return not _lockable(lock.fileno())
+        except FileNotFoundError:
+            return False
+
+    def committed_id(self) -> str | None:
+        try:
+            with open(self._final / MANIFEST, "rb") as file:
+                return _manifest.id_of(file.readline(4096), str(self._final / MANIFEST))
+        except (FileNotFoundError, NotADirectoryError, CorruptionError):
+            return None
 
     def begin(self) -> None:
         with storage_errors(f"beginning to save {self._final}"):
@@ -299,8 +351,7 @@ class LocalTransaction:
                 continue
 
     def _unlock_final(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # another process has tidied up
-            (self._final / LOCK).unlink()
+        _tidy(self._final)
 
     def _sync_folder(self, path: Path) -> None:
         if self._fsync:
@@ -331,8 +382,14 @@ def sweep(parent: str, spare: str = "") -> None:
             if name != spare:
                 _remove_if_abandoned(path)
         elif (path / MANIFEST).exists():  # its saver may have been killed right before or after the commit
-            for left in path.glob(f"{LOCK}*"):
-                left.unlink(missing_ok=True)
+            _tidy(path)
+
+
+def _tidy(path: Path) -> None:
+    """Removes from a committed checkpoint what its saver needed; others may be doing the same."""
+    for pattern in (f"{LOCK}*", "part-*.json*"):
+        for left in path.glob(pattern):
+            left.unlink(missing_ok=True)
 
 
 def _remove_if_abandoned(path: Path) -> bool:

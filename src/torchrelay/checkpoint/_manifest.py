@@ -18,7 +18,7 @@ from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, TensorEntry
 from torchrelay.errors import CorruptionError, UnsupportedError
 
-__all__ = ["MAX_MANIFEST_BYTES", "VERSION", "from_bytes", "saved_at_ns", "to_bytes"]
+__all__ = ["MAX_MANIFEST_BYTES", "VERSION", "from_bytes", "id_of", "saved_at_ns", "to_bytes"]
 
 FORMAT, VERSION = "torchrelay-checkpoint", 1
 MAX_MANIFEST_BYTES = 1 << 30
@@ -86,6 +86,15 @@ def saved_at_ns(data: bytes, where: str) -> int:
     _check_tail(data, where)
     head = _parse(data.partition(b",\n")[0] + b"}", where)
     return _Reader(where).integer(head, "saved_at_ns")
+
+
+def id_of(first_line: bytes, where: str) -> str:
+    """The id in a manifest's first line, which is not verified.
+
+    Raises:
+        CorruptionError: this is no manifest of ours.
+    """
+    return str(_Reader(where).field(_parse(first_line.rstrip(b",\n") + b"}", where), "id", str))
 
 
 def from_bytes(data: bytes, where: str) -> Manifest:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._types import MANIFEST
 from torchrelay.errors import CorruptionError, StorageError, TorchRelayError, UnavailableError
 
@@ -145,8 +146,10 @@ class RemoteTransaction:
                     errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
                 )
             self._fs.pipe_file(f"{self._root}/{MANIFEST}", manifest)
-            self._fs.rm_file(marker)
             self._id = ""
+            for name in self._fs.ls(self._root, detail=False):
+                if name.endswith(f"/{_MARKER}") or "/part-" in name:
+                    self._fs.rm_file(name)
 
     def discard(self) -> None:
         if self._id:
@@ -154,6 +157,47 @@ class RemoteTransaction:
             with remote_errors(f"discarding {self.location}"):
                 if self._fs.exists(self._root):
                     self._fs.rm(self._root, recursive=True)
+
+    def hand_over(self) -> tuple[str, tuple[int, ...]]:
+        return self._id, ()
+
+    def release(self) -> None:
+        self._id = ""
+
+    def take_over(self, token: str, fds: Sequence[int]) -> None:
+        self._id = token
+
+    def open_note(self, name: str) -> _RemoteNote:
+        return _RemoteNote(self._fs, f"{self._root}/{name}", f"{self.location}/{name}")
+
+    def read_note(self, name: str) -> bytes | None:
+        with remote_errors(f"reading {self.location}/{name}"):
+            self._fs.invalidate_cache()
+            path = f"{self._root}/{name}"
+            return self._fs.cat_file(path) if self._fs.exists(path) else None
+
+    def under_way(self, note: str) -> bool:
+        return self.read_note(note) is not None and self.committed_id() is None
+
+    def committed_id(self) -> str | None:
+        with remote_errors(f"reading {self.location}/{MANIFEST}"):
+            self._fs.invalidate_cache()
+            path = f"{self._root}/{MANIFEST}"
+            if not self._fs.exists(path):
+                return None
+            first = self._fs.cat_file(path, start=0, end=4096).partition(b"\n")[0]
+            return _manifest.id_of(first, f"{self.location}/{MANIFEST}")
+
+
+class _RemoteNote:
+    """An object that is there once it is finished."""
+
+    def __init__(self, fs: Any, path: str, where: str) -> None:
+        self._fs, self._path, self._where = fs, path, where
+
+    def finish(self, content: bytes) -> None:
+        with remote_errors(f"writing {self._where}"):
+            self._fs.pipe_file(self._path, content)
 
 
 def children(url: str) -> list[str]:

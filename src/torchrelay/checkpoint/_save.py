@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import os
-import secrets
-import time
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint import _manifest
+from torchrelay.checkpoint._assemble import Description, PartRecord, assemble, record_of
 from torchrelay.checkpoint._catalog import retain
 from torchrelay.checkpoint._group import group_of
-from torchrelay.checkpoint._inventory import Description, Inventory, agree, sources_of, take_inventory
+from torchrelay.checkpoint._inventory import Inventory, agree, sources_of, take_inventory
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._storage import open_transaction
-from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, TensorEntry
-from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part, default_threads, write_part
-from torchrelay.errors import ArgumentError, CorruptionError, MismatchError
+from torchrelay.checkpoint._write import MAX_STAGING_BYTES, default_threads, write_part
+from torchrelay.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PartRecord", "assemble", "check_count", "record_of", "save"]
-
-
-@dataclass(frozen=True)
-class PartRecord:
-    """What the coordinator needs to know of a rank's part: its files, and each chunk with its keys."""
-
-    files: dict[str, DataFile]
-    chunks: list[tuple[tuple[str, ...], Chunk]]
+__all__ = ["check_count", "gather_inventory", "save"]
 
 
 def save(
@@ -124,48 +110,3 @@ def gather_inventory(state: Any, ranks: Any) -> tuple[Inventory, list[Descriptio
     found: list[Inventory] = []
     ranks.together(lambda: found.append(take_inventory(state)))
     return found[0], agree(found[0].description, ranks)
-
-
-def record_of(part: Part) -> PartRecord:
-    return PartRecord(part.files, [(source.keys, chunk) for source, chunk in part.chunks])
-
-
-def assemble(
-    everyone: Sequence[Description], records: Sequence[PartRecord], *, world_size: int
-) -> tuple[bytes, dict[str, int]]:
-    """The manifest of a checkpoint whose parts are written, and the sizes of its files.
-
-    Raises:
-        MismatchError: the parts do not make whole tensors.
-    """
-    chunks: dict[str, dict[Box, Chunk]] = defaultdict(dict)
-    files: dict[str, DataFile] = {}
-    for record in records:
-        files.update(record.files)
-        for keys, chunk in record.chunks:
-            for key in keys:
-                chunks[key].setdefault(chunk.box, chunk)
-    tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, Any] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for description in everyone:
-        objects.update(description.objects)
-        paths.update(description.paths)
-        for key, (dtype, shape, _) in description.tensors.items():
-            found = sorted(chunks[key].values(), key=lambda chunk: chunk.box.offsets)
-            tensors[key] = TensorEntry(DTYPES[dtype], tuple(shape), tuple(found))
-    manifest = Manifest(
-        id=secrets.token_hex(8),
-        saved_at_ns=time.time_ns(),
-        world_size=world_size,
-        files=files,
-        tensors=tensors,
-        objects=objects,
-        paths=paths,
-    )
-    data = _manifest.to_bytes(manifest)
-    try:
-        _manifest.from_bytes(data, "what the ranks hold")
-    except CorruptionError as error:
-        raise MismatchError(f"the ranks together do not hold whole tensors: {error}") from error
-    return data, {name: file.size_bytes for name, file in files.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torchrelay.errors import ArgumentError
 
-__all__ = ["Folder", "Sink", "Transaction", "open_folder", "open_transaction", "split"]
+__all__ = ["Folder", "Note", "Sink", "Transaction", "open_folder", "open_transaction", "split"]
 
 Path = str | os.PathLike[str]
 
@@ -53,6 +53,13 @@ class Sink(Protocol):
         """Closes without waiting; what was written stays or not."""
 
 
+class Note(Protocol):
+    """A message from one rank's writer to the coordinator's, left in the folder that is being written."""
+
+    def finish(self, content: bytes) -> None:
+        """Lets the coordinator see it. A writer that dies before has left a broken one."""
+
+
 class Transaction(Protocol):
     """One save. The coordinator begins it and ends it; every rank creates files in between."""
 
@@ -79,9 +86,30 @@ class Transaction(Protocol):
     def discard(self) -> None:
         """Removes what was written. Coordinator only; does nothing after :meth:`commit`."""
 
+    def hand_over(self) -> tuple[str, tuple[int, ...]]:
+        """What another process needs to go on with this save: a token, and descriptors to send it."""
 
-def is_url(path: Path) -> bool:
-    return "://" in os.fspath(path)
+    def release(self) -> None:
+        """Leaves the save to the process that it was handed over to."""
+
+    def take_over(self, token: str, fds: Sequence[int]) -> None:
+        """Goes on with a save that another process has begun; the descriptors are now ours."""
+
+    def open_note(self, name: str) -> Note:
+        """Begins a note; the coordinator can tell whether its writer lives."""
+
+    def read_note(self, name: str) -> bytes | None:
+        """A finished note; None if it is not there yet.
+
+        Raises:
+            PeerLostError: whoever began it has died.
+        """
+
+    def under_way(self, note: str) -> bool:
+        """Whether the coordinator lives and has not ended the save that ``note`` belongs to."""
+
+    def committed_id(self) -> str | None:
+        """The id of the checkpoint that is at the path now."""
 
 
 def local_path(path: Path) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torchrelay import _native
 from torchrelay.checkpoint._data_file import PADDING, Layout, Wanted, lay_out
@@ -28,7 +29,8 @@ Progress = Callable[[int], None]
 class Source:
     """A chunk to write. ``data`` gives its bytes when they are wanted; it makes a copy if ``copies``.
 
-    ``keys`` has more than one name if tied tensors share the chunk.
+    ``keys`` has more than one name if tied tensors share the chunk. ``tensor`` is the tensor it comes from, where
+    there is one in this process.
     """
 
     keys: tuple[str, ...]
@@ -37,6 +39,7 @@ class Source:
     box: Box
     data: Callable[[], memoryview]
     copies: bool = False
+    tensor: Any = None
 
     @property
     def size_bytes(self) -> int:

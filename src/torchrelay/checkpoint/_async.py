@@ -1,0 +1,280 @@
+"""Saving without waiting for the disk: copy the state, return, and let another process write."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrelay import config
+from torchrelay.buffers import Segment
+from torchrelay.checkpoint._failures import rebuild
+from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._inventory import sources_of
+from torchrelay.checkpoint._save import check_count, gather_inventory
+from torchrelay.checkpoint._state import plain
+from torchrelay.checkpoint._storage import open_transaction
+from torchrelay.checkpoint._write import Source, default_threads
+from torchrelay.checkpoint._writer_process import receive, send
+from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["SaveHandle", "async_save"]
+
+_ALIGNMENT = 64
+
+
+class SaveHandle:
+    """A save under way. Nothing is lost if it is dropped: the next save raises its error."""
+
+    def __init__(self, path: str, rank: int, writer: _Writer | None) -> None:
+        self.path = path
+        self._rank = rank
+        self._writer = writer
+        self._error: Exception | None = None
+        self._raised = False
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not; does not block."""
+        return self._writer is None or self._writer.poll(self, 0.0)
+
+    def result(self, timeout_s: float | None = None) -> str:
+        """Wait until the checkpoint is committed by all ranks; its path.
+
+        Raises:
+            OperationTimeoutError: it is not within ``timeout_s``; it goes on.
+            PeerLostError: the writer process, or another rank's, was killed. The checkpoint is discarded.
+            StorageError: it could not be written, here or on another rank.
+        """
+        if self._writer is not None and not self._writer.poll(self, timeout_s):
+            raise OperationTimeoutError(
+                f"{self.path}: the save has not ended within {timeout_s:g} s; it goes on"
+            )
+        if self._error is not None:
+            self._raised = True
+            raise self._error
+        return self.path
+
+    def _settle(self, error: Exception | None) -> None:
+        self._error, self._writer = error, None
+
+
+class _Writer:
+    """The writer process of this trainer, and the staging memory that they share."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "torchrelay.checkpoint._writer_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the trainer; what is staged is still written
+            )
+        self._socket = ours
+        self._staging: Segment | None = None
+        self._handle: SaveHandle | None = None
+        self._lock = threading.Lock()
+        self.pid = self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def stage(self, sources: list[Source]) -> tuple[list[int], bool]:
+        """Copies the tensors; where each starts, and whether the memory is new."""
+        starts, end = [], 0
+        for source in sources:
+            starts.append(end)
+            end = -(-(end + source.size_bytes) // _ALIGNMENT) * _ALIGNMENT
+        is_new = end > 0 and (self._staging is None or self._staging.size_bytes < end)
+        if is_new:
+            self._staging = None  # before the new one is made, so that there are never two
+            self._staging = Segment.create(end, "torchrelay-checkpoint")
+        with torch.no_grad():
+            for source, start in zip(sources, starts, strict=True):
+                assert self._staging is not None
+                target = self._staging.tensor(source.box.sizes, source.tensor.dtype, start)
+                target.copy_(plain(source.tensor))
+        return starts, is_new
+
+    def submit(self, handle: SaveHandle, job: dict[str, Any], fds: tuple[int, ...]) -> None:
+        if job["new_staging"]:
+            assert self._staging is not None
+            fds = (self._staging.fd, *fds)
+        send(self._socket, job, fds)
+        self._handle = handle
+
+    def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
+        """Waits for the answer to the job of ``handle``; whether there is one."""
+        with self._lock:
+            if handle is not self._handle:
+                return True
+            if not select.select([self._socket], [], [], timeout_s)[0]:
+                return False
+            self._handle = None
+            try:
+                answer, _ = receive(self._socket)
+            except (EOFError, ConnectionError):
+                code = self._process.wait()
+                handle._settle(
+                    PeerLostError(
+                        f"{handle.path}: rank {handle._rank}: the writer process has died (exit code {code}); the "
+                        "checkpoint is discarded by the next save",
+                        ranks=(handle._rank,),
+                    )
+                )
+                return True
+            error = answer["error"]
+            handle._settle(None if error is None else rebuild(error, handle._rank))
+            return True
+
+    def close(self) -> None:
+        """Lets the process end once it has written what it has."""
+        self._socket.close()
+        self._process.wait()
+
+
+class _State:
+    """One writer process and one save at a time in this process."""
+
+    def __init__(self) -> None:
+        self.writer: _Writer | None = None
+        self.last: SaveHandle | None = None
+        self.pid = os.getpid()
+
+    def finish_last(self) -> None:
+        """Waits for the save before, and raises its error unless its handle has."""
+        last, self.last = self.last, None
+        if last is not None and not last._raised:
+            last.result()
+
+    def ready(self) -> _Writer:
+        if self.pid != os.getpid():  # forked: the writer is the parent's
+            self.pid, self.writer, self.last = os.getpid(), None, None
+        if self.writer is None or not self.writer.alive:
+            if self.writer is not None:
+                self.writer.close()
+            self.writer = _Writer()
+        return self.writer
+
+    def close(self) -> None:
+        """Lets the writer process finish and end."""
+        writer, self.writer, self.last = self.writer, None, None
+        if writer is not None and self.pid == os.getpid():
+            writer.close()
+
+
+_state = _State()
+atexit.register(_state.close)
+
+
+def async_save(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    threads: int | None = None,
+    fsync: bool = True,
+    checksum: bool = True,
+    max_staging_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+) -> SaveHandle:
+    """Begin a checkpoint; collective over ``group``. Returns once the state is copied, which may then change.
+
+    The copy is in shared memory that the next save uses again, and a process of its own writes it, so that the
+    trainer is not disturbed. If the trainer is killed, that process still finishes the checkpoint, or discards it
+    if another rank's part never comes. One save is under way at a time: a second call waits for the first.
+
+    Args:
+        state: as for :func:`save`.
+        path: the folder to write, or any fsspec URL.
+        keep: remove all but the newest ``keep`` checkpoints around ``path``, once this one is committed.
+        threads: how many write at once; by default the usable cores, at most 4.
+        fsync: whether the checkpoint must be on the disk before it is committed.
+        checksum: whether to store CRC32C checksums.
+        max_staging_bytes: the most memory that this rank's copy may take; by default no limit.
+        group: the ranks that take part; by default the default process group, or this process alone.
+
+    Raises:
+        ArgumentError: a value that a checkpoint cannot hold, or a copy larger than ``max_staging_bytes``.
+        MismatchError, UnsupportedError, StorageError, PeerLostError: as for :func:`save`; also what ended the
+            save before, if nobody has asked its handle.
+    """
+    threads = check_count("threads", threads, default_threads())
+    check_count("keep", keep, 1)
+    check_count("max_staging_bytes", max_staging_bytes, 1)
+    ranks = group_of(group)
+    ranks.together(_state.finish_last)
+    mine, everyone = gather_inventory(state, ranks)
+    sources = sources_of(mine, everyone, ranks)
+    transaction = open_transaction(path, fsync=fsync)
+    path = transaction.location
+
+    def prepare() -> tuple[list[int], bool]:
+        _check_size(sources, max_staging_bytes, ranks.global_rank)
+        return _state.ready().stage(sources)
+
+    ranks.coordinate(transaction.begin)
+    try:
+        starts, is_new = ranks.together(prepare)[ranks.rank]
+        save_id = ranks.coordinate(lambda: secrets.token_hex(8))
+    except BaseException:
+        if ranks.is_coordinator:
+            transaction.discard()
+        raise
+    token, fds = transaction.hand_over() if ranks.is_coordinator else ("", ())
+    job = {
+        "path": path,
+        "fsync": fsync,
+        "id": save_id,
+        "index": ranks.rank,
+        "rank": ranks.global_rank,
+        "ranks": ranks.ranks,
+        "keep": keep,
+        "threads": threads,
+        "checksum": checksum,
+        "timeout_s": config.load(config.Checkpoint).commit_timeout_s,
+        "new_staging": is_new,
+        "token": token,
+        "everyone": [asdict(one) for one in everyone] if ranks.is_coordinator else [],
+        "sources": [_source_json(source, start) for source, start in zip(sources, starts, strict=True)],
+    }
+    writer = _state.ready()
+    handle = SaveHandle(path, ranks.global_rank, writer)
+    writer.submit(handle, job, fds)
+    transaction.release()
+    _state.last = handle
+    return handle
+
+
+def _check_size(sources: list[Source], max_staging_bytes: int | None, rank: int) -> None:
+    size_bytes = sum(source.size_bytes for source in sources)
+    if max_staging_bytes is not None and size_bytes > max_staging_bytes:
+        raise ArgumentError(
+            f"rank {rank}: the copy of its part needs {size_bytes} bytes, and max_staging_bytes is {max_staging_bytes}; "
+            "allow more, or use save()"
+        )
+
+
+def _source_json(source: Source, start: int) -> dict[str, Any]:
+    return {
+        "keys": source.keys,
+        "dtype": source.dtype.name,
+        "shape": source.shape,
+        "offsets": source.box.offsets,
+        "sizes": source.box.sizes,
+        "start": start,
+    }

@@ -1,0 +1,30 @@
+"""Errors that travel between processes as text: nothing is unpickled. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrelay import errors
+from torchrelay.errors import PeerLostError, TorchRelayError
+
+__all__ = ["describe", "rebuild"]
+
+
+def describe(error: Exception) -> dict[str, Any]:
+    """Type, ``errno`` and message of ``error``, as JSON holds them."""
+    return {
+        "type": type(error).__name__,
+        "errno": getattr(error, "errno", None),
+        "message": str(getattr(error, "strerror", None) or error),
+    }
+
+
+def rebuild(described: dict[str, Any], rank: int) -> Exception:
+    """An error of ours of the same type, which says on which rank it happened; another becomes PeerLostError."""
+    kind = getattr(errors, described["type"], None)
+    message = f"rank {rank}: {described['message']}"
+    if isinstance(kind, type) and issubclass(kind, TorchRelayError):
+        if issubclass(kind, OSError) and described["errno"] is not None:
+            return kind(described["errno"], message)
+        return kind(message)
+    return PeerLostError(f"{message} ({described['type']})", ranks=(rank,))

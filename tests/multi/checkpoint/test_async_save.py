@@ -1,0 +1,143 @@
+"""Asynchronous saves: the state may change at once, memory is used again, and crashes lose no checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrelay.checkpoint import async_save, latest, load, save, verify
+from torchrelay.checkpoint._async import _state
+from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, StorageError
+from torchrelay.world import World
+
+
+@pytest.fixture(autouse=True)
+def no_writer_left() -> Iterator[None]:
+    yield
+    _state.close()
+
+
+def _loaded(path: str | Path, count: int = 1000) -> float:
+    state = {"w": torch.zeros(count), "t": torch.zeros(4, 3)}
+    load(state, path)
+    assert torch.equal(state["w"], torch.full((count,), float(state["w"][0])))
+    return float(state["w"][0])
+
+
+def test_a_state_may_change_as_soon_as_the_call_returns(tmp_path: Path) -> None:
+    """As an optimizer step does; each save uses the same memory and the same process."""
+    state = {"w": torch.zeros(1000), "t": torch.arange(12.0).reshape(3, 4).t()}
+    handles, writers = [], set()
+    for step in range(4):
+        handles.append(async_save(state, tmp_path / f"step-{step}", keep=2))
+        state["w"].add_(1)
+        assert _state.writer is not None and _state.writer._staging is not None
+        writers.add((_state.writer.pid, _state.writer._staging.memory.fd))
+    assert len(writers) == 1
+    assert handles[3].result(60) == str(tmp_path / "step-3")
+    assert all(handle.done() for handle in handles)
+    assert [_loaded(tmp_path / f"step-{step}") for step in (2, 3)] == [2.0, 3.0]
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+    assert sorted(os.listdir(tmp_path / "step-3")) == ["data-00000-00000.safetensors", "manifest.json"]
+    verify(tmp_path / "step-3")
+
+    with pytest.raises(ArgumentError, match=r"needs .* bytes, and max_staging_bytes is 100"):
+        async_save(state, tmp_path / "big", max_staging_bytes=100)
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+
+
+def test_errors_surface_at_result_or_at_the_next_save(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
+    async_save(state, tmp_path / "good").result(60)
+    assert _state.writer is not None
+
+    os.kill(_state.writer.pid, signal.SIGSTOP)  # so that it is killed before it has written
+    handle = async_save(state, tmp_path / "lost")
+    with pytest.raises(OperationTimeoutError, match="it goes on"):
+        handle.result(0.05)
+    with pytest.raises(StorageError, match="another save to this path is under way"):
+        save(state, tmp_path / "lost")
+    os.kill(_state.writer.pid, signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="writer process has died") as caught:
+        async_save(state, tmp_path / "next")
+    assert caught.value.ranks == (0,)
+    with pytest.raises(PeerLostError):
+        handle.result()
+    assert latest(tmp_path).endswith("good")
+
+    async_save(state, tmp_path / "next").result(60)  # a new writer, and what was left is gone
+    assert sorted(os.listdir(tmp_path)) == ["good", "next"]
+
+
+def test_the_writer_process_imports_no_torch() -> None:
+    code = "import sys, torchrelay.checkpoint._writer_process; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "False"
+
+
+def _save_and_die(world: World, folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
+    state = {"w": torch.full((200_000,), 7.0), "t": torch.zeros(4, 3)}
+    async_save(state, f"{folder}/step")
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_trainers_that_are_killed_have_saved_what_they_staged(tmp_path: Path, run_processes: Any) -> None:
+    results = run_processes(_save_and_die, 2, folder=str(tmp_path))
+    assert [result.exitcode for result in results] == [-signal.SIGKILL] * 2
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "step").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _loaded(tmp_path / "step", 200_000) == 7.0
+    verify(tmp_path / "step")
+    while os.listdir(tmp_path / "step") and time.monotonic() < deadline:
+        if not list((tmp_path / "step").glob("part-*")) and not (tmp_path / "step" / ".lock").exists():
+            break
+        time.sleep(0.05)
+    assert len(os.listdir(tmp_path / "step")) == 3  # two data files and the manifest
+
+
+def _lose_a_writer(world: World, folder: str) -> str:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
+    state = {"w": torch.full((1000,), 1.0), "t": torch.zeros(4, 3)}
+    async_save(state, f"{folder}/good").result(60)
+    assert _state.writer is not None
+    if world.rank == 1:
+        os.kill(_state.writer.pid, signal.SIGSTOP)
+    state["w"].add_(1)
+    handle = async_save(state, f"{folder}/lost")
+    if world.rank == 1:
+        os.kill(_state.writer.pid, signal.SIGKILL)
+    try:
+        handle.result(60)
+    except (PeerLostError, OperationTimeoutError) as error:
+        failed = f"{type(error).__name__} {error.ranks} {error}"
+    dist.barrier()
+    state["w"].add_(1)
+    async_save(state, f"{folder}/next").result(60)
+    _state.close()
+    return failed
+
+
+def test_a_writer_that_is_lost_ends_the_save_on_every_rank(tmp_path: Path, run_processes: Any) -> None:
+    environ = {"TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S": "2"}
+    results = run_processes(_lose_a_writer, 2, environ=environ, folder=str(tmp_path))
+    assert all(result.ok for result in results), [result.error for result in results]
+    assert results[0].value.startswith("OperationTimeoutError") and "ranks [1]" in results[0].value
+    assert results[1].value.startswith("PeerLostError (1,)")
+    assert sorted(os.listdir(tmp_path)) == ["good", "next"]
+    assert _loaded(tmp_path / "good") == 1.0 and _loaded(tmp_path / "next") == 3.0
