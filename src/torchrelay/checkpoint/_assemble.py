@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint import _manifest
-from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, TensorEntry
+from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, StatePath, TensorEntry
 from torchrelay.checkpoint._write import Part
 from torchrelay.errors import CorruptionError, MismatchError
 
@@ -25,7 +25,7 @@ class Description:
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]]  # dtype, shape, layout
     objects: Mapping[str, Any]  # encoded
-    paths: Mapping[str, tuple[str | int, ...]]
+    paths: Mapping[str, StatePath]
 
     def fingerprint(self) -> bytes:
         """Equal for two ranks exactly if their descriptions are."""
@@ -66,7 +66,7 @@ def assemble(
                 chunks[key].setdefault(chunk.box, chunk)
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, Any] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
+    paths: dict[str, StatePath] = {}
     for description in everyone:
         objects.update(description.objects)
         paths.update(description.paths)

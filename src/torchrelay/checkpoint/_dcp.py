@@ -419,5 +419,10 @@ def _metadata(manifest: Manifest) -> Metadata:
             chunks = [ChunkStorageMetadata(torch.Size(whole.offsets), torch.Size(whole.sizes))]
         properties = TensorProperties(dtype=getattr(torch, entry.dtype.name))
         found[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-    paths = {key: tuple(manifest.paths.get(key, (key,))) for key in found}
+    paths = {
+        key: tuple(
+            str(item[0]) if isinstance(item, tuple) else item for item in manifest.paths.get(key, (key,))
+        )
+        for key in found
+    }
     return Metadata(found, planner_data=paths)

@@ -1,4 +1,4 @@
-"""Checkpoints that others wrote: safetensors files, single or sharded, described by a manifest made up here."""
+"""Checkpoints of any origin: ours, DCP's, and safetensors files, described by a manifest made up here."""
 
 from __future__ import annotations
 
@@ -71,6 +71,10 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, Callable[[], Manifest]]
     names = folder.names()
     if MANIFEST in names or folder.replaced:  # then its files are being removed, and reading is tried again
         return folder, lambda: _catalog.read_manifest(folder)
+    if ".metadata" in names:
+        from torchrelay.checkpoint._foreign_dcp import manifest_of_dcp  # noqa: PLC0415 - needs torch
+
+        return folder, lambda: manifest_of_dcp(folder)
     folder.close()
     return _find_foreign(local, [name for name in names if name.endswith(".safetensors")])
 

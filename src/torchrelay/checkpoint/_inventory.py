@@ -12,7 +12,8 @@ import torch
 from torchrelay.checkpoint._assemble import Description
 from torchrelay.checkpoint._group import Group
 from torchrelay.checkpoint._plan import Held, deal
-from torchrelay.checkpoint._state import TensorState, as_state, flatten, source_data, tensor_state
+from torchrelay.checkpoint._state import Index, TensorState, as_state, flatten, source_data, tensor_state
+from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
 from torchrelay.checkpoint._write import Source
 from torchrelay.errors import ArgumentError, MismatchError
@@ -38,7 +39,7 @@ def take_inventory(state: Any) -> Inventory:
     """
     tensors: dict[str, TensorState] = {}
     objects: dict[str, Any] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
+    paths: dict[str, StatePath] = {}
     for key, leaf in flatten(as_state(state)).items():
         paths[key] = tuple(_path_item(key, item) for item in leaf.path)
         if isinstance(leaf.value, torch.Tensor):
@@ -49,10 +50,14 @@ def take_inventory(state: Any) -> Inventory:
     return Inventory(tensors, _tied(tensors), Description(described, objects, paths))
 
 
-def _path_item(key: str, item: Any) -> str | int:
-    if type(item) not in (str, int):
+def _path_item(key: str, item: Any) -> str | int | tuple[int]:
+    if isinstance(item, Index):
+        return int(item)
+    if type(item) is int:
+        return (item,)
+    if type(item) is not str:
         raise ArgumentError(f"{key}: the keys of a state are strings and integers, not {type(item).__name__}")
-    return item  # type: ignore[no-any-return]
+    return item
 
 
 def _tied(tensors: Mapping[str, TensorState]) -> dict[str, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import tiling_fault
-from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, TensorEntry
+from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, StatePath, TensorEntry
 from torchrelay.errors import CorruptionError, UnsupportedError
 
 __all__ = ["MAX_MANIFEST_BYTES", "VERSION", "from_bytes", "id_of", "saved_at_ns", "to_bytes"]
@@ -282,7 +282,14 @@ class _Reader:
                 )
             before = current
 
-    def path(self, key: str, value: Any) -> tuple[str | int, ...]:
-        if not isinstance(value, list) or not all(type(item) in (str, int) for item in value):
-            self.fail(f"the path of {key!r} is not a list of keys and indices")
-        return tuple(value)
+    def path(self, key: str, value: Any) -> StatePath:
+        if not isinstance(value, list):
+            self.fail(f"the path of {key!r} is not a list")
+        return tuple(self._path_item(key, item) for item in value)
+
+    def _path_item(self, key: str, item: Any) -> str | int | tuple[int]:
+        if type(item) is list and len(item) == 1 and type(item[0]) is int:
+            return (item[0],)
+        if type(item) is not str and (type(item) is not int or item < 0):
+            self.fail(f"the path of {key!r} has an item that is neither a key nor an index")
+        return item

@@ -14,6 +14,7 @@ from torchrelay.deferred import is_deferred
 from torchrelay.errors import ArgumentError, UnsupportedError
 
 __all__ = [
+    "Index",
     "Leaf",
     "Shard",
     "TensorState",
@@ -30,6 +31,10 @@ __all__ = [
 ]
 
 Path = tuple[str | int, ...]
+
+
+class Index(int):
+    """A position in a list, as told from an integer that is a key of a dictionary."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, Leaf]:
                 visit((*path, name), item)
         elif isinstance(value, list) and any(map(_is_nested, value)):
             for index, item in enumerate(value):
-                visit((*path, index), item)
+                visit((*path, Index(index)), item)
         else:
             key = ".".join(map(str, path))
             if key in found:

@@ -21,10 +21,12 @@ __all__ = [
     "DataFile",
     "Dtype",
     "Manifest",
+    "StatePath",
     "TensorEntry",
 ]
 
 MANIFEST = "manifest.json"
+StatePath = tuple[str | int | tuple[int], ...]
 # Bytes under one checksum. A reader that wants part of a chunk reads and verifies whole blocks.
 BLOCK_BYTES = 1 << 20
 
@@ -132,7 +134,8 @@ class DataFile:
 class Manifest:
     """What a checkpoint holds. ``objects`` are the encoded values (see :mod:`._values`).
 
-    ``paths`` gives, for each key of a nested state, the keys and indices that lead to it.
+    ``paths`` gives, for each key of a nested state, what leads to it: keys of dictionaries (integers among them
+    as tuples of one), and indices of lists.
     """
 
     id: str
@@ -141,5 +144,5 @@ class Manifest:
     files: Mapping[str, DataFile]
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, Any] = field(default_factory=dict)
-    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    paths: Mapping[str, StatePath] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES

@@ -221,7 +221,10 @@ def _description(described: dict[str, Any]) -> Description:
     tensors = {
         key: (dtype, tuple(shape), layout) for key, (dtype, shape, layout) in described["tensors"].items()
     }
-    paths = {key: tuple(path) for key, path in described["paths"].items()}
+    paths = {
+        key: tuple(tuple(item) if isinstance(item, list) else item for item in path)
+        for key, path in described["paths"].items()
+    }
     return Description(tensors, described["objects"], paths)
 
 

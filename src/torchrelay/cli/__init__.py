@@ -7,6 +7,7 @@ import sys
 import typer
 
 from torchrelay import __version__
+from torchrelay.cli import checkpoint
 from torchrelay.cli.demo import demo
 from torchrelay.cli.doctor import doctor
 from torchrelay.cli.exit_codes import exit_code
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="First steps")(doctor)
 app.command(rich_help_panel="First steps")(demo)
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Tools")
 
 
 def _print_version(wanted: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,41 @@ def test_dcp_checkpoint_id_and_keep(tmp_path: Path) -> None:
         dcp.save({"w": 1}, storage_writer=Writer())
     with pytest.raises(dcp.CheckpointException, match="tensor 'w' is int64"):
         dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path / "step-1"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_dcp_are_read_and_their_pickles_not_run(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from torchrelay.checkpoint import Reader
+
+    whole = torch.arange(40.0).reshape(8, 5)
+    state: dict[str, Any] = {
+        "model": {"w": torch.randn(50, 30), "half": torch.randn(7).bfloat16(), "view": whole[3:6]},
+        "step": torch.tensor(3),
+        "values": [1, "two"],
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    for read in (
+        lambda found: load(found, tmp_path / "dcp"),
+        lambda found: dcp.load(found, storage_reader=Reader(tmp_path / "dcp")),
+    ):
+        found: dict[str, Any] = {
+            "model": {key: torch.zeros_like(value) for key, value in state["model"].items()},
+            "step": torch.tensor(0),
+            "values": None,
+        }
+        read(found)
+        assert all(torch.equal(found["model"][key], state["model"][key]) for key in state["model"])
+        assert int(found["step"]) == 3 and found["values"] == [1, "two"]
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(
+        CorruptionError, match=r"not the metadata of a DCP checkpoint \(it asks for posix.mkdir"
+    ):
+        load(found, tmp_path / "dcp")
+    assert not (tmp_path / "harm").exists()

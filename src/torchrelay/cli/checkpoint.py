@@ -1,0 +1,111 @@
+"""``torchrelay checkpoint``: look into, check, convert and compare checkpoints."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from torchrelay.errors import ArgumentError
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Look into, check, convert and compare checkpoints.")
+
+_PATH = typer.Argument(help="A checkpoint: a folder, a safetensors file, or an fsspec URL.")
+
+
+@app.command()
+def inspect(
+    path: str = _PATH,
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+) -> None:
+    """List the tensors and values of a checkpoint, reading its manifest only."""
+    from torchrelay.checkpoint._foreign import open_checkpoint  # noqa: PLC0415 - the command starts without it
+
+    folder, manifest = open_checkpoint(path)
+    with closing(folder):
+        rows = [
+            {
+                "key": key,
+                "dtype": entry.dtype.name,
+                "shape": list(entry.shape),
+                "chunks": len(entry.chunks),
+                "size_bytes": entry.size_bytes,
+            }
+            for key, entry in manifest.tensors.items()
+        ]
+        total = sum(file.size_bytes for file in manifest.files.values())
+    if as_json:
+        found = {
+            "path": path,
+            "world_size": manifest.world_size,
+            "size_bytes": total,
+            "files": {name: file.size_bytes for name, file in manifest.files.items()},
+            "tensors": rows,
+            "objects": dict(manifest.objects),
+        }
+        typer.echo(json.dumps(found, indent=2))
+        return
+    table = Table("key", "dtype", "shape", "chunks", "bytes", title=path)
+    for row in rows:
+        table.add_row(
+            *(str(row[name]) for name in ("key", "dtype", "shape", "chunks")), f"{row['size_bytes']:,}"
+        )
+    for key, value in manifest.objects.items():
+        table.add_row(key, "value", json.dumps(value)[:60], "", "")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{len(rows)} tensors and {len(manifest.objects)} values in {len(manifest.files)} files, {total:,} bytes, "
+        f"saved by {manifest.world_size} rank{'s' if manifest.world_size != 1 else ''}"
+    )
+
+
+@app.command()
+def verify(path: str = _PATH) -> None:
+    """Compare every byte with its checksum. Exit code 1 and the place if one is damaged."""
+    from torchrelay.checkpoint import verify as check  # noqa: PLC0415
+
+    check(path, progress=Console().is_terminal)
+    typer.echo(f"{path}: whole")
+
+
+@app.command()
+def convert(
+    source: str = typer.Argument(
+        help="A checkpoint of ours or DCP's, safetensors, or a torch.save file (.pt)."
+    ),
+    target: str = typer.Argument(help="What to write; it must not be there yet."),
+    to: str = typer.Option("torchrelay", help="torchrelay, dcp, safetensors or torch."),
+    max_file_gb: float = typer.Option(5.0, help="Safetensors files larger than this are split."),
+) -> None:
+    """Write a checkpoint in another format. The whole state must fit into memory."""
+    from torchrelay.checkpoint._tools import convert as convert_to  # noqa: PLC0415
+
+    if max_file_gb <= 0:
+        raise ArgumentError(f"--max-file-gb {max_file_gb:g}: it must be more than 0")
+    convert_to(source, target, to, int(max_file_gb * 1e9))
+    typer.echo(f"{target}: written")
+
+
+@app.command()
+def diff(
+    one: str = _PATH,
+    other: str = typer.Argument(help="Another one, of any format."),
+    rtol: float = typer.Option(0.0, help="Relative tolerance."),
+    atol: float = typer.Option(0.0, help="Absolute tolerance."),
+) -> None:
+    """Compare two checkpoints, bit by bit or within a tolerance. Exit code 1 if they differ."""
+    from torchrelay.checkpoint._tools import differences  # noqa: PLC0415
+
+    count = 0
+    for sentence in differences(one, other, rtol, atol):
+        typer.echo(sentence)
+        count += 1
+    if count:
+        raise typer.Exit(1)
+    typer.echo("no difference")

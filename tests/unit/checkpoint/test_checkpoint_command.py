@@ -1,0 +1,106 @@
+"""``torchrelay checkpoint``: every format to every other and back, and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from torchrelay.checkpoint import load, save
+from torchrelay.checkpoint._tools import read_state
+from torchrelay.cli import app
+from torchrelay.errors import ArgumentError, CorruptionError, StorageError
+
+
+def _run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+
+
+def _trained() -> dict[str, Any]:
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_there_and_back_by_every_format(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = _trained()
+    save(state, tmp_path / "start")
+    chain = [("dcp", "dcp"), ("torchrelay", "ours"), ("torch", "file.pt"), ("torchrelay", "end")]
+    source = tmp_path / "start"
+    for to, name in chain:
+        result = _run("convert", source, tmp_path / name, "--to", to)
+        assert result.exit_code == 0, result.output
+        source = tmp_path / name
+    result = _run("diff", tmp_path / "start", tmp_path / "end")
+    assert result.exit_code == 0 and "no difference" in result.output
+
+    # Others read what we converted.
+    again = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert torch.equal(again["model"]["weight"], state["model"]["weight"])
+    assert again["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    found = {"model": {key: torch.zeros_like(value) for key, value in state["model"].items()}}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(found["model"]["weight"], state["model"]["weight"])
+    assert read_state(str(tmp_path / "start"))["optimizer"]["state"].keys() == {0, 1}
+
+
+def test_safetensors_with_an_index(tmp_path: Path) -> None:
+    state = {f"layer.{i}": torch.full((100, 10), float(i)) for i in range(5)}
+    save(state, tmp_path / "ours")
+    assert _run("convert", tmp_path / "ours", tmp_path / "one", "--to", "safetensors").exit_code == 0
+    assert safetensors.torch.load_file(tmp_path / "one" / "model.safetensors").keys() == state.keys()
+    result = _run(
+        "convert", tmp_path / "ours", tmp_path / "many", "--to", "safetensors", "--max-file-gb", "9e-6"
+    )
+    assert result.exit_code == 0, result.output
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == state.keys() and len(set(index["weight_map"].values())) == 3
+    found = {key: torch.zeros(100, 10) for key in state}
+    load(found, tmp_path / "many")
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_inspect_verify_and_diff(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4, 3), "step": 7}
+    save(state, tmp_path / "a")
+    save({"w": torch.ones(4, 3) + 1e-6, "step": 8, "new": torch.ones(1)}, tmp_path / "b")
+    found = json.loads(_run("inspect", tmp_path / "a", "--json").output)
+    assert found["tensors"] == [
+        {"key": "w", "dtype": "float32", "shape": [4, 3], "chunks": 1, "size_bytes": 48}
+    ]
+    assert found["objects"] == {"step": 7} and found["world_size"] == 1
+    shown = _run("inspect", tmp_path / "a").output
+    assert "float32" in shown and "saved by 1 rank" in shown
+    assert "whole" in _run("verify", tmp_path / "a").output
+    result = _run("diff", tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 1
+    assert "w: 12 of 12 elements differ" in result.output and "step: 7 and 8" in result.output
+    assert "new: only in" in result.output
+    assert "elements differ" not in _run("diff", tmp_path / "a", tmp_path / "b", "--atol", "1e-5").output
+
+    path = tmp_path / "a" / "data-00000-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert isinstance(_run("verify", tmp_path / "a").exception, CorruptionError)
+    assert isinstance(_run("convert", tmp_path / "a", tmp_path / "x").exception, CorruptionError)
+    assert isinstance(_run("inspect", tmp_path / "none").exception, StorageError)
+    for arguments in (("--to", "zip"), ("--max-file-gb", "0")):
+        assert isinstance(
+            _run("convert", tmp_path / "b", tmp_path / "x", *arguments).exception, ArgumentError
+        )
+    result = _run("convert", tmp_path / "b", tmp_path / "x", "--to", "safetensors")
+    assert isinstance(result.exception, ArgumentError) and "step: safetensors files hold tensors only" in str(
+        result.exception
+    )
