@@ -4,8 +4,10 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <pthread.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -78,6 +80,14 @@ nb::object error_in_python(const std::exception_ptr& error) {
   }
 }
 
+// How many forks lie between the first process and this one; without a system call at each operation.
+std::atomic<int>& forks() {
+  static std::atomic<int> count{0};
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1, std::memory_order_relaxed); });
+  return count;
+}
+
 // A rank's seat with what drives it: the executor for collectives, the mailboxes for messages.
 struct Parts {
   Parts(SharedMemory memory, int rank, std::vector<int> names)
@@ -95,13 +105,14 @@ class Communicator {
   Communicator(SharedMemory& memory, int rank, std::vector<int> names, double spin_s, double yield_s)
       : parts_(std::make_unique<Parts>(SharedMemory::from_fd(memory.fd()), rank, std::move(names))),
         pid_(getpid()),
+        forks_(forks().load()),
         spin_(seconds(spin_s)),
         yield_(seconds(yield_s)) {}
 
   ~Communicator() {
     const nb::gil_scoped_release released;
     close();
-    if (getpid() != pid_) (void)parts_.release();
+    if (is_forked()) (void)parts_.release();
   }
 
   void join(double timeout_s) {
@@ -111,7 +122,7 @@ class Communicator {
   }
 
   void close() {
-    if (getpid() != pid_) return;
+    if (is_forked()) return;
     parts_->executor.stop();
     parts_->mailboxes.stop();
     parts_->group.leave();
@@ -124,6 +135,7 @@ class Communicator {
   // Runs the collective here if it may block and nothing is queued (null), else queues it.
   template <class Collective>
   Pending run(const char* name, double timeout_s, bool block, Collective collective) {
+    refuse_in_child(name);
     jobs_.fetch_add(1, std::memory_order_relaxed);
     const auto body = [this, name, timeout_s, &collective] {
       collective(parts_->group, begin(name, timeout_s, false));
@@ -208,15 +220,18 @@ class Communicator {
 
   std::shared_ptr<Transfer> send(Address data, std::size_t size_bytes, int to, std::int32_t tag,
                                  std::uint8_t code, double timeout_s) {
+    refuse_in_child("send");
     return parts_->mailboxes.send({pointer(data), size_bytes}, to, tag, code, seconds(timeout_s));
   }
 
   std::shared_ptr<Transfer> receive(Address data, std::size_t size_bytes, int from, std::int32_t tag,
                                     std::uint8_t code, double timeout_s) {
+    refuse_in_child("recv");
     return parts_->mailboxes.receive({pointer(data), size_bytes}, from, tag, code, seconds(timeout_s));
   }
 
   bool wait_transfer(Transfer& transfer, double timeout_s) {
+    refuse_in_child("wait");
     return parts_->mailboxes.wait(transfer, seconds(timeout_s), patience_, check_signals);
   }
 
@@ -239,8 +254,21 @@ class Communicator {
     return operation;
   }
 
+  bool is_forked() const { return forks().load(std::memory_order_relaxed) != forks_; }
+
+  // A child's operation would count as its parent's, which would then be one ahead of the other ranks.
+  void refuse_in_child(const char* operation) const {
+    if (is_forked())
+      throw Error(
+          Code::kUnavailable,
+          std::string(operation) + ": this group is that of process " + std::to_string(pid_) +
+              ", of which this process is a forked child; start processes by spawn, or make a group of "
+              "its own in each");
+  }
+
   std::unique_ptr<Parts> parts_;
   int pid_;
+  int forks_;
   std::chrono::nanoseconds spin_;
   std::chrono::nanoseconds yield_;
   Patience patience_;

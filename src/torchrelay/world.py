@@ -7,19 +7,31 @@ world has one process, and everything works the same. Importing this module does
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.errors import ConfigError, OperationTimeoutError
+from torchrelay.errors import ConfigError, MismatchError, OperationTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["World", "host_identity", "ranks_on_my_host"]
+__all__ = ["Meeting", "Process", "World", "host_identity", "ranks_on_my_host"]
+
+_logger = logging.getLogger(__name__)
+
+# How often a rank that waits for others looks whether they still live, and when it first names them in the log.
+_SLICE_S = 1.0
+_PATIENCE_S = 10.0
+
+# Equal for all ranks of one job of a launcher. torchrun says "none" where it was given no --rdzv-id.
+_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
 # launcher, rank, size, rank on this host
 _LAUNCHERS = (
@@ -116,21 +128,199 @@ def host_identity() -> str:
     return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}"
 
 
+@dataclass(frozen=True)
+class Process:
+    """A process of a job, as the others can recognise it."""
+
+    host: str
+    pid: int
+    start_ticks: int  # since boot; the kernel uses process ids again
+    job: str  # the launcher's name for the job, empty if it has none
+
+    @classmethod
+    def current(cls) -> Process:
+        """This process."""
+        job = next(
+            (f"{v}={os.environ[v]}" for v in _JOB_VARIABLES if os.environ.get(v, "none") != "none"), ""
+        )
+        return cls(host_identity(), os.getpid(), _start_ticks("self") or 0, job)
+
+    def has_died(self) -> bool:
+        """Whether it ran on this host and has ended; of other hosts' processes nothing is known."""
+        return self.host == host_identity() and _start_ticks(str(self.pid)) != self.start_ticks
+
+
+def _start_ticks(pid: str) -> int | None:
+    """When the process started, or None if it has ended (proc(5): state and start time follow the name)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Meeting:
+    """The ranks of a group find each other's processes through a store.
+
+    Making one is collective over all ranks. The same ranks may meet again over the same store.
+
+    Args:
+        store: of the group's ranks only.
+        names: the ranks as users know them, for messages; the group's own ranks by default.
+        known: processes of other ranks that this process has met before, by name.
+
+    Raises:
+        OperationTimeoutError: ranks did not come within ``timeout_s``; ``ranks`` names them.
+        PeerLostError: a rank has died meanwhile, or the process that serves the store.
+        MismatchError: processes of two jobs claim to be the ranks of this group.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        names: Sequence[int] = (),
+        known: Mapping[int, Process] | None = None,
+    ) -> None:
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        self.rank = rank
+        self.size = size
+        self.names = list(names) or list(range(size))
+        self._whole = store
+        self._processes = dict(known or {})
+        me = Process.current()
+        try:
+            self.store = dist.PrefixStore(f"torchrelay/{self._turn(me)}", store)  # type: ignore[attr-defined]
+            self.announce("rank", json.dumps(asdict(me)))
+            found = [Process(**json.loads(text)) for text in self.wait("rank", timeout_s)]
+        except dist.DistNetworkError as error:
+            raise self._store_lost(error) from error
+        self._processes.update(zip(self.names, found, strict=True))
+        self._check_jobs()
+
+    @property
+    def processes(self) -> list[Process]:
+        """In the order of the ranks."""
+        return [self._processes[name] for name in self.names]
+
+    @property
+    def by_name(self) -> dict[int, Process]:
+        return dict(zip(self.names, self.processes, strict=True))
+
+    def on_my_host(self) -> tuple[int, ...]:
+        """The ranks that share this process's host, in order."""
+        mine = host_identity()
+        return tuple(rank for rank, process in enumerate(self.processes) if process.host == mine)
+
+    def announce(self, step: str, text: str = "") -> None:
+        """Tells the others that this rank has come to ``step``."""
+        self.store.set(f"{step}/{self.rank}", text)
+
+    def wait(self, step: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
+        """What ``ranks`` (default: all) announced; waits until they have. Raises as the class does."""
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        keys = [f"{step}/{rank}" for rank in (range(self.size) if ranks is None else ranks)]
+        started = time.monotonic()
+        said = False
+        try:
+            while not self._wait_a_slice(keys, started + timeout_s - time.monotonic()):
+                waited_s = time.monotonic() - started
+                missing = [r for r in range(self.size) if f"{step}/{r}" in keys and not self._has(step, r)]
+                self._look_after(missing, waited_s)
+                if waited_s >= timeout_s and missing:
+                    raise self._late(missing, timeout_s)
+                if waited_s >= _PATIENCE_S and not said:
+                    said = True
+                    _logger.warning(
+                        "%s: waiting for %s since %.0f s", self._me, self._list(missing), waited_s
+                    )
+            return [self.store.get(key).decode() for key in keys]
+        except dist.DistNetworkError as error:
+            raise self._store_lost(error) from error
+
+    def _wait_a_slice(self, keys: list[str], left_s: float) -> bool:
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        try:
+            self.store.wait(keys, timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
+        except dist.DistNetworkError:
+            raise
+        except Exception:  # DistStoreError from a TCPStore, RuntimeError from others: not yet
+            return False
+        return True
+
+    def _has(self, step: str, rank: int) -> bool:
+        return bool(self.store.check([f"{step}/{rank}"]))
+
+    def _turn(self, me: Process) -> int:
+        """How often this rank has met over this store, which must have been this process each time."""
+        turn = self._whole.add(f"torchrelay/turns/{self.rank}", 1)
+        key = f"torchrelay/taken/{self.rank}"
+        if turn > 1:
+            before = Process(**json.loads(self._whole.get(key)))
+            if before != me:
+                self._refuse(
+                    f"rank {self.names[self.rank]} is process {before.pid}"
+                    f"{'' if before.host == me.host else ' of another host'} already, and process {me.pid} wants to be it "
+                    "too: do two jobs use one MASTER_ADDR and MASTER_PORT, or was a rank started twice?"
+                )
+        self._whole.set(key, json.dumps(asdict(me)))
+        return int(turn)
+
+    def _refuse(self, message: str) -> None:
+        self._whole.set("torchrelay/refused", message)
+        raise MismatchError(message)
+
+    def _check_jobs(self) -> None:
+        jobs = {process.job: name for name, process in self.by_name.items() if process.job}
+        if len(jobs) > 1:
+            listed = ", ".join(f"rank {name} to {job}" for job, name in jobs.items())
+            raise MismatchError(
+                f"{self._me}: the ranks belong to different jobs ({listed}); give each job a MASTER_PORT of its own"
+            )
+
+    def _look_after(self, missing: Sequence[int], waited_s: float) -> None:
+        if self._whole.check(["torchrelay/refused"]):
+            raise MismatchError(f"{self._me}: {self._whole.get('torchrelay/refused').decode()}")
+        for rank in missing:
+            process = self._processes.get(self.names[rank])
+            if process is not None and process.has_died():
+                raise PeerLostError(
+                    f"{self._me}, after {waited_s:.3g} s: rank {self.names[rank]} (process {process.pid}) died before it "
+                    "joined the group; look at its own output for the cause",
+                    ranks=(self.names[rank],),
+                )
+
+    def _late(self, missing: Sequence[int], timeout_s: float) -> OperationTimeoutError:
+        return OperationTimeoutError(
+            f"{self._me}: {self._list(missing)} did not join the group within {timeout_s:g} s; are they running, and do "
+            "they make the same groups in the same order?",
+            ranks=[self.names[rank] for rank in missing],
+        )
+
+    def _store_lost(self, error: Exception) -> PeerLostError:
+        return PeerLostError(
+            f"{self._me}: the store through which the ranks meet has gone: the process that serves it, rank 0 or "
+            f"torchrun's agent, has ended ({error})",
+            ranks=(0,),
+        )
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self.names[self.rank]}"
+
+    def _list(self, ranks: Sequence[int]) -> str:
+        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self.names[rank]) for rank in ranks)
+
+
 def ranks_on_my_host(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...]:
     """The ranks that share this process's host, in order; collective over all ``size`` ranks of ``store``.
 
     Raises:
         OperationTimeoutError: a rank did not report within ``timeout_s``; ``ranks`` names those missing.
     """
-    mine = host_identity()
-    store.set(f"torchrelay/host/{rank}", mine)
-    keys = [f"torchrelay/host/{peer}" for peer in range(size)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except Exception as error:  # DistStoreError from a TCPStore, RuntimeError from others
-        missing = [peer for peer in range(size) if not store.check([keys[peer]])]
-        raise OperationTimeoutError(
-            f"rank {rank}: ranks {missing} did not report their host within {timeout_s:g} s; are they running?",
-            ranks=missing,
-        ) from error
-    return tuple(peer for peer in range(size) if store.get(keys[peer]).decode() == mine)
+    return Meeting(store, rank, size, timeout_s).on_my_host()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
+import subprocess
 import threading
+from dataclasses import asdict, replace
 
 import pytest
 import torch.distributed as dist
 
 from torchrelay.errors import ConfigError, OperationTimeoutError
-from torchrelay.world import World, ranks_on_my_host
+from torchrelay.world import Process, World, ranks_on_my_host
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
@@ -67,7 +70,8 @@ def test_a_store_that_is_not_there_times_out() -> None:
 
 def test_ranks_on_other_hosts_are_left_out() -> None:
     store = dist.HashStore()
-    store.set("torchrelay/host/1", "another kernel")
+    far = Process("another kernel", 1, 1, "")
+    store.set("torchrelay/1/rank/1", json.dumps(asdict(far)))
     assert ranks_on_my_host(store, 0, 2, 5.0) == (0,)
 
 
@@ -86,6 +90,15 @@ def test_ranks_as_threads() -> None:
 
 
 def test_a_missing_rank_is_named() -> None:
-    with pytest.raises(OperationTimeoutError, match=r"ranks \[1\] did not report") as caught:
+    with pytest.raises(OperationTimeoutError, match=r"rank 1 did not join the group within 0\.2 s") as caught:
         ranks_on_my_host(dist.HashStore(), 0, 2, 0.2)
     assert caught.value.ranks == (1,)
+
+
+def test_a_process_that_has_ended_is_told_from_a_later_one_of_its_id() -> None:
+    me = Process.current()
+    assert not me.has_died() and replace(me, start_ticks=me.start_ticks - 1).has_died()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert replace(me, pid=ended.pid).has_died()
+    assert not replace(me, host="elsewhere", pid=ended.pid).has_died()

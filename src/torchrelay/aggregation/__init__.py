@@ -32,7 +32,7 @@ from torchrelay.aggregation._plane import Plane, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
 from torchrelay.config import Aggregation
 from torchrelay.errors import UnavailableError
-from torchrelay.world import ranks_on_my_host
+from torchrelay.world import Meeting, Process
 
 __all__ = ["Options", "PlaneStats", "SmlGroup", "register", "stats"]
 
@@ -73,15 +73,24 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup | dist
     settings = resolve(options)
     plane: Plane
     if settings.plane == "dummy":
-        plane = DummyPlane(rank, size, settings)
-    elif len(ranks_on_my_host(given.store, rank, size, timeout_s)) == size:
-        plane = ShmPlane(given.store, rank, names, timeout_s, settings)
+        plane, processes = DummyPlane(rank, size, settings), {}
     else:
-        return _between_hosts(given, settings)
+        meeting = Meeting(given.store, rank, size, timeout_s, names, _known_processes())
+        if len(meeting.on_my_host()) < size:
+            return _between_hosts(given, settings)
+        plane, processes = ShmPlane(meeting, timeout_s, settings), meeting.by_name
     if asked is None:
-        return SmlGroup(plane, given.store, rank, size, timeout_s)
-    add_missing(asked, given, other_options)
-    return SmlGroup(plane, given.store, rank, size, timeout_s, own, asked.group)
+        group = SmlGroup(plane, given.store, rank, size, timeout_s)
+    else:
+        add_missing(asked, given, other_options)
+        group = SmlGroup(plane, given.store, rank, size, timeout_s, own, asked.group)
+    group.processes = processes
+    return group
+
+
+def _known_processes() -> dict[int, Process]:
+    """By global rank, those of the groups that are in use."""
+    return {name: found for group in list(LIVING) for name, found in group.processes.items()}
 
 
 def _between_hosts(given: Any, settings: Aggregation) -> dist.ProcessGroupGloo:

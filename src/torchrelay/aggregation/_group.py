@@ -22,6 +22,7 @@ from torchrelay.aggregation._collectives import Collectives
 from torchrelay.aggregation._dispatch import through_dispatcher
 from torchrelay.aggregation._plane import Plane, PlaneStats
 from torchrelay.errors import ArgumentError
+from torchrelay.world import Process
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -63,6 +64,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         self._others: Any = _ProcessGroup(store, rank, size) if others is None else others
         self._devices = frozenset(devices)
         self._has_cpu = "cpu" in devices
+        self.processes: dict[int, Process] = {}  # those of its ranks, by global rank, while it is in use
         self._backend = SmlBackend(self)
         self._store = store
         self._rank = rank
@@ -284,6 +286,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         """Ends this rank's part. Operations in progress fail, here and on ranks that wait for this one."""
         if not self._closed:
             self._closed = True
+            self.processes = {}
             self._on.close()
             self._others.shutdown()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,16 +13,12 @@ from torchrelay.aggregation._dtypes import NATIVE, code
 from torchrelay.aggregation._plane import PlaneStats
 from torchrelay.buffers import Segment
 from torchrelay.config import Aggregation
-from torchrelay.errors import OperationTimeoutError
+from torchrelay.world import Meeting
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
     from torchrelay._native import Ticket, Transfer
 
 __all__ = ["ShmPlane"]
-
-_SEGMENT_KEY = "torchrelay/segment"
 
 
 class ShmPlane:
@@ -33,11 +28,11 @@ class ShmPlane:
     ``store``, and all wait for each other.
 
     Args:
-        store: shared by the group's ranks, and by nobody else.
-        names: the ranks as users know them, for messages.
+        meeting: of the group's ranks.
 
     Raises:
         OperationTimeoutError: a rank did not come within ``timeout_s``.
+        PeerLostError: a rank died before it came.
         SegmentError: the segment cannot be made or attached.
     """
 
@@ -45,20 +40,20 @@ class ShmPlane:
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
-        names: Sequence[int],
+        meeting: Meeting,
         timeout_s: float,
         settings: Aggregation,
     ) -> None:
-        self._segment = _open_segment(store, rank, names, timeout_s, settings)
+        self._segment = _open_segment(meeting, timeout_s, settings)
         self._native = _native.Communicator(
             self._segment.memory,
-            rank,
-            list(names),
+            meeting.rank,
+            meeting.names,
             spin_s=settings.spin_us * 1e-6,
             yield_s=settings.crowded_yield_us * 1e-6,
         )
+        meeting.announce("joined")
+        meeting.wait("joined", timeout_s)  # from here on the native core sees who dies
         self._native.join(timeout_s)
         self._payload_bytes = 0
 
@@ -151,22 +146,13 @@ def _blocks(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
-def _open_segment(
-    store: Store, rank: int, names: Sequence[int], timeout_s: float, settings: Aggregation
-) -> Segment:
-    if rank == 0:
+def _open_segment(meeting: Meeting, timeout_s: float, settings: Aggregation) -> Segment:
+    if meeting.rank == 0:
         memory = _native.Communicator.create_segment(
-            len(names), settings.slot_bytes, settings.one_shot_bytes, settings.mailbox_bytes
+            meeting.size, settings.slot_bytes, settings.one_shot_bytes, settings.mailbox_bytes
         )
         segment = Segment(memory)
-        store.set(_SEGMENT_KEY, segment.address)
+        meeting.announce("segment", segment.address)
         return segment
-    try:
-        store.wait([_SEGMENT_KEY], timedelta(seconds=timeout_s))
-    except Exception as error:  # DistStoreError from a TCPStore, RuntimeError from others
-        raise OperationTimeoutError(
-            f"rank {names[rank]}: rank {names[0]} made no segment for their group within {timeout_s:g} s; "
-            "is it running, and does it make the same groups in the same order?",
-            ranks=(names[0],),
-        ) from error
-    return Segment.attach(store.get(_SEGMENT_KEY).decode())
+    (address,) = meeting.wait("segment", timeout_s, [0])
+    return Segment.attach(address)
