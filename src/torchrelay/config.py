@@ -21,6 +21,7 @@ __all__ = [
     "Mpi",
     "Parameters",
     "Section",
+    "Switching",
     "TransportSettings",
     "check_value",
     "load",
@@ -260,6 +261,33 @@ class Checkpoint(Section):
         "how long the writer processes of an asynchronous save wait for each other's parts before it is discarded",
         unit="s",
         minimum=0.1,
+    )
+
+
+@section
+class Switching(Section):
+    """Model switching and the shared cache."""
+
+    name = "switching"
+
+    device: str = setting("auto", "where the arena lies: cpu, cuda, cuda:1, ...; auto is CUDA where present")
+    arena_bytes: int = setting(
+        1 << 30, "size of the arena, or of the shared cache of compat.pipeswitch", unit="bytes", minimum=512
+    )
+    parameter_bytes: int = setting(
+        1 << 30,
+        "the first part of compat.pipeswitch's shared cache, for parameters; a quarter of a smaller cache",
+        unit="bytes",
+        minimum=512,
+    )
+    socket: str = setting(
+        "", "where compat.pipeswitch sends its cache; empty: a file of this user in $XDG_RUNTIME_DIR or /tmp"
+    )
+    timeout_s: float = setting(
+        60.0,
+        "how long sending and receiving a shared cache wait for the other process",
+        unit="s",
+        minimum=0.0,
     )
 
 

@@ -6,8 +6,12 @@
     ├── ArgumentError (ValueError)           a call's argument is wrong: its range, shape, dtype, device
     ├── ConfigError (ValueError)             a setting is unknown or has a bad value
     ├── DataError (ValueError)               input data does not have the form it must have
+    ├── CapacityError (MemoryError)          something does not fit a memory of fixed size
     ├── DeferredError (RuntimeError)         a fake or deferred tensor is used in a way that needs its values
     ├── GraphError (RuntimeError)            a backward pass cannot be run as asked; its communications would not match
+    ├── ModelError (RuntimeError)            the code of a served model failed
+    ├── NotFoundError (LookupError)          no model, version or task has that name
+    ├── OverloadedError (RuntimeError)       too many requests are waiting; try again later
     ├── UnsupportedError (NotImplementedError)   valid, but not done by this version or this torch
     ├── UnavailableError (RuntimeError)      a package, a device or a permission is missing here
     ├── MismatchError (ValueError)           ranks made different calls: op, shape or dtype
@@ -27,13 +31,17 @@ from collections.abc import Iterable
 
 __all__ = [
     "ArgumentError",
+    "CapacityError",
     "ConfigError",
     "CorruptionError",
     "DataError",
     "DeferredError",
     "GraphError",
     "MismatchError",
+    "ModelError",
+    "NotFoundError",
     "OperationTimeoutError",
+    "OverloadedError",
     "PeerLostError",
     "ProtocolError",
     "SegmentError",
@@ -66,6 +74,22 @@ class DeferredError(TorchRelayError, RuntimeError):
 
 class GraphError(TorchRelayError, RuntimeError):
     """A backward pass cannot be run as asked: communications out of its reach, or an overwritten input reused."""
+
+
+class CapacityError(TorchRelayError, MemoryError):
+    """Something does not fit a memory of fixed size: an arena, a region, a request buffer."""
+
+
+class ModelError(TorchRelayError, RuntimeError):
+    """The code of a served model or training task failed; the message carries its own error."""
+
+
+class NotFoundError(TorchRelayError, LookupError):
+    """No model, version or task has that name; the message lists those that exist."""
+
+
+class OverloadedError(TorchRelayError, RuntimeError):
+    """A queue or quota is full. Nothing was started; the same request can succeed later."""
 
 
 class UnsupportedError(TorchRelayError, NotImplementedError):

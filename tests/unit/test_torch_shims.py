@@ -315,3 +315,19 @@ def test_backends_asked_reads_what_c10d_makes() -> None:
     (found,) = seen
     assert found.devices == {"cpu": "gloo", "cuda": "asks"} and found.text == "cpu:gloo,cuda:asks"
     assert torch.device("cpu") in found.group._device_types
+
+
+def test_tensor_at_describes_memory_to_the_cuda_array_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def as_tensor(data: Any, device: torch.device) -> torch.Tensor:
+        seen.append((data, device))
+        return torch.zeros(1)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    owner = object()
+    _torch.tensor_at(4096, 100, torch.device("cuda", 0), owner)
+    ((array, device),) = seen
+    assert array.owner is owner and device == torch.device("cuda", 0)
+    described = array.__cuda_array_interface__
+    assert (described["shape"], described["typestr"], described["data"]) == ((100,), "|u1", (4096, False))

@@ -11,6 +11,7 @@ from torchrelay.cli import checkpoint
 from torchrelay.cli.demo import demo
 from torchrelay.cli.doctor import doctor
 from torchrelay.cli.exit_codes import exit_code
+from torchrelay.cli.serve import serve
 from torchrelay.errors import TorchRelayError
 
 __all__ = ["app", "main"]
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command(rich_help_panel="First steps")(doctor)
 app.command(rich_help_panel="First steps")(demo)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Tools")
+app.command(rich_help_panel="Serving")(serve)
 
 
 def _print_version(wanted: bool) -> None:

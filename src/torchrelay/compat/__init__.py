@@ -35,6 +35,7 @@ def install(*modules: str) -> None:
     """Makes ``import <name>`` find ``torchrelay.compat.<name>`` in this process, submodules too.
 
     A module is loaded when it is first imported, so those that a script does not use need not work here.
+    ``pipeswitch`` puts its functions on `torch.cuda` at once, because scripts find them there.
 
     Args:
         modules: which; none means all.
@@ -52,6 +53,8 @@ def install(*modules: str) -> None:
         _finder.installed.add(name)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+    if not modules or "pipeswitch" in modules:  # a patch of torch.cuda in the original, not a module
+        importlib.import_module(f"{__name__}.pipeswitch").install_functions()
 
 
 def install_in_children() -> None:

@@ -1,0 +1,39 @@
+"""``torchrelay serve``: many models from one device memory, over the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["serve"]
+
+
+def serve(
+    models: Annotated[Path, typer.Argument(help="The models file, in TOML; docs/switching.md describes it.")],
+    host: str | None = typer.Option(None, help="Address to listen at; the file's, or 127.0.0.1."),
+    port: int | None = typer.Option(None, help="Port to listen at, 0 for a free one; the file's, or 8000."),
+    device: str | None = typer.Option(None, help="cpu or cuda[:index]; the file's, or cpu."),
+    link_gbps: float | None = typer.Option(
+        None, "--link-gbps", min=0.0, help="On the CPU, emulate a link of so many GB/s to the arena."
+    ),
+    bench: bool = typer.Option(False, "--bench", help="Print a table of switching times and exit."),
+    rounds: int = typer.Option(20, min=1, help="Requests to each model for --bench."),
+) -> None:
+    """Serve the models of a file from one memory, switching between them in milliseconds."""
+    from torchrelay.switching._models_file import ModelsFile  # noqa: PLC0415 - torch takes seconds
+
+    file = ModelsFile.read(models)
+    given = {"host": host, "port": port, "device": device, "link_gbps": link_gbps}
+    changed = {key: value for key, value in given.items() if value is not None}
+    file = dataclasses.replace(file, server=dataclasses.replace(file.server, **changed))  # type: ignore[arg-type]
+    if bench:
+        from torchrelay.switching._bench import print_table  # noqa: PLC0415
+
+        print_table(file, rounds)
+        return
+    from torchrelay.switching._serve import serve as run  # noqa: PLC0415
+
+    run(file, report=typer.echo)

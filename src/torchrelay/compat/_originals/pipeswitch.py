@@ -1,0 +1,3 @@
+from torchrelay.compat import replace
+
+replace(__name__)

@@ -1,0 +1,132 @@
+"""PipeSwitch's six functions on :class:`torchrelay.switching.SharedCache`, for an unpatched torch.
+
+``torchrelay.compat.install("pipeswitch")`` puts them on `torch.cuda`, where PipeSwitch's patch had them. Called
+without arguments, sizes, device and address come from the settings ``TORCHRELAY_SWITCHING_*``. A process has
+one shared cache, as in the original.
+
+Unlike the patch, torch's allocator is left alone: the two insert functions return a
+:class:`~torchrelay.switching.Region`, into which a model is placed by ``region.put(model)``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from torchrelay import config
+from torchrelay.errors import ArgumentError
+from torchrelay.switching import Region, SharedCache
+
+__all__ = [
+    "allocate_shared_cache",
+    "clear_shared_cache",
+    "insert_shared_cache_for_computation",
+    "insert_shared_cache_for_parameter",
+    "install_functions",
+    "recv_shared_cache",
+    "send_shared_cache",
+]
+
+
+class _Process:
+    """The shared cache of this process."""
+
+    cache: SharedCache | None = None
+
+
+def allocate_shared_cache(size_bytes: int | None = None, device: str | None = None) -> SharedCache:
+    """Allocate this process's shared cache.
+
+    Args:
+        size_bytes: default: the setting ``arena_bytes``.
+        device: default: the setting ``device``; "auto" is CUDA where there is a device, else the CPU.
+
+    Raises:
+        ArgumentError: this process has one already.
+    """
+    _check_none()
+    settings = config.load(config.Switching)
+    device = device or settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    _Process.cache = SharedCache.allocate(size_bytes or settings.arena_bytes, device)
+    return _Process.cache
+
+
+def send_shared_cache(address: str | Path | None = None) -> None:
+    """Send the cache to one process that calls :func:`recv_shared_cache`; blocks until it has it."""
+    _cache("send").send(address or _default_address(), timeout_s=config.load(config.Switching).timeout_s)
+
+
+def recv_shared_cache(address: str | Path | None = None) -> SharedCache:
+    """Map the cache that another process sends; blocks until it does."""
+    _check_none()
+    timeout_s = config.load(config.Switching).timeout_s
+    _Process.cache = SharedCache.recv(address or _default_address(), timeout_s=timeout_s)
+    return _Process.cache
+
+
+def insert_shared_cache_for_parameter(size_bytes: int | None = None, offset_bytes: int = 0) -> Region:
+    """Use the start of the cache for parameters; default: the setting ``parameter_bytes``."""
+    cache = _cache("insert")
+    return cache.insert_for_parameter(size_bytes or _parameter_bytes(cache), offset_bytes)
+
+
+def insert_shared_cache_for_computation(
+    size_bytes: int | None = None, offset_bytes: int | None = None
+) -> Region:
+    """Use the rest of the cache, behind the parameters, for intermediate results."""
+    cache = _cache("insert")
+    offset_bytes = _parameter_bytes(cache) if offset_bytes is None else offset_bytes
+    return cache.insert_for_computation(size_bytes or cache.size_bytes - offset_bytes, offset_bytes)
+
+
+def clear_shared_cache() -> None:
+    """Forget the regions, so that the next model can be inserted. The cache itself stays."""
+    _cache("clear").clear()
+
+
+def install_functions() -> None:
+    """Put the six functions on `torch.cuda`.
+
+    Raises:
+        ArgumentError: torch.cuda has other functions of these names: a torch that PipeSwitch patched.
+    """
+    for name in __all__:
+        if name.endswith("shared_cache") or "_shared_cache_for_" in name:
+            ours = globals()[name]
+            if getattr(torch.cuda, name, ours) is not ours:
+                raise ArgumentError(f"torch.cuda.{name} exists already; is this torch patched?")
+            setattr(torch.cuda, name, ours)
+
+
+def _cache(verb: str) -> SharedCache:
+    if _Process.cache is None:
+        raise ArgumentError(
+            f"no shared cache to {verb}: call allocate_shared_cache() or recv_shared_cache() first"
+        )
+    return _Process.cache
+
+
+def _check_none() -> None:
+    if _Process.cache is not None:
+        raise ArgumentError(
+            f"this process has a shared cache of {_Process.cache.size_bytes} bytes already; it can have one"
+        )
+
+
+def _parameter_bytes(cache: SharedCache) -> int:
+    """The setting, or a quarter of a cache that is too small for it; whole granules of 512 bytes."""
+    wanted = config.load(config.Switching).parameter_bytes
+    return wanted if wanted < cache.size_bytes else cache.size_bytes // 4 // 512 * 512
+
+
+def _default_address() -> Path:
+    configured = config.load(config.Switching).socket
+    if configured:
+        return Path(configured)
+    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(folder) / f"torchrelay-pipeswitch-{os.geteuid()}.sock"

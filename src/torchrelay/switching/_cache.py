@@ -1,0 +1,257 @@
+"""One block of device memory that several processes map."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from torchrelay.errors import ArgumentError, CapacityError, ProtocolError
+from torchrelay.switching._contract import ALIGNMENT_BYTES, DeviceMemory, align
+from torchrelay.switching._descriptors import receive_descriptors, send_descriptors
+from torchrelay.switching._host import HostMemory
+from torchrelay.switching._layout import unique_storages
+
+__all__ = ["Region", "SharedCache"]
+
+
+class SharedCache:
+    """A block of device memory shared by the processes of one user; made by :meth:`allocate` or :meth:`recv`.
+
+    On the CPU the block is an anonymous memory file, on CUDA a VMM allocation. Neither has a name: the memory
+    is free once the last process that maps it has ended, however it ended.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._regions: list[Region] = []
+
+    @classmethod
+    def allocate(cls, size_bytes: int, device: str | torch.device = "cpu") -> SharedCache:
+        """Allocate `size_bytes` on `device` ("cpu" or "cuda[:index]") and touch all of it.
+
+        CUDA rounds the size up to its granule of 2 MiB.
+
+        Raises:
+            ArgumentError: the size or the device is wrong.
+            SegmentError: the device does not have that much memory now.
+            UnavailableError: the device, or the `[cuda]` extra, is missing.
+        """
+        if size_bytes < 1:
+            raise ArgumentError(f"a shared cache needs at least 1 byte, not {size_bytes}")
+        device = torch.device(device)
+        if device.type == "cpu":
+            return cls(HostMemory.allocate(size_bytes))
+        if device.type == "cuda":
+            from torchrelay.switching._cuda import CudaMemory  # noqa: PLC0415 - needs the [cuda] extra
+
+            return cls(CudaMemory.allocate(size_bytes, device))
+        raise ArgumentError(f"a shared cache lives on cpu or cuda, not on {device}")
+
+    @classmethod
+    def recv(cls, address: str | Path, *, timeout_s: float = 60.0) -> SharedCache:
+        """Map the cache that another process of this user sends at `address`, waiting for it.
+
+        Raises:
+            OperationTimeoutError: nothing was sent within `timeout_s` seconds.
+            ProtocolError: what listens there is no sender of ours, or is another user's.
+        """
+        header, descriptors = receive_descriptors(address, timeout_s=timeout_s)
+        try:
+            return cls.from_descriptor(header, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    @classmethod
+    def from_descriptor(cls, header: dict[str, object], descriptors: Sequence[int]) -> SharedCache:
+        """Map what :meth:`describe` and an exported descriptor stand for; the caller closes the descriptor."""
+        try:
+            (descriptor,) = descriptors
+            device = torch.device(str(header["device"]))
+            size_bytes, read_only = int(str(header["size_bytes"])), bool(header["read_only"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ProtocolError(f"malformed description of a shared cache: {error}") from error
+        if device.type == "cpu":
+            memory: DeviceMemory = HostMemory.open(descriptor, read_only=read_only)
+            if memory.size_bytes != size_bytes:
+                raise ProtocolError(
+                    f"the cache holds {memory.size_bytes} bytes, not {size_bytes} as announced"
+                )
+            return cls(memory)
+        from torchrelay.switching._cuda import CudaMemory  # noqa: PLC0415
+
+        return cls(CudaMemory.open(descriptor, size_bytes, device, read_only=read_only))
+
+    @property
+    def size_bytes(self) -> int:
+        return self._memory.size_bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self._memory.device
+
+    @property
+    def read_only(self) -> bool:
+        """Whether this process cannot write to the cache; a write crashes it."""
+        return self._memory.read_only
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return tuple(self._regions)
+
+    def describe(self, *, read_only: bool = False) -> dict[str, object]:
+        """Return what :meth:`from_descriptor` needs beside a descriptor; JSON values only."""
+        read_only = read_only or self.read_only
+        return {"device": str(self.device), "size_bytes": self.size_bytes, "read_only": read_only}
+
+    def export(self, *, read_only: bool = False) -> int:
+        """Return a new descriptor of the memory, for a child process; the caller closes it."""
+        return self._memory.export(read_only=read_only or self.read_only)
+
+    def send(self, address: str | Path, *, read_only: bool = False, timeout_s: float = 60.0) -> None:
+        """Send the cache to one process of this user that calls :meth:`recv` with the same `address`.
+
+        Blocks until the other process has it. `address` is a path for a Unix socket, which exists, with mode
+        0600, for the length of the call.
+
+        Raises:
+            ArgumentError: `address` cannot be used.
+            OperationTimeoutError: nobody received within `timeout_s` seconds.
+            PeerLostError: the receiver went away meanwhile.
+        """
+        descriptor = self.export(read_only=read_only)
+        try:
+            header = self.describe(read_only=read_only)
+            send_descriptors(address, header, [descriptor], timeout_s=timeout_s)
+        finally:
+            os.close(descriptor)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+        """Return a contiguous tensor over the bytes from `offset_bytes`; it keeps the mapping alive.
+
+        Raises:
+            ArgumentError: it does not fit, or `offset_bytes` is not a multiple of the item size.
+        """
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if offset_bytes < 0 or offset_bytes % dtype.itemsize or offset_bytes + size_bytes > self.size_bytes:
+            raise ArgumentError(
+                f"a {dtype} tensor of shape {tuple(shape)} at offset {offset_bytes} does not fit "
+                f"a shared cache of {self.size_bytes} bytes"
+            )
+        data = self._memory.tensor().narrow(0, offset_bytes, size_bytes)
+        return data.view(dtype).view(tuple(shape))
+
+    def insert_for_parameter(self, size_bytes: int = 1 << 30, offset_bytes: int = 0) -> Region:
+        """Use `size_bytes` from `offset_bytes` for parameters: place modules there with :meth:`Region.put`.
+
+        Raises:
+            ArgumentError: the region leaves the cache, is not 512-byte aligned, or overlaps another one.
+        """
+        return self._insert("parameter", size_bytes, offset_bytes)
+
+    def insert_for_computation(self, size_bytes: int, offset_bytes: int) -> Region:
+        """Use `size_bytes` from `offset_bytes` for intermediate results: take tensors by :meth:`Region.empty`.
+
+        Raises:
+            ArgumentError: as :meth:`insert_for_parameter`.
+        """
+        return self._insert("computation", size_bytes, offset_bytes)
+
+    def clear(self) -> None:
+        """Forget this process's regions, so that the memory can be inserted again. Tensors stay readable."""
+        self._regions.clear()
+
+    def close(self) -> None:
+        """Unmap the cache in this process once no tensor over it is left. Idempotent."""
+        self.clear()
+        self._memory.close()
+
+    def __enter__(self) -> SharedCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _insert(self, purpose: str, size_bytes: int, offset_bytes: int) -> Region:
+        end_bytes = offset_bytes + size_bytes
+        if (
+            size_bytes < 1
+            or offset_bytes < 0
+            or end_bytes > self.size_bytes
+            or offset_bytes % ALIGNMENT_BYTES
+        ):
+            raise ArgumentError(
+                f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} does not fit a cache of "
+                f"{self.size_bytes} bytes, or its offset is no multiple of {ALIGNMENT_BYTES}"
+            )
+        for other in self._regions:
+            if offset_bytes < other.offset_bytes + other.size_bytes and other.offset_bytes < end_bytes:
+                raise ArgumentError(
+                    f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} overlaps the "
+                    f"{other.purpose} region of {other.size_bytes} bytes at {other.offset_bytes}; clear() first"
+                )
+        region = Region(self, purpose, size_bytes, offset_bytes)
+        self._regions.append(region)
+        return region
+
+
+class Region:
+    """A part of a shared cache from which tensors are taken, one after the other."""
+
+    def __init__(self, cache: SharedCache, purpose: str, size_bytes: int, offset_bytes: int) -> None:
+        self._cache = cache
+        self.purpose = purpose
+        self.size_bytes = size_bytes
+        self.offset_bytes = offset_bytes
+        self.used_bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return an uninitialised, 512-byte aligned tensor from the region.
+
+        Raises:
+            CapacityError: the region has not enough bytes left.
+        """
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if self.used_bytes + size_bytes > self.size_bytes:
+            raise CapacityError(
+                f"{size_bytes} bytes do not fit the {self.purpose} region: {self.used_bytes} of its "
+                f"{self.size_bytes} bytes are in use; reset() it or insert a larger one"
+            )
+        tensor = self._cache.tensor(shape, dtype, self.offset_bytes + self.used_bytes)
+        self.used_bytes += align(size_bytes)
+        return tensor
+
+    def put(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Move all parameters and buffers of `module` into the region, in place, and return `module`.
+
+        Tied tensors stay tied. The module's `Parameter` objects stay the same objects.
+
+        Raises:
+            CapacityError: they do not fit; nothing has been moved.
+        """
+        storages = unique_storages(module)
+        wanted = sum(align(storage.size_bytes) for storage in storages)
+        if self.used_bytes + wanted > self.size_bytes:
+            raise CapacityError(
+                f"a module of {wanted} bytes does not fit the {self.purpose} region: {self.used_bytes} of its "
+                f"{self.size_bytes} bytes are in use"
+            )
+        for storage in storages:
+            data = self.empty((storage.size_bytes,), torch.uint8)
+            data.copy_(storage.bytes())
+            storage.rebind(data)
+        return module
+
+    def reset(self) -> None:
+        """Make the whole region available again; tensors taken from it earlier share their memory with new ones."""
+        self.used_bytes = 0

@@ -1,0 +1,106 @@
+"""JSON messages, with file descriptors where needed, between the daemon and a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchrelay.errors import PeerLostError, ProtocolError
+
+__all__ = ["Channel", "Message"]
+
+Message = dict[str, Any]
+
+_LENGTH = struct.Struct("!I")
+_MAX_MESSAGE_BYTES = 64 << 20
+_READ_BYTES = 1 << 16
+_MAX_DESCRIPTORS = 8
+# A peer that takes nothing for so long is stuck; its own timeout would have ended it before.
+_SEND_TIMEOUT_S = 30.0
+
+
+class Channel:
+    """One end of a stream socket. Any thread may send; one thread receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.settimeout(_SEND_TIMEOUT_S)
+        self._buffer = bytearray()
+        self._descriptors: list[int] = []
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send one message; the receiver gets duplicates of `descriptors`.
+
+        Raises:
+            PeerLostError: the other end is gone, or takes nothing.
+        """
+        data = json.dumps({**message, "descriptors": len(descriptors)}).encode()
+        data = _LENGTH.pack(len(data)) + data
+        try:
+            with self._sending:
+                sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
+                self._socket.sendall(data[sent:])
+        except (OSError, TimeoutError) as error:
+            raise PeerLostError(f"the other end of a worker's channel is gone: {error}") from error
+
+    def receive(self, timeout_s: float | None) -> tuple[Message, list[int]] | None:
+        """Return the next message and its descriptors, which the caller closes; None after `timeout_s`.
+
+        None as `timeout_s` waits for ever.
+
+        Raises:
+            PeerLostError: the other end is closed.
+            ProtocolError: what arrived is no message.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            message = self._next()
+            if message is not None:
+                return message
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select([self._socket], [], [], left_s)
+            if not readable:
+                return None
+            self._read()
+
+    def close(self) -> None:
+        self._socket.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _read(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS)
+        except OSError as error:
+            raise PeerLostError(f"a worker's channel broke: {error}") from error
+        self._descriptors += descriptors
+        if not data:
+            raise PeerLostError("the other end of a worker's channel is closed")
+        self._buffer += data
+
+    def _next(self) -> tuple[Message, list[int]] | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > _MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {length} bytes exceeds the limit of {_MAX_MESSAGE_BYTES}")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        message = json.loads(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        count = message.pop("descriptors")
+        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return message, taken

@@ -1,0 +1,160 @@
+"""A client of the server, over the standard library's HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import torch
+
+from torchrelay import errors
+from torchrelay.errors import (
+    ArgumentError,
+    ModelError,
+    NotFoundError,
+    OperationTimeoutError,
+    PeerLostError,
+    TorchRelayError,
+)
+from torchrelay.switching._tensors import HEADER, decode, encode, parse_body
+
+__all__ = ["Client"]
+
+
+class Client:
+    """Calls models of a server that speaks the Open Inference Protocol v2. Thread-safe; one call at a time.
+
+    Tensors travel in binary. The server's errors are raised as the same types here.
+    """
+
+    def __init__(self, url: str = "http://127.0.0.1:8000", *, timeout_s: float = 60.0) -> None:
+        """Connect at the first call.
+
+        Args:
+            timeout_s: the most to wait for the server's answer.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ArgumentError(f"{url!r} is no address of a server: write http://HOST:PORT")
+        self.url = url
+        self._timeout_s = timeout_s
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        self._lock = threading.Lock()
+
+    def infer(
+        self,
+        name: str,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        client: str = "",
+    ) -> dict[str, torch.Tensor]:
+        """Return the model's outputs by name. Blocks.
+
+        Raises:
+            NotFoundError, ModelError, OverloadedError, ...: as :meth:`Switcher.submit`.
+            PeerLostError: the server cannot be reached.
+        """
+        entries, raw = encode(inputs, binary=True)
+        parameters: dict[str, Any] = {"binary_data_output": True}
+        if priority:
+            parameters["priority"] = priority
+        if client:
+            parameters["client"] = client
+        if deadline_s is not None:
+            parameters["timeout"] = int(deadline_s * 1e6)
+        header = json.dumps({"inputs": entries, "parameters": parameters}).encode()
+        path = f"/v2/models/{quote(name, safe='')}/infer"
+        body, length = self._request("POST", path, b"".join([header, *raw]), {HEADER: str(len(header))})
+        answer, rest = parse_body(body, length)
+        return decode(answer.get("outputs"), rest)
+
+    def models(self) -> dict[str, str]:
+        """Return the state ("READY", "LOADING", "UNAVAILABLE") of every model the server knows."""
+        return {one["name"]: one["state"] for one in self._json("POST", "/v2/repository/index")}
+
+    def metadata(self, name: str) -> dict[str, Any]:
+        """Return the model's versions and inputs."""
+        return dict(self._json("GET", f"/v2/models/{quote(name, safe='')}"))
+
+    def load(self, name: str) -> None:
+        """Load a model of the server's models file; blocks until it is ready."""
+        self._json("POST", f"/v2/repository/models/{quote(name, safe='')}/load")
+
+    def unload(self, name: str) -> None:
+        """Unload a model."""
+        self._json("POST", f"/v2/repository/models/{quote(name, safe='')}/unload")
+
+    def status(self) -> dict[str, Any]:
+        """Return what the status page shows."""
+        return dict(self._json("GET", "/status.json"))
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        with self._lock:
+            self._connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _json(self, method: str, path: str) -> Any:
+        return json.loads(self._request(method, path, b"", {})[0])
+
+    def _request(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[bytes, str | None]:
+        with self._lock:
+            try:
+                answer = self._exchange(method, path, body, headers)
+            except TimeoutError as error:
+                self._connection.close()
+                raise OperationTimeoutError(
+                    f"{self.url} did not answer within {self._timeout_s:g} s"
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                raise PeerLostError(
+                    f"{self.url} cannot be reached: {error!r}; is the server running?"
+                ) from error
+        status, data, length = answer
+        if status >= 400:
+            raise _error(status, data)
+        return data, length
+
+    def _exchange(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, bytes, str | None]:
+        reused = self._connection.sock is not None
+        try:
+            self._connection.request(method, path, body, headers)
+            response = self._connection.getresponse()
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+            # The server closes idle connections; nothing was answered on this one.
+            self._connection.close()
+            if not reused:
+                raise
+            self._connection.request(method, path, body, headers)
+            response = self._connection.getresponse()
+        return response.status, response.read(), response.headers.get(HEADER)
+
+
+def _error(status: int, data: bytes) -> TorchRelayError:
+    try:
+        answer = json.loads(data)
+        kind = getattr(errors, answer["type"], ModelError)
+        error: TorchRelayError = kind(answer["error"])
+    except (ValueError, KeyError, TypeError):
+        kind = NotFoundError if status == 404 else ModelError
+        error = kind(f"the server answered {status}: {data[:200]!r}")
+    return error

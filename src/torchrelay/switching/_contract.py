@@ -1,0 +1,83 @@
+"""The contracts between the parts of `switching`, and the vocabulary they share.
+
+An *arena* is one block of device memory that several processes map. A model's tensors are stored in *groups*:
+contiguous, 512-byte aligned runs of bytes that are copied, placed and evicted as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["ALIGNMENT_BYTES", "Copy", "DeviceMemory", "Link", "align"]
+
+# What cudaMalloc guarantees, and what vectorised kernels may rely on.
+ALIGNMENT_BYTES = 512
+
+
+def align(size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    """Round `size_bytes` up to a multiple of `alignment_bytes`."""
+    return -(-size_bytes // alignment_bytes) * alignment_bytes
+
+
+class DeviceMemory(Protocol):
+    """A block of device memory that this process maps; other processes map it through :meth:`export`.
+
+    The memory lives until every process has closed its mapping and every exported descriptor is closed,
+    whatever kills them. Tensors keep this process's mapping alive: :meth:`close` ends it once they are gone.
+    """
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def read_only(self) -> bool:
+        """Whether this process cannot write to the memory."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return the whole block as a uint8 tensor of `size_bytes` elements, without copying."""
+
+    def export(self, *, read_only: bool = False) -> int:
+        """Return a new descriptor for another process; the caller closes it.
+
+        A descriptor exported with `read_only` cannot be mapped writable where the device enforces it.
+
+        Raises:
+            ArgumentError: this mapping is read-only and `read_only` is false.
+        """
+
+    def close(self) -> None:
+        """Give up the mapping. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes to move from host memory to the arena."""
+
+    source: torch.Tensor  # uint8, on the host, contiguous
+    offset_bytes: int  # in the arena
+
+
+class Link(Protocol):
+    """Moves bytes from host memory into an arena, in the order of the calls."""
+
+    def start(self, copies: list[Copy]) -> Callable[[], None]:
+        """Start copying and return what blocks until the bytes are visible to every process.
+
+        The sources must stay unchanged until then. The returned function raises what the copy failed with.
+        """
+
+    def register(self, source: torch.Tensor) -> None:
+        """Prepare host memory for fast copies; a copy from memory that is not registered works too."""
+
+    def unregister(self, source: torch.Tensor) -> None:
+        """Undo :meth:`register` once the copies in progress have ended."""
+
+    def close(self) -> None:
+        """Wait for copies in progress and free the link's resources. Idempotent."""

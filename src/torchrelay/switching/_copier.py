@@ -1,0 +1,106 @@
+"""The thread that copies groups into the arena."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from torchrelay.switching._contract import Copy, Link
+from torchrelay.switching._planner import Costs
+
+__all__ = ["Copier", "CopyJob", "measure_link"]
+
+# Groups queued on a link ahead of the one waited for: enough to keep it busy, few enough to stop soon.
+_AHEAD = 2
+
+
+@dataclass
+class CopyJob:
+    """Groups of one model on their way into the arena, in order."""
+
+    model: str
+    groups: list[tuple[int, list[Copy]]]
+    arrived: Callable[[CopyJob, int], object]  # called in the copier's thread, as `ended`
+    ended: Callable[[CopyJob, Exception | None], object]
+    cancelled: bool = False
+    pending: set[int] = field(default_factory=set)  # owned by the daemon's thread
+
+    def __post_init__(self) -> None:
+        self.pending = {group for group, _ in self.groups}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(copy.source.numel() for _, copies in self.groups for copy in copies)
+
+
+class Copier:
+    """Runs copy jobs one after the other in a thread of its own."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="torchrelay-copier", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: CopyJob) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End after the jobs submitted so far. Blocks."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._link.close()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            error: Exception | None = None
+            try:
+                self._copy(job)
+            except Exception as caught:  # reported to the daemon: this thread must outlive a failed copy
+                error = caught
+            job.ended(job, error)
+
+    def _copy(self, job: CopyJob) -> None:
+        started: deque[tuple[int, Callable[[], None]]] = deque()
+        groups = iter(job.groups)
+        while True:
+            while not job.cancelled and len(started) < _AHEAD:
+                following = next(groups, None)
+                if following is None:
+                    break
+                started.append((following[0], self._link.start(following[1])))
+            if not started:
+                return
+            group, wait = started.popleft()
+            wait()
+            job.arrived(job, group)
+
+
+def measure_link(link: Link, source: torch.Tensor) -> Costs:
+    """Return the rate and overhead of copies of `source` (uint8) to the start of the arena.
+
+    The arena's contents there are lost: for an arena that nobody uses yet.
+    """
+
+    def best_s(size_bytes: int) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            link.start([Copy(source[:size_bytes], 0)])()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    small, large = min(4096, source.numel()), source.numel()
+    overhead_s, whole_s = best_s(small), best_s(large)
+    rate = max(large - small, 1) / max(whole_s - overhead_s, 1e-6)
+    return Costs(rate, copy_overhead_s=overhead_s + _WAKE_S, group_overhead_s=_WAKE_S)
+
+
+# What one message to a waiting process costs each side, here and on the machines we saw.
+_WAKE_S = 40e-6

@@ -1,0 +1,77 @@
+"""A model's storages in groups, and which module waits for which group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchrelay.switching._contract import align
+from torchrelay.switching._layout import Layout
+from torchrelay.switching._planner import Costs, best_grouping
+from torchrelay.switching._profile import Profile
+
+__all__ = ["Grouped"]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """The groups of a model, in the order in which they are copied."""
+
+    layout: Layout
+    groups: tuple[tuple[int, ...], ...]  # storages
+    waits: dict[str, tuple[int, ...]]  # module path -> groups that its call needs
+    predicted_s: float = 0.0
+
+    @classmethod
+    def one_group(cls, layout: Layout) -> Grouped:
+        """Everything at once: the model waits for all of it."""
+        return cls(layout, (tuple(range(len(layout.storages))),), {"": (0,)})
+
+    @classmethod
+    def of_profile(cls, layout: Layout, profile: Profile, costs: Costs, policy: str = "best") -> Grouped:
+        """Group the profiled layers: by the planner ("best"), all in "one", or each its own ("layer")."""
+        layers = [layer for layer in profile.layers if layer.storages]
+        if not layers or policy == "one":
+            return cls.one_group(layout)
+        sizes = [sum(align(layout.storages[one]) for one in layer.storages) for layer in layers]
+        times = [layer.compute_s for layer in layers]
+        best = best_grouping(sizes, times, costs)
+        ranges = [range(i, i + 1) for i in range(len(layers))] if policy == "layer" else best.groups()
+        groups = tuple(
+            tuple(storage for layer in one for storage in layers[layer].storages) for one in ranges
+        )
+        return cls(layout, groups, _waits(layout, profile, groups), best.time_s)
+
+    def sizes(self) -> list[int]:
+        """Return the bytes that each group takes in an arena."""
+        return [sum(align(self.layout.storages[storage]) for storage in group) for group in self.groups]
+
+    def places(self, group: int) -> list[tuple[int, int]]:
+        """Return (storage, offset in bytes from the start of the group) for the storages of `group`."""
+        places, offset = [], 0
+        for storage in self.groups[group]:
+            places.append((storage, offset))
+            offset += align(self.layout.storages[storage])
+        return places
+
+    def to_json(self) -> dict[str, Any]:
+        return {"groups": self.groups, "waits": self.waits}
+
+    @classmethod
+    def from_json(cls, layout: Layout, value: dict[str, Any]) -> Grouped:
+        groups = tuple(tuple(group) for group in value["groups"])
+        return cls(layout, groups, {path: tuple(one) for path, one in value["waits"].items()})
+
+
+def _waits(
+    layout: Layout, profile: Profile, groups: tuple[tuple[int, ...], ...]
+) -> dict[str, tuple[int, ...]]:
+    """A module waits for what its call was seen to use, and for its own tensors, seen or not."""
+    group_of = {storage: index for index, group in enumerate(groups) for storage in group}
+    waits: dict[str, set[int]] = {}
+    for layer in profile.layers:
+        waits.setdefault(layer.module, set()).update(group_of[one] for one in layer.storages)
+    for spec in layout.tensors:
+        for path in spec.paths:
+            waits.setdefault(path.rpartition(".")[0], set()).add(group_of[spec.storage])
+    return {path: tuple(sorted(needed)) for path, needed in waits.items()}

@@ -1,0 +1,203 @@
+"""The tensors of a module as a list of storages, and modules bound to storages elsewhere.
+
+Storages, rather than tensors, are what is stored and moved: tied parameters and views of one storage then
+travel once and stay tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchrelay.errors import UnsupportedError
+from torchrelay.switching._contract import align
+
+__all__ = [
+    "Binding",
+    "Layout",
+    "Storage",
+    "TensorSpec",
+    "layout_of",
+    "named_tensors",
+    "unique_storages",
+]
+
+
+@dataclass
+class Storage:
+    """One storage of a module, with the tensors that view it."""
+
+    source: torch.UntypedStorage
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.source.nbytes()
+
+    def bytes(self) -> torch.Tensor:
+        """Return the storage as a uint8 tensor, without copying."""
+        return torch.empty(0, dtype=torch.uint8, device=self.source.device).set_(self.source)
+
+    def rebind(self, data: torch.Tensor) -> None:
+        """Make every tensor of the storage view `data`, which holds the same bytes."""
+        for tensor in self.tensors:
+            offset = int(tensor.storage_offset())
+            tensor.data = _view(data, tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor object of a module: every path it is known by, and where it lies."""
+
+    paths: tuple[str, ...]
+    is_parameter: bool
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements from the start of the storage
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The storages' sizes and the tensors over them; JSON both ways."""
+
+    storages: tuple[int, ...]  # bytes
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes the model takes in an arena if it is placed as one group."""
+        return sum(align(size_bytes) for size_bytes in self.storages)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = TensorSpec.__dataclass_fields__
+        return {
+            "storages": list(self.storages),
+            "tensors": [[getattr(spec, name) for name in fields] for spec in self.tensors],
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Layout:
+        tensors = [
+            TensorSpec(tuple(paths), parameter, storage, dtype, tuple(shape), tuple(stride), offset)
+            for paths, parameter, storage, dtype, shape, stride, offset in value["tensors"]
+        ]
+        return cls(tuple(value["storages"]), tuple(tensors))
+
+
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter, buffer and plain tensor attribute with its path, tied ones under each path."""
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        own = {**submodule._parameters, **submodule._buffers, **vars(submodule)}
+        for name, tensor in own.items():
+            if isinstance(tensor, torch.Tensor):
+                yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+def unique_storages(module: torch.nn.Module) -> list[Storage]:
+    """Return each storage of `module` once, in the order of registration.
+
+    Raises:
+        UnsupportedError: a tensor has no plain storage (sparse, quantized by subclass, fake).
+    """
+    found: dict[int, Storage] = {}
+    seen: set[int] = set()
+    for path, tensor in named_tensors(module):
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        storage = _storage_of(path, tensor)
+        # Storages of zero bytes share the address 0 without being one storage.
+        key = storage.data_ptr() or -len(found) - 1
+        found.setdefault(key, Storage(storage)).tensors.append(tensor)
+    return list(found.values())
+
+
+def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
+    """Return the layout of `module` and its storages, in the same order."""
+    storages = unique_storages(module)
+    index = {id(tensor): i for i, storage in enumerate(storages) for tensor in storage.tensors}
+    paths: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for path, tensor in named_tensors(module):
+        paths.setdefault(id(tensor), []).append(path)
+        tensors[id(tensor)] = tensor
+    specs = [
+        TensorSpec(
+            tuple(paths[key]),
+            isinstance(tensor, torch.nn.Parameter),
+            index[key],
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+        for key, tensor in tensors.items()
+    ]
+    return Layout(tuple(storage.size_bytes for storage in storages), tuple(specs)), storages
+
+
+class Binding:
+    """A module whose tensors are views of memory elsewhere, one storage at a time.
+
+    The module's own tensors are replaced by empty ones, so that a deferred module needs no memory. The module
+    can be used once :meth:`bind` has been called for every storage.
+    """
+
+    def __init__(self, module: torch.nn.Module, layout: Layout) -> None:
+        self.module = module
+        self._by_storage: list[list[tuple[torch.Tensor, TensorSpec]]] = [[] for _ in layout.storages]
+        self._places: list[tuple[int, int] | None] = [None] * len(layout.storages)
+        for spec in layout.tensors:
+            tensor: torch.Tensor = torch.empty(0, dtype=getattr(torch, spec.dtype))
+            if spec.is_parameter:
+                tensor = torch.nn.Parameter(tensor, requires_grad=False)
+            for path in spec.paths:
+                _replace(module, path, tensor)
+            self._by_storage[spec.storage].append((tensor, spec))
+        module.requires_grad_(False)
+
+    def bind(self, storage: int, data: torch.Tensor) -> None:
+        """Make the tensors of `storage` views of `data` (uint8, its bytes); free if they are already."""
+        place = (data.data_ptr(), data.numel())
+        if self._places[storage] == place:
+            return
+        for tensor, spec in self._by_storage[storage]:
+            tensor.data = _view(data, tensor.dtype, spec.shape, spec.stride, spec.offset)
+        self._places[storage] = place
+
+
+def _view(data: torch.Tensor, dtype: torch.dtype, shape: Any, stride: Any, offset: int) -> torch.Tensor:
+    """Return a tensor over the bytes `data`, whose own offset in its storage is a multiple of 512."""
+    start = data.storage_offset() // dtype.itemsize
+    storage = data.untyped_storage()
+    return torch.empty(0, dtype=dtype, device=data.device).set_(
+        storage,
+        start + offset,
+        shape,
+        stride,
+    )
+
+
+def _storage_of(path: str, tensor: torch.Tensor) -> torch.UntypedStorage:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or _is_subclass(tensor):
+        raise UnsupportedError(
+            f"{path} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; "
+            "only plain dense tensors can be shared"
+        )
+    return tensor.untyped_storage()
+
+
+def _is_subclass(tensor: torch.Tensor) -> bool:
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return type(tensor.data) is not torch.Tensor and type(tensor) not in plain
+
+
+def _replace(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
+    prefix, _, name = path.rpartition(".")
+    # setattr, as recurrent layers keep a list of their weights up to date by it.
+    setattr(module.get_submodule(prefix), name, tensor)

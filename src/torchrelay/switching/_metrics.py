@@ -1,0 +1,97 @@
+"""What Prometheus scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from torchrelay.switching._queue import Reply
+from torchrelay.switching._switcher import Switcher
+from torchrelay.switching._tensors import datatype_of
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_COUNTERS = {
+    "served": "Requests answered",
+    "failed": "Requests that failed in a worker",
+    "rejected": "Requests refused: queue full, unknown model, shutting down",
+    "expired": "Requests cancelled or past their deadline while waiting",
+    "retried": "Requests run again because their worker died",
+    "copied_bytes": "Bytes copied to the arena",
+    "evicted_groups": "Groups evicted from the arena",
+    "prefetches": "Models copied ahead of their request",
+}
+
+
+class _Snapshot(Collector):
+    """Gauges and counters from the switcher's status, at the time of the scrape."""
+
+    def __init__(self, switcher: Switcher) -> None:
+        self._switcher = switcher
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._switcher.status()
+        free = sum(block["bytes"] for block in status["blocks"] if not block["model"])
+        yield GaugeMetricFamily("torchrelay_arena_bytes", "Size of the arena", value=status["arena_bytes"])
+        yield GaugeMetricFamily("torchrelay_arena_free_bytes", "Bytes no model holds", value=free)
+        yield GaugeMetricFamily("torchrelay_queue_length", "Requests waiting", value=len(status["queue"]))
+        yield CounterMetricFamily(
+            "torchrelay_worker_deaths", "Workers that ended unasked", value=status["worker_deaths"]
+        )
+        workers = GaugeMetricFamily("torchrelay_workers", "Worker processes", labels=["state"])
+        for state in ("starting", "loading", "running", "training", "standby"):
+            count = sum(worker["state"] == state for worker in status["workers"])
+            workers.add_metric([state], count)
+        yield workers
+        resident = GaugeMetricFamily("torchrelay_model_resident", "1 if all in the arena", labels=["model"])
+        for model in status["models"]:
+            resident.add_metric([model["name"]], int(model["resident"]))
+        yield resident
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"torchrelay_{name}", text, value=status["counts"].get(name, 0))
+
+
+class Metrics:
+    """The registry of one server."""
+
+    def __init__(self, switcher: Switcher) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Snapshot(switcher))
+        self._outputs: dict[str, list[dict[str, Any]]] = {}
+        self._histograms = {
+            part: Histogram(
+                f"torchrelay_{part}_seconds",
+                f"Time of a request: {text}",
+                ["model", "kind"],
+                buckets=_SECONDS,
+                registry=self._registry,
+            )
+            for part, text in (
+                ("queue", "waiting for a worker"),
+                ("switch", "until the model's first group is in place"),
+                ("compute", "the forward pass, waiting for later groups included"),
+            )
+        }
+
+    def observe(self, reply: Reply) -> None:
+        """Count one reply."""
+        kind = "cold" if reply.copied_bytes else "resident"
+        for part, histogram in self._histograms.items():
+            histogram.labels(reply.model, kind).observe(getattr(reply, f"{part}_s"))
+        self._outputs[reply.model] = [
+            {"name": name, "datatype": datatype_of(tensor.dtype), "shape": [-1] * tensor.dim()}
+            for name, tensor in reply.outputs.items()
+        ]
+
+    def outputs_of(self, model: str) -> list[dict[str, Any]]:
+        """Return the outputs as the last reply had them; empty before the first."""
+        return self._outputs.get(model, [])
+
+    def render(self) -> tuple[bytes, str]:
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -1,0 +1,168 @@
+"""`models.toml`: what `torchrelay serve` serves, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.errors import ConfigError, TorchRelayError
+from torchrelay.switching._store import ModelStore
+from torchrelay.switching._tensors import dtype_of
+
+__all__ = ["ModelEntry", "ModelsFile", "ServerOptions"]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The table `[server]`; sizes in bytes, rates in GB/s, times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "cpu"
+    arena_bytes: int = 1 << 30
+    request_bytes: int = 64 << 20
+    workers: int = 2
+    threads: int = 0
+    link_gbps: float = 0.0
+    queue_limit: int = 256
+    client_limit: int = 64
+    run_timeout_s: float = 60.0
+    grace_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One table `[models.NAME]`."""
+
+    name: str
+    factory: str
+    inputs: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    weights: Path | None = None
+    weights_prefix: str = ""
+    seed: int = 0
+    priority: int = 0
+    load: bool = True
+
+    def add_to(self, store: ModelStore) -> None:
+        """Build the model into `store`."""
+        store.add(
+            self.name,
+            self.factory,
+            kwargs=self.kwargs,
+            inputs=self.inputs,
+            weights=self.weights,
+            weights_prefix=self.weights_prefix,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class ModelsFile:
+    """A parsed file. Paths in it are relative to its folder, which modules are imported from too."""
+
+    folder: Path
+    server: ServerOptions
+    models: dict[str, ModelEntry]
+
+    @classmethod
+    def read(cls, path: Path) -> ModelsFile:
+        """Read and check `path`.
+
+        Raises:
+            ConfigError: it cannot be read, or something in it is unknown or wrong.
+        """
+        try:
+            table = _parse(path.read_bytes().decode())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        _check_keys(path, "the file", table, {"server", "models"})
+        folder = path.resolve().parent
+        models = {
+            name: _model(path, folder, name, entry) for name, entry in _table(path, table, "models").items()
+        }
+        if not models:
+            raise ConfigError(f"{path} has no models: add a table [models.NAME]")
+        return cls(folder, _server(path, _table(path, table, "server")), models)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415
+    else:
+        import tomli as tomllib  # noqa: PLC0415
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not valid TOML: {error}") from error
+
+
+def _table(path: Path, parent: dict[str, Any], key: str) -> dict[str, Any]:
+    table = parent.get(key, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {key} must be a table")
+    return table
+
+
+def _check_keys(path: Path, where: str, table: dict[str, Any], known: set[str]) -> None:
+    unknown = set(table) - known
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ConfigError(
+            f"{path}: {where} has the unknown key {names}; known are {', '.join(sorted(known))}"
+        )
+
+
+def _server(path: Path, table: dict[str, Any]) -> ServerOptions:
+    fields = {one.name: one for one in dataclasses.fields(ServerOptions)}
+    _check_keys(path, "[server]", table, set(fields))
+    for key, value in table.items():
+        kind = type(fields[key].default)
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (kind is not str and value < 0):
+            raise ConfigError(f"{path}: [server] {key} = {value!r}: must be a {kind.__name__}, not negative")
+    return ServerOptions(**table)
+
+
+def _model(path: Path, folder: Path, name: str, table: Any) -> ModelEntry:
+    where = f"[models.{name}]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {where} must be a table")
+    known = {one.name for one in dataclasses.fields(ModelEntry)} - {"name"}
+    _check_keys(path, where, table, known)
+    if not isinstance(table.get("factory"), str) or not isinstance(table.get("inputs"), list):
+        raise ConfigError(f"{path}: {where} needs factory, a string, and inputs, a list")
+    for key, kind in (
+        ("kwargs", dict),
+        ("weights", str),
+        ("weights_prefix", str),
+        ("seed", int),
+        ("priority", int),
+        ("load", bool),
+    ):
+        if key in table and type(table[key]) is not kind:
+            raise ConfigError(f"{path}: {where} {key} = {table[key]!r}: must be a {kind.__name__}")
+    module, colon, function = table["factory"].rpartition(":")
+    if module.endswith(".py"):
+        module = str(folder / module)
+    rest = {
+        key: table[key] for key in ("kwargs", "weights_prefix", "seed", "priority", "load") if key in table
+    }
+    weights = folder / table["weights"] if "weights" in table else None
+    inputs = dict(_input(path, where, one) for one in table["inputs"])
+    return ModelEntry(name, f"{module}{colon}{function}", inputs, weights=weights, **rest)
+
+
+def _input(path: Path, where: str, entry: Any) -> tuple[str, tuple[torch.dtype, tuple[int, ...]]]:
+    try:
+        shape = tuple(int(size) for size in entry["shape"])
+        return str(entry["name"]), (dtype_of(entry["datatype"]), shape)
+    except (KeyError, TypeError, ValueError, TorchRelayError) as error:
+        raise ConfigError(
+            f'{path}: {where} inputs: {error}; write {{name = "x", datatype = "FP32", shape = [-1, 64]}}'
+        ) from error

@@ -1,0 +1,99 @@
+"""A worker process as the daemon sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import torch
+
+from torchrelay.buffers import Segment
+from torchrelay.switching._cache import SharedCache
+from torchrelay.switching._channel import Channel
+
+__all__ = ["WorkerProcess"]
+
+
+class WorkerProcess:
+    """A started worker: its process, channel and request buffer. Everything else is the daemon's state."""
+
+    def __init__(self, cache: SharedCache, request_bytes: int, threads: int) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        arena = cache.export(read_only=True)
+        segment = Segment.create(request_bytes, "torchrelay-requests")
+        try:
+            # The command line names inherited descriptors; -c would miss the module's __main__ guard.
+            arguments = {
+                "channel": theirs.fileno(),
+                "arena": arena,
+                "requests": segment.fd,
+                "threads": threads,
+                "cache": json.dumps(cache.describe(read_only=True)),
+            }
+            command = [sys.executable, "-m", "torchrelay.switching._worker"]
+            for name, value in arguments.items():
+                command += [f"--{name}", str(value)]
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno(), arena, segment.fd],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(arena)
+        self.channel = Channel(ours)
+        self.requests: torch.Tensor = segment.tensor((segment.size_bytes,), torch.uint8)
+        self.started = time.monotonic()
+        self.ready = False
+        self.loading: set[str] = set()  # models whose modules it is building
+        self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
+        self.unwanted: set[str] = set()  # unloaded models whose modules it may hold
+        self.last_model = ""
+        self.last_used = 0.0
+        self.request_id = 0  # of what it runs, or 0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.request_id and not self.loading
+
+    def kill(self) -> None:
+        """End the process, whatever it does, and reap it. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        self.channel.close()
+        self.requests = torch.empty(0, dtype=torch.uint8)  # a tensor keeps the buffer mapped
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask the process to end, and kill it if it does not within `timeout_s`."""
+        with contextlib.suppress(Exception):
+            self.channel.send({"op": "exit"})
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        self.kill()
+
+    def exit_reason(self) -> str:
+        """Describe how the process ended; its channel closes a moment before it does."""
+        try:
+            code = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its channel"
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = "; does the model write to its parameters or buffers?" if -code == signal.SIGSEGV else ""
+            return f"was killed by {name}{hint}"
+        return f"ended with exit code {code}"

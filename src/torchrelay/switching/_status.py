@@ -1,0 +1,88 @@
+"""The daemon's state for people and monitors: JSON values only."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torchrelay.switching._cache import SharedCache
+from torchrelay.switching._daemon import Daemon, Served
+from torchrelay.switching._process import WorkerProcess
+
+__all__ = ["status"]
+
+
+def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
+    """Return a snapshot; in the daemon's thread."""
+    return {
+        "time": time.time(),
+        "device": str(cache.device),
+        "arena_bytes": daemon.arena.size_bytes,
+        "blocks": [
+            {
+                "offset": block.offset_bytes,
+                "bytes": block.size_bytes,
+                "model": block.model,
+                "group": block.group,
+            }
+            for block in daemon.arena.blocks()
+        ],
+        "models": [_model(daemon, served) for _, served in sorted(daemon.models.items())],
+        "workers": [_worker(daemon, worker) for worker in daemon.fleet],
+        "worker_deaths": daemon.fleet.deaths,
+        "queue": [
+            {
+                "model": request.model,
+                "priority": request.priority,
+                "waiting_s": time.monotonic() - request.arrived,
+                "client": request.client,
+            }
+            for request in daemon.queue.ordered()
+        ],
+        "training": [_task(daemon)] if daemon.training is not None else [],
+        "paused_training": [
+            {"task": task.name, "step": task.step, "steps": task.steps} for task in daemon.tasks
+        ],
+        "link": {
+            "bytes_per_s": daemon.costs.bytes_per_s,
+            "copy_overhead_s": daemon.costs.copy_overhead_s,
+        },
+        "counts": dict(daemon.counts),
+        "switches": list(daemon.history)[::-1],
+    }
+
+
+def _model(daemon: Daemon, served: Served) -> dict[str, Any]:
+    name = served.model.name
+    state = "failed" if served.error else "ready" if served.ready.done() else "loading"
+    return {
+        "name": name,
+        "version": served.model.version,
+        "state": state,
+        "error": str(served.error) if served.error else "",
+        "bytes": served.model.size_bytes,
+        "groups": len(served.grouped.groups),
+        "resident": daemon.arena.is_resident(name, len(served.grouped.groups)),
+        "pinned": daemon.arena.is_pinned(name),
+        "priority": served.priority,
+        "requests": dict(served.counts),
+        "seconds": dict(served.seconds),
+    }
+
+
+def _worker(daemon: Daemon, worker: WorkerProcess) -> dict[str, Any]:
+    if not worker.ready:
+        state = "starting"
+    elif worker.loading:
+        state = "loading"
+    elif daemon.running is not None and daemon.running[1] is worker:
+        state = "running"
+    else:
+        state = "training" if worker.request_id else "standby"
+    return {"pid": worker.pid, "state": state, "model": worker.last_model}
+
+
+def _task(daemon: Daemon) -> dict[str, Any]:
+    assert daemon.training is not None
+    task = daemon.training[0]
+    return {"task": task.name, "step": task.step, "steps": task.steps}

@@ -1,0 +1,284 @@
+"""The switcher: many models, one arena, one request at a time, switched in milliseconds."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchrelay.errors import ArgumentError, CapacityError, OperationTimeoutError, UnavailableError
+from torchrelay.switching._cache import SharedCache
+from torchrelay.switching._contract import Link, align
+from torchrelay.switching._copier import measure_link
+from torchrelay.switching._daemon import Daemon, Options
+from torchrelay.switching._factory import Factory
+from torchrelay.switching._host import HostLink
+from torchrelay.switching._queue import Reply, Request
+from torchrelay.switching._store import ModelStore
+from torchrelay.switching._tasks import Task, TrainingHandle
+
+__all__ = ["Switcher", "default_profile_folder"]
+
+_GROUPINGS = ("best", "one", "layer")
+_MEASURE_BYTES = 8 << 20
+
+
+def default_profile_folder() -> Path:
+    """Return where profiles are cached: `torchrelay/switching` in the user's cache folder."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "torchrelay" / "switching"
+
+
+class Switcher:
+    """Serves the models of a store from one arena, by worker processes that are always warm.
+
+    The process that makes the switcher is the daemon: it owns the arena and copies models into it. Workers map
+    the arena read-only. One request runs at a time; other workers stand by. When the daemon ends, however it
+    ends, workers and memory are gone.
+    """
+
+    def __init__(
+        self,
+        store: ModelStore,
+        *,
+        arena_bytes: int,
+        device: str | torch.device = "cpu",
+        workers: int = 2,
+        link_gbps: float = 0.0,
+        request_bytes: int = 64 << 20,
+        queue_limit: int = 256,
+        client_limit: int = 64,
+        run_timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
+        prefetch: bool = True,
+        grouping: str = "best",
+        threads: int = 0,
+        profile_folder: Path | None = None,
+    ) -> None:
+        """Allocate the arena and start the workers; models are loaded by :meth:`load`.
+
+        Args:
+            store: where :meth:`load` finds models; the caller keeps and closes it.
+            arena_bytes: device memory for parameters; activations are torch's own.
+            workers: processes; one more than one is a standby.
+            link_gbps: on the CPU, the rate in GB/s of an emulated link to the arena; 0 is memory's own.
+            request_bytes: the most that one request's inputs and outputs take together.
+            queue_limit: the most requests that wait; more raise OverloadedError.
+            client_limit: the most requests that wait for one named client.
+            run_timeout_s: the most that one request computes before its worker is ended.
+            start_timeout_s: the most that a worker takes to start.
+            prefetch: copy the next request's model while the current one computes.
+            grouping: "best", or for comparison "one" group or one group for each "layer".
+            threads: torch threads of a worker; 0 leaves torch's default.
+            profile_folder: where profiles are kept between runs; None keeps none.
+
+        Raises:
+            ArgumentError: an argument is wrong.
+            SegmentError: the device does not have `arena_bytes` bytes.
+            UnavailableError: the device is missing.
+        """
+        if workers < 1 or queue_limit < 1 or client_limit < 1 or request_bytes < 1 or link_gbps < 0:
+            raise ArgumentError("workers, limits and request_bytes must be at least 1, link_gbps at least 0")
+        if grouping not in _GROUPINGS:
+            raise ArgumentError(f"grouping={grouping!r}: the choices are {', '.join(_GROUPINGS)}")
+        self._store = store
+        self._closed = False
+        self._cache = SharedCache.allocate(arena_bytes, device)
+        try:
+            self._link = _link(self._cache, link_gbps)
+            size_bytes = min(_MEASURE_BYTES, self._cache.size_bytes)
+            source = torch.zeros(size_bytes, dtype=torch.uint8)
+            self._link.register(source)
+            costs = measure_link(self._link, source)
+            self._link.unregister(source)
+            self._daemon = Daemon(
+                self._cache,
+                self._link,
+                costs,
+                Options(
+                    workers,
+                    align(request_bytes),
+                    queue_limit,
+                    client_limit,
+                    run_timeout_s,
+                    start_timeout_s,
+                    prefetch,
+                    grouping,
+                    threads,
+                    profile_folder,
+                ),
+            )
+        except BaseException:
+            self._cache.close()
+            raise
+        self._daemon.start()
+
+    def load(self, name: str, *, priority: int = 0, timeout_s: float = 300.0) -> None:
+        """Serve the store's model `name`, replacing an older version; blocks until it can answer.
+
+        Args:
+            priority: models of higher priority stay in the arena longer.
+
+        Raises:
+            CapacityError: the model is larger than the arena.
+            ModelError: its factory or its first run failed.
+            NotFoundError: the store has no such model.
+            OperationTimeoutError: it was not ready after `timeout_s`.
+        """
+        model = self._store.get(name)
+        source = model.segment.tensor((model.size_bytes,), torch.uint8)
+        ready = self._daemon.loop.call(lambda: self._daemon.add_model(model, priority))
+        self._link.register(source)
+        try:
+            ready.result(timeout_s)
+        except TimeoutError as error:
+            if ready.done():
+                raise
+            raise OperationTimeoutError(f"model {name!r} was not ready after {timeout_s:g} s") from error
+
+    def unload(self, name: str) -> None:
+        """Stop serving `name`: waiting requests fail, the running one is finished.
+
+        Raises:
+            NotFoundError: it is not loaded.
+        """
+        self._daemon.loop.call(lambda: self._daemon.remove_model(name))
+
+    def models(self) -> tuple[str, ...]:
+        """Return the names of the models that are loaded or loading."""
+        return tuple(sorted(self._daemon.models))
+
+    def is_ready(self, name: str) -> bool:
+        """Whether `name` is loaded and can answer."""
+        served = self._daemon.models.get(name)
+        return served is not None and served.ready.done() and served.error is None
+
+    def submit(
+        self,
+        name: str,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        client: str = "",
+    ) -> Future[Reply]:
+        """Queue a request and return the future of its reply. Cancelling the future takes it off the queue.
+
+        Args:
+            priority: higher ones run first.
+            deadline_s: the most to wait for a worker; then the future raises OperationTimeoutError.
+            client: who asks, for `client_limit`.
+
+        Raises:
+            ArgumentError: the inputs are not the model's.
+            CapacityError: they exceed `request_bytes`.
+            NotFoundError: the model is not loaded.
+
+        The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError, NotFoundError or
+        UnavailableError.
+        """
+        self._check_inputs(name, inputs)
+        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        plain = {key: value.detach().cpu() for key, value in inputs.items()}
+        request = Request(0, name, plain, Future(), priority, deadline, client)
+
+        def queue() -> None:
+            request.request_id = self._daemon.new_id()
+            self._daemon.submit(request)
+
+        if not self._daemon.loop.post(queue):
+            raise UnavailableError("the switcher is closed")
+        return request.future
+
+    def infer(self, name: str, inputs: Mapping[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+        """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`, but blocks."""
+        return self.submit(name, inputs, **options).result().outputs
+
+    def train(
+        self,
+        name: str,
+        factory: Callable[..., Any] | str,
+        *,
+        steps: int,
+        kwargs: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        save_every: int = 0,
+    ) -> TrainingHandle:
+        """Run `steps` training steps in the time that requests leave, and return a handle.
+
+        A request preempts the task at the end of a step: its state is written to host memory and it resumes,
+        in whatever worker, bit for bit. A worker that dies costs the steps since the last state.
+
+        Args:
+            factory: builds the task: an object with `step(index)`, `state_dict()` and `load_state_dict(state)`.
+            save_every: write the state back every so many steps too; 0 only when preempted.
+
+        Raises:
+            ArgumentError: an argument is wrong.
+        """
+        if steps < 1 or save_every < 0:
+            raise ArgumentError(
+                f"a task needs at least 1 step and save_every of at least 0, not {steps}, {save_every}"
+            )
+        task = Task(name, Factory.of(factory, kwargs, seed), steps, save_every)
+        self._daemon.loop.call(lambda: self._daemon.train(task))
+        cancel = self._daemon.cancel_task
+        return TrainingHandle(task, lambda one: self._daemon.loop.call(lambda: cancel(one)))
+
+    def status(self) -> dict[str, Any]:
+        """Return what is resident, queued, running and done, as JSON values."""
+        from torchrelay.switching._status import status  # noqa: PLC0415
+
+        return self._daemon.loop.call(lambda: status(self._daemon, self._cache))
+
+    def close(self, grace_s: float = 10.0) -> None:
+        """Finish what is queued, for at most `grace_s`, then end the workers and free the arena. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._daemon.loop.post(lambda: self._daemon.drain(grace_s))
+        self._daemon.loop.join()
+        self._cache.close()
+
+    def __enter__(self) -> Switcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(grace_s=10.0 if kind is None else 0.0)
+
+    def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
+        served = self._daemon.models.get(name)
+        if served is None:
+            return  # the daemon answers, in order with loads and unloads before
+        specs = {spec.name: spec for spec in served.model.inputs}
+        if set(inputs) != set(specs):
+            raise ArgumentError(
+                f"model {name!r} takes the inputs {', '.join(sorted(specs))}; got {', '.join(sorted(inputs)) or 'none'}"
+            )
+        for key, value in inputs.items():
+            specs[key].check(value)
+        size_bytes = sum(align(value.nbytes) for value in inputs.values())
+        if size_bytes > self._daemon.options.request_bytes:
+            raise CapacityError(
+                f"the inputs take {size_bytes} bytes, a request at most {self._daemon.options.request_bytes}"
+            )
+
+
+def _link(cache: SharedCache, link_gbps: float) -> Link:
+    arena = cache.tensor((cache.size_bytes,), torch.uint8)
+    if cache.device.type == "cpu":
+        return HostLink(arena, gbytes_per_s=link_gbps)
+    if link_gbps:
+        raise ArgumentError(f"link_gbps emulates a link on the CPU; {cache.device} has its own")
+    from torchrelay.switching._cuda import CudaLink  # noqa: PLC0415
+
+    return CudaLink(arena, cache.device)

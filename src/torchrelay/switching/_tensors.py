@@ -1,0 +1,162 @@
+"""Tensors as the Open Inference Protocol v2 writes them: JSON lists, or raw bytes behind the JSON.
+
+The binary form is the protocol's `binary_tensor_data` extension: the header `Inference-Header-Content-Length`
+says where the JSON ends, and each tensor's `binary_data_size` how many bytes it takes behind it, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from torchrelay.errors import ArgumentError, UnsupportedError
+
+__all__ = ["DATATYPES", "HEADER", "Body", "datatype_of", "decode", "dtype_of", "encode", "parse_body"]
+
+HEADER = "Inference-Header-Content-Length"
+
+DATATYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+    "UINT16": torch.uint16,
+    "UINT32": torch.uint32,
+    "UINT64": torch.uint64,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+}
+_NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+_MAX_DIMENSIONS = 32
+
+Body = tuple[dict[str, Any], memoryview]
+
+
+def dtype_of(datatype: object) -> torch.dtype:
+    """Return torch's dtype for the protocol's `datatype`."""
+    if not isinstance(datatype, str) or datatype not in DATATYPES:
+        raise UnsupportedError(f"datatype {datatype!r} is not served; the choices are {', '.join(DATATYPES)}")
+    return DATATYPES[datatype]
+
+
+def datatype_of(dtype: torch.dtype) -> str:
+    """Return the protocol's name of `dtype`."""
+    if dtype not in _NAMES:
+        raise UnsupportedError(f"the protocol has no datatype for {dtype}")
+    return _NAMES[dtype]
+
+
+def parse_body(body: bytes, header_length: str | None) -> Body:
+    """Split a request or response body into its JSON object and the bytes behind it.
+
+    Raises:
+        ArgumentError: it is not of the protocol's form.
+    """
+    try:
+        length = len(body) if header_length is None else int(header_length)
+    except ValueError:
+        length = -1
+    if not 0 <= length <= len(body):
+        raise ArgumentError(f"{HEADER} is {header_length!r}, the body has {len(body)} bytes")
+    try:
+        header = json.loads(body[:length])
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"the body's JSON cannot be read: {error}") from error
+    if not isinstance(header, dict):
+        raise ArgumentError(f"the body's JSON is a {type(header).__name__}, not an object")
+    return header, memoryview(body)[length:]
+
+
+def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
+    """Return the tensors that `entries` (the protocol's `inputs` or `outputs`) describe.
+
+    Raises:
+        ArgumentError: an entry is malformed, or sizes disagree.
+        UnsupportedError: a datatype is not served.
+    """
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        raise ArgumentError("inputs must be a list of objects")
+    tensors: dict[str, torch.Tensor] = {}
+    offset = 0
+    for entry in entries:
+        name, dtype, shape = _described(entry)
+        if name in tensors:
+            raise ArgumentError(f"input {name!r} appears twice")
+        size = _parameters(entry).get("binary_data_size")
+        if size is None:
+            tensors[name] = _from_list(name, entry.get("data"), dtype, shape)
+            continue
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if type(size) is not int or size != size_bytes or offset + size > len(raw):
+            raise ArgumentError(
+                f"input {name!r} of shape {shape} takes {size_bytes} bytes; binary_data_size is {size!r} "
+                f"and {len(raw) - offset} bytes are left"
+            )
+        tensors[name] = _from_bytes(raw[offset : offset + size], dtype).reshape(shape)
+        offset += size
+    if offset != len(raw):
+        raise ArgumentError(f"{len(raw) - offset} bytes behind the JSON belong to no input")
+    return tensors
+
+
+def encode(
+    tensors: Mapping[str, torch.Tensor], binary: Iterable[str] | bool
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Return the protocol's entries for `tensors` and the bytes of those that are `binary`."""
+    names = set(tensors) if binary is True else set(binary or ())
+    entries, raw = [], []
+    for name, tensor in tensors.items():
+        entry: dict[str, Any] = {
+            "name": name,
+            "datatype": datatype_of(tensor.dtype),
+            "shape": list(tensor.shape),
+        }
+        if name in names:
+            raw.append(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            entry["parameters"] = {"binary_data_size": len(raw[-1])}
+        else:
+            entry["data"] = tensor.flatten().tolist()
+        entries.append(entry)
+    return entries, raw
+
+
+def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:
+    name, shape = entry.get("name"), entry.get("shape")
+    if not isinstance(name, str):
+        raise ArgumentError("an input has no name")
+    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not sizes or len(shape) > _MAX_DIMENSIONS:  # type: ignore[arg-type]
+        raise ArgumentError(f"input {name!r} has the shape {shape!r}; it must be a list of sizes")
+    return name, dtype_of(entry.get("datatype")), shape  # type: ignore[return-value]
+
+
+def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
+    parameters = entry.get("parameters", {})
+    return parameters if isinstance(parameters, dict) else {}
+
+
+def _from_list(name: str, data: object, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    try:
+        tensor = torch.tensor(data, dtype=dtype) if isinstance(data, list) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(f"the data of input {name!r} is not {dtype}: {error}") from error
+    if tensor is None or tensor.numel() != math.prod(shape):
+        count = "no" if tensor is None else tensor.numel()
+        raise ArgumentError(f"input {name!r} of shape {shape} comes with {count} values")
+    return tensor.reshape(shape)
+
+
+def _from_bytes(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    if not raw:
+        return torch.empty(0, dtype=dtype)
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    # Any other byte than 0 or 1 is no bool.
+    return data != 0 if dtype is torch.bool else data.view(dtype)

@@ -1,0 +1,120 @@
+"""Training tasks that give way at a step boundary and resume bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from torchrelay.errors import ArgumentError, ModelError
+from torchrelay.switching._channel import Channel, Message
+from torchrelay.switching._factory import Factory
+
+__all__ = ["TrainingTask", "read_state", "run"]
+
+
+class TrainingTask(Protocol):
+    """What the factory of a training task returns.
+
+    Between steps, everything that later steps depend on must be in :meth:`state_dict`. The random states of
+    torch, numpy and `random` are kept besides, so that dropout and shuffling resume where they were.
+    """
+
+    def step(self, index: int) -> object:
+        """Run step `index`, counted from 0; the returned value is ignored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, as `torch.save` writes and `torch.load(weights_only=True)` reads."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Take over a state that :meth:`state_dict` returned, in another process."""
+
+
+def run(message: Message, descriptors: list[int], channel: Channel) -> None:
+    """Run a task in a worker until it is done or the daemon wants the worker back."""
+    # A process that builds a task anew must not differ from one that never stopped.
+    task = Factory(message["factory"], message["kwargs"], message["seed"]).build()
+    for method in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(task, method, None)):
+            raise ArgumentError(f"{message['factory']} returned a {type(task).__name__} without {method}()")
+    index = 0
+    if descriptors:
+        saved = read_state(descriptors[0])
+        os.close(descriptors[0])
+        task.load_state_dict(saved["task"])
+        _restore_random(saved["random"])
+        index = int(saved["step"])
+    else:
+        _seed_random(message["seed"])
+    written = index
+    while index < message["steps"] and not _asked_to_pause(channel, message["id"]):
+        try:
+            task.step(index)
+        except Exception as error:
+            raise ModelError(
+                f"step {index} of {message['task']} failed: {type(error).__name__}: {error}"
+            ) from error
+        index += 1
+        if message["save_every"] and index - written >= message["save_every"]:
+            _send_state(channel, {"op": "saved", "id": message["id"], "step": index}, task, index)
+            written = index
+    operation = "trained" if index >= message["steps"] else "paused"
+    _send_state(channel, {"op": operation, "id": message["id"], "step": index}, task, index)
+
+
+def read_state(descriptor: int) -> dict[str, Any]:
+    """Return the state in the file behind `descriptor`, which the caller closes."""
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+        return state
+
+
+def _asked_to_pause(channel: Channel, request_id: int) -> bool:
+    while (received := channel.receive(0)) is not None:
+        if received[0]["op"] in ("pause", "cancel") and received[0]["id"] == request_id:
+            return True
+    return False
+
+
+def _send_state(channel: Channel, message: Message, task: TrainingTask, index: int) -> None:
+    """Write the state to an anonymous file and pass the file: a worker's death cannot tear it."""
+    descriptor = os.memfd_create("torchrelay-training", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            torch.save({"task": task.state_dict(), "random": _random_state(), "step": index}, file)
+        channel.send(message, [descriptor])
+    finally:
+        os.close(descriptor)
+
+
+def _seed_random(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def _random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(words), gauss],
+        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])

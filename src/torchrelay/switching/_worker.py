@@ -1,0 +1,273 @@
+"""The worker process: keeps modules ready and runs one request at a time on weights it cannot write to.
+
+Started by the daemon as ``python -m torchrelay.switching._worker``. It ends when the daemon does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchrelay.buffers import Segment
+from torchrelay.errors import ArgumentError, CapacityError, ModelError, PeerLostError, TorchRelayError
+from torchrelay.switching import _training
+from torchrelay.switching._cache import SharedCache
+from torchrelay.switching._channel import Channel, Message
+from torchrelay.switching._contract import align
+from torchrelay.switching._factory import Factory
+from torchrelay.switching._groups import Grouped
+from torchrelay.switching._layout import Binding, Layout
+from torchrelay.switching._profile import profile_module
+from torchrelay.switching._wire import pack, unpack
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class _CancelledError(BaseException):
+    """The daemon does not want the result any more; not for a model's `except Exception`."""
+
+
+class _Loaded:
+    """A model's module in this process, bound to wherever its groups lie."""
+
+    def __init__(self, factory: Factory, layout: Layout) -> None:
+        self.layout = layout
+        self.binding = Binding(factory.build_skeleton().eval(), layout)
+        self.grouped = Grouped.one_group(layout)
+
+    def regroup(self, grouped: Grouped) -> None:
+        self.grouped = grouped
+
+    def bind(self, arena: torch.Tensor, offsets: list[int]) -> None:
+        for group, start in enumerate(offsets):
+            for storage, offset in self.grouped.places(group):
+                size_bytes = self.layout.storages[storage]
+                self.binding.bind(storage, arena.narrow(0, start + offset, size_bytes))
+
+
+class Worker:
+    """The state of a worker process."""
+
+    def __init__(self, channel: Channel, cache: SharedCache, requests: Segment) -> None:
+        self._channel = channel
+        self._requests = requests.tensor((requests.size_bytes,), torch.uint8)
+        self._arena = cache.tensor((cache.size_bytes,), torch.uint8)
+        self._device = cache.device
+        self._models: dict[str, _Loaded] = {}
+        self._request_id = 0
+        self._arrived = 0  # groups of the running request, in the order of their copies
+        self._operations: dict[str, Callable[[Message, list[int]], None]] = {
+            "load": self._load,
+            "unload": self._unload,
+            "infer": self._infer,
+            "profile": self._profile,
+            "train": self._train,
+        }
+
+    def run(self) -> None:
+        """Serve messages until the daemon says exit or is gone."""
+        self._channel.send({"op": "ready", "pid": os.getpid()})
+        while True:
+            received = self._channel.receive(None)
+            assert received is not None
+            message, descriptors = received
+            if message["op"] == "exit":
+                return
+            # What belongs to a request that has ended meanwhile is of no use any more.
+            operation = self._operations.get(message["op"])
+            if operation is not None:
+                operation(message, descriptors)
+
+    def _load(self, message: Message, _: list[int]) -> None:
+        name = message["model"]
+        try:
+            loaded = self._models.get(name)
+            if loaded is None or message["replace"]:
+                factory = Factory(message["factory"], message["kwargs"], message["seed"])
+                loaded = _Loaded(factory, Layout.from_json(message["layout"]))
+            loaded.regroup(Grouped.from_json(loaded.layout, message["groups"]))
+        except Exception as error:
+            self._channel.send({"op": "load_failed", "model": name, **_described(error)})
+            return
+        self._models[name] = loaded
+        self._channel.send({"op": "loaded", "model": name})
+
+    def _unload(self, message: Message, _: list[int]) -> None:
+        self._models.pop(message["model"], None)
+
+    def _infer(self, message: Message, _: list[int]) -> None:
+        with self._reporting(message):
+            self._channel.send({"op": "started", "id": message["id"]})
+            loaded = self._models[message["model"]]
+            start = time.perf_counter()
+            loaded.bind(self._arena, message["offsets"])
+            inputs = unpack(self._requests, message["inputs"])
+            bound_s = time.perf_counter() - start
+            with self._waiting(loaded, message), torch.inference_mode():
+                results = loaded.binding.module(**_to(inputs, self._device))
+                outputs = {name: value.cpu() for name, value in _named(results).items()}
+            compute_s = time.perf_counter() - start - bound_s
+            described = self._store(outputs, message["outputs_at"])
+            self._channel.send(
+                {
+                    "op": "result",
+                    "id": message["id"],
+                    "outputs": described,
+                    "bind_s": bound_s,
+                    "compute_s": compute_s,
+                }
+            )
+
+    def _profile(self, message: Message, _: list[int]) -> None:
+        with self._reporting(message):
+            self._channel.send({"op": "started", "id": message["id"]})
+            loaded = self._models[message["model"]]
+            loaded.bind(self._arena, message["offsets"])
+            inputs = _to(unpack(self._requests, message["inputs"]), self._device)
+            with self._waiting(loaded, message), torch.inference_mode():
+                loaded.binding.module(**inputs)
+                profile = profile_module(
+                    loaded.binding.module,
+                    loaded.layout,
+                    lambda: loaded.binding.module(**inputs),
+                    torch.cuda.synchronize if self._device.type == "cuda" else lambda: None,
+                )
+            self._channel.send({"op": "result", "id": message["id"], "profile": profile.to_json()})
+
+    def _train(self, message: Message, descriptors: list[int]) -> None:
+        with self._reporting(message):
+            _training.run(message, descriptors, self._channel)
+
+    @contextlib.contextmanager
+    def _reporting(self, message: Message) -> Iterator[None]:
+        """Report what the request failed with; only the daemon's death ends the worker."""
+        self._request_id = message["id"]
+        try:
+            yield
+        except PeerLostError:
+            raise
+        except _CancelledError:
+            self._channel.send({"op": "cancelled", "id": message["id"]})
+        except Exception as error:
+            self._channel.send({"op": "failed", "id": message["id"], **_described(error)})
+
+    @contextlib.contextmanager
+    def _waiting(self, loaded: _Loaded, message: Message) -> Iterator[None]:
+        """Make each module wait for the groups it needs; those of a resident model wait for nothing."""
+        order: list[int] = message["missing"]  # groups in the order in which they will arrive
+        if not order:
+            yield
+            return
+        self._arrived = 0
+        position = {group: place + 1 for place, group in enumerate(order)}
+        handles = []
+        for path, groups in loaded.grouped.waits.items():
+            needed = max((position[group] for group in groups if group in position), default=0)
+            if needed:
+                module = loaded.binding.module.get_submodule(path)
+                handles.append(module.register_forward_pre_hook(self._waiter(needed), prepend=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _waiter(self, needed: int) -> Callable[[torch.nn.Module, Any], None]:
+        def wait(_: torch.nn.Module, __: Any) -> None:
+            if self._arrived < needed:
+                self._await_groups(needed)
+
+        return wait
+
+    def _await_groups(self, needed: int) -> None:
+        while self._arrived < needed:
+            received = self._channel.receive(None)
+            assert received is not None
+            message, _ = received
+            if message.get("id") != self._request_id:
+                continue
+            if message["op"] == "cancel":
+                raise _CancelledError
+            if message["op"] == "arrived":
+                self._arrived += 1
+
+    def _store(self, outputs: Mapping[str, torch.Tensor], start: int) -> list[Message]:
+        needed = sum(align(tensor.nbytes) for tensor in outputs.values())
+        if start + needed > self._requests.numel():
+            raise CapacityError(
+                f"the outputs take {needed} bytes, {self._requests.numel() - start} of the request buffer "
+                "are left; start the server with larger request_bytes"
+            )
+        return pack(self._requests, outputs, start)
+
+
+def _named(results: Any) -> dict[str, torch.Tensor]:
+    """Return a model's result as tensors by name; entries that are no tensors are left out."""
+    if isinstance(results, torch.Tensor):
+        return {"output": results}
+    if isinstance(results, Mapping):
+        pairs = [(str(name), value) for name, value in results.items()]
+    elif isinstance(results, tuple | list):
+        pairs = [(f"output_{index}", value) for index, value in enumerate(results)]
+    else:
+        pairs = []
+    named = {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
+    if not named:
+        raise ModelError(
+            f"the model returned {type(results).__name__} without a tensor; return a tensor, or a tuple or "
+            "dict of tensors"
+        )
+    return named
+
+
+def _to(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def _described(error: Exception) -> dict[str, str]:
+    """Return what an error is made from again in the daemon."""
+    if isinstance(error, TorchRelayError):
+        return {"error": type(error).__name__, "text": str(error)}
+    if isinstance(error, TypeError) and "argument" in str(error):
+        return {"error": ArgumentError.__name__, "text": str(error)}
+    return {"error": ModelError.__name__, "text": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Run a worker over the descriptors that the daemon left open for it."""
+    parser = argparse.ArgumentParser()
+    for name in ("channel", "arena", "requests", "threads"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--cache", required=True)
+    options = parser.parse_args()
+    # The daemon may be killed while a request computes for long.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the daemon decides
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    channel = Channel(socket.socket(fileno=options.channel))
+    try:
+        cache = SharedCache.from_descriptor(json.loads(options.cache), [options.arena])
+        requests = Segment.from_fd(options.requests)
+        os.close(options.arena)
+        os.close(options.requests)
+        Worker(channel, cache, requests).run()
+    except PeerLostError:
+        sys.exit(0)  # the daemon has ended
+
+
+if __name__ == "__main__":
+    main()

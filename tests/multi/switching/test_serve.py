@@ -1,0 +1,293 @@
+"""`torchrelay serve` as a stranger uses it: the command, a public client, raw sockets, a browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrelay.errors import (
+    ArgumentError,
+    ModelError,
+    NotFoundError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnsupportedError,
+)
+from torchrelay.switching import Client
+
+MODELS = Path(__file__).parents[2] / "unit" / "switching" / "models.py"
+FILE = """
+[server]
+port = 0
+arena_bytes = 4_000_000
+request_bytes = 1_000_000
+threads = 1
+
+[models.chain]
+factory = "models.py:chain"
+kwargs = { depth = 3 }
+seed = 4
+inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]
+
+[models.mixed]
+factory = "models.py:mixed"
+inputs = [{ name = "tokens", datatype = "INT64", shape = [-1, -1] }]
+
+[models.faulty]
+factory = "models.py:faulty"
+load = false
+inputs = [{ name = "x", datatype = "FP32", shape = [1, 4] }, { name = "what", datatype = "INT64", shape = [] }]
+"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("serve")
+    shutil.copy(MODELS, folder / "models.py")
+    (folder / "models.toml").write_text(FILE)
+    command = [
+        sys.executable,
+        "-c",
+        "from torchrelay.cli import main; main()",
+        "serve",
+        str(folder / "models.toml"),
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        lines = [server.stdout.readline() for _ in range(3)]
+        assert lines[0].startswith("chain: ") and lines[1].startswith("mixed: "), lines
+        yield lines[2].split()[-1]
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(100) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def get(url: str, path: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url + path, timeout=100) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def post(url: str, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    request = urllib.request.Request(url + path, body, headers or {}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=100) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def chain() -> torch.nn.Module:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("switching_models", MODELS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(4)
+    made: torch.nn.Module = module.chain(depth=3).eval()
+    return made
+
+
+def test_our_client(url: str) -> None:
+    x = torch.randn(3, 64)
+    with Client(url, timeout_s=100) as client, torch.inference_mode():
+        assert torch.allclose(client.infer("chain", {"x": x}, priority=1)["output"], chain()(x), atol=1e-6)
+        assert set(client.infer("mixed", {"tokens": torch.ones(1, 4, dtype=torch.int64)})) == {
+            "logits",
+            "pooled",
+        }
+        assert client.models() == {"chain": "READY", "mixed": "READY", "faulty": "UNAVAILABLE"}
+        with pytest.raises(NotFoundError, match="no model 'none'"):
+            client.infer("none", {"x": x})
+        with pytest.raises(ArgumentError, match="takes the inputs x; got y"):
+            client.infer("chain", {"y": x})
+        with pytest.raises(OperationTimeoutError, match="missed its deadline"):
+            client.infer("chain", {"x": x}, deadline_s=0.0)
+        client.load("faulty")
+        with pytest.raises(ModelError, match="asked to fail"):
+            client.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(1)})
+        client.unload("faulty")
+        with pytest.raises(NotFoundError):
+            client.unload("faulty")
+        for name, message in (("none", "the models file has no model"), ("../etc/passwd", "404")):
+            with pytest.raises(NotFoundError, match=message):
+                client.load(name)
+        assert client.metadata("chain")["outputs"] == [
+            {"name": "output", "datatype": "FP32", "shape": [-1, -1]}
+        ]
+    with pytest.raises(PeerLostError, match="is the server running"), Client("http://127.0.0.1:1") as nobody:
+        nobody.models()
+    with pytest.raises(ArgumentError, match="no address"):
+        Client("localhost:8000")
+    with pytest.raises(UnsupportedError), Client(url) as client:
+        client.infer("chain", {"x": x.to(torch.complex64)})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_public_client(url: str) -> None:
+    triton = pytest.importorskip("tritonclient.http")
+    from tritonclient.utils import InferenceServerException
+
+    client = triton.InferenceServerClient(
+        url.removeprefix("http://"), network_timeout=100, connection_timeout=100
+    )
+    try:
+        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("chain")
+        assert client.get_server_metadata()["name"] == "torchrelay"
+        assert client.get_model_metadata("chain")["inputs"] == [
+            {"name": "x", "datatype": "FP32", "shape": [-1, 64]}
+        ]
+        x = torch.randn(2, 64)
+        with torch.inference_mode():
+            expected = chain()(x)
+        for binary in (True, False):
+            given = triton.InferInput("x", [2, 64], "FP32")
+            given.set_data_from_numpy(x.numpy(), binary_data=binary)
+            for outputs in (None, [triton.InferRequestedOutput("output", binary_data=binary)]):
+                answer = client.infer("chain", [given], outputs=outputs, request_id="7")
+                assert torch.allclose(torch.from_numpy(answer.as_numpy("output").copy()), expected, atol=1e-6)
+                assert answer.get_response()["id"] == "7"
+        states = {one["name"]: one["state"] for one in client.get_model_repository_index()}
+        assert states["chain"] == "READY"
+        client.load_model("faulty")
+        assert client.is_model_ready("faulty")
+        client.unload_model("faulty")
+        with pytest.raises(InferenceServerException, match="no model 'none'"):
+            client.infer("none", [given])
+    finally:
+        client.close()
+
+
+X = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code", "message"),
+    [
+        (b"", {}, 400, "JSON"),
+        (b"[]", {}, 400, "not an object"),
+        (b"{}", {}, 400, "list of objects"),
+        (b"[" * 100_000, {}, 400, "JSON"),
+        (b'{"inputs": [{}]}', {}, 400, "no name"),
+        (json.dumps({"inputs": [{**X, "shape": [1, -64]}]}).encode(), {}, 400, "shape"),
+        (json.dumps({"inputs": [{**X, "shape": [1 << 62, 64]}]}).encode(), {}, 400, "64 values"),
+        (json.dumps({"inputs": [{**X, "datatype": "FP31"}]}).encode(), {}, 400, "datatype 'FP31'"),
+        (json.dumps({"inputs": [{**X, "data": ["a"] * 64}]}).encode(), {}, 400, "is not torch.float32"),
+        (json.dumps({"inputs": [X, X]}).encode(), {}, 400, "twice"),
+        (json.dumps({"inputs": [X], "outputs": [{"name": "y"}]}).encode(), {}, 400, "no output 'y'"),
+        (json.dumps({"inputs": [X], "parameters": {"priority": "high"}}).encode(), {}, 400, "must be a int"),
+        (b"{}", {"Inference-Header-Content-Length": "99"}, 400, "the body has 2 bytes"),
+        (b"{}", {"Inference-Header-Content-Length": "-1"}, 400, "the body has 2 bytes"),
+        (b"{}", {"Content-Encoding": "gzip"}, 400, "compressed"),
+        (b"x" * 3_000_000, {}, 413, "exceeds"),
+        (
+            json.dumps({"inputs": [{**X, "parameters": {"binary_data_size": 4}}]}).encode(),
+            {},
+            400,
+            "256 bytes; binary_data_size is 4",
+        ),
+    ],
+)
+def test_malformed_requests_get_a_sentence(
+    url: str, body: bytes, headers: dict[str, str], code: int, message: str
+) -> None:
+    status, answer = post(url, "/v2/models/chain/infer", body, headers)
+    assert status == code and message in answer["error"], answer
+
+
+def test_json_over_plain_http(url: str) -> None:
+    status, answer = post(
+        url, "/v2/models/chain/versions/1/infer", json.dumps({"id": "a", "inputs": [X]}).encode()
+    )
+    assert status == 200 and answer["id"] == "a" and answer["model_version"] == "1"
+    (output,) = answer["outputs"]
+    with torch.inference_mode():
+        expected = chain()(torch.ones(1, 64))
+    assert torch.allclose(torch.tensor(output["data"]).reshape(output["shape"]), expected, atol=1e-6)
+    assert set(answer["parameters"]) == {"queue_ms", "switch_ms", "compute_ms", "copied_bytes"}
+    assert get(url, "/v2/models/chain/versions/9")[0] == 404
+    assert get(url, "/v2/models/none/ready")[0] == 404
+    assert json.loads(get(url, "/v2")[1])["extensions"] == ["binary_tensor_data", "model_repository"]
+
+
+def test_clients_that_send_half_a_request_or_vanish_harm_nobody(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    for sent in (
+        b"",
+        b"POST /v2/models/chain/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
+        b"\x00\xff" * 1000 + b"\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port)), timeout=100) as raw:
+            raw.sendall(sent)
+    slow = [socket.create_connection((host, int(port)), timeout=100) for _ in range(20)]
+    for raw in slow:
+        raw.sendall(b"POST /v2/models/chain/infer HTTP/1.1\r\nContent-Le")
+    results: list[int] = []
+
+    def call() -> None:
+        results.append(post(url, "/v2/models/chain/infer", json.dumps({"inputs": [X]}).encode())[0])
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for raw in slow:
+        raw.close()
+    assert results == [200] * 8
+
+
+def test_metrics_count_what_was_served(url: str) -> None:
+    def value(name: str) -> float:
+        lines = get(url, "/metrics")[1].decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    before = value("torchrelay_served_total")
+    post(url, "/v2/models/chain/infer", json.dumps({"inputs": [X]}).encode())
+    assert value("torchrelay_served_total") == before + 1
+    assert value("torchrelay_compute_seconds_count") >= 1
+    assert value("torchrelay_arena_bytes") >= 3_999_000
+    assert value('torchrelay_model_resident{model="chain"}') == 1.0
+
+
+def test_the_status_page_in_a_browser(url: str, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium")
+    assert b"http" not in get(url, "/")[1].replace(b"http://www.w3.org/2000/svg", b""), (
+        "no external resources"
+    )
+    with Client(url, timeout_s=100) as client:
+        client.infer("chain", {"x": torch.ones(1, 64)})
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [browser, *options, "--window-size=390,844", "--virtual-time-budget=5000", "--dump-dom", url],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    page = done.stdout
+    assert "requests served" in page and "<td>chain</td>" in page and "<rect" in page, done.stderr[-2000:]
+    assert '<div id="lost" role="alert"></div>' in page, "the page reports that the server does not answer"

@@ -1,0 +1,277 @@
+"""The switcher over real worker processes: outputs, order, limits, training."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from torchrelay.errors import (
+    ArgumentError,
+    CapacityError,
+    ModelError,
+    NotFoundError,
+    OperationTimeoutError,
+    OverloadedError,
+    UnavailableError,
+)
+from torchrelay.switching import ModelStore, Switcher
+
+MODELS = Path(__file__).parents[2] / "unit" / "switching" / "models.py"
+WAIT_S = 300.0
+
+
+def load_models() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("switching_models", MODELS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+models = load_models()
+X = (torch.float32, (-1, 64))
+NAMES = [f"chain{i}" for i in range(4)] + [f"mixed{i}" for i in range(2)]
+
+
+def eager(name: str) -> torch.nn.Module:
+    torch.manual_seed(int(name[-1]))
+    made = models.chain(depth=12) if name.startswith("chain") else models.mixed(width=64)
+    module: torch.nn.Module = made.eval()
+    return module
+
+
+def add(store: ModelStore, name: str) -> None:
+    seed = int(name[-1])
+    if name.startswith("chain"):
+        store.add(name, models.chain, kwargs={"depth": 12}, inputs={"x": X}, seed=seed)
+    else:
+        inputs = {"tokens": (torch.int64, (-1, -1))}
+        store.add(name, models.mixed, kwargs={"width": 64}, inputs=inputs, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ModelStore]:
+    with ModelStore() as made:
+        for name in NAMES:
+            add(made, name)
+        made.add("slow", models.slow, inputs={"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())})
+        inputs = {"x": (torch.float32, (1, 4)), "what": (torch.int64, ())}
+        made.add("faulty", models.faulty, inputs=inputs)
+        made.add("large", models.chain, kwargs={"depth": 80}, inputs={"x": X})
+        yield made
+
+
+@pytest.fixture(scope="module")
+def switcher(store: ModelStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Switcher]:
+    largest = max(store.get(name).size_bytes for name in NAMES)
+    with Switcher(
+        store,
+        arena_bytes=2 * largest + 8192,  # two of the six models
+        threads=1,
+        request_bytes=1 << 20,
+        queue_limit=8,
+        client_limit=3,
+        run_timeout_s=WAIT_S,
+        start_timeout_s=WAIT_S,
+        profile_folder=tmp_path_factory.mktemp("profiles"),
+    ) as made:
+        for name in [*NAMES, "slow", "faulty"]:
+            made.load(name)
+        yield made
+
+
+def inputs_of(name: str, draw: random.Random) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    if name.startswith("chain"):
+        return {"x": torch.randn(draw.randint(1, 4), 64, generator=generator)}
+    return {"tokens": torch.randint(50, (draw.randint(1, 3), 7), generator=generator)}
+
+
+def slow_inputs(seconds: float) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(1, 8), "seconds": torch.tensor(seconds)}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.01)
+
+
+def test_outputs_over_a_thousand_random_switches_have_the_bits_of_unswitched_models(
+    switcher: Switcher,
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have
+    try:
+        references = {name: eager(name) for name in NAMES}
+        draw = random.Random(0)
+        kinds = {"cold": 0, "resident": 0}
+        pending: list[tuple[str, dict[str, torch.Tensor], Any]] = []
+        for _ in range(1000):
+            name = draw.choice(NAMES)
+            given = inputs_of(name, draw)
+            pending.append((name, given, switcher.submit(name, given)))
+            while len(pending) > draw.randint(0, 3):  # several in the queue: prefetch has something to do
+                name, given, future = pending.pop(0)
+                reply = future.result(WAIT_S)
+                with torch.inference_mode():
+                    expected = references[name](**given)
+                expected = expected if isinstance(expected, dict) else {"output": expected}
+                assert expected.keys() == reply.outputs.keys()
+                assert all(torch.equal(value, reply.outputs[key]) for key, value in expected.items())
+                kinds["cold" if reply.copied_bytes else "resident"] += 1
+        for *_, future in pending:
+            future.result(WAIT_S)
+    finally:
+        torch.set_num_threads(before)
+    status = switcher.status()
+    assert kinds["cold"] > 100 and kinds["resident"] > 100 and status["counts"]["prefetches"] > 10
+    assert not any(model["pinned"] for model in status["models"])
+
+
+def test_models_are_split_into_groups_and_used_in_another_order_than_registered(switcher: Switcher) -> None:
+    groups = {model["name"]: model["groups"] for model in switcher.status()["models"]}
+    assert groups["chain0"] > 1
+
+
+def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(switcher: Switcher) -> None:
+    ones = torch.ones(1, 64)
+    with pytest.raises(NotFoundError, match="loaded are chain0"):
+        switcher.infer("nothing", {"x": ones})
+    with pytest.raises(ArgumentError, match="takes the inputs x; got y"):
+        switcher.infer("chain0", {"y": ones})
+    with pytest.raises(ArgumentError, match="the model takes"):
+        switcher.infer("chain0", {"x": torch.ones(1, 63)})
+    with pytest.raises(CapacityError, match="a request at most"):
+        switcher.infer("chain0", {"x": torch.ones(1 << 14, 64)})
+    with pytest.raises(CapacityError, match="larger arena"):
+        switcher.load("large")
+    with pytest.raises(NotFoundError, match="no model 'nothing'"):
+        switcher.load("nothing")
+    with pytest.raises(NotFoundError, match="to unload"):
+        switcher.unload("nothing")
+    assert switcher.infer("chain0", {"x": ones})["output"].shape == (1, 64)
+
+
+def test_a_model_that_fails_gets_its_own_error_and_harms_nobody(switcher: Switcher) -> None:
+    def call(what: int) -> dict[str, torch.Tensor]:
+        return switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(what)})
+
+    deaths = switcher.status()["worker_deaths"]
+    with pytest.raises(ModelError, match="ValueError: asked to fail"):
+        call(1)
+    with pytest.raises(CapacityError, match="larger request_bytes"):
+        call(4)
+    with pytest.raises(ModelError, match="returned str without a tensor"):
+        call(5)
+    assert call(0)["output"].shape == (1, 4)
+    assert switcher.status()["worker_deaths"] == deaths
+
+
+def test_priority_deadline_quota_and_cancelling(switcher: Switcher) -> None:
+    running = switcher.submit("slow", slow_inputs(2.0))
+    until(lambda: any(worker["state"] == "running" for worker in switcher.status()["workers"]))
+    done: list[str] = []
+    ones = {"x": torch.ones(1, 64)}
+    low = switcher.submit("chain0", ones)
+    low.add_done_callback(lambda _: done.append("low"))
+    high = switcher.submit("chain1", ones, priority=5)
+    high.add_done_callback(lambda _: done.append("high"))
+    late = switcher.submit("chain2", ones, deadline_s=0.01)
+    cancelled = switcher.submit("chain3", ones)
+    assert cancelled.cancel()
+    with pytest.raises(OperationTimeoutError, match="missed its deadline"):
+        late.result(WAIT_S)
+    mine = [switcher.submit("chain0", ones, client="me") for _ in range(4)]
+    with pytest.raises(OverloadedError, match="client 'me' has 3 requests waiting"):
+        mine[-1].result(WAIT_S)
+    many = [switcher.submit("chain0", ones) for _ in range(8)]
+    with pytest.raises(OverloadedError, match="requests are waiting, the limit"):
+        many[-1].result(WAIT_S)
+    assert not running.done()
+    for future in (low, high, *mine[:-1]):
+        future.result(WAIT_S)
+    assert done == ["high", "low"]
+    for future in many:
+        if future.exception(WAIT_S) is not None:
+            assert isinstance(future.exception(), OverloadedError)
+
+
+def test_loading_again_serves_the_new_version_and_unloading_frees_the_arena(
+    switcher: Switcher, store: ModelStore
+) -> None:
+    ones = {"x": torch.ones(1, 64)}
+    old = switcher.infer("chain3", ones)["output"]
+    store.add("chain3", models.chain, kwargs={"depth": 12}, inputs={"x": X}, seed=77)
+    switcher.load("chain3", timeout_s=WAIT_S)
+    reply = switcher.submit("chain3", ones).result(WAIT_S)
+    assert reply.version == 2 and not torch.equal(reply.outputs["output"], old)
+    switcher.unload("chain3")
+    with pytest.raises(NotFoundError):
+        switcher.infer("chain3", ones)
+    until(lambda: all(block["model"] != "chain3" for block in switcher.status()["blocks"]))
+    add(store, "chain3")
+    switcher.load("chain3", timeout_s=WAIT_S)
+    assert torch.equal(switcher.infer("chain3", ones)["output"], old)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.timeout(600)
+def test_training_preempted_fifty_times_ends_with_the_bits_of_an_uninterrupted_run(
+    switcher: Switcher,
+) -> None:
+    steps = 260
+    uninterrupted = switcher.train("alone", models.Training, steps=steps, seed=5).result(WAIT_S)
+    handle = switcher.train("shared", models.Training, kwargs={"pace_s": 0.02}, steps=steps, seed=5)
+    ones = {"x": torch.ones(1, 64)}
+    for count in range(50):
+        until(lambda: bool(switcher.status()["training"]) or handle.done)
+        switcher.infer("chain0", ones)
+        until(lambda count=count: handle.preemptions > count or handle.done)  # type: ignore[misc]
+    assert handle.preemptions >= 50
+    assert same(handle.result(WAIT_S), uninterrupted)
+    with pytest.raises(ModelError, match="step 2 of broken failed: ValueError: no more data"):
+        switcher.train("broken", models.BrokenTraining, steps=5).result(WAIT_S)
+    with pytest.raises(ArgumentError, match="without step"):
+        switcher.train("wrong", models.chain, steps=5).result(WAIT_S)
+
+
+def test_nothing_is_left_and_a_closed_switcher_says_so(store: ModelStore) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for _ in range(2):
+        with Switcher(store, arena_bytes=1 << 20, threads=1, workers=1) as made:
+            made.load("chain0")
+            made.infer("chain0", {"x": torch.ones(1, 64)})
+            pids = [worker["pid"] for worker in made.status()["workers"]]
+        counts.append((descriptors(), threading.active_count()))
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        with pytest.raises(UnavailableError, match="closed"):
+            made.infer("chain0", {"x": torch.ones(1, 64)})
+        with pytest.raises(UnavailableError, match="closed"):
+            made.status()
+    assert counts[0] == counts[1]

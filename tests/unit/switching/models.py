@@ -1,0 +1,145 @@
+"""Small models that cover what a store must keep; workers build them by this file's name."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Mixed(nn.Module):
+    """Tied weights, buffers of several dtypes, a non-persistent buffer, a plain tensor, a recurrent layer."""
+
+    def __init__(self, width: int = 32, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.narrow = nn.Linear(width, width).to(torch.bfloat16)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.rand(width) > 0.5)
+        self.register_buffer("scale", torch.rand(width), persistent=False)
+        self.shift = torch.rand(width)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(tokens)
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        x, _ = self.lstm(x)
+        x, _ = self.attention(x, x, x, need_weights=False)
+        x = self.narrow(x.to(torch.bfloat16)).float() * self.scale + self.shift * self.mask
+        return {"logits": self.head(x), "pooled": x.mean(1)}
+
+
+class Chain(nn.Module):
+    """`depth` linear layers, called in an order that is not that of registration."""
+
+    def __init__(self, width: int = 64, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Slow(nn.Module):
+    """Sleeps between its two layers for as many seconds as its input says."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, seconds: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        time.sleep(float(seconds))
+        return self.second(x)
+
+
+class Faulty(nn.Module):
+    """Raises, kills its process, writes to its weights, or returns too much, as its input says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, what: torch.Tensor) -> Any:
+        choice = int(what)
+        y = self.layer(x)
+        if choice == 1:
+            raise ValueError("asked to fail")
+        if choice == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if choice == 3:
+            self.layer.weight.data.zero_()
+        if choice == 4:
+            return torch.zeros(64 << 20)
+        if choice == 5:
+            return "no tensor"
+        return y
+
+
+class Training:
+    """A task with dropout, momentum and data drawn from three generators."""
+
+    def __init__(self, pace_s: float = 0.0) -> None:
+        self.pace_s = pace_s
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def step(self, index: int) -> None:
+        x = torch.randn(4, 8) * random.random() + float(np.random.rand())
+        self.optimizer.zero_grad()
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
+        time.sleep(self.pace_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class BrokenTraining(Training):
+    """Fails at its third step."""
+
+    def step(self, index: int) -> None:
+        if index == 2:
+            raise ValueError("no more data")
+
+
+def mixed(**kwargs: Any) -> nn.Module:
+    return Mixed(**kwargs)
+
+
+def chain(**kwargs: Any) -> nn.Module:
+    return Chain(**kwargs)
+
+
+def slow() -> nn.Module:
+    return Slow()
+
+
+def faulty() -> nn.Module:
+    return Faulty()
+
+
+def not_a_module() -> int:
+    return 3
+
+
+def failing() -> nn.Module:
+    raise ValueError("cannot be built")

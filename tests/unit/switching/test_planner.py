@@ -1,0 +1,58 @@
+"""The planner's grouping is the best one."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from torchrelay.errors import ArgumentError
+from torchrelay.switching import Costs, best_grouping, pipeline_s, pipelining_bound_s
+
+
+def brute_force(sizes: list[float], times: list[float], costs: Costs) -> float:
+    """The best time of all 2^(n-1) groupings."""
+    count = len(sizes)
+    return min(
+        pipeline_s([*cut, count], sizes, times, costs)  # type: ignore[arg-type]
+        for groups in range(count)
+        for cut in combinations(range(1, count), groups)
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_to_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice([0, 1, 5, 20]) * draw.random() for _ in range(12)]
+    times = [draw.choice([0, 1, 5, 20]) * draw.random() for _ in range(12)]
+    costs = Costs(draw.choice([0.5, 1, 2]), draw.choice([0, 0.5, 3]), draw.choice([0, 0.5, 3]))
+    best = best_grouping(sizes, times, costs)  # type: ignore[arg-type]
+    assert best.time_s == pytest.approx(brute_force(sizes, times, costs), rel=1e-12)
+    assert pipeline_s(best.ends, sizes, times, costs) == pytest.approx(best.time_s, rel=1e-12)  # type: ignore[arg-type]
+    assert best.ends[-1] == 12 and list(best.ends) == sorted(set(best.ends))
+
+
+def test_the_groups_partition_the_layers() -> None:
+    best = best_grouping([100] * 30, [1.0] * 30, Costs(100.0, 0.5, 0.1))
+    assert [layer for group in best.groups() for layer in group] == list(range(30))
+    bound = pipelining_bound_s(best, [100] * 30, [1.0] * 30, Costs(100.0, 0.5, 0.1))
+    assert 30 < bound < best.time_s
+
+
+def test_without_overheads_every_layer_is_a_group_and_with_large_ones_there_is_one() -> None:
+    times = [1.0] * 8
+    assert best_grouping([1] * 8, times, Costs(1.0)).time_s == 9.0
+    assert best_grouping([1] * 8, times, Costs(1.0, 1e6, 0.0)).ends == (8,)
+
+
+def test_a_model_without_layers_takes_no_time() -> None:
+    assert best_grouping([], [], Costs(1.0)) == best_grouping([], [], Costs(2.0))
+    assert best_grouping([], [], Costs(1.0)).groups() == []
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="as many"):
+        best_grouping([1], [], Costs(1.0))
+    with pytest.raises(ArgumentError, match="rate must be positive"):
+        Costs(0.0)
