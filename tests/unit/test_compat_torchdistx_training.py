@@ -30,3 +30,27 @@ def test_a_script_that_imports_torchdistx() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['compensation', 'exp_avg', 'exp_avg_sq', 'step']"
+
+
+def test_the_slow_step_comes_where_torchdistx_has_it() -> None:
+    """After f + 1 steps, with one process: averaging changes nothing, the slow momentum does."""
+    import torch
+    import torch.distributed as dist
+
+    from torchrelay.compat.torchdistx.slowmo.slowmo_optimizer import SlowMomentumOptimizer
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        param = torch.nn.Parameter(torch.zeros(1))
+        optimizer = SlowMomentumOptimizer(
+            torch.optim.SGD([param], lr=1.0), slowmo_freq=3, slowmo_factor=0.5, slowmo_lr=2.0
+        )
+        seen = []
+        for _ in range(7):
+            param.grad = torch.ones(1)
+            optimizer.step()
+            seen.append(param.item())
+    finally:
+        dist.destroy_process_group()
+    # At step 4: u = (0 + 4) / 1 = 4, x = 0 - 2 * 4; at step 7: u = 0.5 * 4 + (-8 + 11) = 5, x = -8 - 2 * 5.
+    assert seen == [-1, -2, -3, -8, -9, -10, -18]

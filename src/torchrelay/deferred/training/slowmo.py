@@ -155,13 +155,19 @@ class SlowMomentumOptimizer(Optimizer):
         """A step of the base optimizer; then, if it is time, the slow step. Returns what the former returns."""
         loss = self._base_optim.step(closure) if closure is not None else self._base_optim.step()
         self._step_count_slow += 1
-        if self._step_count_slow % self.slowmo_freq == 0:
-            self._slow_step()
+        self._after_step()
         return loss
+
+    def _after_step(self) -> None:
+        if self._step_count_slow % self.slowmo_freq == 0:
+            self._average()
+            self._slow_step()
+
+    def _average(self) -> None:
+        average_parameters((param for param, _ in self._parameters()), self._process_group)
 
     @torch.no_grad()
     def _slow_step(self) -> None:
-        average_parameters((param for param, _ in self._parameters()), self._process_group)
         for param, group in self._parameters():
             lr, anchor = float(group["lr"]), self._anchor[param]
             if lr > 0:
@@ -215,6 +221,7 @@ def _like(params: list[torch.Tensor], saved: dict[int, torch.Tensor]) -> dict[to
     return {params[i]: torch.empty_like(params[i]).copy_(tensor).detach() for i, tensor in saved.items()}
 
 
+@torch.no_grad()
 def average_parameters(params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Replaces each tensor by its mean over the ranks of ``group``, all ranks bit for bit the same.
 
