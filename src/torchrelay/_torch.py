@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -38,7 +38,10 @@ __all__ = [
     "fake_mode_active",
     "fake_mode_key",
     "forward_mode_active",
+    "grad_asked",
     "has_fast_bfloat16",
+    "has_fsdp2",
+    "inner_tensors",
     "is_dcp_loading",
     "is_fsdp1_asking",
     "is_transformed",
@@ -55,6 +58,7 @@ __all__ = [
     "plain_torch",
     "profiling",
     "results_on_device",
+    "set_bits",
     "sharding_of",
     "strip_dead_transform",
     "swap_tensors",
@@ -159,6 +163,17 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def grad_asked(enabled: bool) -> Any:
+    """No autograd, but kernels that ask whether gradients are enabled hear ``enabled``. Checked on 2.13."""
+    return _grad_enabled() if enabled else nullcontext()
+
+
+@contextmanager
+def _grad_enabled() -> Iterator[None]:
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        yield
+
+
 def device_available(device: torch.device) -> bool:
     """Whether this machine has ``device``. Checked on 2.13."""
     if device.type in ("cpu", "meta"):
@@ -193,6 +208,32 @@ def default_generator_as(generator: torch.Generator) -> Iterator[None]:
         generator.set_state(default.get_state())
     finally:
         default.set_state(before)
+
+
+def set_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> None:
+    """Set what torch remembers about a lazy conjugate or negative, without computing. Checked on 2.13."""
+    torch._C._set_conj(tensor, conj)
+    torch._C._set_neg(tensor, neg)
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """``tensor``, or the plain tensors that a traceable wrapper subclass is made of. Checked on 2.13."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: PLC0415
+
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
+        return [tensor]
+    names, _ = wrapper.__tensor_flatten__()
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+
+
+def has_fsdp2(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``module`` or to a part of it. Checked on 2.13."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+    return any(isinstance(one, FSDPModule) for one in module.modules())
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrelay.deferred import deferred_init, is_deferred, materialize_module
-from torchrelay.errors import DeferredError
+from torchrelay.deferred import deferred_init, dematerialize, is_deferred, materialize_module
+from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 from torchrelay.world import World
 
 
@@ -87,6 +87,45 @@ def test_dtensors_on_a_line(world: World) -> None:
     materialize_module(module, shard=(mesh, place))
     assert not isinstance(module.scale, DTensor)
     assert_same(module, eager())
+    _check_dimensions(mesh)
+    _check_empty_shards(mesh)
+
+
+def _check_dimensions(mesh: Any) -> None:
+    """Placements for all tensors replicate one without that dimension; a function must know better."""
+    from torch.distributed.tensor import Shard
+
+    for placement in (Shard(0), Shard(1), Shard(-1)):
+        torch.manual_seed(11)
+        reference = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7))
+        torch.manual_seed(11)
+        module = deferred_init(lambda: nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7)))
+        materialize_module(module, shard=(mesh, [placement]))
+        assert module[0].weight.placements == (Shard(placement.dim % 2),)
+        assert module[1].num_batches_tracked.placements[0].is_replicate()
+        assert_same(module, reference)
+    with pytest.raises(ArgumentError, match=r"bias.*Replicate"):
+        materialize_module(deferred_init(nn.Linear, 6, 7), shard=(mesh, lambda name, tensor: [Shard(1)]))
+
+
+def _check_empty_shards(mesh: Any) -> None:
+    """Three ranks, two rows: the last rank has none, and must not be the only one that fails."""
+    from torch.distributed.fsdp import fully_shard
+
+    def build() -> nn.Module:
+        return nn.Linear(4, 2)
+
+    torch.manual_seed(11)
+    reference = build()
+    torch.manual_seed(11)
+    module = deferred_init(build)
+    fully_shard(module, mesh=mesh)
+    materialize_module(module)
+    assert_same(module, reference)
+    torch.manual_seed(11)
+    module = deferred_init(build)
+    materialize_module(module, shard=lambda name, tensor: (slice(2, 4),))
+    assert module.weight.shape == (0, 4)
 
 
 @pytest.mark.processes(4)
@@ -137,6 +176,10 @@ def test_fully_shard_takes_a_deferred_module(world: World) -> None:
             optimizer.zero_grad()
         results.append([full(p.detach()) for p in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    before = [full(p.detach()) for p in module.parameters()]
+    with pytest.raises(UnsupportedError, match="fully_shard"):
+        dematerialize(module)
+    assert all(torch.equal(a, full(p.detach())) for a, p in zip(before, module.parameters(), strict=True))
 
 
 @pytest.mark.processes(2)

@@ -175,6 +175,8 @@ def words_drawn(func: Any, region: Region, args: tuple[Any, ...]) -> int | None:
     if func in _RANDINT:
         low, high = (0, args[0]) if func in _RANDINT_FROM_ZERO else args[:2]
         return region.numel * (2 if high - low >= 1 << 32 else 1)
+    if region.numel == 0 and _AS_FILL.get(func, func) in _RULES:
+        return 0
     rule = rule_for(func, region.dtype, args)
     return None if rule is None else rule.total(region.numel)
 

@@ -9,9 +9,11 @@ import torch
 
 import torchrelay.deferred.callers
 import torchrelay.deferred.dispatch  # noqa: F401  (both fill in the hooks)
+from torchrelay import _torch
+from torchrelay.deferred import escapes
 from torchrelay.deferred import session as sessions
+from torchrelay.deferred.hooks import hooks
 from torchrelay.deferred.modules import own_tensors
-from torchrelay.deferred.recording import end_states
 from torchrelay.deferred.tensor import FakeTensor
 from torchrelay.errors import ArgumentError
 
@@ -36,24 +38,31 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if not callable(fn):
         raise ArgumentError(f"deferred_init() takes a module class or a function, not {type(fn).__name__}.")
     session = sessions.Session(deferred=True)
+    outer, hooks.thread.lives = hooks.thread.lives, []
     try:
         with sessions.enter(session):
             result = fn(*args, **kwargs)
+        escapes.note(hooks.thread.lives, result)
     except BaseException:
-        session.close(None)
+        session.close(done=False)
         raise
-    session.close(end_states())
+    finally:
+        hooks.thread.lives = outer
+    session.close(done=True)
     return result
 
 
 def is_deferred(value: torch.Tensor | torch.nn.Module) -> bool:
-    """Whether ``value``, a tensor or any tensor of a module, waits to be materialized.
+    """Whether ``value``, a tensor or any tensor of a module, waits to be materialized, or a part of it does.
 
     Raises:
         ArgumentError: ``value`` is neither tensor nor module.
     """
     if isinstance(value, torch.Tensor):
-        return isinstance(value, FakeTensor) and value._region.storage.deferred
+        return any(
+            isinstance(one, FakeTensor) and one._region.storage.deferred
+            for one in _torch.inner_tensors(value)
+        )
     if isinstance(value, torch.nn.Module):
         return any(
             is_deferred(tensor) for module in value.modules() for tensor in own_tensors(module).values()

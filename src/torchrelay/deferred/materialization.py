@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
+from torchrelay import _torch
+from torchrelay.deferred import escapes
 from torchrelay.deferred.graph import Storage
 from torchrelay.deferred.modules import children_first, own_tensors
 from torchrelay.deferred.parts import materialize_storage, part_of
@@ -14,10 +17,14 @@ from torchrelay.deferred.replay import Replay
 from torchrelay.deferred.shards import Shard, Slices, check_shard, distributed, local_slices, sliced
 from torchrelay.deferred.tensor import FakeTensor, become, replacement
 from torchrelay.deferred.traces import Trace, remember
-from torchrelay.errors import ArgumentError, DeferredError
+from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 from torchrelay.telemetry import span
 
 __all__ = ["materialize_module", "materialize_tensor"]
+
+_log = logging.getLogger(__name__)
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,7 +41,7 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):
         _check_deferred(tensor)
         trace = Trace.of_fake(tensor)
-        become(tensor, _whole(tensor, Replay()))
+        _give(tensor, Replay())
         remember(tensor, trace)
     return tensor
 
@@ -49,6 +56,18 @@ def _check_deferred(fake: FakeTensor) -> None:
 
 def _whole(fake: FakeTensor, replay: Replay) -> torch.Tensor:
     return fake._region.over(materialize_storage(fake._region.storage, fake.dtype, replay))
+
+
+def _give(fake: FakeTensor, replay: Replay, convert: Convert = lambda real: real) -> torch.Tensor:
+    """``fake`` with all of its values, after ``convert``."""
+    history = fake._history
+    with _torch.plain_torch():
+        memory = _whole(fake, replay)
+        real = convert(memory)
+    become(fake, real)
+    if real is memory:
+        history.hand_out(fake, replay.job)
+    return fake
 
 
 def materialize_module(
@@ -93,6 +112,21 @@ def materialize_module(
         for prefix, submodule in places:
             if check_fn is None or check_fn(submodule):
                 job.run(submodule, prefix, buffers_only)
+    if check_fn is None and not buffers_only:
+        _materialize_escaped()
+
+
+def _materialize_escaped() -> None:
+    """Caches that were filled during deferred_init must not make later, ordinary construction fake."""
+    found = escapes.found()
+    for _, fake in found:
+        _give(fake, Replay())
+    if found:
+        _log.warning(
+            "materialize_module: %d tensors that deferred_init has left outside the module are materialized, too: %s",
+            len(found),
+            ", ".join(f"{where} {tuple(fake.shape)}" for where, fake in found),
+        )
 
 
 class _Job:
@@ -135,7 +169,7 @@ class _Job:
 
     def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
         for fake in () if buffers_only else _loose_fakes(module):
-            become(fake, self._convert(_whole(fake, self._replay)))
+            _give(fake, self._replay, self._convert)
         for registry in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
             for name, tensor in list(registry.items()):
                 if tensor is not None:
@@ -145,24 +179,37 @@ class _Job:
         if id(tensor) in self._replaced:
             return self._replaced[id(tensor)][1]
         if not isinstance(tensor, FakeTensor):
-            local = getattr(tensor, "_local_tensor", None)  # a DTensor's
-            if isinstance(local, FakeTensor):
-                _check_deferred(local)
-                become(local, self._convert(self._values(local)))
+            self._materialize_inner(name, tensor)
             return tensor
         _check_deferred(tensor)
         trace = self._traces.get(id(tensor))
         slices = local_slices(self._shard, name, tensor)
-        if slices is None:
-            new = become(tensor, self._convert(self._values(tensor)))
-        else:
-            new = self._part(name, tensor, slices)
+        new = self._give(tensor) if slices is None else self._part(name, tensor, slices)
         if id(tensor) not in self._blank:  # its recorded values are not those that it will have
             remember(new, trace)
         return new
 
+    def _materialize_inner(self, name: str, wrapper: torch.Tensor) -> None:
+        """What a tensor subclass is made of: the local tensor of a DTensor, the parts of a quantized tensor."""
+        fakes = [fake for fake in _torch.inner_tensors(wrapper) if isinstance(fake, FakeTensor)]
+        if fakes and not hasattr(wrapper, "_local_tensor"):
+            self._check_wrapper(name, wrapper)
+        for fake in fakes:
+            _check_deferred(fake)
+            self._give(fake)
+
+    def _check_wrapper(self, name: str, wrapper: torch.Tensor) -> None:
+        other_device = self._device is not None and torch.device(self._device) != wrapper.device
+        if self._shard is not None or self._dtype not in (None, wrapper.dtype) or other_device:
+            raise UnsupportedError(
+                f"{name} is a {type(wrapper).__name__}, which materialize_module() gives its values, but cannot cut or "
+                "convert with shard, dtype or device. Materialize the module first, then do that; or make it a "
+                f"{type(wrapper).__name__} afterwards."
+            )
+
     def _part(self, name: str, fake: FakeTensor, slices: Slices) -> torch.Tensor:
-        local = self._convert(self._part_values(fake, slices))
+        with _torch.plain_torch():
+            local = self._convert(self._part_values(fake, slices))
         value = distributed(self._shard, name, fake, local)
         if value is local:
             return become(fake, local)
@@ -170,15 +217,15 @@ class _Job:
         self._replaced[id(fake)] = fake, new
         return new
 
-    def _values(self, fake: FakeTensor) -> torch.Tensor:
+    def _give(self, fake: FakeTensor) -> torch.Tensor:
         if id(fake) not in self._blank:
-            return _whole(fake, self._replay)
+            return _give(fake, self._replay, self._convert)
         storage = fake._region.storage
         if storage not in self._memory:
-            device = self._replay.place(storage.device)
-            flat = torch.empty(storage.size_bytes, dtype=torch.uint8, device=device)
-            self._memory[storage] = flat.untyped_storage()
-        return fake._region.over(self._memory[storage])
+            self._memory[storage] = self._replay.empty(storage)
+        with _torch.plain_torch():
+            real = self._convert(fake._region.over(self._memory[storage]))
+        return become(fake, real)
 
     def _part_values(self, fake: FakeTensor, slices: Slices) -> torch.Tensor:
         region = sliced(fake, slices)

@@ -66,7 +66,7 @@ class Operator:
         changes_shape: in place, and what changes is how the tensor sees its storage (``t_``).
         composite: has a decomposition into simpler operations that must be used instead.
         fills: overwrites its first argument without reading it.
-        draws: takes random numbers.
+        draws: takes random numbers, or may do so.
         with_generator: the overload to call to give it a generator, or None.
         written: positions and names of the arguments it writes.
         slices: elementwise, and an element's bits do not depend on where it lies.
@@ -127,7 +127,7 @@ def _describe(func: Any) -> Operator:
         changes_shape=torch.Tag.inplace_view in func.tags,
         composite=_is_composite(func),
         fills=name in _FILLS,
-        draws=takes_generator or torch.Tag.nondeterministic_seeded in func.tags,
+        draws=takes_generator or torch.Tag.nondeterministic_seeded in func.tags or not _is_tagged(func),
         with_generator=func if takes_generator else _WITH_GENERATOR.get(func),
         written=written,
         slices=_name(schema) in _ELEMENTWISE | _APPROXIMATED and not name.endswith((".out", "_out")),
@@ -142,6 +142,14 @@ def _name(schema: Any) -> str:
     """``add`` of ``aten::add_.Tensor``."""
     name: str = schema.name.removeprefix("aten::")
     return name if name == "copy_" else name.removesuffix("_")
+
+
+def _is_tagged(func: Any) -> bool:
+    """Whether ``func`` says so where it draws: those of torch do, those of a program may not."""
+    return func.namespace in _OF_TORCH
+
+
+_OF_TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "torchrelay")
 
 
 def _is_composite(func: Any) -> bool:

@@ -22,7 +22,8 @@ from torchrelay.deferred.composites import constant
 from torchrelay.deferred.graph import Constant, External, Node, Region, Storage, map_tensors
 from torchrelay.deferred.operators import describe
 from torchrelay.deferred.positions import Position
-from torchrelay.deferred.replay import END, Replay, writers
+from torchrelay.deferred.replay import Replay
+from torchrelay.deferred.schedule import END, state_at, writers
 
 __all__ = ["materialize_storage", "part_of"]
 
@@ -31,27 +32,23 @@ class _NotSliceableError(Exception):
     """Some operation cannot be carried out on a part."""
 
 
-def part_of(region: Region, replay: Replay, before: int = END) -> torch.Tensor:
-    """The values of ``region`` as the operations before place ``before`` left them: contiguous, of its shape."""
-    if 0 in region.size:
-        return torch.empty(region.size, dtype=region.dtype, device=replay.place(region.storage.device))
-    try:
-        with _torch.plain_torch():
-            return _Part(region, replay, before).values()
-    except _NotSliceableError:
-        return replay.values(region, before).clone(memory_format=torch.contiguous_format)
+def part_of(region: Region, replay: Replay) -> torch.Tensor:
+    """The values of ``region``: contiguous, of its shape, in memory of their own."""
+    if region.storage.history().given is not None:
+        return replay.values(region).clone(memory_format=torch.contiguous_format)
+    return _Parts(replay, region.size_bytes).values(region, END)
 
 
 def materialize_storage(storage: Storage, dtype: torch.dtype, replay: Replay) -> torch.UntypedStorage:
     """The memory of ``storage``, for good. What it copied a part of is not made whole if that can be avoided."""
-    nodes = writers(storage, END)
-    if storage.real is None and any(_reads_part(node) for node in nodes):
+    history, nodes = storage.history(), writers(storage, END)
+    if history.real is None and storage.size_bytes and any(_reads_part(node) for node in nodes):
         flat = Region(storage, dtype, (storage.size_bytes // dtype.itemsize,), (1,))
         try:
-            with _torch.plain_torch():
-                storage.real = _Part(flat, replay, END).values().untyped_storage()
+            values = _Part(flat, END, _Parts(replay, flat.size_bytes)).values()
         except _NotSliceableError:
             return replay.storage(storage)
+        history.real, history.version = values.untyped_storage(), nodes[-1].seq
         for node in nodes:
             node.finish()
     return replay.storage(storage)
@@ -61,19 +58,73 @@ def _reads_part(node: Node) -> bool:
     return any(2 * region.size_bytes <= region.storage.size_bytes for region in node.reads)
 
 
+class _Parts:
+    """The parts of other tensors that one part is made of. Those asked for last are remembered.
+
+    Args:
+        size_bytes: of the part; what is remembered takes a few times as much.
+    """
+
+    def __init__(self, replay: Replay, size_bytes: int) -> None:
+        self.replay = replay
+        self._left_bytes = _REMEMBERED_PARTS * size_bytes + _REMEMBERED_BYTES
+        self._known: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def values(self, region: Region, before: int) -> torch.Tensor:
+        """The values of ``region`` as the operations before place ``before`` left them. Read only."""
+        if 0 in region.size:
+            where = self.replay.place(region.storage.device)
+            return torch.empty(region.size, dtype=region.dtype, device=where)
+        at = state_at(region.storage, before)
+        key = (
+            region.storage,
+            at,
+            region.dtype,
+            region.size,
+            region.stride,
+            region.offset,
+            region.conj,
+            region.neg,
+        )
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._made(region, before)
+            self._left_bytes -= found.nbytes
+            while self._left_bytes < 0 and len(self._known) > 1:
+                self._left_bytes += self._known.pop(next(iter(self._known))).nbytes
+        return found
+
+    def _made(self, region: Region, before: int) -> torch.Tensor:
+        try:
+            return _Part(region, before, self).values()
+        except _NotSliceableError:
+            return self.replay.values(region, before).clone(memory_format=torch.contiguous_format)
+
+
+_REMEMBERED_PARTS = 2
+_REMEMBERED_BYTES = 1 << 20
+
+
 class _Part:
     """One region, and the operations that decide its values, on a common grid."""
 
-    def __init__(self, region: Region, replay: Replay, before: int) -> None:
-        self._replay = replay
+    def __init__(self, region: Region, before: int, parts: _Parts) -> None:
+        self._parts = parts
+        self._replay = replay = parts.replay
         self._region = region
         self._storage = region.storage
         self._device = replay.place(region.storage.device)
         self._nodes = writers(self._storage, before)
-        self._targets = [_target(node, self._storage) for node in self._nodes]
+        self._origin: torch.UntypedStorage | None = None
+        history = region.storage.history()
+        if history.holds(self._nodes[-1].seq if self._nodes else 0, replay.job):
+            self._origin = history.real
+            self._nodes = [node for node in self._nodes if node.seq > history.version]
+        self._targets = [_target(node) for node in self._nodes]
         everything = [region, *self._targets]
-        if any(other.dtype != region.dtype for other in everything):
+        if any(other.dtype != region.dtype or other.conj or other.neg for other in everything):
             raise _NotSliceableError
+        everything = [other for other in everything if 0 not in other.size]
         grid = boxes.common_grid(everything)
         if grid is None:
             raise _NotSliceableError
@@ -89,6 +140,8 @@ class _Part:
     def values(self) -> torch.Tensor:
         canvas = self._canvas()
         for node, target in zip(self._nodes, self._targets, strict=True):
+            if 0 in target.size:
+                continue
             box = self._on_grid(target)
             common = boxes.intersection(self._box, box)
             if common is not None:
@@ -104,8 +157,8 @@ class _Part:
         lengths = [self._box.lengths[axis] for axis in order]
         laid_out = torch.empty(lengths, dtype=self._region.dtype, device=self._device)
         canvas = laid_out.permute([order.index(axis) for axis in range(len(order))])
-        if self._storage.real is not None:
-            origin = self._region.over(self._storage.real)
+        if self._origin is not None:
+            origin = self._region.over(self._origin)
             canvas.copy_(origin.as_strided(self._box.lengths, self._grid, self._region.offset))
         return canvas
 
@@ -148,12 +201,14 @@ class _Part:
     def _elementwise(self, node: Node, target: Region, cut: _Cut, mine: torch.Tensor) -> None:
         own = target if node.writes else None
         contiguous = mine.contiguous()
+        if not target.size:  # whether a tensor has dimensions decides the type in which it is computed with
+            contiguous = contiguous.reshape(())
 
         def real(value: Region | External | Constant) -> torch.Tensor:
             if value is own:
                 return contiguous
             if isinstance(value, Region):
-                return part_of(cut.region(value), self._replay, node.seq)
+                return self._parts.values(cut.region(value), node.seq)
             tensor = value.tensor if isinstance(value, Constant) else value.get(node)
             return cut.tensor(tensor)
 
@@ -164,7 +219,7 @@ class _Part:
         args = map_tensors(node.args, kinds, real)
         with _torch.default_dtype(node.default_dtype):
             result = node.func(*args, **map_tensors(kwargs, kinds, real))
-        if result is not mine:
+        if result.data_ptr() != mine.data_ptr():
             mine.copy_(result)
 
 
@@ -201,9 +256,9 @@ def _fill_box(
             _fill_box(fill, start + index * row, shape[1:], ranges[1:], part[index - low])
 
 
-def _target(node: Node, storage: Storage) -> Region:
-    """What ``node`` writes of ``storage``."""
-    found = [region for region in (*node.writes, *node.outputs) if region is not None]
+def _target(node: Node) -> Region:
+    """The one region that ``node`` writes."""
+    found = node.targets()
     if len(found) != 1:
         raise _NotSliceableError
     return found[0]
@@ -226,6 +281,8 @@ class _Cut:
 
     def region(self, argument: Region) -> Region:
         """The same part of an argument that is broadcast against the target."""
+        if not argument.size:
+            return argument
         size: list[int] = []
         stride: list[int] = []
         offset = argument.offset
@@ -233,10 +290,14 @@ class _Cut:
             offset += low * step
             size.append(high - low if extent != 1 else 1)
             stride.append(step)
-        return Region(argument.storage, argument.dtype, tuple(size), tuple(stride), offset)
+        bits = argument.conj, argument.neg
+        return Region(argument.storage, argument.dtype, tuple(size), tuple(stride), offset, *bits)
 
     def tensor(self, argument: torch.Tensor) -> torch.Tensor:
         """The same part of a real argument."""
+        if not argument.dim():
+            return argument
+        argument = argument.resolve_conj().resolve_neg()
         part = self.region(Region(_NOWHERE, argument.dtype, tuple(argument.shape), argument.stride(), 0))
         offset = argument.storage_offset() + part.offset
         return argument.as_strided(part.size, part.stride, offset).contiguous()

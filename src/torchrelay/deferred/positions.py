@@ -2,7 +2,7 @@
 
 While a deferred initialisation runs, nothing is drawn. Each drawing operation gets a :class:`Position`, and
 the real generator is put into a *mark*: its own state, of which a few words are replaced by a number that
-names the position after the draw. Whatever the program does with generator states (seeding, ``fork_rng``,
+names the position after the draw, the others by noise. Whatever the program does with generator states (seeding, ``fork_rng``,
 copying one to another generator) moves marks around, and the next draw finds out where it stands by looking.
 """
 
@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from torchrelay.deferred.graph import Node
 
-__all__ = ["Origin", "Position", "Watch", "acquire", "release"]
+__all__ = ["Origin", "Position", "Watch", "acquire", "release", "watches"]
 
 
 class Origin:
@@ -60,11 +60,18 @@ class Position:
 
 
 # The CPU generator's blob, as 64-bit words: seed, (left, seeded), next, the 624 words of the twister's state.
+_CPU_LEFT, _CPU_NEXT = 1, 2
+_CPU_WORDS = 624
+_CPU_STATE = slice(3, 3 + _CPU_WORDS)
 _CPU_MARK = slice(3, 6)
 _CPU_MAGIC = (0x7472656C, 0x61794D6B)
 # The CUDA generator's blob: seed, offset. An offset must be a multiple of 4; no program draws this many.
 _PHILOX_STEP = 4
 _PHILOX_BASE = 1 << 56
+
+# A mark is full of noise, so that another thread, if it draws meanwhile, gets no numbers that the module gets.
+_noise = np.random.SFC64()
+_LOW, _HALF = np.int64(0xFFFFFFFF), np.uint64(32)
 
 _lock = threading.RLock()
 _marks: dict[int, Position] = {}
@@ -86,15 +93,17 @@ class Watch:
 
     def position(self) -> Position:
         """Where the generator stands now, as the recorded program sees it."""
-        state = self.generator.get_state()
-        words = state.numpy().view(np.int64)
+        return self.mark() or Position(Origin(self.generator.device, self.generator.get_state()))
+
+    def mark(self) -> Position | None:
+        """The position that the generator's state names; None: it is a state of its own."""
+        words = self.generator.get_state().numpy().view(np.int64)
         if self._is_cpu:
             mark = int(words[5]) if words[3] == _CPU_MAGIC[0] and words[4] == _CPU_MAGIC[1] else 0
         else:
             mark = int(words[1]) // _PHILOX_STEP - _PHILOX_BASE // _PHILOX_STEP
         with _lock:
-            known = _marks.get(mark)
-        return known or Position(Origin(self.generator.device, state))
+            return _marks.get(mark)
 
     def advance(self, position: Position) -> None:
         """Marks the generator as standing at ``position``."""
@@ -105,7 +114,11 @@ class Watch:
         state = self.generator.get_state()
         words = state.numpy().view(np.int64)
         if self._is_cpu:
+            words[_CPU_STATE] = _noise.random_raw(_CPU_WORDS) >> _HALF
             words[_CPU_MARK] = (*_CPU_MAGIC, mark)
+            words[_CPU_LEFT] = words[_CPU_LEFT] & ~_LOW | (_CPU_WORDS - len(_CPU_MAGIC))
+            words[_CPU_NEXT] = len(_CPU_MAGIC) + 1
+            words[_CPU_STATE.stop :] = 0
         else:
             words[1] = _PHILOX_BASE + mark * _PHILOX_STEP
         self.generator.set_state(state)
@@ -125,6 +138,12 @@ def acquire(generator: torch.Generator) -> Watch:
             found = _watches[id(generator)] = Watch(generator)
         found.depth += 1
         return found
+
+
+def watches() -> list[Watch]:
+    """Those that are open, of all threads."""
+    with _lock:
+        return list(_watches.values())
 
 
 def release(watch: Watch) -> bool:

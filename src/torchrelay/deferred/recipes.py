@@ -123,6 +123,11 @@ class _Writer:
 
     def _region(self, region: Region) -> int:
         if id(region) not in self._regions:
+            if region.conj or region.neg:
+                raise UnsupportedError(
+                    "A recipe cannot hold lazy conjugates or negatives. Call resolve_conj() or resolve_neg() inside "
+                    "deferred_init, or save the module's values."
+                )
             self._kept.append(region)
             entry = [
                 self._storage(region.storage),

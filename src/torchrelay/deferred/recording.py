@@ -11,12 +11,11 @@ from torchrelay.deferred import session as sessions
 from torchrelay.deferred.draws import words_drawn
 from torchrelay.deferred.graph import External, History, Node, Region, map_tensors
 from torchrelay.deferred.operators import Operator
-from torchrelay.deferred.replay import Replay
 from torchrelay.deferred.session import Session
 from torchrelay.deferred.tensor import FakeTensor
 from torchrelay.errors import DeferredError
 
-__all__ = ["end_states", "record"]
+__all__ = ["record"]
 
 
 def record(
@@ -32,20 +31,33 @@ def record(
     Raises:
         DeferredError: an argument is a fake tensor that has no history: one made by ``fake_mode``.
     """
+    results = [region for region in outputs if region is not None]
+    several = len(writes) + len(results) > 1
     reads: list[Region] = []
     keeps: list[History] = []
 
+    def noted(external: External) -> External:
+        session = sessions.recording()
+        if session is not None:
+            session.note_read(external)
+        return external
+
     def remember(value: torch.Tensor) -> Region | External:
         if not isinstance(value, FakeTensor):
-            return External(value)
+            return noted(External(value))
         region = value._region
         if not region.storage.deferred:
             raise DeferredError(
                 f"{func}: a fake tensor that was made outside deferred_init has no history to materialize it from, "
                 f"so it cannot be used with deferred tensors: {value!r}"
             )
+        given = value._history.given
+        if given is not None:
+            return noted(External(region.of(given), given))
         if not any(region is written for written in writes):
             reads.append(region)
+            keeps.append(value._history)
+        elif several:  # who wants one of its results must be able to make the others
             keeps.append(value._history)
         return region
 
@@ -53,9 +65,8 @@ def record(
     node_kwargs = map_tensors(kwargs, torch.Tensor, remember) if kwargs else {}
     generator = node_kwargs.pop("generator", None)
     node = Node(func, node_args, node_kwargs, tuple(reads), writes, outputs, tuple(keeps))
-    results = [region for region in outputs if region is not None]
     if operator.draws:
-        _place(node, generator, writes[0] if writes else results[0])
+        _place(node, generator, [*writes, *results])
     node.link()
     if operator.is_factory and results:
         _fix_attributes(node, operator, results[0])
@@ -69,10 +80,10 @@ def _fix_attributes(node: Node, operator: Operator, result: Region) -> None:
         node.kwargs["device"] = result.storage.device
 
 
-def _place(node: Node, generator: torch.Generator | None, target: Region) -> None:
-    device = target.storage.device
+def _place(node: Node, generator: torch.Generator | None, targets: list[Region]) -> None:
+    device = targets[0].storage.device if targets else torch.device("cpu")
     counted = device.type == "cpu" or not _torch.device_available(device)
-    words = words_drawn(node.func, target, node.args) if counted else None
+    words = words_drawn(node.func, targets[0], node.args) if counted and targets else None
     session = sessions.current()
     if session is not None:
         session.draw(node, generator, device, words)
@@ -81,9 +92,4 @@ def _place(node: Node, generator: torch.Generator | None, target: Region) -> Non
     try:
         alone.draw(node, generator, device, words)
     finally:
-        alone.close(end_states())
-
-
-def end_states() -> Any:
-    """A function from a position to the generator's state there."""
-    return Replay().generators.state
+        alone.close(done=True)

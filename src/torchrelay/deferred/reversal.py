@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
+from torchrelay import _torch
 from torchrelay.deferred import recipes
 from torchrelay.deferred.modules import children_first
 from torchrelay.deferred.tensor import go_back
 from torchrelay.deferred.traces import Trace, rebuilt, trace_of
-from torchrelay.errors import ArgumentError, MismatchError
+from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["dematerialize", "from_recipe", "recipe"]
 
@@ -26,8 +27,14 @@ def dematerialize(module: torch.nn.Module) -> None:
     Raises:
         ArgumentError: ``module`` is not a module.
         DeferredError: a tensor has no record, or has been changed since it was materialized. Nothing is changed.
+        UnsupportedError: FSDP2 manages the module. Nothing is changed.
     """
     places = _places(module)
+    if _torch.has_fsdp2(module):
+        raise UnsupportedError(
+            "dematerialize(): fully_shard() keeps the memory of the parameters of this module, or of a part of it, "
+            "beside the module. Build the module anew with deferred_init(), or save its values."
+        )
     _put_back(places, {name: trace_of(name, tensor) for name, tensor in _named(places).items()})
 
 

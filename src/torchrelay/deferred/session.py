@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay import _torch
 from torchrelay.deferred import positions
-from torchrelay.deferred.graph import Node
+from torchrelay.deferred.graph import External, Node
 from torchrelay.deferred.hooks import hooks
 from torchrelay.deferred.positions import Origin, Position, Watch
+from torchrelay.deferred.replay import Replay
 from torchrelay.errors import UnsupportedError
 
-__all__ = ["Session", "current", "enter"]
+__all__ = ["Session", "current", "enter", "recording"]
 
 
 class Session:
@@ -26,12 +27,28 @@ class Session:
     Args:
         deferred: operations are recorded.
         pretend: whether devices that are absent are pretended; None: yes, where they are absent.
+
+    Attributes:
+        replay: computes what the program reads while it is recorded.
     """
 
     def __init__(self, deferred: bool, pretend: bool | None = None) -> None:
         self.deferred = deferred
         self.pretend = pretend
         self._watches: dict[Any, Watch] = {}
+        self.replay = Replay()
+        self._read: dict[int, list[External]] = {}
+
+    def note_read(self, external: External) -> None:
+        """An operation was recorded that reads ``external``, real memory."""
+        if external.tensor.layout is torch.strided:
+            self._read.setdefault(external.tensor.untyped_storage()._cdata, []).append(external)
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """The program writes to ``tensor``, which is real, now; what was recorded before reads what was there."""
+        if self._read and tensor.layout is torch.strided:
+            for external in self._read.pop(tensor.untyped_storage()._cdata, ()):
+                external.freeze()
 
     def draw(
         self, node: Node, generator: torch.Generator | None, device: torch.device, words: int | None
@@ -55,25 +72,33 @@ class Session:
             found = self._watches[key] = positions.acquire(generator)
         return found
 
-    def close(self, end_state: Callable[[Position], torch.Tensor] | None) -> None:
-        """Ends the watches. ``end_state`` gives the state for a position; None: back to the state at entry."""
+    def stand(self) -> None:
+        """Put the generators where the program believes them, for an operation that draws for real."""
+        for watch in positions.watches():
+            position = watch.mark()
+            if position is not None:
+                watch.generator.set_state(self.replay.generators.state(position))
+
+    def close(self, done: bool) -> None:
+        """End the watches: generators stand where the program left them if it is done, else where they did."""
         try:
             for key, watch in self._watches.items():
                 if positions.release(watch):
                     stand_in = isinstance(key, torch.device) and key.type != watch.generator.device.type
-                    _settle(watch, None if stand_in else end_state)
+                    self._settle(watch, done and not stand_in)
         finally:
             self._watches.clear()
+            self._read.clear()
+            self.replay.forget()
 
-
-def _settle(watch: Watch, end_state: Callable[[Position], torch.Tensor] | None) -> None:
-    state = watch.entry
-    try:
-        if end_state is not None:
-            state = end_state(watch.position())
-    finally:
-        watch.generator.set_state(state)
-        watch.forget()
+    def _settle(self, watch: Watch, done: bool) -> None:
+        state = watch.entry
+        try:
+            if done:
+                state = self.replay.generators.state(watch.position())
+        finally:
+            watch.generator.set_state(state)
+            watch.forget()
 
 
 class _Stack(threading.local):
@@ -91,13 +116,26 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _mode_key = _torch.fake_mode_key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(map(_is_foreign, types)):
+            return NotImplemented  # a tensor subclass takes its own part first
         return hooks.dispatch(func, args, kwargs or {})
+
+
+def _is_foreign(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of ``kind`` carry operations out themselves, and are not fake."""
+    dispatches = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return dispatches and not issubclass(kind, hooks.fake)
 
 
 def current() -> Session | None:
     """The innermost session of this thread."""
     sessions = _stack.sessions
     return sessions[-1] if sessions else None
+
+
+def recording() -> Session | None:
+    """The innermost session of this thread that records."""
+    return next((session for session in reversed(_stack.sessions) if session.deferred), None)
 
 
 @contextmanager
@@ -120,9 +158,4 @@ def enter(session: Session) -> Iterator[Session]:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-def _recording() -> bool:
-    session = current()
-    return session is not None and session.deferred
-
-
-hooks.recording = _recording
+hooks.recording = lambda: recording() is not None

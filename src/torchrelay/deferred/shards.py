@@ -41,8 +41,29 @@ def placements_for(shard: Any, name: str, fake: torch.Tensor) -> Placements | No
     if not isinstance(shard, tuple):
         return None
     placements = shard[1]
-    found: Placements | None = placements(name, fake) if callable(placements) else placements
-    return found
+    if callable(placements):
+        found: Placements | None = placements(name, fake)
+        return None if found is None else _counted_from_zero(found, fake)
+    return [_possible(placement, fake) for placement in _counted_from_zero(placements, fake)]
+
+
+def _counted_from_zero(placements: Placements, fake: torch.Tensor) -> Placements:
+    from torch.distributed.tensor import Shard as ShardPlacement  # noqa: PLC0415
+
+    return [
+        ShardPlacement(one.dim + fake.dim())
+        if type(one) is ShardPlacement and -fake.dim() <= one.dim < 0
+        else one
+        for one in placements
+    ]
+
+
+def _possible(placement: Placement, fake: torch.Tensor) -> Placement:
+    """``placement`` for all tensors of a module, or Replicate where a tensor has no such dimension."""
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415
+
+    dim = getattr(placement, "dim", None)
+    return placement if dim is None or 0 <= dim < fake.dim() else Replicate()
 
 
 def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
@@ -79,6 +100,10 @@ def _mesh_slices(mesh: DeviceMesh, placements: Placements, name: str, fake: torc
             raise ArgumentError(
                 f"{name}: a tensor can be materialized under Shard or Replicate, not {placement}."
             )
+        if isinstance(placement, ShardPlacement) and not 0 <= placement.dim < fake.dim():
+            raise ArgumentError(
+                f"{name}: {placement} does not fit a tensor of shape {tuple(fake.shape)}. Give Replicate() for it."
+            )
     size, offset = _torch.local_shape_and_offset(fake.shape, mesh, placements)
     return tuple(slice(start, start + extent) for start, extent in zip(offset, size, strict=True))
 
@@ -91,7 +116,8 @@ def sliced(fake: FakeTensor, slices: Slices) -> Region:
         start, stop, _ = item.indices(size[dim])
         offset += start * region.stride[dim]
         size[dim] = max(0, stop - start)
-    return Region(region.storage, region.dtype, tuple(size), region.stride, offset)
+    bits = region.conj, region.neg
+    return Region(region.storage, region.dtype, tuple(size), region.stride, offset, *bits)
 
 
 def distributed(shard: Any, name: str, fake: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

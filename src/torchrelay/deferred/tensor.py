@@ -8,7 +8,9 @@ torch is replaced.
 from __future__ import annotations
 
 import copy
+import operator
 import sys
+import weakref
 from functools import cache
 from typing import Any, NoReturn
 
@@ -19,9 +21,24 @@ from torchrelay.deferred.graph import History, Region
 from torchrelay.deferred.hooks import hooks
 from torchrelay.errors import DeferredError
 
-__all__ = ["FakeTensor", "assign", "become", "fake_from_region", "give_shape", "go_back", "replacement"]
+__all__ = [
+    "FakeTensor",
+    "Life",
+    "assign",
+    "become",
+    "fake_from_region",
+    "give_shape",
+    "go_back",
+    "replacement",
+]
 
 _wrap = torch.Tensor._make_wrapper_subclass
+
+
+class Life:
+    """Ends with the fake tensor that has it. Torch does not swap tensors that have weak references themselves."""
+
+    __slots__ = ("__weakref__",)
 
 
 class FakeTensor(torch.Tensor):
@@ -32,6 +49,7 @@ class FakeTensor(torch.Tensor):
 
     _region: Region
     _history: History
+    _life: Life | None = None
 
     __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
 
@@ -68,6 +86,10 @@ class FakeTensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def __format__(self, spec: str) -> str:
+        if self.dim() == 0 and spec and not isinstance(self, torch.nn.Parameter):
+            return format(_real_value(self, "formatting").item(), spec)
+        if self.dim() == 0 and hooks.recording() and self._region.storage.deferred:
+            return format(hooks.value(self).item())
         return object.__format__(self, spec)
 
     # What needs values.
@@ -81,6 +103,23 @@ class FakeTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         return _real_value(self, "tolist()").tolist()
+
+    # torch.tensor([a, b]) asks its elements for numbers where no operation is dispatched.
+
+    def __float__(self) -> float:
+        return float(_number(self))
+
+    def __int__(self) -> int:
+        return int(_number(self))
+
+    def __complex__(self) -> complex:
+        return complex(_number(self))
+
+    def __bool__(self) -> bool:
+        return bool(_number(self))
+
+    def __index__(self) -> int:
+        return operator.index(_number(self))
 
     def data_ptr(self) -> NoReturn:
         self._no_memory("data_ptr()")
@@ -162,6 +201,9 @@ class FakeTensor(torch.Tensor):
         return _deepcopy(self, memo) if known is None else known
 
 
+hooks.fake = FakeTensor
+
+
 @cache
 def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
     """Fake tensors that are also ``cls``, a class of the program's own."""
@@ -217,7 +259,7 @@ def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
             flat = Region(storage, region.dtype, (count,), (1,))
             copied = memo[id(storage)] = fake_from_region(flat, fake._history).clone()
         mine = Region(copied._region.storage, region.dtype, region.size, region.stride, region.offset)
-        new = fake_from_region(mine, copied._history)
+        new = _resolved(fake_from_region(mine, copied._history), region.conj, region.neg)
     new.__class__ = fake.__class__
     new.__dict__.update(copy.deepcopy(user_attributes(fake), memo))
     new.requires_grad_(fake.requires_grad)
@@ -225,7 +267,14 @@ def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
     return new
 
 
-_OWN = ("_region", "_history")
+def _resolved(copied: FakeTensor, conj: bool, neg: bool) -> FakeTensor:
+    """What torch's own deepcopy makes of a lazy conjugate or negative."""
+    values: Any = copied.conj_physical() if conj else copied
+    resolved: FakeTensor = values.neg() if neg else values
+    return resolved
+
+
+_OWN = ("_region", "_history", "_life")
 
 
 def user_attributes(fake: FakeTensor) -> dict[str, Any]:
@@ -288,6 +337,15 @@ def _real_value(fake: FakeTensor, what: str) -> torch.Tensor:
     return hooks.value(fake)
 
 
+def _number(fake: FakeTensor) -> Any:
+    if not fake._region.storage.deferred:
+        fake._no_memory("a number")
+    value = hooks.value(fake)
+    if value.numel() != 1:
+        return bool(value)  # which raises what torch raises
+    return value.item()
+
+
 def _size_text(size: torch.Size) -> str:
     return str(tuple(size))
 
@@ -304,4 +362,10 @@ def fake_from_region(region: Region, history: History, layout: torch.layout = to
     )
     fake._region = region
     fake._history = history
+    lives = hooks.thread.lives
+    if lives is not None:
+        fake._life = life = Life()
+        lives.append(weakref.ref(life))
+    if region.conj or region.neg:
+        _torch.set_bits(fake, region.conj, region.neg)
     return fake

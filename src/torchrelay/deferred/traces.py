@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrelay.deferred.graph import External, History, Node, Region, Storage, map_tensors
-from torchrelay.deferred.replay import needed
+from torchrelay.deferred.schedule import END, Schedule
 from torchrelay.deferred.tensor import FakeTensor, fake_from_region
 from torchrelay.errors import DeferredError
 
@@ -28,13 +28,11 @@ class Trace:
 
     @classmethod
     def of_fake(cls, fake: FakeTensor) -> Trace | None:
-        """What would be run to materialize ``fake``; None if some of it has been run already, with another."""
+        """What is run to materialize ``fake`` alone; None if its memory has been handed out, with another tensor."""
         region = fake._region
-        nodes = needed([(region.storage, None)], readers=False)
-        touched = {region.storage, *(one.storage for node in nodes for one in (*node.reads, *node.writes))}
-        if any(storage.real is not None for storage in touched):
+        if region.storage.history().given is not None:
             return None
-        return cls(region, nodes)
+        return cls(region, Schedule([(region.storage, END)], cached=False).nodes)
 
 
 _traces: dict[int, tuple[Trace, int]] = {}
@@ -115,7 +113,8 @@ class _Copier:
     def region(self, old: Region) -> Region:
         found = self._regions.get(id(old))
         if found is None:
-            new = Region(self._storage(old.storage)[0], old.dtype, old.size, old.stride, old.offset)
+            storage = self._storage(old.storage)[0]
+            new = Region(storage, old.dtype, old.size, old.stride, old.offset, old.conj, old.neg)
             found = self._regions[id(old)] = old, new
         return found[1]
 
@@ -123,8 +122,10 @@ class _Copier:
         args, kwargs = map_tensors((old.args, old.kwargs), Region, self.region)
         reads = tuple(map(self.region, old.reads))
         outputs = tuple(None if region is None else self.region(region) for region in old.outputs)
-        keeps = tuple(self._storage(region.storage)[1] for region in old.reads)
+        kept = [*old.reads, *(old.writes if len(old.targets()) > 1 else ())]
+        keeps = tuple(self._storage(region.storage)[1] for region in kept)
         new = Node(old.func, args, kwargs, reads, tuple(map(self.region, old.writes)), outputs, keeps)
-        new.position, new.after, new.default_dtype = old.position, old.after, old.default_dtype
+        new.position, new.after = old.position, old.after
+        new.default_dtype, new.grad = old.default_dtype, old.grad
         new.link()
         return new

@@ -1,0 +1,55 @@
+"""Fake tensors in caches and globals are materialized with the module."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from torchrelay.deferred import deferred_init, is_deferred, materialize_module
+
+TABLES: dict[str, torch.Tensor] = {}
+
+
+@functools.lru_cache(maxsize=4)
+def angles(count: int) -> torch.Tensor:
+    return torch.arange(count).float() * 0.1
+
+
+@functools.cache
+def waves(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return angles(count).sin(), angles(count).cos()
+
+
+class Rotary(nn.Module):
+    shared: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        if "noise" not in TABLES:
+            TABLES["noise"] = torch.rand(4)
+        if Rotary.shared is None:
+            Rotary.shared = torch.ones(2)
+        self.register_buffer("sin", waves(6)[0] + 1)
+        self.weight = nn.Parameter(torch.rand(6))
+
+
+def test_what_caches_hold_is_materialized(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(5)
+    noise = torch.rand(4)
+    torch.manual_seed(5)
+    module = deferred_init(Rotary)
+    other = deferred_init(nn.Linear, 2, 2)
+    assert is_deferred(angles(6)) and is_deferred(TABLES["noise"])
+    with caplog.at_level(logging.WARNING, "torchrelay"):
+        materialize_module(module)
+    assert torch.equal(TABLES["noise"], noise)
+    assert Rotary.shared is not None and not is_deferred(Rotary.shared)
+    assert torch.equal(angles(6), torch.arange(6).float() * 0.1)
+    assert torch.equal(waves(6)[1], angles(6).cos())
+    assert "test_escapes.waves" in caplog.text and "TABLES" in caplog.text
+    assert not is_deferred(Rotary())
+    assert is_deferred(other)

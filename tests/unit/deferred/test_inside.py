@@ -1,0 +1,164 @@
+"""What programs do inside deferred_init beside drawing: load real values, run layers, read and format values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torchrelay.deferred import deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchrelay.deferred import replay as replays
+from torchrelay.errors import DeferredError
+
+
+def equals_eager(build: Callable[[], Any]) -> list[Any]:
+    """What a deferred ``build`` gives, before it is materialized and compared with what an eager one gives."""
+    torch.manual_seed(5)
+    eager = tree_leaves(build())
+    end = torch.get_rng_state()
+    torch.manual_seed(5)
+    made: list[Any] = tree_leaves(deferred_init(build))
+    assert torch.equal(torch.get_rng_state(), end)
+    deferred = [isinstance(one, torch.Tensor) and is_deferred(one) for one in made]
+    for one, other in zip(made, eager, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(materialize_tensor(one), other)
+        else:
+            assert one == other
+    return deferred
+
+
+def _nested() -> dict[str, torch.Tensor]:
+    inner = deferred_init(nn.Linear, 3, 3)
+    materialize_module(inner)
+    return inner.state_dict()
+
+
+def test_real_tensors_stay_real(tmp_path: Path) -> None:
+    real = nn.Linear(3, 3)
+    torch.save(real.state_dict(), tmp_path / "state.pt")
+    for build in (
+        lambda: copy.deepcopy(real).state_dict(),
+        lambda: torch.load(tmp_path / "state.pt"),
+        lambda: torch.load(tmp_path / "state.pt", mmap=True),
+        lambda: pickle.loads(pickle.dumps(real)).state_dict(),
+        _nested,
+    ):
+        assert not any(equals_eager(build))
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    files = pytest.importorskip("safetensors.torch")
+    files.save_file(nn.Linear(3, 3).state_dict(), tmp_path / "state")
+    equals_eager(lambda: files.load_file(tmp_path / "state"))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: torch.tensor([torch.tensor(1.0), torch.tensor(2.0)]),
+        lambda: torch.tensor([torch.rand(()), torch.rand(()) * 3]),
+        lambda: torch.tensor([torch.randint(9, ()), 3]),
+        lambda: torch.as_tensor([torch.rand(()), 1.0]),
+        lambda: torch.asarray(torch.UntypedStorage(8), dtype=torch.uint8).numel(),
+        lambda: [
+            int(torch.rand(()) * 9),
+            float(torch.rand(1)),
+            complex(torch.rand(())),
+            bool(torch.zeros(1)),
+        ],
+        lambda: list(range(10))[torch.tensor(4) :],
+        lambda: f"{torch.rand(9).norm():.3f}",
+        lambda: f"{torch.rand(())} {torch.arange(3).sum():>5}",
+    ],
+)
+def test_numbers_out_of_tensors(build: Callable[[], Any]) -> None:
+    equals_eager(build)
+
+
+def test_formatting_outside_is_refused() -> None:
+    norm = deferred_init(lambda: torch.rand(3).norm())
+    with pytest.raises(DeferredError, match="formatting"):
+        f"{norm:.3f}"
+    assert "fake=True" in f"{norm}"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_run(kind: Any, bias: bool) -> None:
+    def build() -> Any:
+        layer = kind(3, 4, 2, bidirectional=True, bias=bias)
+        output, state = layer(torch.randn(5, 2, 3))
+        with torch.no_grad():
+            layer.weight_hh_l0.mul_(2)
+            return [output, state, layer(torch.randn(5, 2, 3))[0]]
+
+    equals_eager(build)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bags_run(mode: str) -> None:
+    equals_eager(
+        lambda: nn.EmbeddingBag(7, 3, mode=mode)(torch.tensor([1, 2, 4, 5]), torch.tensor([0, 2, 2]))
+    )
+    equals_eager(lambda: nn.EmbeddingBag(7, 3, mode=mode)(torch.tensor([[1, 2], [4, 5]])))
+
+
+def test_attention_runs() -> None:
+    equals_eager(lambda: nn.TransformerEncoderLayer(8, 2, 16)(torch.randn(4, 2, 8)))
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]) -> tuple[int, int]:
+    """How many operations were recorded, and how many run, during ``deferred_init(build)``."""
+    recorded, run = [], []
+    link, old = replays.Node.link, replays._Run._run
+    monkeypatch.setattr(replays.Node, "link", lambda node: (recorded.append(node), link(node))[1])
+    monkeypatch.setattr(replays._Run, "_run", lambda self, node: (run.append(node), old(self, node))[1])
+    deferred_init(build)
+    return len(recorded), len(run)
+
+
+def _power_iteration(rounds: int = 160) -> tuple[float, torch.Tensor]:
+    matrix, vector = torch.randn(30, 30), torch.randn(30)
+    for _ in range(rounds):
+        vector = matrix @ vector
+        vector = vector / vector.norm().item()
+        if (matrix @ vector).norm().item() < 0:
+            break
+    return (matrix @ vector).norm().item(), vector
+
+
+def test_reading_runs_each_operation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, run = _counted(monkeypatch, _power_iteration)
+    assert recorded > 600 and run <= recorded
+    monkeypatch.undo()
+    equals_eager(_power_iteration)
+
+
+def test_what_reading_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "KEPT_BYTES", 40_000)
+    equals_eager(lambda: [torch.randn(40, 40).mul_(2).sum().item() for _ in range(20)])
+
+    def build() -> nn.Module:
+        module = nn.Sequential(*(nn.Linear(40, 40) for _ in range(20)))
+        for layer in module:
+            assert isinstance(layer, nn.Linear)
+            layer.weight.data.div_(layer.weight.data.norm().item())
+            assert _memory(module) <= 40_000
+        return module
+
+    module = deferred_init(build)
+    assert _memory(module) == 0
+
+
+def _memory(module: nn.Module) -> int:
+    """Bytes that deferred parameters hold."""
+    histories = [parameter._history for parameter in module.parameters()]  # type: ignore[attr-defined]
+    return sum(history.storage.size_bytes for history in histories if history.real is not None)
