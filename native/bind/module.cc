@@ -50,4 +50,5 @@ NB_MODULE(_native, module) {
   torchrelay::register_parameters(module);
   torchrelay::register_shared_memory(module);
   torchrelay::register_shared_group(module);
+  torchrelay::register_switch(module);
 }

@@ -11,5 +11,6 @@ void register_mt19937(nanobind::module_& module);
 void register_parameters(nanobind::module_& module);
 void register_shared_memory(nanobind::module_& module);
 void register_shared_group(nanobind::module_& module);
+void register_switch(nanobind::module_& module);
 
 }  // namespace torchrelay

@@ -292,3 +292,277 @@ class Communicator:
 
     @property
     def waiting_ns(self) -> int: ...
+
+class SwitchHeader:
+    """The header of a packet of SwitchML's UDP protocol."""
+
+    def __init__(self, job: int, tsi: int, slot: int, set: int, exponent: int, numel: int) -> None: ...
+
+    @property
+    def job(self) -> int: ...
+
+    @property
+    def tsi(self) -> int: ...
+
+    @property
+    def slot(self) -> int: ...
+
+    @property
+    def set(self) -> int: ...
+
+    @property
+    def exponent(self) -> int: ...
+
+    @property
+    def numel(self) -> int: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def serialize(self) -> bytes: ...
+
+    @staticmethod
+    def parse(datagram: bytes) -> SwitchHeader | None:
+        """The header, or None if the datagram is not exactly one data packet."""
+
+SWITCH_UDP_PORT: int = 48864
+
+class SwitchVerdict(enum.Enum):
+    """What a switch does with a packet."""
+
+    CONSUMED = 0
+
+    MULTICAST = 1
+
+    UNICAST = 2
+
+    DUPLICATE = 3
+
+    STALE = 4
+
+    REJECTED = 5
+
+class SwitchTableShape:
+    """What a session's slots are made for."""
+
+    def __init__(self, num_workers: int, num_slots: int, numel: int, sequenced: bool) -> None: ...
+
+    @property
+    def num_workers(self) -> int: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def sequenced(self) -> bool: ...
+
+class SwitchSlotTable:
+    """A session's slots without a network, for tests."""
+
+    def __init__(self, shape: SwitchTableShape) -> None: ...
+
+    def apply(self, datagram: bytes, rank: int) -> SwitchVerdict: ...
+
+    def result(self, datagram: bytes) -> bytes:
+        """The packet that answers one whose verdict was MULTICAST or UNICAST."""
+
+    def missing(self) -> list[int]:
+        """The workers that packets in progress wait for."""
+
+class SwitchStreamStats:
+    """Packets of a worker."""
+
+    @property
+    def sent(self) -> int:
+        """Retransmissions included."""
+
+    @property
+    def results(self) -> int: ...
+
+    @property
+    def retransmissions(self) -> int: ...
+
+    @property
+    def discarded(self) -> int:
+        """Answers to no packet in flight."""
+
+class SwitchRetryPolicy:
+    """When packets are sent again."""
+
+    def __init__(self, timeout_s: float = 0.01, threshold: int = 100, increment: int = 100) -> None: ...
+
+class SwitchStream:
+    """A worker thread's part without a network, for tests."""
+
+    def __init__(self, first_slot: int, window: int, numel: int, num_workers: int, retry: SwitchRetryPolicy) -> None: ...
+
+    def begin(self, values: int, count: int, dtype: Dtype, job: int, now_s: float) -> list[bytes]: ...
+
+    def receive(self, datagram: bytes, now_s: float) -> list[bytes]: ...
+
+    def tick(self, now_s: float) -> list[bytes]: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def next_deadline_s(self) -> float: ...
+
+    @property
+    def exact_chunks(self) -> list[int]: ...
+
+    @property
+    def stats(self) -> SwitchStreamStats: ...
+
+def switch_scale(exponent: int, num_workers: int) -> float:
+    """
+    What float32 values are multiplied with before they are rounded to int32.
+    """
+
+class SwitchCounts:
+    """Data packets of one session, or of all."""
+
+    @property
+    def received(self) -> int: ...
+
+    @property
+    def sent(self) -> int: ...
+
+    @property
+    def completed(self) -> int:
+        """Results sent to every worker."""
+
+    @property
+    def answered_again(self) -> int: ...
+
+    @property
+    def duplicates(self) -> int:
+        """Sent again before the result was complete."""
+
+    @property
+    def stale(self) -> int:
+        """Older than the newest packet of their slot."""
+
+    @property
+    def rejected(self) -> int:
+        """No such slot, or not the session's packet size."""
+
+class UdpSwitchStats:
+    """What the UDP switch has done."""
+
+    @property
+    def counts(self) -> SwitchCounts: ...
+
+    @property
+    def malformed(self) -> int: ...
+
+    @property
+    def strangers(self) -> int: ...
+
+    @property
+    def control(self) -> int: ...
+
+    @property
+    def control_dropped(self) -> int: ...
+
+    @property
+    def dropped_ingress(self) -> int: ...
+
+    @property
+    def dropped_egress(self) -> int: ...
+
+    @property
+    def socket_lost(self) -> int: ...
+
+    @property
+    def send_lost(self) -> int: ...
+
+class SwitchWorkerCounts:
+    """Packets of one worker of a session."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def received(self) -> int: ...
+
+    @property
+    def retransmissions(self) -> int: ...
+
+class SwitchSessionInfo:
+    """One session of a switch."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def shape(self) -> SwitchTableShape: ...
+
+    @property
+    def idle_s(self) -> float: ...
+
+    @property
+    def counts(self) -> SwitchCounts: ...
+
+    @property
+    def workers(self) -> list[SwitchWorkerCounts]: ...
+
+class UdpSwitch:
+    """An aggregation switch on a UDP socket, with a thread of its own."""
+
+    def __init__(self, address: str, port: int, drop_ingress: float = 0.0, drop_egress: float = 0.0, drop_seed: int = 0) -> None: ...
+
+    @property
+    def port(self) -> int: ...
+
+    def open_session(self, id: int, shape: SwitchTableShape) -> None: ...
+
+    def close_session(self, id: int) -> None: ...
+
+    def add_worker(self, id: int, rank: int, ip: int, first_port: int, num_ports: int) -> None: ...
+
+    def receive_control(self, timeout_s: float) -> tuple[bytes, int, int] | None:
+        """
+        The next control message with its sender's address and port; no bytes: a stranger's data packet.
+        """
+
+    def send_control(self, message: bytes, ip: int, port: int) -> None: ...
+
+    def stats(self) -> UdpSwitchStats: ...
+
+    def sessions(self) -> list[SwitchSessionInfo]: ...
+
+    def missing(self, id: int) -> list[int]: ...
+
+    def stop(self) -> None: ...
+
+class SwitchWorkerStats:
+    """What a worker has done."""
+
+    @property
+    def jobs(self) -> int: ...
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+    @property
+    def exact_chunks(self) -> int: ...
+
+    @property
+    def busy_s(self) -> float: ...
+
+    @property
+    def packets(self) -> SwitchStreamStats: ...
+
+class SwitchWorker:
+    """Sums arrays over the workers of a session, through a switch."""
+
+    def __init__(self, sockets: Sequence[int], switch_name: str, rank: int, num_workers: int, numel: int, max_outstanding: int, retry: SwitchRetryPolicy) -> None: ...
+
+    def all_reduce(self, values: int, count: int, dtype: Dtype, timeout_s: float) -> None: ...
+
+    def stats(self) -> SwitchWorkerStats: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,104 @@
+// An aggregation switch in user space: one UDP socket and one thread.
+//
+// Sessions are independent of each other: each has its own slots, and its members are known by source address
+// and port, so a packet needs no session id. What is no member's data packet changes no slot. Control
+// messages, and notes of senders that are no members, wait in a bounded queue for whoever runs the control
+// plane.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torchrelay/switch/datagrams.h"
+#include "torchrelay/switch/state.h"
+
+namespace torchrelay::switchml {
+
+struct UdpSwitchOptions {
+  std::string address = "127.0.0.1";
+  std::uint16_t port = kUdpPort;  // 0: any free one
+  double drop_ingress = 0;        // probabilities, for tests
+  double drop_egress = 0;
+  std::uint64_t drop_seed = 0;
+};
+
+// What one session, or the whole switch, has done. Data packets only.
+struct SwitchCounts {
+  std::uint64_t received = 0;
+  std::uint64_t sent = 0;
+  std::uint64_t completed = 0;       // results multicast
+  std::uint64_t answered_again = 0;  // results sent again to a worker that asked again
+  std::uint64_t duplicates = 0;      // retransmissions for packets that others are missing from
+  std::uint64_t stale = 0;           // older than the slot's newest packet
+  std::uint64_t rejected = 0;        // of a member, but no such slot or packet size
+};
+
+struct SwitchStats {
+  SwitchCounts counts;
+  std::uint64_t malformed = 0;  // neither data nor control
+  std::uint64_t strangers = 0;  // data packets whose sender is in no session
+  std::uint64_t control = 0;
+  std::uint64_t control_dropped = 0;  // the queue was full
+  std::uint64_t dropped_ingress = 0;  // by the probabilities
+  std::uint64_t dropped_egress = 0;
+  std::uint64_t socket_lost = 0;  // by the kernel: the socket's receive buffer was full
+  std::uint64_t send_lost = 0;    // by the kernel: a send buffer was full
+};
+
+struct WorkerCounts {
+  std::uint32_t rank = 0;
+  std::uint64_t received = 0;
+  std::uint64_t retransmissions = 0;
+};
+
+struct SessionInfo {
+  std::uint64_t id = 0;
+  TableShape shape;
+  double idle_s = 0;  // since a member's last packet
+  SwitchCounts counts;
+  std::vector<WorkerCounts> workers;
+};
+
+struct ControlMessage {
+  Endpoint from;
+  std::vector<std::byte> bytes;  // empty: a data packet came from a sender that is no member
+};
+
+class UdpSwitch {
+ public:
+  // Binds the socket and starts. Throws kUnavailable if the address or port cannot be had.
+  explicit UdpSwitch(const UdpSwitchOptions& options);
+  ~UdpSwitch();
+  UdpSwitch(const UdpSwitch&) = delete;
+  UdpSwitch& operator=(const UdpSwitch&) = delete;
+
+  std::uint16_t port() const noexcept;
+
+  // The control plane, for any thread. open_session replaces a session of the same id; all its slots are
+  // empty and it has no members. A member's ports start at first_port; 0 ports stand for all of an address.
+  // Throws kArgument: no such session or rank, or the address and port are another worker's.
+  void open_session(std::uint64_t id, const TableShape& shape);
+  void close_session(std::uint64_t id);
+  void add_worker(std::uint64_t id, std::uint32_t rank, const Endpoint& first, std::uint16_t num_ports);
+
+  // The next control message, or nothing after the timeout.
+  std::optional<ControlMessage> receive_control(std::chrono::milliseconds timeout);
+  void send_control(Bytes message, const Endpoint& to);
+
+  SwitchStats stats() const;
+  std::vector<SessionInfo> sessions() const;
+  // The workers that packets in progress wait for.
+  std::vector<std::uint32_t> missing(std::uint64_t id) const;
+
+  // Ends the thread. The statistics stay.
+  void stop();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace torchrelay::switchml

@@ -1,0 +1,340 @@
+#include "torchrelay/switch/udp_switch.h"
+
+#include <arpa/inet.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <unordered_map>
+
+#include "torchrelay/error.h"
+
+namespace torchrelay::switchml {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kMaxControlQueue = 1024;
+constexpr std::size_t kMaxControlBytes = 512;
+
+struct Session {
+  Session(std::uint64_t session_id, const TableShape& shape)
+      : id(session_id), table(shape), addresses(shape.num_workers), workers(shape.num_workers) {
+    for (std::uint32_t rank = 0; rank < shape.num_workers; ++rank) workers[rank].rank = rank;
+  }
+
+  std::uint64_t id;
+  SlotTable table;
+  std::vector<std::uint32_t> addresses;  // of the workers; 0: not known yet
+  SwitchCounts counts;
+  std::vector<WorkerCounts> workers;
+  Clock::time_point last_packet = Clock::now();
+};
+
+struct Member {
+  Session* session;
+  std::uint32_t rank;
+};
+
+std::uint64_t key(const Endpoint& endpoint) { return std::uint64_t{endpoint.ip} << 16 | endpoint.port; }
+
+int bound_socket(const UdpSwitchOptions& options) {
+  const std::string where = options.address + ":" + std::to_string(options.port);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(options.port);
+  if (inet_pton(AF_INET, options.address.c_str(), &address.sin_addr) != 1)
+    throw Error(Code::kArgument, "switch: '" + options.address + "' is not an IPv4 address");
+  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) throw Error(Code::kUnavailable, with_errno("switch: no UDP socket"));
+  if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
+    const Error error(Code::kUnavailable, with_errno("switch: UDP " + where + " cannot be bound"));
+    ::close(fd);
+    throw error;
+  }
+  prepare_socket(fd);
+  return fd;
+}
+
+void count(SwitchCounts& counts, Verdict verdict) {
+  switch (verdict) {
+    case Verdict::kConsumed: break;
+    case Verdict::kMulticast: ++counts.completed; break;
+    case Verdict::kUnicast: ++counts.answered_again; break;
+    case Verdict::kDuplicate: ++counts.duplicates; break;
+    case Verdict::kStale: ++counts.stale; break;
+    case Verdict::kRejected: ++counts.rejected; break;
+  }
+}
+
+}  // namespace
+
+struct UdpSwitch::State {
+  explicit State(const UdpSwitchOptions& given)
+      : options(given),
+        fd(bound_socket(given)),
+        wake(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+        inbox(fd),
+        outbox(fd, false),
+        random(given.drop_seed) {}
+
+  ~State() {
+    ::close(wake);
+    ::close(fd);
+  }
+
+  void loop() {
+    pollfd fds[] = {{fd, POLLIN, 0}, {wake, POLLIN, 0}};
+    while (!stopping.load()) {
+      (void)poll(fds, 2, -1);
+      while (!stopping.load() && serve()) {
+        while (waiting.load() != 0)
+          std::this_thread::yield();  // or a busy socket would keep the lock from others
+      }
+    }
+  }
+
+  // Answers one batch; false if there was none.
+  bool serve() {
+    const std::lock_guard guard(lock);
+    const bool any = inbox.receive([this](Bytes datagram, const Endpoint& from) { take(datagram, from); });
+    outbox.flush();
+    stats.socket_lost = inbox.lost();
+    stats.send_lost = outbox.lost();
+    return any;
+  }
+
+  void take(Bytes datagram, const Endpoint& from) {
+    if (is_control(datagram)) {
+      ++stats.control;
+      keep({from,
+            {datagram.begin(),
+             datagram.begin() + static_cast<std::ptrdiff_t>(std::min(datagram.size(), kMaxControlBytes))}});
+      return;
+    }
+    if (chance(options.drop_ingress)) {
+      ++stats.dropped_ingress;
+      return;
+    }
+    const auto header = parse(datagram);
+    if (!header) {
+      ++stats.malformed;
+      return;
+    }
+    const Member* member = find(from);
+    if (member == nullptr) {
+      ++stats.strangers;
+      keep({from, {}});
+      return;
+    }
+    aggregate(*header, datagram.data() + kHeaderBytes, *member, from);
+  }
+
+  void aggregate(const Header& header, const std::byte* payload, const Member& member, const Endpoint& from) {
+    Session& session = *member.session;
+    session.last_packet = Clock::now();
+    const Verdict verdict = session.table.apply(header, payload, member.rank, from.port);
+    count(session.counts, verdict);
+    ++session.counts.received;
+    WorkerCounts& worker = session.workers[member.rank];
+    ++worker.received;
+    if (verdict == Verdict::kDuplicate || verdict == Verdict::kUnicast) ++worker.retransmissions;
+    if (verdict != Verdict::kMulticast && verdict != Verdict::kUnicast) return;
+    session.table.result(header, outbox.allocate(packet_bytes(header.numel)));
+    if (verdict == Verdict::kUnicast) {
+      answer(session, from);
+      return;
+    }
+    for (std::uint32_t rank = 0; rank < session.addresses.size(); ++rank)
+      answer(session, {session.addresses[rank], session.table.port(header, rank)});
+  }
+
+  void answer(Session& session, const Endpoint& to) {
+    if (chance(options.drop_egress)) {
+      ++stats.dropped_egress;
+      return;
+    }
+    ++session.counts.sent;
+    outbox.send_to(to);
+  }
+
+  bool chance(double probability) {
+    return probability > 0 && std::uniform_real_distribution<double>()(random) < probability;
+  }
+
+  const Member* find(const Endpoint& from) const {
+    auto found = members.find(key(from));
+    if (found == members.end()) found = members.find(key({from.ip, 0}));
+    return found == members.end() ? nullptr : &found->second;
+  }
+
+  void keep(ControlMessage message) {
+    const std::lock_guard guard(queue_lock);
+    if (queue.size() >= kMaxControlQueue) {
+      ++stats.control_dropped;
+      return;
+    }
+    queue.push_back(std::move(message));
+    arrived.notify_one();
+  }
+
+  Session& session(std::uint64_t id) {
+    const auto found = sessions.find(id);
+    if (found == sessions.end())
+      throw Error(Code::kArgument, "switch: no session has the id " + std::to_string(id));
+    return *found->second;
+  }
+
+  void close_session(std::uint64_t id) {
+    const auto found = sessions.find(id);
+    if (found == sessions.end()) return;
+    std::erase_if(members, [&](const auto& entry) { return entry.second.session == found->second.get(); });
+    add(ended, found->second->counts);
+    sessions.erase(found);
+  }
+
+  static void add(SwitchCounts& sum, const SwitchCounts& more) {
+    sum.received += more.received;
+    sum.sent += more.sent;
+    sum.completed += more.completed;
+    sum.answered_again += more.answered_again;
+    sum.duplicates += more.duplicates;
+    sum.stale += more.stale;
+    sum.rejected += more.rejected;
+  }
+
+  // The lock, for all threads but the switch's own.
+  std::unique_lock<std::mutex> hold() const {
+    waiting.fetch_add(1);
+    std::unique_lock guard(lock);
+    waiting.fetch_sub(1);
+    return guard;
+  }
+
+  UdpSwitchOptions options;
+  int fd;
+  int wake;
+  std::thread thread;
+
+  std::atomic<bool> stopping{false};
+
+  std::mutex queue_lock;  // taken last
+  std::condition_variable arrived;
+  std::deque<ControlMessage> queue;
+
+  mutable std::atomic<int> waiting{0};  // for the lock
+  mutable std::mutex lock;              // of all that follows
+  Inbox inbox;
+  Outbox outbox;
+  std::mt19937_64 random;
+  std::unordered_map<std::uint64_t, std::unique_ptr<Session>> sessions;
+  std::unordered_map<std::uint64_t, Member> members;  // by key(); port 0 stands for all
+  SwitchStats stats;
+  SwitchCounts ended;  // of sessions that are closed
+};
+
+UdpSwitch::UdpSwitch(const UdpSwitchOptions& options) : state_(std::make_unique<State>(options)) {
+  state_->thread = std::thread([state = state_.get()] { state->loop(); });
+}
+
+UdpSwitch::~UdpSwitch() { stop(); }
+
+void UdpSwitch::stop() {
+  if (!state_->thread.joinable()) return;
+  state_->stopping.store(true);
+  const std::uint64_t one = 1;
+  (void)!write(state_->wake, &one, sizeof one);
+  state_->thread.join();
+}
+
+std::uint16_t UdpSwitch::port() const noexcept {
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  getsockname(state_->fd, reinterpret_cast<sockaddr*>(&address), &size);
+  return ntohs(address.sin_port);
+}
+
+void UdpSwitch::open_session(std::uint64_t id, const TableShape& shape) {
+  auto session = std::make_unique<Session>(id, shape);
+  const auto guard = state_->hold();
+  state_->close_session(id);
+  state_->sessions[id] = std::move(session);
+}
+
+void UdpSwitch::close_session(std::uint64_t id) {
+  const auto guard = state_->hold();
+  state_->close_session(id);
+}
+
+void UdpSwitch::add_worker(std::uint64_t id, std::uint32_t rank, const Endpoint& first,
+                           std::uint16_t num_ports) {
+  const auto guard = state_->hold();
+  Session& session = state_->session(id);
+  if (rank >= session.addresses.size())
+    throw Error(Code::kArgument, "switch: rank " + std::to_string(rank) + " is not below the session's " +
+                                     std::to_string(session.addresses.size()) + " workers");
+  if (session.addresses[rank] != 0 && session.addresses[rank] != first.ip)
+    throw Error(Code::kArgument,
+                "switch: rank " + std::to_string(rank) + " of the session has another address");
+  const auto endpoint = [&](int i) {
+    return Endpoint{first.ip, static_cast<std::uint16_t>(num_ports == 0 ? 0 : first.port + i)};
+  };
+  const int ports = std::max<int>(num_ports, 1);
+  for (int i = 0; i < ports; ++i) {
+    const auto found = state_->members.find(key(endpoint(i)));
+    if (found != state_->members.end() && (found->second.session != &session || found->second.rank != rank))
+      throw Error(Code::kArgument, "switch: another worker has this address and port");
+  }
+  for (int i = 0; i < ports; ++i) state_->members[key(endpoint(i))] = {&session, rank};
+  session.addresses[rank] = first.ip;
+}
+
+std::optional<ControlMessage> UdpSwitch::receive_control(std::chrono::milliseconds timeout) {
+  std::unique_lock guard(state_->queue_lock);
+  if (!state_->arrived.wait_for(guard, timeout, [this] { return !state_->queue.empty(); })) return {};
+  ControlMessage message = std::move(state_->queue.front());
+  state_->queue.pop_front();
+  return message;
+}
+
+void UdpSwitch::send_control(Bytes message, const Endpoint& to) {
+  const auto guard = state_->hold();
+  std::copy(message.begin(), message.end(), state_->outbox.allocate(message.size()));
+  state_->outbox.send_to(to);
+  state_->outbox.flush();
+}
+
+SwitchStats UdpSwitch::stats() const {
+  const auto guard = state_->hold();
+  SwitchStats stats = state_->stats;
+  stats.counts = state_->ended;
+  for (const auto& entry : state_->sessions) State::add(stats.counts, entry.second->counts);
+  return stats;
+}
+
+std::vector<SessionInfo> UdpSwitch::sessions() const {
+  const auto guard = state_->hold();
+  std::vector<SessionInfo> infos;
+  for (const auto& [id, session] : state_->sessions) {
+    const std::chrono::duration<double> idle = Clock::now() - session->last_packet;
+    infos.push_back({id, session->table.shape(), idle.count(), session->counts, session->workers});
+  }
+  std::sort(infos.begin(), infos.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
+  return infos;
+}
+
+std::vector<std::uint32_t> UdpSwitch::missing(std::uint64_t id) const {
+  const auto guard = state_->hold();
+  return state_->session(id).table.missing();
+}
+
+}  // namespace torchrelay::switchml

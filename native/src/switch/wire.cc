@@ -1,0 +1,62 @@
+#include "torchrelay/switch/wire.h"
+
+namespace torchrelay::switchml {
+namespace {
+
+constexpr std::uint8_t kSmall = 1;  // size codes of the header
+constexpr std::uint8_t kLarge = 3;
+constexpr std::uint16_t kSetBit = 1 << 15;
+
+std::uint32_t byte(Bytes data, std::size_t at) noexcept { return std::to_integer<std::uint32_t>(data[at]); }
+
+std::uint16_t read16(Bytes data, std::size_t at) noexcept {
+  return static_cast<std::uint16_t>(byte(data, at) << 8 | byte(data, at + 1));
+}
+
+std::uint32_t read32(Bytes data, std::size_t at) noexcept {
+  return static_cast<std::uint32_t>(read16(data, at)) << 16 | read16(data, at + 2);
+}
+
+}  // namespace
+
+std::optional<Header> parse(Bytes datagram) noexcept {
+  if (datagram.size() < kHeaderBytes || byte(datagram, 0) >> 4 != kDataType) return {};
+  const std::uint32_t code = byte(datagram, 0) & 7;
+  if (code != kSmall && code != kLarge) return {};
+  Header header;
+  header.numel = code == kSmall ? 64 : 256;
+  if (datagram.size() != packet_bytes(header.numel)) return {};
+  header.job = static_cast<std::uint8_t>(byte(datagram, 1));
+  header.tsi = read32(datagram, 2);
+  const std::uint16_t index = read16(datagram, 6);
+  header.slot = index & (kMaxSlots - 1);
+  header.set = (index & kSetBit) != 0;
+  header.exponent = static_cast<std::int8_t>(byte(datagram, 8));
+  return header;
+}
+
+bool is_control(Bytes datagram) noexcept {
+  return datagram.size() >= kHeaderBytes && byte(datagram, 0) >> 4 == kControlType;
+}
+
+void serialize(const Header& header, std::byte* out) noexcept {
+  const std::uint8_t code = header.numel == 64 ? kSmall : kLarge;
+  const auto index = static_cast<std::uint16_t>(header.slot | (header.set != 0 ? kSetBit : 0));
+  out[0] = static_cast<std::byte>(kDataType << 4 | code);
+  out[1] = static_cast<std::byte>(header.job);
+  for (int i = 0; i < 4; ++i) out[2 + i] = static_cast<std::byte>(header.tsi >> (24 - 8 * i));
+  out[6] = static_cast<std::byte>(index >> 8);
+  out[7] = static_cast<std::byte>(index);
+  out[8] = static_cast<std::byte>(header.exponent);
+  out[9] = std::byte{0};
+}
+
+std::optional<Notice> parse_notice(Bytes datagram) noexcept {
+  if (!is_control(datagram)) return {};
+  const std::uint32_t kind = byte(datagram, 1);
+  if (kind == static_cast<std::uint32_t>(Notice::kUnknownSession)) return Notice::kUnknownSession;
+  if (kind == static_cast<std::uint32_t>(Notice::kCoalesced)) return Notice::kCoalesced;
+  return {};
+}
+
+}  // namespace torchrelay::switchml
