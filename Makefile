@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-NATIVE := $(shell find native -name '*.cc' -o -name '*.h') CMakeLists.txt
+NATIVE := $(shell find native -name '*.cc' -o -name '*.h' -o -name '*.c') CMakeLists.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Hosts", "enter", "enter_mounts", "hide", "missing", "switched"]
+__all__ = ["Hosts", "enter", "enter_mounts", "hide", "missing", "star", "switched"]
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWNET = 0x40000000
@@ -133,3 +133,26 @@ def switched(hosts: int, delay_ms: float = 0) -> Iterator[Hosts]:
             except subprocess.CalledProcessError:  # the kernel was built without netem
                 delayed = False
         yield Hosts(pids, switch, delayed)
+
+
+@contextlib.contextmanager
+def star(hosts: int) -> Iterator[Hosts]:
+    """``hosts`` hosts, each on a network of its own with one port of ``switch``, which has an address on each.
+
+    Host ``i`` is 10.78.``i``.2 on ``eth0``, and its port ``port<i>`` is 10.78.``i``.1.
+    """
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(_namespace()) for _ in range(hosts)]
+        switch = stack.enter_context(_namespace())
+        lines = ["link set lo up"]
+        for host, pid in enumerate(pids):
+            lines += [
+                f"link add port{host} type veth peer name eth0 netns {pid}",
+                f"addr add 10.78.{host}.1/24 dev port{host}",
+                f"link set port{host} up",
+            ]
+        _inside(switch, ["ip", "-batch", "-"], "\n".join(lines))
+        for host, pid in enumerate(pids):
+            lines = ["link set lo up", f"addr add 10.78.{host}.2/24 dev eth0", "link set eth0 up"]
+            _inside(pid, ["ip", "-batch", "-"], "\n".join(lines))
+        yield Hosts(pids, switch, False)

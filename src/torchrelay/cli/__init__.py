@@ -12,6 +12,7 @@ from torchrelay.cli.demo import demo
 from torchrelay.cli.doctor import doctor
 from torchrelay.cli.exit_codes import exit_code
 from torchrelay.cli.serve import serve
+from torchrelay.cli.switch import switch
 from torchrelay.errors import TorchRelayError
 
 __all__ = ["app", "main"]
@@ -29,6 +30,7 @@ app.command(rich_help_panel="First steps")(doctor)
 app.command(rich_help_panel="First steps")(demo)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Tools")
 app.command(rich_help_panel="Serving")(serve)
+app.command(rich_help_panel="Services")(switch)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,361 @@
+// The aggregation switch as an XDP program: the algorithm of native/src/switch/state.cc in the kernel.
+//
+// A packet is summed into its slot, under the slot's lock, when the driver has received it. The last packet
+// of a slot leaves with the result through all ports (BPF_F_BROADCAST); the program at each port's exit
+// writes the address of the worker behind that port. All other datagrams go up to the host, where the control
+// plane reads them.
+//
+// Compiled by clang -target bpf; no part of it is generated.
+// clang-format off: bpf_helpers.h needs linux/bpf.h
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/udp.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+// clang-format on
+
+#define MAX_NUMEL 256
+#define MAX_WORKERS 64
+#define MAX_PORTS 64
+#define HEADER_BYTES 10
+#define DATA_TYPE 1
+#define RESULT_MARK 0xA6  // the first byte of a result's destination MAC between the two programs
+
+enum verdict { CONSUMED, MULTICAST, UNICAST, DUPLICATE, STALE, REJECTED };
+
+// What the control plane reads; in the order of _xdp.py.
+enum stat {
+  RECEIVED,
+  SENT,
+  COMPLETED,
+  ANSWERED_AGAIN,
+  DUPLICATES,
+  STALE_PACKETS,
+  REJECTED_PACKETS,
+  MALFORMED,
+  STRANGERS,
+  CONTROL,
+  COALESCED,
+  NUM_STATS
+};
+
+struct header {
+  __u8 type_and_size;
+  __u8 job;
+  __be32 tsi;
+  __be16 index;
+  __s8 exponent;
+  __s8 unused;
+} __attribute__((packed));
+
+struct source {
+  __be32 ip;
+  __be16 port;  // 0: all
+  __u16 zero;
+};
+
+struct member {
+  __u32 session;  // index into `sessions`
+  __u32 rank;
+};
+
+struct session {
+  __u64 last_packet_ns;
+  __u64 stats[NUM_STATS];
+  __u64 worker_received[MAX_WORKERS];
+  __u64 worker_again[MAX_WORKERS];
+  __u32 num_workers;
+  __u32 num_slots;
+  __u32 first_slot;  // into `slots`
+  __u32 numel;
+  __u32 sequenced;
+  __be32 switch_ips[MAX_WORKERS];  // by which each worker addresses this host
+  __u32 pad;
+};
+
+struct worker {  // of a session, by the port behind which it is
+  __u8 mac[6];
+  __u8 port_mac[6];
+  __be32 ip;
+  __u32 rank;
+  __u32 pad;
+};
+
+struct worker_key {
+  __u32 session;
+  __u32 ifindex;
+};
+
+struct slot {
+  struct bpf_spin_lock lock;
+  __u32 count[2];
+  __u32 tsi[2];
+  __u32 used[2];
+  __s32 exponent[2];
+  __u32 pad;
+  __u64 bitmap[2];
+  __be16 ports[2][MAX_WORKERS];
+  __s32 values[2][MAX_NUMEL];
+};
+
+struct {
+  __uint(type, BPF_MAP_TYPE_ARRAY);
+  __type(key, __u32);
+  __type(value, struct slot);
+  __uint(max_entries, 1);  // set when loaded, as for `sessions`
+} slots SEC(".maps");
+
+struct {
+  __uint(type, BPF_MAP_TYPE_ARRAY);
+  __type(key, __u32);
+  __type(value, struct session);
+  __uint(max_entries, 1);
+} sessions SEC(".maps");
+
+struct {
+  __uint(type, BPF_MAP_TYPE_HASH);
+  __type(key, struct source);
+  __type(value, struct member);
+  __uint(max_entries, 65536);
+} members SEC(".maps");
+
+struct {
+  __uint(type, BPF_MAP_TYPE_HASH);
+  __type(key, struct worker_key);
+  __type(value, struct worker);
+  __uint(max_entries, 4096);
+} workers SEC(".maps");
+
+struct {
+  __uint(type, BPF_MAP_TYPE_DEVMAP);
+  __type(key, __u32);
+  __type(value, struct bpf_devmap_val);
+  __uint(max_entries, MAX_PORTS);
+} ports SEC(".maps");
+
+struct {
+  __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+  __type(key, __u32);
+  __type(value, __u64);
+  __uint(max_entries, NUM_STATS);
+} stats SEC(".maps");
+
+// What the control plane sets before the program is loaded.
+const volatile __u16 udp_port = 0xBEE0;  // with its low four bits free, as in SwitchML
+
+static __always_inline void count(__u32 what) {
+  __u64* value = bpf_map_lookup_elem(&stats, &what);
+  if (value) ++*value;
+}
+
+static __always_inline void count_for(struct session* session, __u32 what) {
+  if (what < NUM_STATS) __sync_fetch_and_add(&session->stats[what], 1);
+}
+
+static __always_inline int is_stale(__u32 used, __u32 old, __u32 tsi, int any, int seen, __u32 missing) {
+  if (!used) return 0;
+  if (!any) return (__s32)(tsi - old) <= 0;
+  return tsi != old || (!seen && missing == 0);
+}
+
+// The answers' checksum is 0, "none", which UDP over IPv4 allows; the IP header's stays right when only its
+// addresses are exchanged.
+static __always_inline void turn_around(struct ethhdr* eth, struct iphdr* ip, struct udphdr* udp) {
+  __u8 mac[ETH_ALEN];
+  __builtin_memcpy(mac, eth->h_dest, ETH_ALEN);
+  __builtin_memcpy(eth->h_dest, eth->h_source, ETH_ALEN);
+  __builtin_memcpy(eth->h_source, mac, ETH_ALEN);
+  __be32 address = ip->saddr;
+  ip->saddr = ip->daddr;
+  ip->daddr = address;
+  __be16 port = udp->source;
+  udp->source = udp->dest;
+  udp->dest = port;
+  udp->check = 0;
+}
+
+// Applies the packet, and writes the result into it where there is one. `numel` is a constant in each copy.
+static __always_inline int aggregate(struct slot* slot, const struct session* session,
+                                     const struct member* member, struct header* header, __s32* payload,
+                                     __be16 from, const int numel) {
+  const __u32 set = (bpf_ntohs(header->index) >> 15) & 1;
+  const __u32 tsi = bpf_ntohl(header->tsi);
+  const __u64 bit = 1ULL << (member->rank & 63);
+  const __u32 num_workers = session->num_workers;
+  const __u32 sequenced = session->sequenced;
+  int verdict;
+  bpf_spin_lock(&slot->lock);
+  const __u64 before = slot->bitmap[set];
+  const int seen = (before & bit) != 0;
+  if (sequenced && is_stale(slot->used[set], slot->tsi[set], tsi, before != 0, seen, slot->count[set])) {
+    verdict = STALE;
+  } else {
+    slot->bitmap[set] = before | bit;
+    slot->bitmap[set ^ 1] &= ~bit;
+    slot->ports[set][member->rank & 63] = from;
+    if (seen) {
+      verdict = slot->count[set] == 0 ? UNICAST : DUPLICATE;
+    } else {
+      const __u32 missing = slot->count[set];
+      verdict = missing == 1 || num_workers == 1 ? MULTICAST : CONSUMED;
+      slot->count[set] = missing == 0 ? num_workers - 1 : missing - 1;
+      if (before == 0) {
+        slot->exponent[set] = header->exponent;
+        slot->tsi[set] = tsi;
+        slot->used[set] = 1;
+        for (int i = 0; i < numel; ++i) slot->values[set][i] = bpf_ntohl(payload[i]);
+      } else {
+        if (header->exponent > slot->exponent[set]) slot->exponent[set] = header->exponent;
+        for (int i = 0; i < numel; ++i) slot->values[set][i] += bpf_ntohl(payload[i]);
+      }
+    }
+    if (verdict == MULTICAST || verdict == UNICAST) {
+      header->exponent = (__s8)slot->exponent[set];
+      header->unused = 0;
+      for (int i = 0; i < numel; ++i) payload[i] = bpf_htonl(slot->values[set][i]);
+    }
+  }
+  bpf_spin_unlock(&slot->lock);
+  return verdict;
+}
+
+static __always_inline const struct member* find_member(__be32 ip, __be16 port) {
+  struct source source = {ip, port, 0};
+  const struct member* member = bpf_map_lookup_elem(&members, &source);
+  if (member) return member;
+  source.port = 0;
+  return bpf_map_lookup_elem(&members, &source);
+}
+
+SEC("xdp")
+int torchrelay_switch(struct xdp_md* context) {
+  void* data = (void*)(long)context->data;
+  void* end = (void*)(long)context->data_end;
+  struct ethhdr* eth = data;
+  struct iphdr* ip = (void*)(eth + 1);
+  struct udphdr* udp = (void*)(ip + 1);
+  struct header* header = (void*)(udp + 1);
+  __s32* payload = (void*)(header + 1);
+  if ((void*)(udp + 1) > end) return XDP_PASS;
+  if (eth->h_proto != bpf_htons(ETH_P_IP) || ip->protocol != IPPROTO_UDP || ip->ihl != 5) return XDP_PASS;
+  if (udp->dest != bpf_htons(udp_port) || (ip->frag_off & bpf_htons(0x3FFF)) != 0) return XDP_PASS;
+
+  const __u32 bytes = bpf_ntohs(udp->len) - sizeof *udp;
+  if ((void*)(header + 1) > end || bytes < HEADER_BYTES) {
+    count(MALFORMED);
+    return XDP_DROP;
+  }
+  if (header->type_and_size >> 4 != DATA_TYPE) {
+    if (header->type_and_size >> 4 != 2) {
+      count(MALFORMED);
+      return XDP_DROP;
+    }
+    count(CONTROL);
+    return XDP_PASS;
+  }
+  const __u32 code = header->type_and_size & 7;
+  const __u32 numel = code == 3 ? 256 : 64;
+  const __u32 expected = HEADER_BYTES + 4 * numel;
+  if (code != 1 && code != 3) {
+    count(MALFORMED);
+    return XDP_DROP;
+  }
+  if (bytes != expected) {
+    // A run of packets that the sender's segmentation or this host's receive offload has left in one piece.
+    if (bytes > expected && bytes % expected == 0) {
+      count(COALESCED);
+      return XDP_PASS;
+    }
+    count(MALFORMED);
+    return XDP_DROP;
+  }
+
+  const struct member* member = find_member(ip->saddr, udp->source);
+  if (!member) {
+    count(STRANGERS);
+    return XDP_PASS;
+  }
+  const __u32 session_index = member->session;
+  struct session* session = bpf_map_lookup_elem(&sessions, &session_index);
+  if (!session) return XDP_DROP;
+  session->last_packet_ns = bpf_ktime_get_ns();
+  session->switch_ips[member->rank & 63] = ip->daddr;
+  count_for(session, RECEIVED);
+  __sync_fetch_and_add(&session->worker_received[member->rank & 63], 1);
+
+  const __u32 slot_index = bpf_ntohs(header->index) & 0x3FFF;
+  __u32 at = session->first_slot + slot_index;
+  struct slot* slot = bpf_map_lookup_elem(&slots, &at);
+  if (slot_index >= session->num_slots || numel != session->numel || !slot) {
+    count_for(session, REJECTED_PACKETS);
+    return XDP_DROP;
+  }
+  int verdict = REJECTED;
+  if (numel == 256) {
+    if ((void*)(payload + 256) > end) return XDP_DROP;
+    verdict = aggregate(slot, session, member, header, payload, udp->source, 256);
+  } else {
+    if ((void*)(payload + 64) > end) return XDP_DROP;
+    verdict = aggregate(slot, session, member, header, payload, udp->source, 64);
+  }
+
+  if (verdict == STALE) count_for(session, STALE_PACKETS);
+  if (verdict == DUPLICATE) count_for(session, DUPLICATES);
+  if (verdict == DUPLICATE || verdict == UNICAST)
+    __sync_fetch_and_add(&session->worker_again[member->rank & 63], 1);
+  if (verdict == UNICAST) {
+    count_for(session, ANSWERED_AGAIN);
+    count_for(session, SENT);
+    turn_around(eth, ip, udp);
+    return bpf_redirect(context->ingress_ifindex, 0);  // not XDP_TX, which veth has only between two programs
+  }
+  if (verdict != MULTICAST) return XDP_DROP;
+  count_for(session, COMPLETED);
+  turn_around(eth, ip, udp);
+  eth->h_dest[0] = RESULT_MARK;
+  __builtin_memcpy(eth->h_dest + 1, &session_index, sizeof session_index);
+  return bpf_redirect_map(&ports, 0, BPF_F_BROADCAST);
+}
+
+// Replaces one address of an IP header, and corrects its checksum (RFC 1624).
+static __always_inline void replace_address(struct iphdr* ip, __be32* address, __be32 by) {
+  const __be32 old = *address;
+  __u32 sum = (__u16)~ip->check + (__u16)~(old & 0xFFFF) + (__u16)~(old >> 16) + (by & 0xFFFF) + (by >> 16);
+  sum = (sum & 0xFFFF) + (sum >> 16);
+  sum = (sum & 0xFFFF) + (sum >> 16);
+  ip->check = (__u16)~sum;
+  *address = by;
+}
+
+// At the exit of each port: the copy of a result goes to the worker of its session behind this port, if there
+// is one.
+SEC("xdp/devmap")
+int torchrelay_port(struct xdp_md* context) {
+  void* data = (void*)(long)context->data;
+  void* end = (void*)(long)context->data_end;
+  struct ethhdr* eth = data;
+  struct iphdr* ip = (void*)(eth + 1);
+  struct udphdr* udp = (void*)(ip + 1);
+  struct header* header = (void*)(udp + 1);
+  if ((void*)(header + 1) > end || eth->h_dest[0] != RESULT_MARK) return XDP_PASS;
+  struct worker_key key = {0, context->egress_ifindex};
+  __builtin_memcpy(&key.session, eth->h_dest + 1, sizeof key.session);
+  const struct worker* worker = bpf_map_lookup_elem(&workers, &key);
+  struct session* session = bpf_map_lookup_elem(&sessions, &key.session);
+  if (!worker || !session) return XDP_DROP;
+  const __u32 index = bpf_ntohs(header->index);
+  __u32 at = session->first_slot + (index & 0x3FFF);
+  const struct slot* slot = bpf_map_lookup_elem(&slots, &at);
+  if (!slot) return XDP_DROP;
+  __builtin_memcpy(eth->h_dest, worker->mac, ETH_ALEN);
+  __builtin_memcpy(eth->h_source, worker->port_mac, ETH_ALEN);
+  replace_address(ip, &ip->daddr, worker->ip);
+  replace_address(ip, &ip->saddr, session->switch_ips[worker->rank & 63]);
+  udp->dest = slot->ports[(index >> 15) & 1][worker->rank & 63];
+  count_for(session, SENT);
+  return XDP_PASS;
+}
+
+const char kLicense[] SEC("license") = "Dual BSD/GPL";

@@ -1,0 +1,278 @@
+"""A host's connection to a switch: it joins a session and sums tensors over the session's workers."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from torchrelay import _native
+from torchrelay.aggregation.switch import _messages as messages
+from torchrelay.aggregation.switch._data_plane import SessionShape
+from torchrelay.aggregation.switch._messages import Kind
+from torchrelay.errors import (
+    ArgumentError,
+    ConfigError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnavailableError,
+)
+
+__all__ = ["SwitchClient", "SwitchClientStats", "SwitchOptions", "parse_address", "session_from_store"]
+
+_RESEND_S = 0.2
+_DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
+
+
+@dataclass(frozen=True)
+class SwitchOptions:
+    """How a worker uses a switch, under the names that SwitchML's configuration has. Equal on all workers.
+
+    Args:
+        num_worker_threads: threads of each worker, each with a socket and its part of the data.
+        max_outstanding_packets: packets of one worker that are under way, over all its threads.
+        packet_numel: values of one packet, 64 or 256.
+        timeout_ms: after which a packet is sent again.
+        timeout_threshold: timeouts of one job after which the timeout doubles.
+        timeout_threshold_increment: what the threshold then grows by.
+    """
+
+    num_worker_threads: int = 4
+    max_outstanding_packets: int = 256
+    packet_numel: int = 256
+    timeout_ms: float = 10.0
+    timeout_threshold: int = 100
+    timeout_threshold_increment: int = 100
+
+    def __post_init__(self) -> None:
+        if self.packet_numel not in (64, 256):
+            raise ConfigError(f"packet_numel = {self.packet_numel}: it must be 64 or 256")
+        if not 1 <= self.num_worker_threads <= self.max_outstanding_packets <= 1 << 14:
+            raise ConfigError(
+                f"num_worker_threads = {self.num_worker_threads}, max_outstanding_packets = "
+                f"{self.max_outstanding_packets}: there must be at least one thread, a packet for each, and at "
+                "most 16384 packets"
+            )
+        if self.timeout_ms <= 0 or self.timeout_threshold < 1 or self.timeout_threshold_increment < 0:
+            raise ConfigError(
+                "timeout_ms must be above 0, timeout_threshold at least 1, its increment at least 0"
+            )
+
+
+@dataclass(frozen=True)
+class SwitchClientStats:
+    """What one worker has done."""
+
+    jobs: int
+    payload_bytes: int
+    busy_s: float
+    packets_sent: int  # retransmissions included
+    packets_received: int  # results that were used
+    retransmissions: int
+    discarded: int  # answers to no packet under way
+    exact_chunks: int  # of float32, that could not be quantized
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``host`` or ``host:port``; the port's default is 48864 (0xBEE0).
+
+    Raises:
+        ConfigError: the port is not a number from 1 to 65535.
+    """
+    host, _, port = text.partition(":")
+    if not host or (port and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
+        raise ConfigError(f"switch address {text!r}: it must be host or host:port")
+    return host, int(port) if port else _native.SWITCH_UDP_PORT
+
+
+def session_from_store(store: Store, key: str, rank: int) -> int:
+    """Return a session id that rank 0 draws and shares with the others through torch's store. Blocks."""
+    if rank == 0:
+        store.set(key, str(secrets.randbits(64)))
+    return int(store.get(key))
+
+
+class SwitchClient:
+    """One worker of a session. Workers make the same calls in the same order.
+
+    Args:
+        switch: ``host`` or ``host:port``.
+        rank, num_workers: of the session, one worker per host.
+        session_id: 64 random bits that all workers of the session know, and nobody else.
+        options: equal on all workers.
+        timeout_s: how long to wait for the switch to answer.
+        admit: admits the ports of the sockets (a controller does), and returns the switch's UDP port; by default
+            the workers ask the switch itself.
+
+    Raises:
+        UnavailableError: the switch does not answer, or refuses; it says why.
+    """
+
+    def __init__(
+        self,
+        switch: str,
+        rank: int,
+        num_workers: int,
+        session_id: int,
+        options: SwitchOptions | None = None,
+        timeout_s: float = 30.0,
+        admit: Callable[[list[int]], int] | None = None,
+    ) -> None:
+        self.options = options or SwitchOptions()
+        self.rank, self.num_workers, self.session_id = rank, num_workers, session_id
+        self._shape = SessionShape(
+            num_workers, self.options.max_outstanding_packets, self.options.packet_numel, sequenced=True
+        )
+        host, port = parse_address(switch)
+        self.switch = f"{host}:{port}"
+        self._control = self._connect(host, port)
+        self._native: _native.SwitchWorker | None = None
+        sockets: list[socket.socket] = []
+        try:
+            sockets = [self._connect(host, port) for _ in range(self.options.num_worker_threads)]
+            if admit is not None:
+                admit([sock.getsockname()[1] for sock in sockets])
+            else:
+                self._join(sockets, timeout_s)
+            self._native = self._start(sockets)
+        except BaseException:
+            for sock in (*sockets, self._control):
+                sock.close()
+            raise
+
+    def all_reduce(self, tensor: torch.Tensor, timeout_s: float = 300.0) -> None:
+        """Replace ``tensor`` by its sum over the workers; blocks, without Python's lock.
+
+        float32 is quantized: with 2^e above every value of a chunk of ``packet_numel`` on all n workers, a sum's
+        error is at most n^2 * 2^e / 2^32, and one rounding. A chunk with NaN, Inf, or a value of 2^126 and more on
+        some worker is summed exactly in the order of the ranks, at n times the traffic. int32 wraps around. All
+        workers get the same bits.
+
+        Args:
+            tensor: contiguous, on the CPU, int32 or float32; its memory must not be used meanwhile.
+
+        Raises:
+            ArgumentError: the tensor is not such.
+            OperationTimeoutError: names the switch and, in ``ranks``, the workers whose packets are missing.
+            PeerLostError: the switch was stopped or restarted, or an earlier call on this client failed.
+        """
+        if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ArgumentError(
+                f"switch: it sums contiguous CPU tensors of int32 and float32, not {tensor.dtype} on "
+                f"{tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous"
+            )
+        if self._native is None:
+            raise PeerLostError(f"switch {self.switch}: this client is closed")
+        try:
+            self._native.all_reduce(tensor.data_ptr(), tensor.numel(), _DTYPES[tensor.dtype], timeout_s)
+        except OperationTimeoutError as error:
+            raise OperationTimeoutError(*self._who_is_missing(str(error))) from None
+
+    def stats(self) -> SwitchClientStats:
+        """Return what this worker has done so far."""
+        if self._native is None:
+            return SwitchClientStats(0, 0, 0.0, 0, 0, 0, 0, 0)
+        stats = self._native.stats()
+        packets = stats.packets
+        return SwitchClientStats(
+            stats.jobs,
+            stats.payload_bytes,
+            stats.busy_s,
+            packets.sent,
+            packets.results,
+            packets.retransmissions,
+            packets.discarded,
+            stats.exact_chunks,
+        )
+
+    def close(self) -> None:
+        """Leave the session. A call in progress in another thread raises PeerLostError. Idempotent."""
+        native, self._native = self._native, None
+        if native is None:
+            return
+        native.close()
+        with contextlib.suppress(OSError):  # the switch is gone
+            self._control.send(
+                messages.encode(Kind.LEAVE, self.session_id, messages.encode_ranks([self.rank]))
+            )
+        self._control.close()
+
+    def __enter__(self) -> SwitchClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connect(self, host: str, port: int) -> socket.socket:
+        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            sock.connect((host, port))
+        except OSError as error:
+            sock.close()
+            raise UnavailableError(f"switch {host}:{port}: {error}") from error
+        return sock
+
+    def _join(self, sockets: list[socket.socket], timeout_s: float) -> None:
+        request = messages.encode_join(self.session_id, messages.Join(self.rank, self._shape))
+        deadline = time.monotonic() + timeout_s
+        for sock in sockets:
+            answer = self._ask(sock, request, (Kind.JOINED, Kind.REFUSED), deadline)
+            if answer is None:
+                raise UnavailableError(
+                    f"switch {self.switch}: no answer within {timeout_s:g} s; is `torchrelay switch` running there, and "
+                    "does the network let UDP through?"
+                )
+            if answer.kind == Kind.REFUSED:
+                raise UnavailableError(
+                    f"switch {self.switch} refuses worker {self.rank}: {answer.body.decode()}"
+                )
+
+    def _ask(
+        self, sock: socket.socket, request: bytes, kinds: tuple[Kind, ...], deadline: float
+    ) -> messages.Message | None:
+        """Send ``request`` until an answer of one of ``kinds`` comes, or None at the deadline."""
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                sock.send(request)
+                while select.select([sock], [], [], min(left, _RESEND_S))[0]:
+                    answer = messages.parse(sock.recv(2048))
+                    if answer is not None and answer.kind in kinds and answer.session_id == self.session_id:
+                        return answer
+            except ConnectionRefusedError:  # it may be about to start
+                time.sleep(min(left, _RESEND_S))
+        return None
+
+    def _start(self, sockets: list[socket.socket]) -> _native.SwitchWorker:
+        options = self.options
+        retry = _native.SwitchRetryPolicy(
+            options.timeout_ms / 1e3, options.timeout_threshold, options.timeout_threshold_increment
+        )
+        return _native.SwitchWorker(
+            [sock.detach() for sock in sockets],
+            self.switch,
+            self.rank,
+            self.num_workers,
+            options.packet_numel,
+            options.max_outstanding_packets,
+            retry,
+        )
+
+    def _who_is_missing(self, message: str) -> tuple[str, list[int]]:
+        request = messages.encode(Kind.ASK_MISSING, self.session_id)
+        answer = self._ask(self._control, request, (Kind.MISSING,), time.monotonic() + 5 * _RESEND_S)
+        if answer is None:
+            return f"{message}; the switch does not answer", []
+        ranks = messages.decode_ranks(answer.body)
+        if not ranks:
+            return f"{message}; no worker is missing, so results are lost on their way here", []
+        return f"{message}; it waits for worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", ranks

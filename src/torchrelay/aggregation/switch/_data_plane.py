@@ -1,0 +1,112 @@
+"""The contract between a switch's control plane and what aggregates its packets.
+
+A data plane holds sessions, each with slots of its own. Only a session's members may write to its slots; a member
+is known by the source address and port of its packets. All methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["ControlMessage", "DataPlane", "SessionShape", "SessionStats", "SwitchStats"]
+
+
+@dataclass(frozen=True)
+class SessionShape:
+    """What the slots of a session are made for."""
+
+    num_workers: int
+    num_slots: int
+    packet_numel: int  # 64 or 256
+    sequenced: bool = False  # the workers' packet ids only grow, so late packets are told from new ones
+
+
+@dataclass(frozen=True)
+class SessionStats:
+    """One session: its data packets, in all and by worker (rank: received, retransmitted)."""
+
+    session_id: int
+    shape: SessionShape
+    idle_s: float
+    received: int
+    sent: int
+    completed: int  # results that every worker was sent
+    answered_again: int  # results sent again because a worker asked again
+    duplicates: int  # packets sent again while other workers' were missing
+    stale: int  # packets older than their slot's newest
+    rejected: int  # packets of a wrong size or for a slot that does not exist
+    workers: dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class SwitchStats:
+    """A switch since its start, sessions that have ended included."""
+
+    data_plane: str
+    address: str
+    port: int
+    received: int
+    sent: int
+    completed: int
+    answered_again: int
+    duplicates: int
+    stale: int
+    rejected: int
+    malformed: int  # datagrams that are neither data nor control
+    strangers: int  # data packets whose sender is in no session
+    control: int
+    control_dropped: int  # control messages beyond what is kept
+    dropped_ingress: int  # by the drop probabilities
+    dropped_egress: int
+    socket_lost: int  # the kernel's receive buffer was full
+    send_lost: int  # the kernel's send buffer was full
+    sessions: tuple[SessionStats, ...]
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """A datagram for the control plane; empty where a data packet's sender is in no session."""
+
+    data: bytes
+    address: str
+    port: int
+    coalesced: bool = False  # a member's data packet that the data plane was given as part of a larger one
+
+
+class DataPlane(Protocol):
+    """Aggregates the packets of several sessions."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+
+    def open_session(self, session_id: int, shape: SessionShape) -> None:
+        """Make a session with empty slots and no members, in place of one of the same id.
+
+        Raises:
+            ArgumentError: the shape is impossible for this data plane.
+            UnavailableError: there is no memory for it.
+        """
+
+    def add_worker(self, session_id: int, rank: int, address: str, first_port: int, num_ports: int) -> None:
+        """Let packets from ``num_ports`` ports of ``address`` in as ``rank``'s; with 0, from all its ports.
+
+        Raises:
+            ArgumentError: no such session or rank, or the ports are another worker's.
+        """
+
+    def close_session(self, session_id: int) -> None:
+        """Forget a session; nothing happens if there is none."""
+
+    def missing(self, session_id: int) -> list[int]:
+        """Return the workers that the packets in progress wait for."""
+
+    def receive_control(self, timeout_s: float) -> ControlMessage | None: ...
+    def send_control(self, message: bytes, address: str, port: int) -> None: ...
+    def stats(self) -> SwitchStats: ...
+    def close(self) -> None:
+        """End the threads and unload what was loaded. Idempotent."""

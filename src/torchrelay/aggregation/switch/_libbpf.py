@@ -1,0 +1,136 @@
+"""The part of libbpf that loads the switch, through ctypes: the library is opened when it is needed.
+
+Programs are attached by links, which end with the process, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torchrelay.errors import UnavailableError
+
+__all__ = ["XDP_DRIVER", "XDP_GENERIC", "BpfObject"]
+
+XDP_GENERIC, XDP_DRIVER = 2, 4
+_ATTACH_XDP = 37  # enum bpf_attach_type
+_PRIVILEGE = "XDP needs root, or the capabilities CAP_BPF and CAP_NET_ADMIN"
+
+
+class _LinkOptions(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("flags", ctypes.c_uint32), ("rest", ctypes.c_uint8 * 60))
+
+
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libbpf.so.1", use_errno=True)
+    except OSError as error:
+        raise UnavailableError(
+            f"XDP needs libbpf 1.0 or newer ({error}); on Debian: apt install libbpf1"
+        ) from error
+    for name in ("open_file", "find_program_by_name", "find_map_by_name"):
+        getattr(library, f"bpf_object__{name}").restype = ctypes.c_void_p
+    library.bpf_map__initial_value.restype = ctypes.c_void_p
+    library.libbpf_set_print(None)  # errors are raised here
+    return library
+
+
+class BpfObject:
+    """The programs and maps of an object file, until :meth:`close`.
+
+    Args:
+        path: the object file.
+        sizes: maps whose number of entries is set before loading.
+        constants: the bytes of the program's constants (its section ``.rodata``).
+
+    Raises:
+        UnavailableError: libbpf, the privilege, memory, or a feature of the kernel is missing.
+    """
+
+    def __init__(self, path: Path, sizes: dict[str, int], constants: bytes) -> None:
+        self._library = _library()
+        self._links: list[int] = []
+        self._object = self._library.bpf_object__open_file(os.fsencode(path), None)
+        if not self._object:
+            raise UnavailableError(f"XDP: {path} cannot be read: {os.strerror(ctypes.get_errno())}")
+        for name, size in sizes.items():
+            self._library.bpf_map__set_max_entries(self._find_map(name), size)
+        initial = self._library.bpf_map__initial_value(
+            self._find_map(".rodata"), ctypes.byref(ctypes.c_size_t())
+        )
+        ctypes.memmove(initial, constants, len(constants))
+        error = -self._library.bpf_object__load(ctypes.c_void_p(self._object))
+        if error:
+            self.close()
+            why = (
+                _PRIVILEGE
+                if error in (1, 13)
+                else "the kernel does not take the program: it needs Linux 5.14"
+            )
+            raise UnavailableError(f"XDP: {os.strerror(error)}; {why}")
+
+    def _find_map(self, name: str) -> ctypes.c_void_p:
+        found = self._library.bpf_object__find_map_by_name(ctypes.c_void_p(self._object), name.encode())
+        return ctypes.c_void_p(found)
+
+    def map(self, name: str) -> int:
+        """Return the file descriptor of a map."""
+        return int(self._library.bpf_map__fd(self._find_map(name)))
+
+    def program(self, name: str) -> int:
+        """Return the file descriptor of a program."""
+        found = self._library.bpf_object__find_program_by_name(ctypes.c_void_p(self._object), name.encode())
+        return int(self._library.bpf_program__fd(ctypes.c_void_p(found)))
+
+    def attach(self, program: int, ifindex: int, flags: int) -> int:
+        """Run a program on a network interface. Returns 0, or the errno."""
+        options = _LinkOptions(16, flags)
+        link = self._library.bpf_link_create(program, ifindex, _ATTACH_XDP, ctypes.byref(options))
+        if link < 0:
+            return ctypes.get_errno()
+        self._links.append(link)
+        return 0
+
+    def update(self, map_: int, key: Any, value: Any) -> None:
+        """Set an entry of a map; key and value are ctypes objects."""
+        if self._library.bpf_map_update_elem(
+            map_, ctypes.byref(key), ctypes.byref(value), ctypes.c_uint64(0)
+        ):
+            raise UnavailableError(f"XDP: a map's entry cannot be set: {os.strerror(ctypes.get_errno())}")
+
+    def lookup(self, map_: int, key: Any, value: Any) -> None:
+        """Read an entry of a map into ``value``."""
+        if self._library.bpf_map_lookup_elem(map_, ctypes.byref(key), ctypes.byref(value)):
+            raise UnavailableError(f"XDP: a map's entry cannot be read: {os.strerror(ctypes.get_errno())}")
+
+    def delete(self, map_: int, key: Any) -> None:
+        """Delete an entry of a hash map, if it is there."""
+        self._library.bpf_map_delete_elem(map_, ctypes.byref(key))
+
+    def num_cpus(self) -> int:
+        """Return how many values an entry of a per-CPU map has."""
+        return int(self._library.libbpf_num_possible_cpus())
+
+    def detach(self) -> None:
+        """End the programs on all interfaces."""
+        for link in self._links:
+            os.close(link)
+        self._links = []
+
+    def close(self) -> None:
+        """Detach the programs, and free programs and maps. Idempotent."""
+        self.detach()
+        if self._object:
+            self._library.bpf_object__close(ctypes.c_void_p(self._object))
+            self._object = None
+
+    def __enter__(self) -> BpfObject:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

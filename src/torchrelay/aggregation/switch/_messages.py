@@ -1,0 +1,102 @@
+"""Control messages between workers and a switch: datagrams on the switch's own port, as message type 2.
+
+Each is type, kind, version and session id, then what its kind needs; all big-endian. A worker sends ``JOIN`` from
+each of its sockets, so that the switch sees the address and port its packets will come from, whatever translates
+them on the way. ``session_id`` is 64 random bits that only the workers know: it is what admits to a session.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torchrelay.aggregation.switch._data_plane import SessionShape
+
+__all__ = [
+    "Join",
+    "Kind",
+    "Message",
+    "decode_join",
+    "decode_ranks",
+    "encode",
+    "encode_join",
+    "encode_ranks",
+    "parse",
+]
+
+_TYPE = 2 << 4
+_VERSION = 1
+_HEAD = struct.Struct(">BBHQ")
+_JOIN = struct.Struct(">IIHHH")
+_MAX_RANKS = 100  # that one message names
+
+
+class Kind(IntEnum):
+    """What a control message says. The native worker knows UNKNOWN_SESSION and COALESCED."""
+
+    JOIN = 1
+    JOINED = 2
+    REFUSED = 3  # and why, in UTF-8
+    UNKNOWN_SESSION = 4
+    COALESCED = 5  # send one datagram at a time: the switch gets several as one
+    LEAVE = 6  # and the rank
+    ASK_MISSING = 7
+    MISSING = 8  # and the ranks of the workers that packets in progress wait for
+
+
+@dataclass(frozen=True)
+class Message:
+    """A control message of this protocol's version."""
+
+    kind: Kind
+    session_id: int
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Join:
+    """A worker's request to be a member."""
+
+    rank: int
+    shape: SessionShape
+
+
+def encode(kind: Kind, session_id: int, body: bytes = b"") -> bytes:
+    """Return the datagram."""
+    return _HEAD.pack(_TYPE, kind, _VERSION, session_id) + body
+
+
+def parse(datagram: bytes) -> Message | None:
+    """Return the message; None if the datagram is none, or of another version."""
+    if len(datagram) < _HEAD.size:
+        return None
+    type_, kind, version, session_id = _HEAD.unpack_from(datagram)
+    if type_ != _TYPE or version != _VERSION or kind not in set(Kind):
+        return None
+    return Message(Kind(kind), session_id, datagram[_HEAD.size :])
+
+
+def encode_join(session_id: int, join: Join) -> bytes:
+    """Return the datagram of a JOIN."""
+    shape = join.shape
+    body = _JOIN.pack(join.rank, shape.num_workers, shape.packet_numel, shape.num_slots, shape.sequenced)
+    return encode(Kind.JOIN, session_id, body)
+
+
+def decode_join(body: bytes) -> Join | None:
+    """Return what a JOIN asks for; None if it is malformed."""
+    if len(body) != _JOIN.size:
+        return None
+    rank, num_workers, packet_numel, num_slots, sequenced = _JOIN.unpack(body)
+    return Join(rank, SessionShape(num_workers, num_slots, packet_numel, bool(sequenced)))
+
+
+def encode_ranks(ranks: list[int]) -> bytes:
+    """Return the body of LEAVE and MISSING; it names 100 ranks at most."""
+    return b"".join(rank.to_bytes(4, "big") for rank in ranks[:_MAX_RANKS])
+
+
+def decode_ranks(body: bytes) -> list[int]:
+    """Return the ranks of a LEAVE or MISSING."""
+    return [int.from_bytes(body[at : at + 4], "big") for at in range(0, len(body) - 3, 4)]

@@ -1,0 +1,120 @@
+"""The switch in user space, on one UDP socket."""
+
+from __future__ import annotations
+
+import ipaddress
+from types import TracebackType
+
+from torchrelay import _native
+from torchrelay.aggregation.switch._data_plane import ControlMessage, SessionShape, SessionStats, SwitchStats
+from torchrelay.errors import ConfigError
+
+__all__ = ["UdpDataPlane"]
+
+
+class UdpDataPlane:
+    """A :class:`DataPlane` on a UDP socket, with a native thread.
+
+    Args:
+        address: the IPv4 address to bind; 0.0.0.0 is all of this host's.
+        port: 0 is any free one.
+        drop_ingress, drop_egress: probabilities with which packets are lost, for tests.
+        drop_seed: of those losses.
+
+    Raises:
+        ConfigError: a probability is not one.
+        UnavailableError: the address or port cannot be bound.
+    """
+
+    name = "udp"
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1",
+        port: int = _native.SWITCH_UDP_PORT,
+        *,
+        drop_ingress: float = 0.0,
+        drop_egress: float = 0.0,
+        drop_seed: int = 0,
+    ) -> None:
+        for name, value in {"drop_ingress": drop_ingress, "drop_egress": drop_egress}.items():
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{name} = {value:g}: a probability is between 0 and 1")
+        self.address = address
+        self._native = _native.UdpSwitch(address, port, drop_ingress, drop_egress, drop_seed)
+        self.port: int = self._native.port
+
+    def open_session(self, session_id: int, shape: SessionShape) -> None:
+        native = _native.SwitchTableShape(
+            shape.num_workers, shape.num_slots, shape.packet_numel, shape.sequenced
+        )
+        self._native.open_session(session_id, native)
+
+    def add_worker(self, session_id: int, rank: int, address: str, first_port: int, num_ports: int) -> None:
+        ip = int(ipaddress.IPv4Address(address))
+        self._native.add_worker(session_id, rank, ip, first_port, num_ports)
+
+    def close_session(self, session_id: int) -> None:
+        self._native.close_session(session_id)
+
+    def missing(self, session_id: int) -> list[int]:
+        return self._native.missing(session_id)
+
+    def receive_control(self, timeout_s: float) -> ControlMessage | None:
+        got = self._native.receive_control(timeout_s)
+        return None if got is None else ControlMessage(got[0], str(ipaddress.IPv4Address(got[1])), got[2])
+
+    def send_control(self, message: bytes, address: str, port: int) -> None:
+        self._native.send_control(message, int(ipaddress.IPv4Address(address)), port)
+
+    def stats(self) -> SwitchStats:
+        stats, counts = self._native.stats(), self._native.stats().counts
+        return SwitchStats(
+            self.name,
+            self.address,
+            self.port,
+            counts.received,
+            counts.sent,
+            counts.completed,
+            counts.answered_again,
+            counts.duplicates,
+            counts.stale,
+            counts.rejected,
+            stats.malformed,
+            stats.strangers,
+            stats.control,
+            stats.control_dropped,
+            stats.dropped_ingress,
+            stats.dropped_egress,
+            stats.socket_lost,
+            stats.send_lost,
+            tuple(_session(info) for info in self._native.sessions()),
+        )
+
+    def close(self) -> None:
+        self._native.stop()
+
+    def __enter__(self) -> UdpDataPlane:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _session(info: _native.SwitchSessionInfo) -> SessionStats:
+    shape, counts = info.shape, info.counts
+    return SessionStats(
+        info.id,
+        SessionShape(shape.num_workers, shape.num_slots, shape.numel, shape.sequenced),
+        info.idle_s,
+        counts.received,
+        counts.sent,
+        counts.completed,
+        counts.answered_again,
+        counts.duplicates,
+        counts.stale,
+        counts.rejected,
+        {worker.rank: (worker.received, worker.retransmissions) for worker in info.workers},
+    )

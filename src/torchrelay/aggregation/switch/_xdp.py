@@ -1,0 +1,431 @@
+"""The switch in the kernel: ``native/bpf/switch.bpf.c`` at the ports of this host.
+
+The program sums packets where the driver has received them. This module loads it, fills its maps, and reads the
+statistics; control messages come through an ordinary UDP socket, to which the program lets them pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from torchrelay import _native
+from torchrelay.aggregation.switch._data_plane import ControlMessage, SessionShape, SessionStats, SwitchStats
+from torchrelay.aggregation.switch._libbpf import XDP_DRIVER, XDP_GENERIC, BpfObject
+from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
+
+__all__ = ["XdpDataPlane"]
+
+_OBJECT = Path(_native.__file__).parent / "switch.bpf.o"
+_MAX_WORKERS, _MAX_PORTS, _MAX_NUMEL = 64, 64, 256
+_CONTROL_TYPE = 2
+_NEIGHBOR_PATIENCE_S = 5.0
+_DISCARD_PORT = 9
+_SIOCGIFHWADDR, _SIOCGARP, _ATF_COM = 0x8927, 0x8954, 2
+
+# enum stat of the program.
+_STATS = (
+    "received", "sent", "completed", "answered_again", "duplicates", "stale", "rejected", "malformed", "strangers",
+    "control", "coalesced",
+)  # fmt: skip
+_SESSION_STATS = _STATS[:7]
+
+
+class _Source(ctypes.Structure):
+    _fields_ = (("ip", ctypes.c_uint8 * 4), ("port", ctypes.c_uint8 * 2), ("zero", ctypes.c_uint16))
+
+
+class _Member(ctypes.Structure):
+    _fields_ = (("session", ctypes.c_uint32), ("rank", ctypes.c_uint32))
+
+
+class _Session(ctypes.Structure):
+    _fields_ = (
+        ("last_packet_ns", ctypes.c_uint64),
+        ("stats", ctypes.c_uint64 * len(_STATS)),
+        ("worker_received", ctypes.c_uint64 * _MAX_WORKERS),
+        ("worker_again", ctypes.c_uint64 * _MAX_WORKERS),
+        ("num_workers", ctypes.c_uint32),
+        ("num_slots", ctypes.c_uint32),
+        ("first_slot", ctypes.c_uint32),
+        ("numel", ctypes.c_uint32),
+        ("sequenced", ctypes.c_uint32),
+        ("switch_ips", ctypes.c_uint32 * _MAX_WORKERS),
+        ("pad", ctypes.c_uint32),
+    )
+
+
+class _WorkerKey(ctypes.Structure):
+    _fields_ = (("session", ctypes.c_uint32), ("ifindex", ctypes.c_uint32))
+
+
+class _Worker(ctypes.Structure):
+    _fields_ = (
+        ("mac", ctypes.c_uint8 * 6),
+        ("port_mac", ctypes.c_uint8 * 6),
+        ("ip", ctypes.c_uint8 * 4),
+        ("rank", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+    )
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = (
+        ("lock", ctypes.c_uint32),
+        ("count", ctypes.c_uint32 * 2),
+        ("tsi", ctypes.c_uint32 * 2),
+        ("used", ctypes.c_uint32 * 2),
+        ("exponent", ctypes.c_int32 * 2),
+        ("pad", ctypes.c_uint32),
+        ("bitmap", ctypes.c_uint64 * 2),
+        ("ports", ctypes.c_uint16 * _MAX_WORKERS * 2),
+        ("values", ctypes.c_int32 * _MAX_NUMEL * 2),
+    )
+
+
+class _Port(ctypes.Structure):  # struct bpf_devmap_val
+    _fields_ = (("ifindex", ctypes.c_uint32), ("program", ctypes.c_uint32))
+
+
+@dataclass
+class _Open:
+    """What the control plane knows of a session."""
+
+    index: int
+    shape: SessionShape
+    first_slot: int
+    opened: float = field(default_factory=time.monotonic)
+    addresses: dict[int, str] = field(default_factory=dict)  # by rank
+    ports: dict[int, int] = field(default_factory=dict)  # ifindex: rank
+    sources: set[tuple[str, int]] = field(default_factory=set)
+
+
+class XdpDataPlane:
+    """A :class:`DataPlane` in the kernel of this host, with one worker of a session behind each port.
+
+    Args:
+        interfaces: the ports. Workers address the switch by an IPv4 address of its own on their network.
+        port: UDP; 0 is any free one. The program takes the packets that come for it.
+        mode: "native" runs in the driver; "generic" later, with any driver, and slower; "auto" takes native
+            where all ports have it.
+        max_slots: of all sessions together; one takes 2.4 KiB of the kernel's memory.
+        max_sessions: that may be open at a time.
+
+    Raises:
+        ConfigError: an interface does not exist.
+        UnavailableError: this build has no program (clang was not there), or libbpf, the privilege, or a feature
+            of the kernel is missing.
+    """
+
+    name = "xdp"
+
+    def __init__(
+        self,
+        interfaces: Sequence[str],
+        port: int = _native.SWITCH_UDP_PORT,
+        *,
+        mode: str = "auto",
+        max_slots: int = 4096,
+        max_sessions: int = 64,
+    ) -> None:
+        if not _OBJECT.exists():
+            raise UnavailableError(
+                f"XDP: {_OBJECT} is missing: torchrelay was built where clang or libbpf's headers were not; install them "
+                "(Debian: clang, libbpf-dev) and build again, or use --data-plane udp"
+            )
+        if not 1 <= len(interfaces) <= _MAX_PORTS:
+            raise ConfigError(f"XDP: {len(interfaces)} interfaces; it takes 1 to {_MAX_PORTS}")
+        self.interfaces = {_ifindex(name): name for name in interfaces}
+        self.address = "0.0.0.0"
+        self._lock = threading.Lock()
+        self._sessions: dict[int, _Open] = {}
+        self._members: dict[tuple[str, int], tuple[int, int]] = {}  # session id and rank, by source
+        self._free_indices = list(range(max_sessions))
+        self._max_slots = max_slots
+        self._ended = dict.fromkeys(_SESSION_STATS, 0)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind(("", port))
+            self.port: int = self._socket.getsockname()[1]
+            sizes = {"slots": max_slots, "sessions": max_sessions}
+            self._bpf = BpfObject(_OBJECT, sizes, struct.pack("=H", self.port))
+        except OSError as error:
+            self._socket.close()
+            raise UnavailableError(f"XDP: UDP port {port} cannot be bound: {error}") from error
+        except BaseException:
+            self._socket.close()
+            raise
+        self._is_closed = False
+        try:
+            self.mode = self._attach(mode)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, mode: str) -> str:
+        """Run the program on all ports; return the mode that all of them have."""
+        port_program = self._bpf.program("torchrelay_port")
+        for place, ifindex in enumerate(self.interfaces):
+            self._bpf.update(self._bpf.map("ports"), ctypes.c_uint32(place), _Port(ifindex, port_program))
+        modes = {"native": [XDP_DRIVER], "generic": [XDP_GENERIC], "auto": [XDP_DRIVER, XDP_GENERIC]}
+        if mode not in modes:
+            raise ConfigError(f"XDP: mode {mode!r}; there are {', '.join(modes)}")
+        program = self._bpf.program("torchrelay_switch")
+        for flags in modes[mode]:
+            error, name = self._attach_all(program, flags)
+            if not error:
+                return "native" if flags == XDP_DRIVER else "generic"
+            if error == errno.EBUSY:
+                break
+        advice = "another XDP program is there" if error == errno.EBUSY else f"mode {mode} cannot be had"
+        raise UnavailableError(f"XDP: interface {name}: {os.strerror(error)}; {advice}")
+
+    def _attach_all(self, program: int, flags: int) -> tuple[int, str]:
+        for ifindex, name in self.interfaces.items():
+            error = self._bpf.attach(program, ifindex, flags)
+            if error:
+                self._bpf.detach()
+                return error, name
+        return 0, ""
+
+    def open_session(self, session_id: int, shape: SessionShape) -> None:
+        if (
+            not 1 <= shape.num_workers <= _MAX_WORKERS
+            or shape.packet_numel not in (64, 256)
+            or shape.num_slots < 1
+        ):
+            raise ArgumentError(
+                f"XDP: a session has 1 to {_MAX_WORKERS} workers and 64 or 256 values, not {shape}"
+            )
+        with self._lock:
+            self._close_session(session_id)
+            first_slot = self._free_slots(shape.num_slots)
+            if not self._free_indices:
+                raise UnavailableError("XDP: the switch has as many sessions as it can")
+            opened = _Open(self._free_indices.pop(), shape, first_slot)
+            slots, empty = self._bpf.map("slots"), _Slot()
+            for at in range(first_slot, first_slot + shape.num_slots):
+                self._bpf.update(slots, ctypes.c_uint32(at), empty)
+            session = _Session(
+                num_workers=shape.num_workers,
+                num_slots=shape.num_slots,
+                first_slot=first_slot,
+                numel=shape.packet_numel,
+                sequenced=shape.sequenced,
+            )
+            self._bpf.update(self._bpf.map("sessions"), ctypes.c_uint32(opened.index), session)
+            self._sessions[session_id] = opened
+
+    def _free_slots(self, size: int) -> int:
+        """Return where the first gap of ``size`` slots begins."""
+        begin = 0
+        for taken in sorted(self._sessions.values(), key=lambda session: session.first_slot):
+            if taken.first_slot - begin >= size:
+                break
+            begin = taken.first_slot + taken.shape.num_slots
+        if begin + size > self._max_slots:
+            raise UnavailableError(f"XDP: no {size} slots are free, of {self._max_slots} in all")
+        return begin
+
+    def add_worker(self, session_id: int, rank: int, address: str, first_port: int, num_ports: int) -> None:
+        with self._lock:
+            opened = self._session(session_id)
+            if not 0 <= rank < opened.shape.num_workers:
+                raise ArgumentError(
+                    f"switch: rank {rank} is not below the session's {opened.shape.num_workers} workers"
+                )
+            if opened.addresses.get(rank, address) != address:
+                raise ArgumentError(f"switch: rank {rank} of the session has another address")
+            ports = range(first_port, first_port + num_ports) if num_ports else (0,)
+            for port in ports:
+                if self._members.get((address, port), (session_id, rank)) != (session_id, rank):
+                    raise ArgumentError("switch: another worker has this address and port")
+            if rank not in opened.addresses:
+                self._place_worker(opened, rank, address)
+            opened.addresses[rank] = address
+            for port in ports:
+                source = _source(address, port)
+                self._bpf.update(self._bpf.map("members"), source, _Member(opened.index, rank))
+                self._members[address, port] = (session_id, rank)
+                opened.sources.add((address, port))
+
+    def _place_worker(self, opened: _Open, rank: int, address: str) -> None:
+        """Let results for ``rank`` out through the port behind which its address is."""
+        mac, ifindex = self._neighbor(address)
+        interface = self.interfaces[ifindex]
+        if opened.ports.setdefault(ifindex, rank) != rank:
+            raise ArgumentError(
+                f"XDP: {interface} already leads to worker {opened.ports[ifindex]} of this session, and a port "
+                "serves one; use --data-plane udp"
+            )
+        request = fcntl.ioctl(self._socket, _SIOCGIFHWADDR, struct.pack("16s24x", interface.encode()))
+        port_mac = request[18:24]
+        worker = _Worker(_array(mac), _array(port_mac), _array(socket.inet_aton(address)), rank)
+        self._bpf.update(self._bpf.map("workers"), _WorkerKey(opened.index, ifindex), worker)
+
+    def _neighbor(self, address: str) -> tuple[bytes, int]:
+        """Return the MAC address of a host behind one of the ports, and the port."""
+        deadline = time.monotonic() + _NEIGHBOR_PATIENCE_S
+        while True:
+            for ifindex, interface in self.interfaces.items():
+                mac = self._arp_entry(address, interface)
+                if mac is not None:
+                    return mac, ifindex
+            if time.monotonic() > deadline:
+                raise ArgumentError(
+                    f"XDP: {address} is on the network of none of this switch's ports ({', '.join(self.interfaces.values())})"
+                )
+            with contextlib.suppress(OSError):  # makes the kernel look for it
+                self._socket.sendto(b"", (address, _DISCARD_PORT))
+            time.sleep(0.02)
+
+    def _arp_entry(self, address: str, interface: str) -> bytes | None:
+        family = struct.pack("=H2x4s8x", socket.AF_INET, socket.inet_aton(address))
+        request = struct.pack("=16s16xi16x16s", family, 0, interface.encode())
+        try:
+            entry = fcntl.ioctl(self._socket, _SIOCGARP, request)
+        except OSError:
+            return None
+        flags: int = struct.unpack_from("=i", entry, 32)[0]
+        return entry[18:24] if flags & _ATF_COM else None
+
+    def close_session(self, session_id: int) -> None:
+        with self._lock:
+            self._close_session(session_id)
+
+    def _close_session(self, session_id: int) -> None:
+        opened = self._sessions.pop(session_id, None)
+        if opened is None:
+            return
+        for source in opened.sources:
+            self._bpf.delete(self._bpf.map("members"), _source(*source))
+            del self._members[source]
+        for ifindex in opened.ports:
+            self._bpf.delete(self._bpf.map("workers"), _WorkerKey(opened.index, ifindex))
+        counts = self._read_session(opened).stats
+        for index, name in enumerate(_SESSION_STATS):
+            self._ended[name] += counts[index]
+        self._free_indices.append(opened.index)
+
+    def _session(self, session_id: int) -> _Open:
+        if session_id not in self._sessions:
+            raise ArgumentError(f"switch: no session has the id {session_id}")
+        return self._sessions[session_id]
+
+    def missing(self, session_id: int) -> list[int]:
+        with self._lock:
+            opened = self._session(session_id)
+            slots, slot = self._bpf.map("slots"), _Slot()
+            everyone = (1 << opened.shape.num_workers) - 1
+            present = everyone
+            for at in range(opened.first_slot, opened.first_slot + opened.shape.num_slots):
+                self._bpf.lookup(slots, ctypes.c_uint32(at), slot)
+                for set_ in (0, 1):
+                    if slot.count[set_]:
+                        present &= slot.bitmap[set_]
+            return [rank for rank in range(opened.shape.num_workers) if not present >> rank & 1]
+
+    def receive_control(self, timeout_s: float) -> ControlMessage | None:
+        if not select.select([self._socket], [], [], timeout_s)[0]:
+            return None
+        data, (address, port) = self._socket.recvfrom(1 << 16)
+        if data and data[0] >> 4 == _CONTROL_TYPE:
+            return ControlMessage(data, address, port)
+        is_member = (address, port) in self._members or (address, 0) in self._members
+        return ControlMessage(b"", address, port, coalesced=is_member)
+
+    def send_control(self, message: bytes, address: str, port: int) -> None:
+        self._socket.sendto(message, (address, port))
+
+    def _read_session(self, opened: _Open) -> _Session:
+        session = _Session()
+        self._bpf.lookup(self._bpf.map("sessions"), ctypes.c_uint32(opened.index), session)
+        return session
+
+    def _global(self, name: str) -> int:
+        values = (ctypes.c_uint64 * self._bpf.num_cpus())()
+        self._bpf.lookup(self._bpf.map("stats"), ctypes.c_uint32(_STATS.index(name)), values)
+        return sum(values)
+
+    def stats(self) -> SwitchStats:
+        with self._lock:
+            if self._is_closed:
+                return self._last
+            sessions = tuple(
+                _session_stats(session_id, opened, self._read_session(opened))
+                for session_id, opened in sorted(self._sessions.items())
+            )
+            counts = {
+                name: self._ended[name] + sum(getattr(session, name) for session in sessions)
+                for name in _SESSION_STATS
+            }
+            return SwitchStats(
+                self.name,
+                self.address,
+                self.port,
+                **counts,
+                malformed=self._global("malformed"),
+                strangers=self._global("strangers"),
+                control=self._global("control"),
+                control_dropped=0,
+                dropped_ingress=0,
+                dropped_egress=0,
+                socket_lost=0,
+                send_lost=0,
+                sessions=sessions,
+            )
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._last = self.stats()
+        self._is_closed = True
+        self._bpf.close()
+        self._socket.close()
+
+    def __enter__(self) -> XdpDataPlane:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ifindex(name: str) -> int:
+    try:
+        return socket.if_nametoindex(name)
+    except OSError:
+        raise ConfigError(f"XDP: there is no network interface {name!r}") from None
+
+
+def _array(data: bytes) -> ctypes.Array[ctypes.c_uint8]:
+    return (ctypes.c_uint8 * len(data))(*data)
+
+
+def _source(address: str, port: int) -> _Source:
+    return _Source(_array(socket.inet_aton(address)), _array(port.to_bytes(2, "big")), 0)
+
+
+def _session_stats(session_id: int, opened: _Open, session: _Session) -> SessionStats:
+    last = session.last_packet_ns / 1e9 or opened.opened  # both are CLOCK_MONOTONIC
+    counts = dict(zip(_SESSION_STATS, session.stats, strict=False))
+    workers = {
+        rank: (session.worker_received[rank], session.worker_again[rank])
+        for rank in range(opened.shape.num_workers)
+    }
+    return SessionStats(
+        session_id, opened.shape, max(0.0, time.monotonic() - last), **counts, workers=workers
+    )

@@ -1,0 +1,168 @@
+"""``torchrelay switch``: an aggregation switch, with live statistics."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from torchrelay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchrelay.aggregation.switch import DataPlane, SwitchServer, SwitchStats
+
+__all__ = ["switch"]
+
+_COLUMNS = ("received", "sent", "completed", "answered_again", "duplicates", "stale", "rejected")
+_TROUBLE = (
+    "malformed",
+    "strangers",
+    "control",
+    "control_dropped",
+    "dropped_ingress",
+    "dropped_egress",
+    "socket_lost",
+    "send_lost",
+)
+
+
+class Kind(str, Enum):
+    """What aggregates the packets."""
+
+    udp = "udp"
+    xdp = "xdp"
+
+
+class Mode(str, Enum):
+    """How the kernel runs the XDP program."""
+
+    auto = "auto"
+    native = "native"
+    generic = "generic"
+
+
+def switch(
+    data_plane: Annotated[
+        Kind, typer.Option(help="udp: in user space; xdp: in the kernel, at the ports.")
+    ] = Kind.udp,
+    address: str = typer.Option("127.0.0.1", help="udp: the IPv4 address to bind; 0.0.0.0 is all."),
+    port: int = typer.Option(48864, min=0, max=65535, help="UDP port; 0 is any free one."),
+    interfaces: str = typer.Option("", help="xdp: the network interfaces, one worker each: eth1,eth2."),
+    mode: Annotated[
+        Mode, typer.Option(help="xdp: auto takes generic where native cannot be had.")
+    ] = Mode.auto,
+    allow: str = typer.Option("0.0.0.0/0", help="Networks whose workers may join: 10.1.0.0/16,10.2.0.4/32."),
+    max_sessions: int = typer.Option(64, min=1, help="Sessions at a time."),
+    max_slots: int = typer.Option(1024, min=1, max=1 << 14, help="Slots of a session."),
+    metrics_port: int = typer.Option(-1, help="Serve Prometheus metrics there, on 127.0.0.1; 0 is any."),
+    json_lines: bool = typer.Option(False, "--json", help="One line of JSON each interval, and at the end."),
+    interval_s: float = typer.Option(1.0, min=0.05, help="Between two looks at the statistics."),
+    drop_ingress: float = typer.Option(0.0, help="udp, for tests: the probability that a packet is lost."),
+    drop_egress: float = typer.Option(0.0, help="udp, for tests: the same for a result."),
+    drop_seed: int = typer.Option(0, help="udp, for tests: of these losses."),
+) -> None:
+    """Run a switch that sums what the workers of each session send it, until SIGINT or SIGTERM.
+
+    Nothing is encrypted: run it in a network you trust.
+    """
+    from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane  # noqa: PLC0415 - imports torch
+    from torchrelay.aggregation.switch._metrics import MetricsServer  # noqa: PLC0415
+
+    plane: DataPlane
+    if data_plane == Kind.xdp:
+        plane = _xdp(interfaces, mode, port, drop_ingress + drop_egress)
+    else:
+        plane = UdpDataPlane(
+            address, port, drop_ingress=drop_ingress, drop_egress=drop_egress, drop_seed=drop_seed
+        )
+    networks = [network for network in allow.split(",") if network]
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(
+            SwitchServer(plane, max_sessions=max_sessions, max_slots=max_slots, allow=networks)
+        )
+        start = {"switch": server.address, "data_plane": plane.name}
+        if metrics_port >= 0:
+            metrics = MetricsServer(server.stats, "127.0.0.1", metrics_port)
+            stack.callback(metrics.close)
+            start["metrics"] = f"http://127.0.0.1:{metrics.port}/metrics"
+        with _stop_signals() as stop:
+            if json_lines:
+                _report_json(server, start, stop, interval_s)
+            else:
+                _report_table(server, start, stop, interval_s)
+
+
+def _xdp(interfaces: str, mode: Mode, port: int, drop: float) -> DataPlane:
+    from torchrelay.aggregation.switch import XdpDataPlane  # noqa: PLC0415
+
+    if not interfaces or drop:
+        raise ConfigError("switch --data-plane xdp needs --interfaces, and has no drop probabilities")
+    return XdpDataPlane(interfaces.split(","), port, mode=mode.value)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, instead of what they did."""
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _report_json(
+    server: SwitchServer, start: dict[str, str], stop: threading.Event, interval_s: float
+) -> None:
+    from torchrelay.aggregation.switch._metrics import as_dict  # noqa: PLC0415
+
+    print(json.dumps(start), flush=True)
+    while not stop.wait(interval_s):
+        print(json.dumps(as_dict(server.stats())), flush=True)
+    print(json.dumps({**as_dict(server.stats()), "final": True}), flush=True)
+
+
+def _report_table(
+    server: SwitchServer, start: dict[str, str], stop: threading.Event, interval_s: float
+) -> None:
+    console = Console()
+    console.print(", ".join(f"{name} {value}" for name, value in start.items()), soft_wrap=True)
+    sys.stdout.flush()
+    last = server.stats()
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while not stop.wait(interval_s):
+            stats = server.stats()
+            if console.is_terminal:
+                live.update(_view(stats, (stats.received - last.received) / interval_s), refresh=True)
+            last = stats
+    console.print(_view(server.stats(), None))
+
+
+def _view(stats: SwitchStats, packets_per_s: float | None) -> Group:
+    """Return the tables: packets by session, and what was dropped."""
+    rate = "" if packets_per_s is None else f", {packets_per_s:,.0f} packets/s"
+    title = f"{stats.data_plane} switch {stats.address}:{stats.port}{rate}"
+    sessions = Table("session", "workers", "idle", *_COLUMNS, "sent again by", title=title)
+    for index, session in enumerate(stats.sessions):
+        again = ", ".join(f"{rank}: {count}" for rank, (_, count) in session.workers.items() if count)
+        counts = [f"{getattr(session, name):,}" for name in _COLUMNS]
+        sessions.add_row(
+            str(index), str(session.shape.num_workers), f"{session.idle_s:.0f} s", *counts, again
+        )
+    sessions.add_row("all", "", "", *(f"{getattr(stats, name):,}" for name in _COLUMNS), "")
+    others = Table(*_TROUBLE)
+    others.add_row(*(f"{getattr(stats, name):,}" for name in _TROUBLE))
+    return Group(sessions, others)

@@ -1,0 +1,181 @@
+"""Networks for tests of the aggregation switch: hosts with UDP sockets, and a data plane that they reach.
+
+Every test of packets runs over each kind of network, so the data planes are held to the same behaviour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+import namespaces
+from torchrelay import _native
+from torchrelay._native import SwitchHeader
+from torchrelay.aggregation.switch import DataPlane, SessionShape, UdpDataPlane, XdpDataPlane
+
+__all__ = ["NETWORKS", "Network", "Worker", "packet", "udp_network", "values_of", "within", "xdp_network"]
+
+PATIENCE_S = 60.0
+T = TypeVar("T")
+
+
+@dataclass
+class Worker:
+    """A socket of one host, connected to the switch."""
+
+    sock: socket.socket
+    address: str
+    port: int
+
+    def send(self, datagram: bytes) -> None:
+        self.sock.send(datagram)
+
+    def receive(self) -> bytes:
+        self.sock.settimeout(PATIENCE_S)
+        return self.sock.recv(1 << 16)
+
+    def has_received(self) -> bool:
+        self.sock.setblocking(False)
+        try:
+            self.sock.recv(1 << 16, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        return True
+
+
+@dataclass
+class Network:
+    """``plane`` on a network whose hosts ``connect(host)`` opens sockets on; each call opens one more."""
+
+    plane: DataPlane
+    connect: Callable[[int], Worker]
+    workers: dict[tuple[int, int], Worker] = field(default_factory=dict)  # by session and rank
+    pids: list[int] = field(default_factory=list)  # of the hosts' namespaces, where they have some
+
+    def open_session(
+        self, num_workers: int, numel: int = 64, session_id: int = 1, sequenced: bool = False, slots: int = 8
+    ) -> None:
+        """Make a session whose worker ``i`` is on host ``i``."""
+        self.plane.open_session(session_id, SessionShape(num_workers, slots, numel, sequenced))
+        for rank in range(num_workers):
+            worker = self.connect(rank)
+            self.plane.add_worker(session_id, rank, worker.address, worker.port, 1)
+            self.workers[session_id, rank] = worker
+
+    def send(self, worker: Worker, datagram: bytes) -> None:
+        """Send, and wait until the switch has dealt with it."""
+        before = self.dealt_with()
+        worker.send(datagram)
+        deadline = time.monotonic() + PATIENCE_S
+        while self.dealt_with() == before:
+            assert time.monotonic() < deadline, "the switch does not count the datagram"
+            time.sleep(0.001)
+
+    def dealt_with(self) -> int:
+        stats = self.plane.stats()
+        return stats.received + stats.malformed + stats.strangers + stats.control
+
+
+@contextlib.contextmanager
+def udp_network(hosts: int) -> Iterator[Network]:
+    """All hosts are this one: they differ by their ports."""
+    with contextlib.ExitStack() as stack:
+        plane = stack.enter_context(UdpDataPlane(port=0))
+
+        def connect(host: int) -> Worker:
+            assert host < hosts
+            sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            sock.connect((plane.address, plane.port))
+            return Worker(sock, *sock.getsockname())
+
+        yield Network(plane, connect)
+
+
+def within(pid: int, function: Callable[[], T]) -> T:
+    """Return what ``function`` returns in a thread that is in the network namespace of ``pid``."""
+
+    def enter_and_run() -> T:
+        namespaces.enter(pid)
+        return function()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter_and_run).result()
+
+
+@contextlib.contextmanager
+def xdp_network(hosts: int, mode: str = "generic") -> Iterator[Network]:
+    """Each host is a network namespace with a link of its own to the switch's."""
+    reason = missing_for_xdp()
+    if reason:
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+        star = stack.enter_context(namespaces.star(hosts))
+        if mode == "native":
+            for pid in star.pids:
+                within(pid, enable_gro)  # or the kernel's veth would not take redirected frames
+        names = [f"port{host}" for host in range(hosts)]
+        plane = stack.enter_context(within(star.switch, lambda: XdpDataPlane(names, 0, mode=mode)))
+        assert plane.mode == mode
+
+        def connect(host: int) -> Worker:
+            def connected() -> socket.socket:
+                sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+                sock.connect((f"10.78.{host}.1", plane.port))
+                return sock
+
+            sock = stack.enter_context(within(star.pids[host], connected))
+            return Worker(sock, *sock.getsockname())
+
+        yield Network(plane, connect, pids=star.pids)
+
+
+def missing_for_xdp() -> str:
+    """Why there can be no XDP switch here; empty if there can."""
+    if reason := namespaces.missing():
+        return reason
+    try:
+        ctypes.CDLL("libbpf.so.1")
+    except OSError as error:
+        return f"XDP needs libbpf: {error}"
+    return "" if (Path(_native.__file__).parent / "switch.bpf.o").exists() else "built without clang"
+
+
+def enable_gro() -> None:
+    """``ethtool -K eth0 gro on``."""
+    value = (ctypes.c_uint32 * 2)(0x2C, 1)  # ETHTOOL_SGRO
+    request = struct.pack("16sP16x", b"eth0", ctypes.addressof(value))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, 0x8946, request)  # SIOCETHTOOL
+
+
+NETWORKS = {
+    "udp": udp_network,
+    "xdp-generic": xdp_network,
+    "xdp-native": functools.partial(xdp_network, mode="native"),
+}
+
+
+def packet(values: list[int] | int, *, slot: int = 0, set: int = 0, tsi: int = 0, job: int = 0, exponent: int = 0,
+           numel: int = 64) -> bytes:  # fmt: skip
+    """A data packet; one value stands for all."""
+    all_values = [values] * numel if isinstance(values, int) else values
+    header = SwitchHeader(job, tsi, slot, set, exponent, numel)
+    return header.serialize() + b"".join((value % (1 << 32)).to_bytes(4, "big") for value in all_values)
+
+
+def values_of(datagram: bytes) -> set[int]:
+    """The different values of a packet."""
+    data = datagram[10:]
+    return {int.from_bytes(data[at : at + 4], "big", signed=True) for at in range(0, len(data), 4)}

@@ -1,0 +1,256 @@
+"""What a switch does with each packet: the wire format spoken to a running data plane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from switch_ports import NETWORKS, Network, packet, values_of
+from torchrelay._native import SwitchHeader
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def shared_network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    with NETWORKS[request.param](4) as network:
+        yield network
+
+
+@pytest.fixture
+def network(shared_network: Network) -> Iterator[Network]:
+    yield shared_network
+    for session_id in {session_id for session_id, _ in shared_network.workers}:
+        shared_network.plane.close_session(session_id)
+    shared_network.workers.clear()
+
+
+class Session:
+    """Sends packets as the ranks of a session, and checks what each of them gets."""
+
+    def __init__(self, network: Network, num_workers: int, *, session_id: int = 1, numel: int = 64,
+                 sequenced: bool = False) -> None:  # fmt: skip
+        network.open_session(num_workers, numel, session_id, sequenced)
+        self.network, self.session_id, self.numel = network, session_id, numel
+        self.workers = [network.workers[session_id, rank] for rank in range(num_workers)]
+
+    def send(self, rank: int, value: int, **header: int) -> None:
+        self.network.send(self.workers[rank], packet(value, numel=self.numel, **header))
+
+    def expect(self, rank: int, value: int, **header: int) -> None:
+        datagram = self.workers[rank].receive()
+        wanted = {"job": 0, "tsi": 0, "slot": 0, "set": 0, "exponent": 0, "numel": self.numel, **header}
+        assert SwitchHeader.parse(datagram) == SwitchHeader(**wanted)
+        assert values_of(datagram) == {value}
+
+    def expect_all(self, value: int, **header: int) -> None:
+        for rank in range(len(self.workers)):
+            self.expect(rank, value, **header)
+        self.expect_nothing()
+
+    def expect_nothing(self) -> None:
+        assert [rank for rank, worker in enumerate(self.workers) if worker.has_received()] == []
+
+
+@pytest.mark.parametrize("numel", [64, 256])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_the_last_packet_sends_the_sum_to_all(network: Network, num_workers: int, numel: int) -> None:
+    session = Session(network, num_workers, numel=numel)
+    for rank in range(num_workers):
+        session.expect_nothing()
+        session.send(rank, 10**rank, tsi=7, job=3, slot=5, exponent=rank - 3)
+    session.expect_all(
+        sum(10**rank for rank in range(num_workers)), tsi=7, job=3, slot=5, exponent=num_workers - 4
+    )
+
+
+def test_each_value_is_summed_by_itself_and_wraps_around(network: Network) -> None:
+    session = Session(network, 2, numel=256)
+    ours, theirs = list(range(-100, 156)), [2**31 - 1 - i for i in range(256)]
+    for worker, values in zip(session.workers, (ours, theirs), strict=True):
+        network.send(worker, packet(values, numel=256))
+    sums = [(a + b) % (1 << 32) for a, b in zip(ours, theirs, strict=True)]
+    for worker in session.workers:
+        assert worker.receive() == packet(sums, numel=256)
+
+
+def test_a_retransmission_before_completion_is_ignored(network: Network) -> None:
+    session = Session(network, 3)
+    session.send(0, 1)
+    session.send(0, 50)
+    session.send(1, 2)
+    session.send(0, 50)
+    session.send(1, 50)
+    session.expect_nothing()
+    session.send(2, 4)
+    session.expect_all(7)
+
+
+def test_a_retransmission_after_completion_is_answered_to_its_sender_alone(network: Network) -> None:
+    session = Session(network, 2)
+    session.send(0, 1)
+    session.send(1, 2, exponent=4)
+    session.expect_all(3, exponent=4)
+    for _ in range(3):
+        session.send(1, 50, tsi=9, job=8, exponent=100)
+        session.expect(1, 3, tsi=9, job=8, exponent=4)
+    session.expect_nothing()
+
+
+def test_the_other_set_is_another_sum(network: Network) -> None:
+    session = Session(network, 2)
+    for set_ in (0, 1, 0, 1):
+        session.send(0, 10 + set_, set=set_)
+        session.send(1, 100, set=set_)
+        session.expect_all(110 + set_, set=set_)
+
+
+def test_workers_may_be_a_set_apart(network: Network) -> None:
+    session = Session(network, 2)
+    session.send(0, 1, set=0)
+    session.send(1, 2, set=0)
+    session.expect(0, 3)  # worker 1's result is lost
+    assert session.workers[1].receive()
+    session.send(0, 10, set=1)
+    session.send(1, 50, set=0)  # so it asks again
+    session.expect(1, 3)
+    session.send(1, 20, set=1)
+    session.expect_all(30, set=1)
+
+
+def test_slots_do_not_share_values(network: Network) -> None:
+    session = Session(network, 2)
+    for slot in range(8):
+        session.send(0, slot, slot=slot)
+    for slot in reversed(range(8)):
+        session.send(1, 100, slot=slot)
+        session.expect_all(100 + slot, slot=slot)
+
+
+def test_a_slot_is_used_again_and_again(network: Network) -> None:
+    session = Session(network, 3)
+    for round_ in range(12):
+        for rank in (round_ % 3, (round_ + 1) % 3, (round_ + 2) % 3):
+            session.send(rank, round_, set=round_ % 2, tsi=round_)
+        session.expect_all(3 * round_, set=round_ % 2, tsi=round_)
+
+
+def test_a_retransmission_from_the_previous_set_is_answered_while_the_next_is_in_progress(
+    network: Network,
+) -> None:
+    session = Session(network, 3)
+    for rank in range(3):
+        session.send(rank, 1)
+    session.expect_all(3)
+    session.send(0, 5, set=1)
+    session.send(1, 5, set=1)
+    session.send(2, 50)
+    session.expect(2, 3)
+    session.send(2, 5, set=1)
+    session.expect_all(15, set=1)
+
+
+def test_reuse_and_retransmissions_together(network: Network) -> None:
+    session = Session(network, 2)
+    for round_ in range(1, 7):
+        set_ = round_ % 2
+        session.send(0, round_, set=set_)
+        session.send(0, 50, set=set_)
+        session.send(1, 10 * round_, set=set_)
+        session.expect_all(11 * round_, set=set_)
+        session.send(0, 50, set=set_)
+        session.expect(0, 11 * round_, set=set_)
+    session.expect_nothing()
+
+
+def test_datagrams_that_are_no_packet_change_nothing(network: Network) -> None:
+    session = Session(network, 2)
+    session.send(0, 1)
+    good = packet(50)
+    garbage = [b"", b"\x11", good[:-1], good + b"\0", good[:9], b"\xff" * 266, packet(50, numel=256)]
+    garbage += [bytes([first]) + good[1:] for first in (0x01, 0x10, 0x12, 0x13, 0x31)]
+    for datagram in garbage:
+        session.workers[1].send(datagram)
+    session.send(1, 50, slot=9)  # the session has 8 slots
+    session.expect_nothing()
+    session.send(1, 2)
+    session.expect_all(3)
+
+
+def test_only_members_may_write(network: Network) -> None:
+    session = Session(network, 2)
+    session.send(0, 1)
+    same_host = network.connect(1)
+    network.send(same_host, packet(50))
+    session.expect_nothing()
+    assert not same_host.has_received()
+    network.plane.add_worker(1, 1, same_host.address, same_host.port, 1)
+    network.send(same_host, packet(2))
+    session.expect(0, 3)
+    assert values_of(same_host.receive()) == {3}, "the answer goes to the port that the packet came from"
+    assert not session.workers[1].has_received()
+
+
+def test_sessions_do_not_touch_each_other(network: Network) -> None:
+    first, second = Session(network, 2, session_id=1), Session(network, 3, session_id=2, numel=256)
+    first.send(0, 1)
+    second.send(0, 10)
+    second.send(1, 10)
+    first.send(1, 1)
+    first.expect_all(2)
+    second.expect_nothing()
+    network.plane.close_session(1)
+    network.send(first.workers[0], packet(50))
+    second.send(2, 10)
+    second.expect_all(30)
+    assert network.plane.missing(2) == []
+
+
+def test_a_session_opened_again_is_empty(network: Network) -> None:
+    session = Session(network, 2)
+    session.send(0, 50)
+    assert network.plane.missing(1) == [1]
+    session = Session(network, 2)
+    assert network.plane.missing(1) == []
+    session.send(1, 1)
+    session.expect_nothing()
+    session.send(0, 2)
+    session.expect_all(3)
+
+
+def test_a_sequenced_session_is_safe_from_late_packets(network: Network) -> None:
+    session = Session(network, 2, sequenced=True)
+    for tsi, set_ in ((4, 0), (8, 1)):
+        session.send(0, 1, tsi=tsi, set=set_)
+        session.send(1, 2, tsi=tsi, set=set_)
+        session.expect_all(3, tsi=tsi, set=set_)
+    session.send(0, 50, tsi=4, set=0)  # SwitchML's own algorithm would begin a sum with it
+    session.send(0, 10, tsi=12, set=0)
+    session.send(1, 50, tsi=4, set=0)
+    session.expect_nothing()
+    session.send(1, 20, tsi=12, set=0)
+    session.expect_all(30, tsi=12, set=0)
+    assert network.plane.stats().sessions[0].stale == 2
+
+
+def test_statistics_say_what_happened(network: Network) -> None:
+    before = network.plane.stats()
+    session = Session(network, 2)
+    session.send(0, 1)
+    session.send(0, 1)
+    session.send(1, 1)
+    session.expect_all(2)
+    session.send(1, 1)
+    session.expect(1, 2)
+    network.send(network.connect(0), packet(1))
+    session.send(0, 1, slot=8)
+    after = network.plane.stats()
+    (info,) = after.sessions
+    assert (info.received, info.sent, info.completed, info.answered_again) == (5, 3, 1, 1)
+    assert (info.duplicates, info.stale, info.rejected) == (1, 0, 1)
+    assert info.workers == {0: (3, 1), 1: (2, 1)}
+    assert info.session_id == 1
+    assert info.shape.num_workers == 2
+    assert after.strangers - before.strangers == 1
+    assert after.received - before.received == 5
+    network.plane.close_session(1)
+    assert network.plane.stats().received == after.received
