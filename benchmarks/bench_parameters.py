@@ -64,7 +64,7 @@ def local(rounds: int, repeats: int) -> Result:
     weight = torch.randn(KEYS, DIM)
     with (
         Table.create(KEYS, DIM) as table,
-        Table.create(KEYS, DIM, optimizer=optim.adam(), name="adam") as adam,
+        Table.create(KEYS, DIM, optimizer=optim.adam(), name="adam", apply_gradients="backward") as adam,
     ):
         table.set(torch.arange(KEYS), weight)
         assert torch.equal(table.pull(keys), weight[keys])

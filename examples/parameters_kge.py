@@ -191,6 +191,7 @@ def main() -> None:
         rows,
         2 * options.dim,
         optimizer=optim.adagrad(options.learning_rate),
+        apply_gradients="backward",  # asynchronous: no worker waits for another's batch
         init=KeyInit("normal", 0.0, 0.01, seed=1),
         techniques=options.techniques,
         node_of_rank=(lambda rank: rank) if options.node_per_process else None,

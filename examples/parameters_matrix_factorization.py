@@ -77,6 +77,7 @@ def main() -> None:
         USERS + ITEMS,
         RANK,
         optimizer=optim.adagrad(0.2),
+        apply_gradients="backward",  # asynchronous: no worker waits for another's batch
         init=KeyInit("normal", 0.0, 0.3, seed=1),
         node_of_rank=(lambda rank: rank) if options.node_per_process else None,
     ) as table:

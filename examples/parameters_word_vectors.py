@@ -146,6 +146,7 @@ def main() -> None:
         2 * words,
         options.dim,
         optimizer=optim.adagrad(0.1, initial_accumulator_value=0.1),
+        apply_gradients="backward",  # asynchronous: no worker waits for another's batch
         init=KeyInit("uniform", -0.5 / options.dim, 0.5 / options.dim, seed=1),
         node_of_rank=(lambda rank: rank) if options.node_per_process else None,
     ) as table:

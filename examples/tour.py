@@ -66,7 +66,9 @@ def main(epochs: int) -> None:
     # The same for one process as for many; under torchrun, init_process_group("sml") alone does it too.
     dist.init_process_group("sml", store=world.connect(), rank=world.rank, world_size=world.size)
     adagrad = optim.adagrad(options.learning_rate)
-    with Table.create(len(graph.entities), 2 * options.dim, optimizer=adagrad) as table:
+    with Table.create(
+        len(graph.entities), 2 * options.dim, optimizer=adagrad, apply_gradients="backward"
+    ) as table:
         model = build(graph, options.dim, table)
         Trainer(model, options).train(Batches.of(graph, options, world), on_step=lambda epoch, loss: None)
         table.sync()

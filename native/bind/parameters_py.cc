@@ -139,6 +139,8 @@ void register_store(nb::module_& module) {
           "set_learning_rate",
           [](const Store& store, double rate) { store.header().learning_rate.store(rate); }, "rate"_a)
       .def(
+          "set_step", [](const Store& store, double step) { store.header().step.store(step); }, "step"_a)
+      .def(
           "nearest_local",
           [](const Store& store, Address keys, std::size_t count, std::int64_t low, std::int64_t high,
              const std::vector<std::int64_t>& taken, bool distinct) {

@@ -6,6 +6,7 @@ What a tensor subclass and a dispatch mode are made of (``_make_wrapper_subclass
 
 from __future__ import annotations
 
+import datetime
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -38,7 +39,9 @@ __all__ = [
     "fake_mode_active",
     "fake_mode_key",
     "forward_mode_active",
+    "gloo_group",
     "grad_asked",
+    "group_store",
     "has_fast_bfloat16",
     "has_fsdp2",
     "inner_tensors",
@@ -52,6 +55,7 @@ __all__ = [
     "lowest_mode",
     "make_ordered",
     "mesh_code",
+    "model_of_ddp_being_made",
     "operator_results",
     "parameter_class",
     "parse_to",
@@ -60,6 +64,7 @@ __all__ = [
     "results_on_device",
     "set_bits",
     "sharding_of",
+    "store_host",
     "strip_dead_transform",
     "swap_tensors",
     "tensor_at",
@@ -587,3 +592,36 @@ def backends_asked() -> BackendsAsked | None:
         return BackendsAsked(str(found["backend"]), devices, found["pg"], found["prefix_store"])
     except KeyError as error:
         raise UnsupportedError(f"torch {torch.__version__} makes process groups in an unknown way") from error
+
+
+def group_store(group: Any) -> Any:
+    """The store over which a process group was made. Checked on 2.13."""
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+def store_host(store: Any) -> str | None:
+    """The host that serves ``store``, if it is a TCP store. Checked on 2.13."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """A group of gloo's that no other code knows; its collectives take lists of tensors. Checked on 2.13."""
+    dist: Any = torch.distributed
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+
+
+def model_of_ddp_being_made() -> torch.nn.Module | None:
+    """The model, if DistributedDataParallel's constructor is collecting parameters. Checked on 2.13."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(4):  # a generator, a comprehension (a frame before Python 3.12), the method
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "_build_params_for_reducer":
+            return frame.f_locals["self"].module  # type: ignore[no-any-return]
+        frame = frame.f_back
+    return None

@@ -46,7 +46,12 @@ def test_pushes_of_all_workers_add_up(world: World, layout: str) -> None:
 @pytest.mark.parametrize("techniques", ["all", "replication_only", "relocation_only"])
 def test_a_loader_brings_keys_home(world: World, techniques: str) -> None:
     with Table.create(
-        KEYS, DIM, optimizer=optim.sgd(0.5), techniques=techniques, node_of_rank=lambda rank: rank
+        KEYS,
+        DIM,
+        optimizer=optim.sgd(0.5),
+        techniques=techniques,
+        node_of_rank=lambda rank: rank,
+        apply_gradients="backward",
     ) as table:
         module = Embedding(KEYS, DIM, table=table)
         mine = torch.arange(world.rank * 150, world.rank * 150 + 150)
@@ -86,7 +91,13 @@ def test_the_first_step_has_its_keys_too_and_a_local_sample_is_here(world: World
 
 def _save(world: World, path: str) -> None:
     dist.init_process_group("gloo")
-    with Table.create(KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank) as table:
+    with Table.create(
+        KEYS,
+        DIM,
+        optimizer=optim.adagrad(0.1),
+        node_of_rank=lambda rank: rank,
+        apply_gradients="backward",
+    ) as table:
         module = Embedding(KEYS, DIM, table=table)
         keys = torch.arange(world.rank, KEYS, world.size)
         (module(keys) * (keys + 1).unsqueeze(1)).sum().backward()

@@ -98,7 +98,7 @@ def test_entities_in_a_table_give_the_same_loss_and_get_the_same_gradients(
     monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)
     triples, negatives = torch.tensor([[0, 1, 2], [3, 5, 3], [0, 0, 2]]), torch.tensor([1, 2, 7, 3])
     plain = copy.deepcopy(model)
-    with Table.create(ENTITIES, 2 * DIM, optimizer=optim.sgd(1.0)) as table:
+    with Table.create(ENTITIES, 2 * DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
         table.set(torch.arange(ENTITIES), model.rows.detach())
         model.move_entities(table)
         assert {name for name, _ in model.named_parameters()} == {"relations"}

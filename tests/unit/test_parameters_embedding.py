@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 from torchrelay.errors import ArgumentError, MismatchError
-from torchrelay.parameters import Embedding, EmbeddingBag, IntentLoader, KeyInit, Table, UpdateRule, optim
+from torchrelay.parameters import (
+    Embedding,
+    EmbeddingBag,
+    IntentLoader,
+    KeyInit,
+    Table,
+    TableWeight,
+    UpdateRule,
+    optim,
+)
 
 ROWS, DIM = 50, 8
 
@@ -22,6 +31,7 @@ def create() -> Iterator[Callable[..., Table]]:
 
         def make(optimizer: UpdateRule | None = None, **kwargs: Any) -> Table:
             rule = optimizer or optim.sgd(1.0)
+            kwargs.setdefault("apply_gradients", "backward")
             return stack.enter_context(Table.create(ROWS, DIM, optimizer=rule, **kwargs))
 
         yield make
@@ -184,7 +194,7 @@ def test_a_new_module_makes_its_own_table() -> None:
     assert "padding_idx=2" in repr(module) and "adam" in repr(module)
     rows = module(torch.arange(ROWS))
     assert (rows[2] == 0).all() and rows.abs().max() <= 1 and rows.std() > 0.4
-    assert not list(module.parameters())
+    assert [type(weight) for weight in module.parameters()] == [TableWeight]
     module.close()
 
 

@@ -14,7 +14,7 @@ namespace torchrelay::parameters {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x3142414c53525454;  // "TTRSLAB1"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kRowAlignment = 16;
 constexpr std::int64_t kNoKey = INT64_MIN;

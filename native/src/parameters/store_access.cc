@@ -59,6 +59,7 @@ void Store::apply(std::byte* row, const std::byte* pushed, std::uint32_t length)
   if (header_->rule.kind == RuleKind::kAdd) return add(header_->element, row, pushed, length);
   UpdateRule rule = header_->rule;
   rule.learning_rate = header_->learning_rate.load(std::memory_order_relaxed);
+  rule.step = header_->step.load(std::memory_order_relaxed);
   rule.apply(header_->element, row, pushed, length);
 }
 

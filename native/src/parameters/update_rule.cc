@@ -42,14 +42,15 @@ struct Row {
     T* second = state + length;
     T& steps = state[2 * length];
     const T beta1 = static_cast<T>(rule.beta1), beta2 = static_cast<T>(rule.beta2);
-    steps += 1;
+    steps = rule.step > 0 ? static_cast<T>(rule.step) : steps + 1;
     const T correction1 = 1 - std::pow(beta1, steps);
     const T correction2 = std::sqrt(1 - std::pow(beta2, steps));
+    const T margin = rule.step > 0 ? eps / correction2 : eps;  // SparseAdam adds it before the correction
     for (std::size_t i = 0; i < length; ++i) {
       const T g = gradient(i);
       first[i] = beta1 * first[i] + (1 - beta1) * g;
       second[i] = beta2 * second[i] + (1 - beta2) * g * g;
-      value[i] -= lr / correction1 * first[i] / (std::sqrt(second[i]) / correction2 + eps);
+      value[i] -= lr / correction1 * first[i] / (std::sqrt(second[i]) / correction2 + margin);
     }
   }
 

@@ -4,12 +4,15 @@ Workers announce the keys they will access (*intent*); the manager relocates a k
 it, or replicates it where several do, just in time. It follows "Good Intentions: Adaptive Parameter Management
 via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD 2022) and Lapse (VLDB 2020).
 
-For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`, :mod:`.optim`, :class:`IntentLoader`,
+For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`,
+:class:`TableOptimizer`, :class:`TableWeight`, :mod:`.optim`, :class:`IntentLoader`,
 :class:`Metrics`, :class:`KeyInit`. Below them: :class:`Server` and :class:`Worker`, made by :func:`start` under a
 launcher or over a :class:`Topology`, and :class:`UpdateRule`.
 """
 
 from torchrelay.parameters import optim
+from torchrelay.parameters._optimizer import TableOptimizer
+from torchrelay.parameters._weight import TableWeight
 from torchrelay.parameters.contract import KeyInit, UpdateRule
 from torchrelay.parameters.embedding import Embedding, EmbeddingBag
 from torchrelay.parameters.intents import IntentLoader
@@ -28,6 +31,8 @@ __all__ = [
     "Place",
     "Server",
     "Table",
+    "TableOptimizer",
+    "TableWeight",
     "Topology",
     "UpdateRule",
     "Worker",

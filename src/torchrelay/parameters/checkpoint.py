@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torchrelay.parameters.table import Table
 
 __all__ = ["RowShard", "key_range"]
+
+# Rows are written to and read from checkpoints in pieces, so that no piece takes a host's memory twice.
+ROWS_AT_ONCE = 1 << 18
 
 
 def key_range(num_keys: int, worker: int, workers: int) -> tuple[int, int]:
@@ -51,6 +54,87 @@ class RowShard(_torch.CheckpointShard):
         return self.size()[0]
 
 
+def empty_shard(table: Table) -> RowShard:
+    """The share of the rows that this process saves and loads, not filled."""
+    start, end = key_range(table.num_keys, table.worker_index, table.workers)
+    rows = torch.empty(end - start, table.row_length, dtype=table.dtype)
+    return RowShard.of(rows, start, table.num_keys)
+
+
+def shard_of(table: Table) -> RowShard:
+    """This process's share of the rows; collective."""
+    table.sync()
+    shard = empty_shard(table)
+    for keys, rows in _pieces(shard.start, shard.rows):
+        table.worker.pull_rows(keys, rows)
+    table.worker.barrier()
+    return shard
+
+
+def all_rows(table: Table) -> torch.Tensor:
+    """All rows, ``(num_keys, row_length)``; needs no other process."""
+    table.worker.waitall()
+    everything = torch.empty(table.num_keys, table.row_length, dtype=table.dtype)
+    for keys, rows in _pieces(0, everything):
+        table.worker.pull_rows(keys, rows)
+    return everything
+
+
+def load_rows(table: Table, state: dict[str, Any]) -> None:
+    """Sets this process's share of the rows from its own shard, or from all rows; collective.
+
+    Raises:
+        MismatchError: the state of some process does not fit; on every process.
+    """
+    values_only = "rows" not in state
+    given = state["weight" if values_only else "rows"]
+    _refuse_together(table, _misfit(table, given, values_only))
+    start, end = key_range(table.num_keys, table.worker_index, table.workers)
+    mine = given.rows if isinstance(given, RowShard) else given.detach()[start:end].to("cpu", table.dtype)
+    for keys, rows in _pieces(start, mine.contiguous()):
+        (table.worker.set if values_only else table.worker.set_rows)(keys, rows)
+    table.sync()
+
+
+def _refuse_together(table: Table, problem: str | None) -> None:
+    topology = table.server.topology
+    problems = topology.gather(
+        f"{table.server.table}/loads/{next(table._loads)}",
+        table.worker_index,
+        table.workers,
+        problem,
+        "states",
+    )
+    if any(problems):
+        raise MismatchError("; ".join(dict.fromkeys(text for text in problems if text)))
+
+
+def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
+    """Why ``given`` is not the state of ``table``, or not this process's share of it."""
+    if values_only:
+        if tuple(given.shape) != (table.num_keys, table.dim):
+            return f"weight is {tuple(given.shape)}; the table holds {table.num_keys} vectors of {table.dim}"
+        return None
+    expected = (table.num_keys, table.row_length)
+    if tuple(given.size()) != expected or given.dtype != table.dtype:
+        return (
+            f"the saved table has {tuple(given.size())} keys and elements a row of {given.dtype}, this one "
+            f"{expected} of {table.dtype}; a row holds {table.dim} elements and the state of "
+            f"'{table.rule.kind}'"
+        )
+    if not isinstance(given, RowShard):
+        return None
+    share = key_range(table.num_keys, table.worker_index, table.workers)
+    held = (given.start, given.start + len(given.rows))
+    if held != share:
+        return (
+            f"worker {table.worker_index} of {table.workers} was given the rows {held[0]} to {held[1] - 1}, but "
+            f"loads {share[0]} to {share[1] - 1}: table.state_dict() is one process's share. Save it with DCP "
+            "(dcp.save, table.save), or save the module's state_dict(), which has all rows"
+        )
+    return None
+
+
 def save(table: Table, path: str) -> None:
     """Writes the table to the folder ``path``; collective over all workers.
 
@@ -59,9 +143,9 @@ def save(table: Table, path: str) -> None:
     """
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415 - takes long to import
 
-    with _group_of(table.workers):
+    with _group_of(table):
         dcp.save(  # type: ignore[attr-defined]
-            {"table": table.state_dict()}, checkpoint_id=path
+            {"table": table.state_dict()}, checkpoint_id=path, process_group=table.process_group
         )
 
 
@@ -76,8 +160,10 @@ def load(table: Table, path: str) -> None:
 
     state = {"table": table.empty_state_dict()}
     try:
-        with _group_of(table.workers):
-            dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
+        with _group_of(table):
+            dcp.load(  # type: ignore[attr-defined]
+                state, checkpoint_id=path, process_group=table.process_group
+            )
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         raise MismatchError(
             f"the checkpoint in {path} does not fit a table of {table.num_keys} rows of {table.row_length} elements "
@@ -87,16 +173,23 @@ def load(table: Table, path: str) -> None:
 
 
 @contextmanager
-def _group_of(workers: int) -> Iterator[None]:
+def _group_of(table: Table) -> Iterator[None]:
     """One worker needs no process group, and DCP need not warn that there is none."""
     import torch.distributed as dist  # noqa: PLC0415
 
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if size != workers:
+    size = dist.get_world_size(table.process_group) if dist.is_initialized() else 1
+    if size != table.workers:
         raise UnavailableError(
-            f"the table has {workers} workers, but the default process group has {size} ranks: checkpoints are "
+            f"the table has {table.workers} workers, but the default process group has {size} ranks: checkpoints are "
             'coordinated over it; call torch.distributed.init_process_group("gloo") in every worker first'
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+def _pieces(start: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The keys from ``start`` on with their rows, some at a time."""
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        piece = rows[first : first + ROWS_AT_ONCE]
+        yield torch.arange(start + first, start + first + len(piece)), piece

@@ -1,149 +1,146 @@
 """Drop-in relatives of :class:`torch.nn.Embedding` and :class:`torch.nn.EmbeddingBag` whose rows live in a table.
 
-The forward pass pulls the rows that the batch names, each once; the backward pass pushes their gradients, which
-the table's optimizer applies where the rows are. The modules have no parameters: neither a torch optimizer nor
-DDP has anything to do for them.
+The forward pass pulls the rows that the batch names, each once. The backward pass leaves their gradient at the
+parameter ``weight``, which stands for the table's rows, until :meth:`Table.optimizer` steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchrelay import _torch
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
+from torchrelay.parameters import checkpoint
+from torchrelay.parameters._gradients import ApplyGradients, Reduction
+from torchrelay.parameters._lookup import Lookup, look_up
+from torchrelay.parameters._weight import TableWeight
 from torchrelay.parameters.contract import KeyInit, UpdateRule
 from torchrelay.parameters.optim import adagrad
 from torchrelay.parameters.table import Table
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["Embedding", "EmbeddingBag"]
 
 
-class _PulledRows(torch.autograd.Function):
-    """Rows of a table as a leaf: their gradient is pushed instead of returned."""
-
-    @staticmethod
-    def forward(ctx: Any, _: Tensor, table: Table, keys: Tensor, padding_idx: int | None) -> Tensor:
-        ctx.table, ctx.keys, ctx.padding_idx = table, keys, padding_idx
-        return table.pull(keys).to(keys.device)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        table: Table = ctx.table
-        keys = ctx.keys
-        if ctx.padding_idx is not None:  # weight decay and momentum would move it without a gradient
-            kept = keys != ctx.padding_idx
-            keys, gradient = keys[kept], gradient[kept]
-        table.push(keys, gradient.to("cpu", table.dtype), wait=False)
-        return None, None, None, None
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """How rows are looked up, in torch's words."""
-
-    padding_idx: int | None
-    max_norm: float | None
-    norm_type: float
-    scale_grad_by_freq: bool
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where the rows are: in ``table``, or in a new one."""
-
-    table: Table | None
-    optimizer: UpdateRule | None
-    init: KeyInit | None
-    dtype: torch.dtype
-    name: str
-
-    def open(self, num_embeddings: int, embedding_dim: int) -> Table:
-        return self.table or Table.create(
-            num_embeddings,
-            embedding_dim,
-            dtype=self.dtype,
-            optimizer=self.optimizer or adagrad(),
-            init=self.init or KeyInit("normal", 0.0, 1.0),
-            name=self.name,
-        )
-
-
 class _TableModule(nn.Module):
-    """What :class:`Embedding` and :class:`EmbeddingBag` share: the table, and rows for a batch."""
+    """What :class:`Embedding` and :class:`EmbeddingBag` share: the table, its weight, and rows for a batch."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, lookup: _Lookup, source: _Source) -> None:
+    weight: TableWeight
+    # Whether state_dict() holds this process's share of the rows, for DCP, instead of all rows.
+    sharded_state_dict = False
+    # Whether gradients are taken at all; weight.requires_grad says it for all modules over the table.
+    trainable = True
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        device: Any,
+    ) -> None:
         super().__init__()
-        padding_idx = lookup.padding_idx
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ArgumentError(f"padding_idx = {padding_idx}: there are {num_embeddings} rows")
+        if device is not None and torch.device(device).type != "cpu":
+            raise ArgumentError(
+                f"device = {device}: a table's rows are in host memory; leave device out: looked-up rows come to "
+                "the device of the keys"
+            )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm = lookup.max_norm
-        self.norm_type = lookup.norm_type
-        self.scale_grad_by_freq = lookup.scale_grad_by_freq
-        self.trainable = True
-        self.owns_table = source.table is None
-        self.table = source.open(num_embeddings, embedding_dim)
-        if self.owns_table and self.padding_idx is not None:
-            self._zero_row(self.padding_idx)
-        if (self.table.num_keys, self.table.dim) != (num_embeddings, embedding_dim):
-            raise ArgumentError(
-                f"the table holds {self.table.num_keys} vectors of {self.table.dim}, not {num_embeddings} of {embedding_dim}"
-            )
-        if self.table.rule.kind == "add":
-            raise ArgumentError(
-                "the table adds what is pushed, so gradients would lead uphill; create it with an optimizer, "
-                "e.g. optimizer=torchrelay.parameters.optim.adagrad(0.1)"
-            )
-        # Autograd follows a function only if an input wants a gradient.
-        self._anchor = torch.empty(0, requires_grad=True)
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+
+    def _use(self, table: Table | None, rows: Tensor | None, freeze: bool, **new: Any) -> None:
+        """Looks up in ``table``, or in a new one made with the arguments ``new``; all rows become ``rows``."""
+        shape = (self.num_embeddings, self.embedding_dim)
+        if rows is not None and tuple(rows.shape) != shape:
+            raise ArgumentError(f"the given rows are {tuple(rows.shape)}, not {shape}")
+        self.owns_table = table is None
+        self.table = _made(shape, rows, new) if table is None else _checked(table, shape, new)
+        self.register_parameter("weight", self.table.weight)
+        if freeze:
+            self.weight.requires_grad_(False)
+        self._lookup = Lookup(
+            self.table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq
+        )
+        if rows is not None:
+            self.table.load_state_dict({"weight": rows})
+        elif self.owns_table:
+            self._zero_padding()
 
     def close(self) -> None:
         """Leaves the table, if this module made it; collective."""
         if self.owns_table:
             self.table.close()
 
-    def _zero_row(self, key: int) -> None:
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all rows anew, as the table's ``init`` says, from torch's generator; collective."""
+        start, end = checkpoint.key_range(self.num_embeddings, self.table.worker_index, self.table.workers)
+        rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype)
+        init = self.table.server.init
+        fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}.get(init.kind)
+        self.table.set(torch.arange(start, end), fill(rows, init.a, init.b) if fill else rows.fill_(init.a))
+        self.table.sync()
+        self._zero_padding()
+
+    def _zero_padding(self) -> None:
+        if self.padding_idx is None:
+            return
         if self.table.worker_index == 0:
-            self.table.set(torch.tensor([key]), torch.zeros(1, self.table.dim, dtype=self.table.dtype))
-        self.table.worker.barrier()
+            row = torch.zeros(1, self.table.dim, dtype=self.table.dtype)
+            self.table.set(torch.tensor([self.padding_idx]), row)
+        self.table.sync()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _rows(self, keys: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """The distinct rows of ``keys``, each key's row among them, and the padding's row if it is there."""
-        if keys.is_floating_point() or keys.dtype is torch.bool:
-            raise ArgumentError(f"keys are {keys.dtype}; they must be integers")
-        unique, index = torch.unique(keys, return_inverse=True)
-        if self.max_norm is not None:
-            self._renormalise(unique)
-        if self.trainable and torch.is_grad_enabled():
-            rows = _PulledRows.apply(self._anchor, self.table, unique, self.padding_idx)  # type: ignore[no-untyped-call]
-        else:
-            rows = self.table.pull(unique).to(keys.device)
-        padding = None
-        if self.padding_idx is not None:
-            at = int(torch.searchsorted(unique, self.padding_idx))
-            padding = at if at < len(unique) and int(unique[at]) == self.padding_idx else None
-        return rows, index, padding
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; but wrappers that ask for a module's own parameters get none.
 
-    def _renormalise(self, keys: Tensor) -> None:
-        """Scales rows in the table down to ``max_norm``, as torch does before each lookup."""
-        assert self.max_norm is not None
-        values = self.table.pull(keys)
-        norms = values.float().norm(self.norm_type, dim=1)
-        long = norms > self.max_norm
-        if long.any():
-            scale = self.max_norm / (norms[long] + 1e-7)
-            self.table.set(keys.cpu()[long], (values[long] * scale.unsqueeze(1)).to(values.dtype))
+        So DistributedDataParallel and ``fully_shard`` leave the weight alone: the table synchronises it.
+        """
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        model = _torch.model_of_ddp_being_made()
+        if model is not None and all(isinstance(p, TableWeight) for p in model.parameters()):
+            raise UnsupportedError(
+                "DistributedDataParallel has nothing to do: all parameters of the model are tables, which "
+                "sum the gradients of all processes themselves; use the model as it is"
+            )
+
+    def _rows(self, keys: Tensor) -> Tensor:
+        """The rows of ``keys``, ``(*keys.shape, embedding_dim)``."""
+        if not torch.compiler.is_compiling():
+            self._check()
+        return look_up(self._lookup, keys, differentiable=self.trainable and self.table.weight.requires_grad)
+
+    def _check(self) -> None:
+        found = self._parameters.get("weight")
+        if not isinstance(found, TableWeight) and (found is None or isinstance(found, nn.Parameter)):
+            raise UnsupportedError(
+                "a wrapper has replaced the weight of a table, whose gradients would be lost; leave this "
+                "module out of it, e.g. FullyShardedDataParallel(..., ignored_modules=[embedding])"
+            )
+        if _torch.transforms_active():
+            raise UnsupportedError("torch.func does not differentiate lookups in a table; use backward()")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "rows"] = self.table.state_dict()["rows"]
+        whole = not self.sharded_state_dict
+        destination[prefix + "rows"] = self.table.rows() if whole else self.table.state_dict()["rows"]
 
     def _load_from_state_dict(
         self,
@@ -155,14 +152,24 @@ class _TableModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key = prefix + "rows"
-        if key not in state_dict:
-            missing_keys.append(key)
+        ours = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
+        if strict:
+            unexpected_keys.extend(prefix + name for name in ours - {"rows", "weight"})
+        name = next((name for name in ("rows", "weight") if name in ours), None)
+        if name is None:
+            missing_keys.append(prefix + "rows")
             return
         try:
-            self.table.load_state_dict({"rows": state_dict[key]})
+            self.table.load_state_dict({name: state_dict[prefix + name]})
         except MismatchError as error:
-            error_msgs.append(f"{key}: {error}")
+            error_msgs.append(f"{prefix}{name}: {error}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"a {type(self).__name__} over a table cannot be copied or pickled: the processes of a job share its "
+            "rows. Save the model's state_dict(); for a copy, an average (EMA) or inference elsewhere, put "
+            "to_torch() in the module's place: it has the rows in a torch module of its own"
+        )
 
     def extra_repr(self) -> str:
         parts = [f"{self.num_embeddings}, {self.embedding_dim}", f"optimizer={self.table.rule.kind}"]
@@ -173,14 +180,36 @@ class _TableModule(nn.Module):
         return ", ".join(parts)
 
 
+def _made(shape: tuple[int, int], rows: Tensor | None, new: dict[str, Any]) -> Table:
+    defaults = {
+        "optimizer": adagrad(),
+        "init": KeyInit() if rows is not None else KeyInit("normal", 0.0, 1.0),
+        "dtype": torch.get_default_dtype() if rows is None else rows.dtype,
+    }
+    return Table.create(*shape, **{**defaults, **{k: v for k, v in new.items() if v is not None}})
+
+
+def _checked(table: Table, shape: tuple[int, int], new: dict[str, Any]) -> Table:
+    if (table.num_keys, table.dim) != shape:
+        raise ArgumentError(
+            f"the table holds {table.num_keys} vectors of {table.dim}, not {shape[0]} of {shape[1]}"
+        )
+    given = [name for name, value in new.items() if value not in (None, getattr(table, name, None))]
+    if given:
+        raise ArgumentError(f"{', '.join(given)}: of a new table; the one that was given has its own")
+    return table
+
+
 class Embedding(_TableModule):
     """As :class:`torch.nn.Embedding`, over a table; arguments that are not listed are torch's.
 
     Args:
-        table: an existing table to look up in; default: a new one.
+        sparse: accepted for torch's sake: gradients are always those of the rows that were looked up.
+        device: must be the CPU, where the rows are.
+        table: an existing table to look up in; default: a new one, which all processes make.
         optimizer: of the new table, see :mod:`torchrelay.parameters.optim`; default: Adagrad.
         init: of the new table; default: standard normal, as torch's.
-        name: tells the tables of one job apart.
+        name, apply_gradients, reduction, process_group: of the new table, as of :meth:`Table.create`.
 
     Raises:
         ArgumentError: the table has another shape, or adds pushes instead of optimizing.
@@ -194,21 +223,87 @@ class Embedding(_TableModule):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         *,
         table: Table | None = None,
         optimizer: UpdateRule | None = None,
         init: KeyInit | None = None,
-        dtype: torch.dtype = torch.float32,
-        name: str = "embedding",
+        name: str | None = None,
+        apply_gradients: ApplyGradients | None = None,
+        reduction: Reduction | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        lookup = _Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq)
-        source = _Source(table, optimizer, init, dtype, name)
-        super().__init__(num_embeddings, embedding_dim, lookup, source)
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, device
+        )
+        self.sparse = sparse
+        self._use(
+            table,
+            _weight,
+            _freeze,
+            dtype=dtype,
+            optimizer=optimizer,
+            init=init,
+            name=name,
+            apply_gradients=apply_gradients,
+            reduction=reduction,
+            process_group=process_group,
+        )
 
-    def forward(self, keys: Tensor) -> Tensor:
-        """``(*keys.shape, embedding_dim)`` in the table's dtype, on the device of ``keys`` (integers)."""
-        rows, index, padding = self._rows(keys)
-        return functional.embedding(index, rows, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **table: Any,
+    ) -> Embedding:
+        """A module over a table with the rows ``embeddings`` ``(num_embeddings, embedding_dim)``.
+
+        Every process passes the same rows. ``table``: further arguments of :class:`Embedding`.
+        """
+        rows, dim = embeddings.shape
+        return cls(
+            rows,
+            dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            embeddings,
+            freeze,
+            **table,
+        )
+
+    def to_torch(self) -> nn.Embedding:
+        """An ``nn.Embedding`` with a copy of the rows, ``(num_embeddings, embedding_dim)``, in this process.
+
+        Its state dict loads into an :class:`Embedding` again.
+        """
+        return nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            self.table.pull(torch.arange(self.num_embeddings)),
+            not self.weight.requires_grad,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(*input.shape, embedding_dim)`` in the table's dtype, on the device of ``input`` (integer keys)."""
+        return self._rows(input)
 
 
 class EmbeddingBag(_TableModule):
@@ -227,40 +322,113 @@ class EmbeddingBag(_TableModule):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         *,
         table: Table | None = None,
         optimizer: UpdateRule | None = None,
         init: KeyInit | None = None,
-        dtype: torch.dtype = torch.float32,
-        name: str = "embedding_bag",
+        name: str | None = None,
+        apply_gradients: ApplyGradients | None = None,
+        reduction: Reduction | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ArgumentError(f"mode = {mode!r}: it must be 'sum', 'mean' or 'max'")
         if mode == "max" and scale_grad_by_freq:
             raise UnsupportedError("torch does not scale gradients by frequency in mode 'max'")
-        lookup = _Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq)
-        source = _Source(table, optimizer, init, dtype, name)
-        super().__init__(num_embeddings, embedding_dim, lookup, source)
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, device
+        )
+        self.sparse = sparse
         self.mode = mode
         self.include_last_offset = include_last_offset
+        self._use(
+            table,
+            _weight,
+            False,
+            dtype=dtype,
+            optimizer=optimizer,
+            init=init,
+            name=name,
+            apply_gradients=apply_gradients,
+            reduction=reduction,
+            process_group=process_group,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **table: Any,
+    ) -> EmbeddingBag:
+        """As :meth:`Embedding.from_pretrained`."""
+        rows, dim = embeddings.shape
+        module = cls(
+            rows,
+            dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            embeddings,
+            include_last_offset,
+            padding_idx,
+            **table,
+        )
+        module.weight.requires_grad_(not freeze)
+        return module
+
+    def to_torch(self) -> nn.EmbeddingBag:
+        """As :meth:`Embedding.to_torch`."""
+        module = nn.EmbeddingBag(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            self.table.pull(torch.arange(self.num_embeddings)),
+            self.include_last_offset,
+            self.padding_idx,
+        )
+        module.weight.requires_grad_(self.weight.requires_grad)
+        return module
 
     def forward(
-        self, keys: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """``(bags, embedding_dim)``: each bag's rows, reduced by ``mode``.
 
         Args:
-            keys: integers, ``(bags, n)``, or ``(n,)`` with ``offsets`` ``(bags,)`` saying where bags begin.
-            per_sample_weights: of the shape of ``keys``, for mode ``sum``; receives a gradient.
+            input: integer keys, ``(bags, n)``, or ``(n,)`` with ``offsets`` ``(bags,)`` saying where bags begin.
+            per_sample_weights: of the shape of ``input``, for mode ``sum``; receives a gradient.
         """
-        rows, index, padding = self._rows(keys)
+        rows = self._rows(input).reshape(-1, self.embedding_dim)
+        index = torch.arange(len(rows), device=input.device).view(input.shape)
+        padding = None
+        if self.padding_idx is not None:  # padding has no place in a bag: all of it becomes one row to skip
+            padding = len(rows)
+            index = torch.where(input == self.padding_idx, padding, index)
+            rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         return functional.embedding_bag(
             index,
             rows,
-            offsets,
-            scale_grad_by_freq=self.scale_grad_by_freq,
+            None if offsets is None else offsets.to(index.dtype),
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,

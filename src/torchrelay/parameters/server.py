@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from torchrelay.parameters.topology import TECHNIQUES, Topology
 __all__ = ["Server"]
 
 _POLL_S = 0.001
+_LENGTHS_SHOWN = 8
 _NO_RULE, _NO_INIT = UpdateRule(), KeyInit()
 
 
@@ -36,10 +40,11 @@ class Server:
         dtype: float32, float64, float16, bfloat16 or int64.
         rule: what :meth:`Worker.push` does.
         init: the value of keys that nobody has set.
+        description: more that must be the same on every process.
 
     Raises:
         ArgumentError: a number, dtype, rule or length is not served.
-        MismatchError: another node made another table.
+        MismatchError: the processes describe different tables; on every process.
         OperationTimeoutError: another node did not come, or cannot be reached.
     """
 
@@ -53,6 +58,7 @@ class Server:
         rule: UpdateRule | None = None,
         init: KeyInit | None = None,
         topology: Topology | None = None,
+        description: Mapping[str, Any] | None = None,
     ) -> None:
         self.topology = topology or Topology()
         self.dtype = dtype
@@ -63,6 +69,7 @@ class Server:
         self._capacity = capacity
         self._check()
         self._table = self.topology.next_table()
+        self.topology.agree(f"{self._table}/description", self._describe(description or {}))
         self._service: _native.NodeService | None = None
         self._barriers = 0
         self._down = False
@@ -76,6 +83,9 @@ class Server:
             raise ArgumentError(f"dtype={self.dtype}: a table's values are {allowed}")
         if self.rule.kind not in RULES:
             raise ArgumentError(f"rule {self.rule.kind!r}: the choices are {', '.join(RULES)}")
+        for name, number in vars(self.rule).items():
+            if name != "kind" and not (math.isfinite(number) and number >= 0):
+                raise ArgumentError(f"{self.rule}: {name} must be a finite number from 0 up")
         if self.init.kind not in INITS:
             raise ArgumentError(f"init {self.init.kind!r}: the choices are {', '.join(INITS)}")
         if self._num_keys == 0 and self._capacity < 1:
@@ -123,11 +133,10 @@ class Server:
             addresses = self._service.addresses
         if topology.num_nodes > 1:
             if topology.member == 0:
-                nodes = topology.agree(f"{self._table}/node", self._card(addresses), "the addresses")
-            else:
-                keys = [f"{self._table}/node/{node}" for node in range(topology.num_nodes)]
-                nodes = topology.collect(keys, range(topology.num_nodes), "the addresses")
-            addresses = [address for node in nodes for address in node["addresses"]]
+                topology.publish(f"{self._table}/node/{topology.node}", addresses)
+            keys = [f"{self._table}/node/{node}" for node in range(topology.num_nodes)]
+            nodes = topology.collect(keys, range(topology.num_nodes), "the addresses")
+            addresses = [address for node in nodes for address in node]
         if self._service is not None:
             self._service.start(addresses)
             self._greet()
@@ -151,20 +160,22 @@ class Server:
                 )
             time.sleep(_POLL_S)
 
-    def _card(self, addresses: list[str]) -> dict[str, Any]:
-        transport = self.topology.transport
+    def _describe(self, more: Mapping[str, Any]) -> dict[str, str]:
+        """What must be the same on every process, for comparison and for people."""
+        settings, transport = self.topology.settings, self.topology.transport
         zeromq = "ZeroMQ with a key file" if transport.key_file else "ZeroMQ"
         table = {
             "keys": self._num_keys,
-            "lengths": hash(tuple(self._lengths)),
-            "dtype": str(self.dtype),
-            "rule": self.rule.kind,
-            "init": self._init_numbers(),
-            "channels": self.topology.settings.num_channels,
+            "dim": _describe_lengths(self._lengths),
+            "capacity": self._capacity,
+            "dtype": self.dtype,
+            "optimizer": self.rule,
+            "init": self.init,
             "techniques": self.topology.techniques,
-            "network": zeromq if transport.uses_zeromq else "plain sockets",
+            "parameters.num_channels": settings.num_channels,
+            "the network": zeromq if transport.uses_zeromq else "plain sockets",
         }
-        return {"addresses": addresses, "must_match": {k: str(v) for k, v in table.items()}}
+        return {name: str(value) for name, value in (table | dict(more)).items()}
 
     @property
     def store(self) -> _native.ParameterStore:
@@ -206,7 +217,13 @@ class Server:
         return self._store.elements(True, keys.ctypes.data, 1)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The rate of the optimizer in this node's store from now on; call it on every node."""
+        """The rate of the optimizer in this node's store from now on; call it on every node.
+
+        Raises:
+            ArgumentError: the rate is not a finite number from 0 up.
+        """
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ArgumentError(f"lr = {lr}: a learning rate is a finite number from 0 up")
         self._store.set_learning_rate(lr)
 
     def enable_sampling_support(
@@ -280,6 +297,15 @@ class Server:
         if self._service is not None:
             self._service.stop()
             self._service = None
+
+
+def _describe_lengths(lengths: list[int]) -> str:
+    if len(lengths) == 1:
+        return str(lengths[0])
+    shown = ", ".join(str(length) for length in lengths[:_LENGTHS_SHOWN])
+    more = ", ..." if len(lengths) > _LENGTHS_SHOWN else ""
+    checksum = zlib.crc32(np.asarray(lengths, dtype="<i8").tobytes())
+    return f"[{shown}{more}] ({sum(lengths)} elements in all, checksum {checksum:08x})"
 
 
 def _keys_and_lengths(keys: Any, length: int) -> tuple[int, list[int]]:

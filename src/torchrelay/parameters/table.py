@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError, MismatchError
+from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 from torchrelay.parameters import checkpoint, topology
-from torchrelay.parameters.checkpoint import RowShard, key_range
+from torchrelay.parameters._gradients import ApplyGradients, Gradients, Reduction
+from torchrelay.parameters._optimizer import TableOptimizer
+from torchrelay.parameters._weight import TableWeight
 from torchrelay.parameters.contract import KeyInit, UpdateRule
 from torchrelay.parameters.metrics import Metrics
 from torchrelay.parameters.server import Server
 from torchrelay.parameters.worker import Worker
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["Table"]
 
-# Rows are written to and read from checkpoints in pieces, so that no piece takes a host's memory twice.
-ROWS_AT_ONCE = 1 << 18
+_open_tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
 
 
 class Table:
@@ -41,14 +49,24 @@ class Table:
         rule: UpdateRule,
         worker_index: int = 0,
         workers: int = 1,
+        *,
+        name: str = "table",
+        apply_gradients: ApplyGradients | None = None,
+        reduction: Reduction | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self.server = server
         self.worker = worker
         self.rule = rule
         self.worker_index = worker_index
         self.workers = workers
+        self.name = name
+        self.process_group = process_group
         self.dim = worker.get_key_size()
+        self.gradients = Gradients(self, apply_gradients, reduction)
         self._closed = False
+        self._process = os.getpid()
+        self._loads = itertools.count()
 
     @classmethod
     def create(
@@ -60,25 +78,43 @@ class Table:
         optimizer: UpdateRule | None = None,
         init: KeyInit | None = None,
         techniques: str = "all",
-        name: str = "table",
+        name: str | None = None,
         node_of_rank: Callable[[int], int] | None = None,
+        process_group: ProcessGroup | None = None,
+        apply_gradients: ApplyGradients | None = None,
+        reduction: Reduction | None = None,
     ) -> Table:
-        """Makes or joins the table ``name``; collective over all processes of the job.
+        """Makes or joins a table; collective over all processes of the job.
 
-        Under torchrun, mpirun or Slurm, the processes of one host form a node and share its memory; started
-        alone, this process is the only node. Nothing need be set.
+        The job is the default process group if there is one, else what torchrun, mpirun or Slurm started;
+        a process started alone is the only node. The processes of one host form a node and share its memory.
 
         Args:
-            optimizer: how pushes are applied, see :mod:`torchrelay.parameters.optim`; default: added.
+            optimizer: how gradients are applied, see :mod:`torchrelay.parameters.optim`; default: pushed
+                values are added.
             init: the value of rows that nobody has set; default: zeros.
             techniques: ``all``, ``replication_only`` or ``relocation_only``.
-            name: tells the tables of one job apart.
+            name: for messages. Tables are matched by name, tables without one by the order they are made in.
             node_of_rank: which node a rank belongs to; default: its host's. Ranks of one node share a host.
+            process_group: the processes that share the table, instead of those of the default group.
+            apply_gradients: when the gradients of modules over this table are applied. ``step``: when its
+                :meth:`optimizer` steps, summed until then, as elsewhere in torch. ``backward``: as soon as they
+                are computed, by each process for itself; this excludes gradient scaling, clipping and
+                accumulation. Default: ``step`` once there is an optimizer; until then ``backward``, with
+                a DeprecationWarning.
+            reduction: of the gradients of several processes: ``mean``, as DistributedDataParallel's, or
+                ``sum``; default: ``mean`` for ``step`` and ``sum`` for ``backward``.
 
         Raises:
-            ArgumentError: a size, dtype, rule or technique is not served.
+            ArgumentError: a size, dtype, rule, technique or option is not served, or the name is taken.
+            ConfigError: the default process group is not what the launcher's variables describe.
+            MismatchError: the processes describe different tables; on every process.
             OperationTimeoutError: a process did not come.
         """
+        if name is not None and name in _open_tables:
+            raise ArgumentError(
+                f"this process has a table {name!r} already; close it first, or give each its own name"
+            )
         rule = optimizer or UpdateRule()
         place = topology.start(
             num_keys,
@@ -87,10 +123,64 @@ class Table:
             rule=rule,
             init=init or KeyInit(),
             techniques=techniques,
-            name=name,
+            name=name or "table",
             node_of_rank=node_of_rank,
+            process_group=process_group,
+            description={"apply_gradients": apply_gradients, "reduction": reduction},
         )
-        return cls(place.server, place.worker, rule, place.world.rank, place.world.size)
+        table = cls(
+            place.server,
+            place.worker,
+            rule,
+            place.world.rank,
+            place.world.size,
+            name=name or "table",
+            apply_gradients=apply_gradients,
+            reduction=reduction,
+            process_group=process_group,
+        )
+        if name is not None:
+            _open_tables[name] = table
+        return table
+
+    @cached_property
+    def weight(self) -> TableWeight:
+        """What stands for the rows among a model's parameters, and holds their gradient.
+
+        Raises:
+            ArgumentError: the table has no optimizer, so a gradient would be added: it would lead uphill.
+        """
+        if self.rule.kind == "add":
+            raise ArgumentError(
+                f"table {self.name!r} adds what is pushed, so gradients would lead uphill; create it with an "
+                "optimizer, e.g. optimizer=torchrelay.parameters.optim.adagrad(0.1)"
+            )
+        return TableWeight(self)
+
+    def optimizer(self, lr: float | None = None) -> TableOptimizer:
+        """The optimizer that applies the gradients of modules over this table, when it steps.
+
+        For the training loop it is one of ``torch.optim``'s: it takes schedulers and scalers, and
+        ``clip_grad_norm_`` finds the gradients at the modules' parameters. Make it before the first backward
+        pass. ``TableOptimizer`` makes one for several tables.
+
+        Args:
+            lr: learning rate; default: that of the table's own optimizer.
+
+        Raises:
+            ArgumentError: the table applies gradients in the backward pass.
+        """
+        return TableOptimizer([self.weight], lr)
+
+    def check_open(self) -> None:
+        """Raises UnavailableError if the table was closed, or belongs to another process."""
+        if self._closed:
+            raise UnavailableError(f"table {self.name!r} has been closed")
+        if os.getpid() != self._process:
+            raise UnavailableError(
+                f"table {self.name!r} belongs to process {self._process}: a process forked from it, such as a "
+                "DataLoader's, cannot use it; look keys up in the process that made the table"
+            )
 
     @property
     def num_keys(self) -> int:
@@ -112,6 +202,7 @@ class Table:
             ArgumentError: a key is out of range, or ``out`` has not that shape and dtype.
             PeerLostError: a node was lost.
         """
+        self.check_open()
         flat = _flat_keys(keys)
         values = torch.empty(*keys.shape, self.dim, dtype=self.dtype) if out is None else out
         self.worker.pull(flat, values.view(len(flat), self.dim))
@@ -123,16 +214,19 @@ class Table:
         ``values`` is ``(*keys.shape, dim)``. Repeated keys accumulate. Without ``wait``, returns at once;
         this process's later pulls see the push all the same.
         """
+        self.check_open()
         flat = _flat_keys(keys)
         self.worker.push(flat, self._flat_values(flat, values), not wait)
 
     def set(self, keys: Tensor, values: Tensor) -> None:
         """Overwrites the vectors of ``keys``; optimizer state stays. Of repeated keys, the last counts."""
+        self.check_open()
         flat = _flat_keys(keys)
         self.worker.set(flat, self._flat_values(flat, values))
 
     def is_local(self, keys: Tensor) -> bool:
         """Whether this node has all ``keys`` (int64, any shape) now, as their owner or as replicas; does not wait."""
+        self.check_open()
         flat = _flat_keys(keys)
         found = flat.clone()
         here = self.server.store.nearest_local(
@@ -158,6 +252,7 @@ class Table:
         Raises:
             ArgumentError: a name or the range is wrong.
         """
+        self.check_open()
         end = self.num_keys if high is None else high
         self.server.enable_sampling_support(
             scheme, with_replacement, "uniform", low, end, weights=weights, seed=seed
@@ -173,34 +268,47 @@ class Table:
             ArgumentError: sampling was not enabled, or there are not that many distinct keys.
             UnavailableError: the scheme is ``local`` and no key of the range is at this node.
         """
+        self.check_open()
         keys = torch.empty(count, dtype=torch.int64)
         self.worker.draw_sample(keys, self.clock if start is None else start)
         return keys
 
     def intent(self, keys: Tensor, start: int, end: int | None = None) -> None:
         """Announces that this worker will use ``keys`` while its clock is from ``start`` to before ``end``."""
+        self.check_open()
         self.worker.intent(_flat_keys(keys), start, start + 1 if end is None else end)
 
     def advance_clock(self) -> int:
         """This worker's step is done; returns the new clock. Intents that end at or before it end."""
+        self.check_open()
         return self.worker.advance_clock()
 
     @property
     def clock(self) -> int:
+        self.check_open()
         return self.worker.current_clock()
 
     def sync(self) -> None:
         """Waits until every worker sees every push any worker made before its own call; collective."""
+        self.check_open()
         self.worker.waitall()
         self.worker.wait_sync()
         self.worker.barrier()
 
     def metrics(self) -> Metrics:
         """Counters of this node since the start; ``print(table.metrics())`` gives one line."""
+        self.check_open()
         return Metrics.from_statistics(self.server.statistics())
 
     def set_learning_rate(self, lr: float) -> None:
-        """Changes the optimizer's learning rate on this node; call it on all."""
+        """Changes the learning rate of pushed gradients on this node; call it on all.
+
+        A table with an :meth:`optimizer` takes the rate from its parameter groups instead.
+
+        Raises:
+            ArgumentError: the rate is not a finite number from 0 up.
+        """
+        self.check_open()
         self.server.set_learning_rate(lr)
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,52 +316,57 @@ class Table:
 
         DCP saves it (``dcp.save({"table": table.state_dict()}, ...)``) and loads it on any number of nodes.
         """
-        self.sync()
-        state = self.empty_state_dict()
-        shard: RowShard = state["rows"]
-        for keys, rows in _pieces(shard):
-            self.worker.pull_rows(keys, rows)
-        self.worker.barrier()
-        return state
+        self.check_open()
+        return {"rows": checkpoint.shard_of(self)}
 
     def empty_state_dict(self) -> dict[str, Any]:
         """What :meth:`state_dict` gives, with rows still to be filled: for ``dcp.load``."""
-        start, end = key_range(self.num_keys, self.worker_index, self.workers)
-        rows = torch.empty(end - start, self.row_length, dtype=self.dtype)
-        return {"rows": RowShard.of(rows, start, self.num_keys)}
+        return {"rows": checkpoint.empty_shard(self)}
+
+    def rows(self) -> Tensor:
+        """All rows, optimizer state included: ``(num_keys, row_length)`` in this process's memory.
+
+        Not collective: call :meth:`sync` first where other processes push asynchronously.
+        """
+        self.check_open()
+        return checkpoint.all_rows(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets this worker's share of the rows; collective.
+        """Sets the rows; collective: every process gives its own share, or all rows.
+
+        Args:
+            state: of :meth:`state_dict`; or all rows, ``{"rows": (num_keys, row_length)}``; or the state dict
+                of an ``nn.Embedding``, ``{"weight": (num_keys, dim)}``, which leaves optimizer state as it is.
 
         Raises:
-            MismatchError: the state is of a table with other keys, dimensions, dtype or optimizer.
+            MismatchError: the state is of a table with other keys, dimensions, dtype or optimizer, or a
+                process was given another's share; on every process.
         """
-        shard = state["rows"]
-        expected = (self.num_keys, self.row_length)
-        if tuple(shard.size()) != expected or shard.dtype != self.dtype:
-            raise MismatchError(
-                f"the saved table has {tuple(shard.size())} keys and elements a row of {shard.dtype}, this one "
-                f"{expected} of {self.dtype}; a row holds {self.dim} elements and the state of "
-                f"'{self.rule.kind}'"
-            )
-        for keys, rows in _pieces(shard):
-            self.worker.set_rows(keys, rows)
-        self.sync()
+        self.check_open()
+        checkpoint.load_rows(self, state)
 
     def save(self, path: str) -> None:
         """Writes the table to the folder ``path`` as a DCP checkpoint; collective."""
+        self.check_open()
         checkpoint.save(self, path)
 
     def load(self, path: str) -> None:
         """Reads a checkpoint that :meth:`save` wrote on any number of nodes; collective."""
+        self.check_open()
         checkpoint.load(self, path)
 
     def close(self) -> None:
-        """Leaves the table; collective. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        """Leaves the table; collective. Idempotent. Afterwards every use of the table is an error."""
+        if self._forget():
             self.worker.finalize()
             self.server.shutdown()
+
+    def _forget(self) -> bool:
+        """Marks the table as closed; whether it was open and this process's."""
+        was_open, self._closed = not self._closed and os.getpid() == self._process, True
+        if _open_tables.get(self.name) is self:
+            del _open_tables[self.name]
+        return was_open
 
     def __enter__(self) -> Table:
         return self
@@ -264,8 +377,14 @@ class Table:
         # Closing waits for the others, who will not come if they still work: an error must not wait for that.
         if error is None or self.workers == 1:
             self.close()
-        else:
+        elif self._forget():
             self.server.stop()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"table {self.name!r} cannot be copied or pickled: the processes of a job share its rows. Save "
+            "state_dict(), or table.save(folder); a module's to_torch() makes an nn.Embedding of its own"
+        )
 
     def _flat_values(self, keys: Tensor, values: Tensor) -> Tensor:
         if values.numel() != len(keys) * self.dim:
@@ -273,7 +392,7 @@ class Table:
                 f"values of shape {tuple(values.shape)} for {len(keys)} keys of {self.dim} elements: they must "
                 "have the keys' shape and one more dimension"
             )
-        return values.detach().reshape(len(keys), self.dim).contiguous()
+        return values.detach().cpu().reshape(len(keys), self.dim).contiguous()
 
 
 def _flat_keys(keys: Tensor | Sequence[int]) -> Tensor:
@@ -281,9 +400,3 @@ def _flat_keys(keys: Tensor | Sequence[int]) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
         raise ArgumentError(f"keys are {tensor.dtype}; they must be integers")
     return tensor.detach().to("cpu", torch.int64).reshape(-1).contiguous()
-
-
-def _pieces(shard: RowShard) -> Iterator[tuple[Tensor, Tensor]]:
-    for first in range(0, len(shard.rows), ROWS_AT_ONCE):
-        rows = shard.rows[first : first + ROWS_AT_ONCE]
-        yield torch.arange(shard.start + first, shard.start + first + len(rows)), rows

@@ -13,20 +13,20 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrelay import _native, config, transport
+from torchrelay import _native, _torch, config, transport
 from torchrelay.errors import ArgumentError, ConfigError, MismatchError, OperationTimeoutError, PeerLostError
 from torchrelay.parameters.contract import KeyInit, UpdateRule
 from torchrelay.world import World, host_identity
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
     from torchrelay.parameters.server import Server
     from torchrelay.parameters.worker import Worker
@@ -99,11 +99,13 @@ class Topology:
         if self.store is not None:
             self.store.set(key, json.dumps(value))
 
-    def collect(self, keys: Sequence[str], owners: Sequence[int], what: str) -> list[Any]:
-        """The values of ``keys``, each published by the node in ``owners``; waits for them.
+    def collect(
+        self, keys: Sequence[str], owners: Sequence[int], what: str, kind: str = "nodes"
+    ) -> list[Any]:
+        """The values of ``keys``, each published by the one in ``owners``; waits for them.
 
         Raises:
-            OperationTimeoutError: some did not come; ``ranks`` names their nodes.
+            OperationTimeoutError: some did not come; ``ranks`` names their owners.
         """
         assert self.store is not None
         try:
@@ -111,34 +113,47 @@ class Topology:
         except Exception as error:  # DistStoreError from a TCPStore, RuntimeError from others
             missing = [owner for key, owner in zip(keys, owners, strict=True) if not self.store.check([key])]
             raise OperationTimeoutError(
-                f"node {self.node}: {what} of nodes {missing} did not come within {self.settings.timeout_s:g} s; "
+                f"node {self.node}: {what} of {kind} {missing} did not come within {self.settings.timeout_s:g} s; "
                 "did they start, and did each get its own number?",
                 ranks=missing,
             ) from error
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def agree(self, key: str, mine: dict[str, Any], what: str) -> list[dict[str, Any]]:
-        """All nodes' values of ``key``; their entry ``must_match`` must be the same everywhere.
+    def gather(
+        self, key: str, index: int, count: int, mine: Any, what: str, kind: str = "processes"
+    ) -> list[Any]:
+        """The values that ``count`` processes gave for ``key``; this one is ``index``. Waits for all.
 
         Raises:
-            MismatchError: it is not.
-            OperationTimeoutError: a node did not come.
+            OperationTimeoutError: some did not come; ``ranks`` names their indices.
         """
-        self.publish(f"{key}/{self.node}", mine)
-        nodes = range(self.num_nodes)
-        values = self.collect([f"{key}/{node}" for node in nodes], nodes, what)
-        for node, value in enumerate(values):
-            here, there = mine["must_match"], value["must_match"]
+        if count == 1:
+            return [mine]
+        self.publish(f"{key}/{index}", mine)
+        return self.collect([f"{key}/{i}" for i in range(count)], range(count), what, kind)
+
+    def agree(self, key: str, mine: dict[str, str]) -> None:
+        """Compares the description ``mine`` of a table with those of all processes.
+
+        Raises:
+            MismatchError: one differs; on every process.
+            OperationTimeoutError: a process did not come.
+        """
+        processes = self.num_nodes * self.members
+        kind = "nodes" if self.members == 1 else "processes"
+        others = self.gather(key, self.node * self.members + self.member, processes, mine, "the table", kind)
+        for index, other in enumerate(others):
             different = [
-                f"{name} is {here[name]} here, {there[name]} there"
-                for name in here
-                if here[name] != there[name]
+                f"{name} is {mine[name]} here, {other.get(name)} there"
+                for name in mine
+                if mine[name] != other.get(name)
             ]
             if different:
+                node, member = divmod(index, self.members)
                 raise MismatchError(
-                    f"node {self.node} and node {node} made different tables: {'; '.join(different)}"
+                    f"node {self.node} (process {self.member}) and node {node} (process {member}) made different "
+                    f"tables: {'; '.join(different)}"
                 )
-        return values
 
     def barrier(self, name: str, generation: int, participants: int, check: Callable[[], None]) -> None:
         """Waits until ``participants`` have come to ``generation`` of barrier ``name``.
@@ -335,6 +350,26 @@ def dmlc_variables() -> tuple[int, str, int]:
     return values[0], os.environ.get("DMLC_PS_ROOT_URI", "127.0.0.1"), values[1]
 
 
+def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:
+    """The processes of ``group``, of the default group if there is one, or of the launcher; and their store."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    launched = World.from_environment()
+    if group is None and not dist.is_initialized():
+        return launched, launched.connect(timeout_s)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ArgumentError("this process is not in the process group that was given")
+    if group is None and launched.size > 1 and (launched.rank, launched.size) != (rank, size):
+        raise ConfigError(
+            f"this process is rank {rank} of {size} in the default process group, but rank {launched.rank} of "
+            f"{launched.size} by the variables of {launched.launcher}; pass process_group= to choose"
+        )
+    store: Store = _torch.group_store(group or dist.group.WORLD)
+    host = _torch.store_host(store) or launched.master_addr
+    return World(rank, size, launcher="a process group", master_addr=host), store
+
+
 def start(
     num_keys: int,
     length: int,
@@ -347,14 +382,21 @@ def start(
     world: World | None = None,
     store: Store | None = None,
     node_of_rank: Callable[[int], int] | None = None,
+    process_group: ProcessGroup | None = None,
+    description: Mapping[str, Any] | None = None,
 ) -> Place:
-    """Makes the table ``name`` under a launcher, one worker per process; collective over all its processes.
+    """Makes the table ``name`` with one worker per process; collective over all processes of the job.
 
     Args:
+        world, store: the job, and where its processes meet; default: those of ``process_group``, of the default
+            process group if there is one, or of the launcher.
         node_of_rank: which ranks form which node; default: those of one host.
+        description: more that must be the same on every process.
 
     Raises:
         ArgumentError: a size, dtype, rule or technique is not served.
+        ConfigError: the default process group is not what the launcher's variables describe.
+        MismatchError: the processes describe different tables; on every process.
         OperationTimeoutError: a process did not come.
     """
     import torch.distributed as dist  # noqa: PLC0415
@@ -362,12 +404,22 @@ def start(
     from torchrelay.parameters.server import Server  # noqa: PLC0415 - they import this module
     from torchrelay.parameters.worker import Worker  # noqa: PLC0415
 
-    world = world or World.from_environment()
     settings = config.load(config.Parameters)
+    if world is None:
+        world, found = _job(process_group, settings.timeout_s)
+        store = store or found
     shared = dist.PrefixStore(name, store or world.connect(settings.timeout_s))  # type: ignore[attr-defined]
     # A table may be made, closed and made again; the second must not meet in what the first has left.
     use = shared.add(f"made/{world.rank}", 1)
     shared = dist.PrefixStore(str(use), shared)  # type: ignore[attr-defined]
     topology = of_world(world, shared, node_of_rank=node_of_rank, techniques=techniques, settings=settings)
-    server = Server(num_keys, length=length, dtype=dtype, rule=rule, init=init, topology=topology)
+    server = Server(
+        num_keys,
+        length=length,
+        dtype=dtype,
+        rule=rule,
+        init=init,
+        topology=topology,
+        description=description,
+    )
     return Place(server, Worker(topology.member, server), world)

@@ -130,6 +130,7 @@ struct SlabHeader : Geometry {
   std::uint64_t magic;
   std::uint32_t version;
   std::atomic<double> learning_rate;
+  std::atomic<double> step;               // UpdateRule::step
   std::atomic<std::uint32_t> index_lock;  // dynamic tables: making and removing keys
   std::uint64_t eviction_hand;            // under index_lock, as are the next two
   std::uint64_t live_entries;

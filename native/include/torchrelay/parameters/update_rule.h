@@ -5,8 +5,8 @@
 //   adagrad           value, sum of squared gradients (length)
 //   rowwise_adagrad   value, sum of mean squared gradients (1)
 //   adam              value, first moment (length), second moment (length), steps (1)
-// The formulas are torch.optim's, per row; a row's Adam step counts that row's own updates, as SparseAdam's
-// lazy variant does for its moments.
+// The formulas are torch.optim's, per row. Adam counts each row's own steps; where the caller counts the
+// steps of the whole table (`step`), it is SparseAdam.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +26,7 @@ struct UpdateRule {
   double beta2 = 0.999;
   double weight_decay = 0;
   double initial_accumulator = 0;
+  double step = 0;  // of the table, from 1; 0: Adam counts each row's own
 
   std::size_t state_length(std::size_t length) const;
 

@@ -102,7 +102,14 @@ class Job:
         """The table of the entities' embeddings, one for all processes of this host."""
         start = time.perf_counter()
         adagrad = optim.adagrad(self.options.learning_rate)
-        table = Table.create(len(graph.entities), 2 * self.options.dim, optimizer=adagrad, name="entities")
+        # Each process applies its gradients as they come, without waiting for the others.
+        table = Table.create(
+            len(graph.entities),
+            2 * self.options.dim,
+            optimizer=adagrad,
+            name="entities",
+            apply_gradients="backward",
+        )
         self.stages.append(Stage("make the table of the entities", time.perf_counter() - start))
         yield table
         # Not after an error, as for the process group.

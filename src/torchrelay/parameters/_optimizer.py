@@ -1,0 +1,106 @@
+"""The optimizer of tables, as a training loop owns it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+
+from torchrelay.errors import ArgumentError
+from torchrelay.parameters._weight import TableWeight, check_finite
+
+__all__ = ["TableOptimizer"]
+
+
+class TableOptimizer(torch.optim.Optimizer):
+    """Applies the gradients that backward passes have left at the weights of tables; see :meth:`Table.optimizer`.
+
+    Each weight has a parameter group of its own. Its ``lr`` can be changed, by a scheduler for example; what
+    else the optimizer does was decided when the table was made.
+
+    Args:
+        weights: of the tables, e.g. those among ``model.parameters()``.
+        lr: learning rate; default: that of each table's own optimizer.
+
+    Raises:
+        ArgumentError: something else than a table's weight was given, the learning rate is not a finite number
+            from 0 up, or a table applies gradients in the backward pass.
+    """
+
+    def __init__(self, weights: Iterable[TableWeight], lr: float | None = None) -> None:
+        groups = [_group(weight, lr) for weight in weights]
+        super().__init__(groups, {})
+        self._tables = [group["params"][0].table for group in groups]
+        for table in self._tables:
+            table.gradients.keep()
+            self.state[table.weight]["step"] = 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if any(not isinstance(weight, TableWeight) for weight in _listed(param_group["params"])):
+            raise ArgumentError(
+                "a TableOptimizer steps tables only: give torch's optimizers the other parameters, e.g. "
+                "[p for p in model.parameters() if not isinstance(p, torchrelay.parameters.TableWeight)]"
+            )
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Applies the gradients, once to each row; collective over the table's processes.
+
+        When it returns, every process sees the new rows.
+
+        Raises:
+            ArgumentError: a gradient is NaN or infinite, or a learning rate is not a finite number from 0 up;
+                no table was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ready = [(group, weight) for group in self.param_groups for weight in group["params"]]
+        for group, weight in ready:
+            _check(weight, group["lr"])
+        for group, weight in ready:
+            if weight.grad is not None:
+                self._step(weight, group["lr"])
+        return loss
+
+    def _step(self, weight: TableWeight, lr: float) -> None:
+        state = self.state[weight]
+        state["step"] += 1
+        assert weight.keys is not None and weight.grad is not None
+        weight.table.gradients.apply(weight.keys, weight.grad, lr=float(lr), step=state["step"])
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _group(weight: Any, lr: float | None) -> dict[str, Any]:
+    if not isinstance(weight, TableWeight):
+        return {"params": [weight]}  # add_param_group refuses it
+    rate = weight.table.rule.lr if lr is None else lr
+    _check_rate(weight, rate)
+    return {"params": [weight], "lr": rate}
+
+
+def _check(weight: TableWeight, lr: float) -> None:
+    weight.table.check_open()
+    _check_rate(weight, lr)
+    if weight.keys is not None and weight.grad is not None:
+        check_finite(weight.keys, weight.grad, f"step of table {weight.table.name!r}")
+
+
+def _check_rate(weight: TableWeight, lr: float) -> None:
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ArgumentError(
+            f"table {weight.table.name!r}: lr = {lr}: a learning rate is a finite number from 0 up"
+        )

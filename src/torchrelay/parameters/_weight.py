@@ -1,0 +1,203 @@
+"""A table's rows as autograd, optimizers and wrappers see them: a parameter, and the gradient of its rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrelay import _torch
+from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torchrelay.parameters.table import Table
+
+__all__ = ["TableWeight", "check_finite", "sum_by_key"]
+
+# What modules, wrappers and optimizers do with a parameter that is not theirs to change.
+_ALLOWED = frozenset(
+    [
+        "__get__",
+        "__set__",
+        "__delete__",
+        "detach",
+        "requires_grad_",
+        "to",
+        "cpu",
+        "cuda",
+        "type",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "is_contiguous",
+        "data_ptr",
+        "untyped_storage",
+        "storage_offset",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_inference",
+        "is_pinned",
+        "is_shared",
+        "share_memory_",
+        "empty_like",
+        "_has_compatible_shallow_copy_type",
+    ]
+)
+# What torch's optimizers do first with a parameter that they will step.
+_CLAIMING = frozenset(("zeros_like", "full_like", "ones_like"))
+
+
+class TableWeight(nn.Parameter):
+    """Stands for the rows of a table among a model's parameters. It has no elements: shape ``(0, dim)``.
+
+    ``grad`` holds the gradients of the rows looked up since it was cleared, summed over lookups and
+    backward passes: ``(n, dim)``, dense, in the table's dtype, for the ``keys`` ``(n,)``, ascending int64.
+    So clipping, scaling and logging work on it; :class:`~torchrelay.parameters.TableOptimizer` applies it.
+    """
+
+    anchor: Tensor
+    _table: weakref.ref[Table]
+    _keys: Tensor | None
+    _gradient: Tensor | None
+    _pending: dict[int, list[tuple[Tensor, Tensor]]]
+
+    def __new__(cls, table: Table) -> TableWeight:
+        empty = torch.empty(0, table.dim, dtype=table.dtype)
+        self: TableWeight = torch.Tensor._make_subclass(cls, empty, True)
+        self._table = weakref.ref(table)
+        self._keys = self._gradient = None
+        self._pending = {}
+        # Autograd follows lookups to this leaf, and calls the hook when all of a backward pass have been reached.
+        self.anchor = torch.empty(0, requires_grad=True)
+        self.anchor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            _collector(weakref.ref(self))
+        )
+        return self
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+
+    @property
+    def table(self) -> Table:
+        """The table whose rows these are.
+
+        Raises:
+            UnavailableError: nobody holds the table any more.
+        """
+        table = self._table()
+        if table is None:
+            raise UnavailableError("the table of this weight does not exist any more")
+        return table
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys of the rows of ``grad``, ascending; ``None`` where there is no gradient."""
+        return self._keys
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self._gradient
+
+    @grad.setter
+    def grad(self, values: Tensor | None) -> None:
+        if values is None:
+            self._keys = self._gradient = None
+            self._pending.clear()
+        elif self._gradient is None or values.shape != self._gradient.shape:
+            raise ArgumentError(
+                "the gradient of a table's rows comes from backward(); it can be scaled or cleared, not set"
+            )
+        else:
+            self._gradient = values
+
+    def keep(self, keys: Tensor, values: Tensor) -> None:
+        """Adds to the gradient that the running backward pass ends with; ``keys`` may repeat."""
+        self._pending.setdefault(_torch.backward_id(), []).append((keys, values))
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        self.anchor.grad = None
+        pending = self._pending.pop(_torch.backward_id(), [])
+        if not pending:
+            return
+        keys, values = sum_by_key(*(torch.cat(parts) for parts in zip(*pending, strict=True)))
+        keys, values = self.table.gradients.reduce(keys, values)
+        if self._keys is not None and self._gradient is not None and self._gradient.any():
+            # A gradient of zeros was cleared by zero_grad(set_to_none=False): its rows got none.
+            values = torch.cat([self._gradient, values.to(self._gradient.device)])
+            keys, values = sum_by_key(torch.cat([self._keys, keys.to(self._keys.device)]), values)
+        self._keys, self._gradient = keys, values
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _ALLOWED:
+            weight = _first_weight(args)
+            if weight is not None and not (name in _CLAIMING and not weight.table.gradients.kept):
+                raise UnsupportedError(
+                    f"{name}: a table's rows are not in this parameter, which has no elements. Step them with "
+                    "table.optimizer() and give torch's optimizers the other parameters; look rows up with "
+                    "the module, and read and write them with table.pull and table.set"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> TableWeight:
+        raise UnsupportedError("a table's weight cannot be copied: the processes of a job share its rows")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("a table's weight cannot be pickled: save state_dict() of the module")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        table = self._table()
+        rows = "closed" if table is None else f"{table.num_keys} rows of {table.dim} in table {table.name!r}"
+        return f"TableWeight({rows}, requires_grad={self.requires_grad})"
+
+
+def _collector(weight: weakref.ref[TableWeight]) -> Callable[[Tensor], None]:
+    def collect(_: Tensor) -> None:
+        alive = weight()
+        if alive is not None:
+            alive._collect()
+
+    return collect
+
+
+def _first_weight(args: Any) -> TableWeight | None:
+    for arg in args:
+        if isinstance(arg, TableWeight):
+            return arg
+        if isinstance(arg, list | tuple) and (found := _first_weight(arg)) is not None:
+            return found
+    return None
+
+
+def sum_by_key(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct ``keys``, ascending, and the sum of each one's rows of ``values``, ``(n, dim)``."""
+    unique, inverse = torch.unique(keys, return_inverse=True)
+    return unique, values.new_zeros(len(unique), values.shape[1]).index_add_(0, inverse, values)
+
+
+def check_finite(keys: Tensor, values: Tensor, where: str) -> None:
+    """Raises ArgumentError if a gradient is NaN or infinite: it would spoil rows that all processes share."""
+    if values.sum().isfinite():  # cheaper than a mask; a sum that overflows is looked at again
+        return
+    bad = keys[~values.isfinite().all(dim=1)]
+    if len(bad):
+        raise ArgumentError(
+            f"{where}: the gradients of {len(bad)} rows are NaN or infinite, the first that of key "
+            f"{int(bad[0])}; nothing was applied. A torch.amp.GradScaler skips such steps"
+        )

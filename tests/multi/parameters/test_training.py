@@ -1,0 +1,173 @@
+"""Training on two processes equals DistributedDataParallel with ``nn.Embedding(sparse=True)``."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrelay.errors import OperationTimeoutError, UnsupportedError
+from torchrelay.parameters import Embedding, Table, TableWeight, optim
+from torchrelay.world import World
+
+# Of the references: torch's sparse Adagrad.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+
+ROWS, DIM = 20, 3
+NODES = {"one node": None, "a node each": lambda rank: rank}
+RULES: dict[str, tuple[Any, Any]] = {
+    "sgd": (optim.sgd(0.5), lambda p: torch.optim.SGD(p, lr=0.5)),
+    "adam": (optim.adam(0.1), lambda p: torch.optim.SparseAdam(p, lr=0.1)),
+    "adagrad": (optim.adagrad(0.2), lambda p: torch.optim.Adagrad(p, lr=0.2)),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, rows: nn.Module) -> None:
+        super().__init__()
+        self.rows = rows
+        self.dense = nn.Linear(DIM, 2, dtype=torch.float64)
+        with torch.no_grad():
+            self.dense.weight.fill_(0.5)
+            self.dense.bias.zero_()
+
+    def forward(self, keys: Tensor) -> Tensor:
+        return self.dense(self.rows(keys)).square().sum()
+
+
+def clip(model: nn.Module, limit: float) -> Tensor:
+    """``clip_grad_norm_``, which torch has not for sparse gradients."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    gradients = [p.grad.values() if p.grad.is_sparse else p.grad for p in model.parameters()]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_(min(1.0, limit / (float(norm) + 1e-6)))
+    return norm
+
+
+@pytest.mark.processes(2)
+def test_equal_to_torch(world: World) -> None:
+    dist.init_process_group("gloo")
+    for rule in RULES:
+        for nodes in NODES:
+            _train(world, rule, nodes)
+
+
+def _train(world: World, rule: str, nodes: str) -> None:
+    """Plain steps, no_sync, clipping, a scaler with one rank's infinity, a schedule: all in one loop."""
+    made, make = RULES[rule]
+    weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    table = Table.create(ROWS, DIM, dtype=torch.float64, optimizer=made, node_of_rank=NODES[nodes])
+    ours = Model(Embedding(ROWS, DIM, table=table, _weight=weight))
+    theirs = Model(nn.Embedding(ROWS, DIM, sparse=True, _weight=weight.clone()))
+    models = [ours, theirs]
+    parallel = [DistributedDataParallel(model) for model in models]
+    optimizers = [table.optimizer(), make(theirs.rows.parameters())]
+    dense = [torch.optim.SGD(model.dense.parameters(), lr=0.01) for model in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in models]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in optimizers]
+    generator = torch.Generator().manual_seed(world.rank)
+    for step in range(9):
+        batches = [torch.randint(ROWS // 2, (4 + world.rank,), generator=generator) for _ in range(2)]
+        norms = []
+        for i, model in enumerate(parallel):
+            optimizers[i].zero_grad()
+            dense[i].zero_grad()
+            with model.no_sync():
+                scalers[i].scale(model(batches[0])).backward()
+            spoil = math.inf if step == 4 and world.rank == 1 else 1.0
+            scalers[i].scale(model(batches[1]) * spoil).backward()
+            if step % 3 == 1:
+                scalers[i].unscale_(optimizers[i])
+                scalers[i].unscale_(dense[i])
+                bound = nn.utils.clip_grad_norm_ if i == 0 else lambda p, limit: clip(theirs, limit)
+                norms.append(bound(model.parameters(), 0.5))
+            scalers[i].step(optimizers[i])
+            scalers[i].step(dense[i])
+            scalers[i].update()
+            schedules[i].step()
+        if norms and step != 4:
+            torch.testing.assert_close(*norms)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        torch.testing.assert_close(ours.dense.weight, theirs.dense.weight, rtol=1e-6, atol=1e-6)
+        rows = table.pull(torch.arange(ROWS))
+        torch.testing.assert_close(rows, theirs.rows.weight.detach(), rtol=1e-6, atol=1e-6)
+    table.close()
+
+
+@pytest.mark.processes(2)
+def test_gradients_of_processes_are_averaged_or_summed(world: World) -> None:
+    """A table finds its group without launcher variables, and needs none of torch's groups to sum."""
+    keys = torch.tensor([1, 2 + world.rank])
+    for apply_gradients, reduction, shared, alone in (
+        ("step", None, -1.0, -0.5),
+        ("step", "mean", -1.0, -0.5),
+        ("step", "sum", -2.0, -1.0),
+        ("backward", None, -2.0, -1.0),
+        ("backward", "mean", -1.0, -0.5),
+    ):
+        with Table.create(
+            ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients, reduction=reduction
+        ) as table:
+            Embedding(ROWS, DIM, table=table)(keys).sum().backward()
+            if apply_gradients == "step":
+                table.optimizer().step()
+            table.sync()
+            assert table.pull(torch.arange(5))[:, 0].tolist() == [0.0, shared, alone, alone, 0.0]
+            table.sync()
+
+
+@pytest.mark.processes(2)
+def test_wrappers_leave_the_weight_alone(world: World) -> None:
+    dist.init_process_group("gloo")
+    with Table.create(ROWS, DIM, dtype=torch.float64, optimizer=optim.sgd(1.0)) as table:
+        optimizer = table.optimizer()
+        rows = Embedding(ROWS, DIM, table=table)
+        with pytest.raises(UnsupportedError, match="use the model as it is"):
+            DistributedDataParallel(rows)
+        sharded = fully_shard(Model(rows), mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+        sharded(torch.tensor([world.rank])).backward()
+        assert torch.equal(table.weight.keys, torch.tensor([0, 1]))
+        assert any(isinstance(p, TableWeight) for p in sharded.parameters())
+        optimizer.step()
+        rows.weight = nn.Parameter(torch.zeros(0, DIM))
+        with pytest.raises(UnsupportedError, match="ignored_modules"):
+            rows(torch.tensor([1]))
+        table.sync()
+
+
+def _one_rank_looks_nothing_up(world: World) -> tuple[str, list[int], float]:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="step") as table:
+        module = Embedding(ROWS, DIM, table=table)
+        module(torch.tensor([1])).sum().backward()
+        table.sync()
+        started_s = time.monotonic()
+        try:
+            if world.rank != 2:
+                module(torch.tensor([1])).sum().backward()
+            else:
+                time.sleep(15)
+        except OperationTimeoutError as error:
+            return str(error), list(error.ranks), time.monotonic() - started_s
+        finally:
+            table.server.stop()
+            table._forget()
+    return "", [], 0.0
+
+
+def test_a_rank_without_a_backward_pass_is_named(run_processes: Any) -> None:
+    environ = {"TORCHRELAY_PARAMETERS_TIMEOUT_S": "3"}
+    results = run_processes(_one_rank_looks_nothing_up, 3, environ=environ)
+    for result in results[:2]:
+        assert result.ok, result.error
+        message, ranks, _ = result.value
+        assert ranks == [2] and "same backward passes" in message

@@ -1,0 +1,262 @@
+"""Training loops over a table do what they do over ``nn.Embedding(sparse=True)`` with torch's optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.checkpoint import checkpoint
+
+from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.parameters import Embedding, EmbeddingBag, Table, TableOptimizer, TableWeight, optim
+
+# Of the references: torch's sparse Adagrad.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+
+ROWS, DIM = 20, 3
+RULES: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": (optim.sgd(0.5), lambda p: torch.optim.SGD(p, lr=0.5)),
+    "adam": (optim.adam(0.1), lambda p: torch.optim.SparseAdam(p, lr=0.1)),
+    "adagrad": (optim.adagrad(0.2), lambda p: torch.optim.Adagrad(p, lr=0.2)),
+}
+
+
+@pytest.fixture(params=RULES)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Embedding, nn.Embedding, Any, Any]]:
+    """A module over a table and torch's with the same rows, and their optimizers."""
+    rule, make = RULES[request.param]
+    weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    theirs = nn.Embedding(ROWS, DIM, sparse=True, _weight=weight.clone())
+    ours = Embedding.from_pretrained(weight, freeze=False, optimizer=rule)
+    yield ours, theirs, ours.table.optimizer(), make(theirs.parameters())
+    ours.close()
+
+
+def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        keys = torch.randint(ROWS // 2, (6,), generator=generator)  # with repeats; half of the rows get none
+        yield keys, torch.randn(6, DIM, dtype=torch.float64, generator=generator)
+
+
+def loss_of(module: nn.Module, keys: Tensor, target: Tensor) -> Tensor:
+    return (module(keys) - target).square().sum()
+
+
+def assert_same(ours: Embedding, theirs: nn.Embedding) -> None:
+    rows = ours.table.pull(torch.arange(ROWS))
+    torch.testing.assert_close(rows, theirs.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_accumulation_and_schedules(pair: Any, set_to_none: bool) -> None:
+    ours, theirs, *optimizers = pair
+    schedules = [ExponentialLR(optimizer, 0.7) for optimizer in optimizers]
+    before = ours.table.pull(torch.arange(ROWS))
+    for step, (keys, target) in enumerate(batches(12)):
+        for module in (ours, theirs):
+            loss_of(module, keys, target).backward()
+        if step == 0:
+            assert torch.equal(ours.table.pull(torch.arange(ROWS)), before)
+            assert torch.equal(ours.weight.keys, keys.unique())
+        if step % 3 == 2:
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+                schedule.step()
+            assert_same(ours, theirs)
+    assert not torch.equal(ours.table.pull(torch.arange(ROWS)), before)
+    if set_to_none:
+        assert ours.weight.grad is None and ours.weight.keys is None
+    after = ours.table.pull(torch.arange(ROWS))
+    optimizers[0].step()  # no gradient, nothing moves
+    assert torch.equal(ours.table.pull(torch.arange(ROWS)), after)
+
+
+def test_a_scaler_unscales_and_skips(pair: Any) -> None:
+    ours, theirs, *optimizers = pair
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2) for _ in optimizers]
+    for step, (keys, target) in enumerate(batches(6)):
+        for module, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            spoil = math.inf if step == 2 else 1.0
+            scaler.scale(loss_of(module, keys, target) * spoil).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_same(ours, theirs)
+
+
+def test_clipping_bounds_what_is_applied(pair: Any) -> None:
+    ours, theirs, *optimizers = pair
+    for keys, target in batches(4):
+        for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            (100 * loss_of(module, keys, target)).backward()
+        found = nn.utils.clip_grad_norm_(ours.parameters(), 0.1)
+        gradient = theirs.weight.grad.coalesce()  # torch clips no sparse gradients
+        expected = gradient.values().norm()
+        theirs.weight.grad = gradient * (0.1 / (expected + 1e-6))
+        torch.testing.assert_close(found, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(ours, theirs)
+    nn.utils.clip_grad_value_(ours.parameters(), 0.01)
+    assert ours.weight.grad.abs().max() <= 0.01
+
+
+def test_lookups_share_a_step(pair: Any) -> None:
+    """Several lookups in one forward pass, modules over one table, retained graphs and checkpointing."""
+    ours, theirs, *optimizers = pair
+    second = Embedding(ROWS, DIM, table=ours.table)
+    assert len(list(nn.Sequential(ours, second).parameters())) == 1
+    for step, (keys, target) in enumerate(batches(8)):
+        for module, other, optimizer in zip((ours, theirs), (second, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            reentrant = step % 2 == 0
+            marked = target.clone().requires_grad_()
+            rows = checkpoint(lambda k, t, m=module: m(k) * t, keys, marked, use_reentrant=reentrant)
+            loss = rows.sum() + (module(keys + 1) * other(keys)).sum()
+            loss.backward(retain_graph=True)
+            if not reentrant:  # a reentrant checkpoint frees its graph
+                loss.backward()
+            optimizer.step()
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0])
+def test_learning_rates_are_checked(lr: float) -> None:
+    for make in (optim.sgd, optim.adagrad, optim.rowwise_adagrad, optim.adam):
+        with pytest.raises(ArgumentError, match="lr"):
+            make(lr)
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        with pytest.raises(ArgumentError, match="learning rate"):
+            table.set_learning_rate(lr)
+        with pytest.raises(ArgumentError, match="learning rate"):
+            table.optimizer(lr)
+        optimizer = table.optimizer()
+        Embedding(ROWS, DIM, table=table)(torch.tensor([1])).sum().backward()
+        optimizer.param_groups[0]["lr"] = lr
+        with pytest.raises(ArgumentError, match="learning rate"):
+            optimizer.step()
+        assert not table.pull(torch.arange(ROWS)).any()
+
+
+def _train(loss: Tensor, table: Table) -> None:
+    loss.backward()
+    table.optimizer().step()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_change_nothing(bad: float) -> None:
+    for apply_gradients in ("step", "backward"):
+        with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients) as table:
+            module = Embedding(ROWS, DIM, table=table)
+            loss = (module(torch.tensor([1, 2])) * torch.tensor([[1.0], [bad]])).sum()
+            with pytest.raises(ArgumentError, match="that of key 2"):
+                _train(loss, table)
+            assert not table.pull(torch.arange(ROWS)).any()
+
+
+def test_a_script_without_an_optimizer_is_told_and_works_as_before() -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        module = Embedding(ROWS, DIM, table=table)
+        torch.optim.Adagrad(module.parameters())  # has nothing to do, as before
+        with pytest.warns(DeprecationWarning, match=r"table\.optimizer\(\)"):
+            module(torch.tensor([1])).sum().backward()
+        module(torch.tensor([1])).sum().backward()
+        assert torch.equal(table.pull(torch.tensor([1])), torch.full((1, DIM), -2.0))
+        assert module.weight.grad is None
+        with pytest.raises(ArgumentError, match="before the first backward pass"):
+            table.optimizer()
+
+
+def test_applying_in_the_backward_pass_refuses_a_scaler() -> None:
+    for apply_gradients in ("backward", None):
+        with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients) as table:
+            module = Embedding(ROWS, DIM, table=table)
+            scaler = torch.amp.GradScaler("cpu")
+            with pytest.raises(UnsupportedError, match="GradScaler"):
+                scaler.scale(module(torch.tensor([1])).sum()).backward()
+            assert not table.pull(torch.tensor([1])).any()
+            del scaler
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+        lambda p: torch.optim.Adam(p, fused=True),
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+    ],
+)
+def test_torchs_optimizers_refuse_the_weight(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="step") as table:
+        module = Embedding(ROWS, DIM, table=table)
+        module(torch.tensor([1])).sum().backward()
+        with pytest.raises(UnsupportedError, match=r"table\.optimizer\(\)"):
+            make(module.parameters()).step()
+        with pytest.raises(ArgumentError, match="torch's optimizers the other parameters"):
+            TableOptimizer(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedError, match="look rows up"):
+            nn.functional.linear(torch.ones(1, DIM), module.weight)
+
+
+def test_several_tables_have_one_optimizer_which_is_saved() -> None:
+    model = nn.ModuleList(
+        [
+            Embedding(ROWS, DIM, optimizer=optim.adam(0.1)),
+            EmbeddingBag(ROWS, DIM, optimizer=optim.sgd(1.0), mode="sum"),
+        ]
+    )
+    optimizer = TableOptimizer(p for p in model.parameters() if isinstance(p, TableWeight))
+    before = model[1].table.pull(torch.tensor([1]))
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model[0](torch.tensor([1])).sum() + model[1](torch.tensor([[1, 1]])).sum()).backward()
+        optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0]
+    torch.testing.assert_close(model[1].table.pull(torch.tensor([1])), before - 4)
+    state = optimizer.state_dict()
+    other = TableOptimizer([module.weight for module in model], lr=0.5)
+    other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == 0.1 and other.state[model[0].weight]["step"] == 2
+    for module in model:
+        module.close()
+
+
+def test_freezing() -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        optimizer = table.optimizer()
+        model = nn.Sequential(Embedding(ROWS, DIM, table=table), nn.Linear(DIM, 1))
+        model.requires_grad_(False)
+        assert not model(torch.tensor([1])).requires_grad
+        model.requires_grad_(True)
+        model(torch.tensor([1])).sum().backward()
+        assert table.weight.grad is not None
+        optimizer.zero_grad()
+        assert table.weight.grad is None
+
+
+def test_second_derivatives() -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        optimizer = table.optimizer()
+        module = Embedding(ROWS, DIM, table=table)
+        with pytest.raises(UnsupportedError, match="create_graph"):
+            module(torch.tensor([1])).square().sum().backward(create_graph=True)
+        optimizer.zero_grad()
+        # A penalty on the gradient with respect to something else is differentiable.
+        table.set(torch.tensor([1]), torch.full((1, DIM), 2.0))
+        x = torch.ones(1, DIM, requires_grad=True)
+        (slope,) = torch.autograd.grad((module(torch.tensor([1])) * x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        assert torch.equal(table.weight.grad, torch.full((1, DIM), 4.0))
