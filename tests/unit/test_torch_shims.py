@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,3 +332,37 @@ def test_tensor_at_describes_memory_to_the_cuda_array_interface(monkeypatch: pyt
     assert array.owner is owner and device == torch.device("cuda", 0)
     described = array.__cuda_array_interface__
     assert (described["shape"], described["typestr"], described["data"]) == ((100,), "|u1", (4096, False))
+
+
+def test_group_store_is_where_a_group_met_and_gloo_groups_need_no_other(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert _torch.group_store(dist.group.WORLD) is not None
+        assert _torch.store_host(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
+        assert _torch.store_host(dist.FileStore(str(tmp_path / "store"), 1)) is None
+    finally:
+        dist.destroy_process_group()
+    group = _torch.gloo_group(dist.HashStore(), 0, 1, 10.0)
+    gathered = [torch.zeros(2)]
+    group.allgather([gathered], [torch.ones(2)]).wait()
+    assert torch.equal(gathered[0], torch.ones(2))
+
+
+def test_model_of_ddp_being_made_is_seen_by_a_module_that_is_asked_for_its_parameters() -> None:
+    class Module(torch.nn.Linear):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(_torch.model_of_ddp_being_made())
+            yield from super().named_parameters(*args, **kwargs)
+
+    seen: list[torch.nn.Module | None] = []
+    model = torch.nn.Sequential(Module(2, 2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(model)
+    finally:
+        dist.destroy_process_group()
+    assert model in seen
+    seen.clear()
+    list(model[0].parameters())
+    assert seen == [None]

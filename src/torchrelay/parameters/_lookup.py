@@ -29,8 +29,10 @@ class Lookup:
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
+    anchor: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "anchor", self.table.weight.anchor)
         _lookups[self.number] = self
 
     def rows(self, keys: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class Lookup:
 
 def look_up(lookup: Lookup, keys: Tensor, *, differentiable: bool) -> Tensor:
     """``lookup``'s rows of ``keys``; if ``differentiable``, their gradient goes to the table's weight."""
-    anchor = lookup.table.weight.anchor if differentiable else _NOWHERE
+    anchor = lookup.anchor if differentiable else _NOWHERE
     rows: Tensor = _rows(keys, anchor, lookup.number)
     return rows
 

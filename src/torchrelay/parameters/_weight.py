@@ -100,6 +100,19 @@ class TableWeight(nn.Parameter):
             raise UnavailableError("the table of this weight does not exist any more")
         return table
 
+    # Whether lookups are differentiated is the anchor's to say: compiled graphs see it, and not this parameter.
+    @property
+    def requires_grad(self) -> bool:
+        return self.anchor.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.anchor.requires_grad = wanted
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableWeight:
+        self.requires_grad = requires_grad
+        return self
+
     @property
     def keys(self) -> Tensor | None:
         """The keys of the rows of ``grad``, ascending; ``None`` where there is no gradient."""

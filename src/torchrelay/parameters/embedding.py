@@ -126,7 +126,7 @@ class _TableModule(nn.Module):
         """The rows of ``keys``, ``(*keys.shape, embedding_dim)``."""
         if not torch.compiler.is_compiling():
             self._check()
-        return look_up(self._lookup, keys, differentiable=self.trainable and self.table.weight.requires_grad)
+        return look_up(self._lookup, keys, differentiable=self.trainable)
 
     def _check(self) -> None:
         found = self._parameters.get("weight")

@@ -149,6 +149,7 @@ class Topology:
                 if mine[name] != other.get(name)
             ]
             if different:
+                self.part(f"{key}/refused", processes)  # the first process may serve the store
                 node, member = divmod(index, self.members)
                 raise MismatchError(
                     f"node {self.node} (process {self.member}) and node {node} (process {member}) made different "

@@ -1,0 +1,219 @@
+"""Modules over a table as torch users expect them: signatures, copies, compilation, mistakes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.profiler import profile
+
+from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
+from torchrelay.parameters import Embedding, EmbeddingBag, KeyInit, Table, optim
+
+ROWS, DIM = 10, 4
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)])
+@pytest.mark.parametrize("function", ["__init__", "from_pretrained", "forward"])
+def test_positional_arguments_are_torchs(ours: Any, theirs: Any, function: str) -> None:
+    def positional(owner: Any) -> list[tuple[str, Any]]:
+        parameters = inspect.signature(getattr(owner, function)).parameters.values()
+        return [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    assert positional(ours) == positional(theirs)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    for device in ("cuda", "meta"):
+        with pytest.raises(ArgumentError, match="host memory"):
+            Embedding(ROWS, DIM, device=device)
+    with pytest.raises(ArgumentError, match="given rows"):
+        Embedding(ROWS, DIM, _weight=torch.zeros(ROWS, DIM + 1))
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        for option in (
+            {"dtype": torch.float64},
+            {"optimizer": optim.adam()},
+            {"init": KeyInit()},
+            {"name": "other"},
+            {"apply_gradients": "step"},
+        ):
+            with pytest.raises(ArgumentError, match="of a new table"):
+                Embedding(ROWS, DIM, table=table, **option)
+        Embedding(ROWS, DIM, table=table, device="cpu", dtype=torch.float32, sparse=True)
+    for option in ({"apply_gradients": "never"}, {"reduction": "max"}):
+        with pytest.raises(ArgumentError, match="the choices are"):
+            Table.create(ROWS, DIM, **option)
+
+
+def test_pretrained_rows_and_torchs_state_dict() -> None:
+    rows = torch.randn(ROWS, DIM)
+    ours = Embedding.from_pretrained(rows, padding_idx=3, max_norm=9.0)
+    keys = torch.tensor([[1, 3], [9, 0]])
+    assert torch.equal(ours(input=keys), rows[keys]) and not ours(keys).requires_grad
+    theirs = ours.to_torch()
+    assert type(theirs) is nn.Embedding and (theirs.padding_idx, theirs.max_norm) == (3, 9.0)
+    assert torch.equal(theirs.weight, rows) and not theirs.weight.requires_grad
+
+    ours.reset_parameters()
+    assert not ours(keys).any()  # a table with given rows is made of zeros
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours(keys), rows[keys])
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*bias"):
+        ours.load_state_dict(theirs.state_dict() | {"bias": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="10 vectors of 4"):
+        ours.load_state_dict({"weight": rows[:3]})
+    ours.close()
+
+    bag = EmbeddingBag.from_pretrained(rows, mode="sum", freeze=False)
+    assert torch.equal(bag(torch.tensor([[1, 2]])), rows[1:3].sum(0, keepdim=True))
+    assert type(bag.to_torch()) is nn.EmbeddingBag and bag.to_torch().mode == "sum"
+    bag.close()
+
+    drawn = Embedding(1000, DIM, padding_idx=0, init=KeyInit("uniform", 1.0, 2.0))
+    before = drawn(torch.arange(1000)).detach()
+    drawn.reset_parameters()
+    after = drawn(torch.arange(1000)).detach()
+    assert not torch.equal(before, after) and not after[0].any()
+    assert after[1:].min() >= 1 and after[1:].max() <= 2
+    drawn.close()
+
+
+def test_copies_and_pickles_say_what_to_do(tmp_path: Any) -> None:
+    model = nn.Sequential(Embedding(ROWS, DIM, optimizer=optim.sgd(1.0)), nn.Linear(DIM, 1))
+    table = model[0].table
+    for attempt in (
+        lambda: copy.deepcopy(model),
+        lambda: AveragedModel(model),
+        lambda: torch.save(model, tmp_path / "model.pt"),
+        lambda: pickle.dumps(model[0]),
+        lambda: copy.copy(table),
+    ):
+        with pytest.raises(UnsupportedError, match=r"to_torch\(\)"):
+            attempt()
+    local = nn.Sequential(model[0].to_torch(), model[1])
+    average = AveragedModel(local)
+    average.update_parameters(local)
+    keys = torch.arange(ROWS)
+    assert torch.equal(average(keys), model(keys))
+    assert torch.equal(pickle.loads(pickle.dumps(local))(keys), model(keys))
+    model[0].close()
+
+
+def test_a_closed_table_cannot_be_used() -> None:
+    table = Table.create(ROWS, DIM, optimizer=optim.sgd(1.0))
+    module, optimizer = Embedding(ROWS, DIM, table=table), table.optimizer()
+    module(torch.tensor([1])).sum().backward()
+    table.close()
+    table.close()
+    keys, values = torch.tensor([1]), torch.ones(1, DIM)
+    for use in (
+        lambda: table.pull(keys),
+        lambda: table.push(keys, values),
+        lambda: table.set(keys, values),
+        lambda: table.is_local(keys),
+        lambda: table.intent(keys, 1),
+        table.advance_clock,
+        lambda: table.clock,
+        table.sync,
+        table.metrics,
+        table.rows,
+        table.state_dict,
+        lambda: table.load_state_dict({"weight": torch.zeros(ROWS, DIM)}),
+        lambda: table.set_learning_rate(1.0),
+        lambda: table.sample(1),
+        table.enable_sampling,
+        lambda: module(keys),
+        module.state_dict,
+        optimizer.step,
+    ):
+        with pytest.raises(UnavailableError, match="has been closed"):
+            use()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_cannot_use_a_table() -> None:
+    with Table.create(ROWS, DIM) as table:
+        child = os.fork()
+        if child == 0:
+            try:
+                table.pull(torch.tensor([1]))
+            except UnavailableError as error:
+                table.close()  # leaves the table of the parent alone
+                os._exit(42 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+        assert not table.pull(torch.tensor([1])).any()
+
+
+def test_names_tell_tables_apart() -> None:
+    with Table.create(ROWS, DIM, name="users"):
+        with pytest.raises(ArgumentError, match="'users' already"):
+            Table.create(ROWS, DIM, name="users")
+        with Table.create(ROWS, DIM) as one, Table.create(ROWS, DIM) as other:
+            one.push(torch.tensor([1]), torch.ones(1, DIM))
+            assert not other.pull(torch.tensor([1])).any()
+    Table.create(ROWS, DIM, name="users").close()
+
+
+@pytest.mark.parametrize("apply_gradients", ["step", "backward"])
+def test_compiled_models_have_one_graph(apply_gradients: Any) -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients) as table:
+        model = nn.Sequential(Embedding(ROWS, DIM, padding_idx=2, table=table), nn.Linear(DIM, 1))
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for keys in (torch.tensor([[1, 2, 1]]), torch.tensor([[3, 4, 2, 3]])):
+            before = table.pull(keys)
+            assert torch.equal(compiled(keys), model(keys))
+            compiled(keys).sum().backward()
+            if apply_gradients == "step":
+                table.optimizer().step()
+                table.weight.grad = None
+            counts = (keys.unsqueeze(-1) == keys.unsqueeze(-2)).sum(-1, keepdim=True) * (keys != 2).unsqueeze(
+                -1
+            )
+            torch.testing.assert_close(table.pull(keys), before - counts * model[1].weight)
+        bags = EmbeddingBag(ROWS, DIM, mode="mean", padding_idx=2, table=table)
+        keys = torch.tensor([[1, 2, 1]])
+        assert torch.equal(torch.compile(bags, fullgraph=True, backend="aot_eager")(keys), bags(keys))
+
+
+def test_bags_scale_gradients_by_frequency() -> None:
+    """Against a sum of nn.Embedding's: torch's own bags take counts of other keys on the CPU."""
+    weight = torch.randn(ROWS, DIM)
+    theirs = nn.Embedding(ROWS, DIM, scale_grad_by_freq=True, _weight=weight.clone())
+    ours = EmbeddingBag(
+        ROWS, DIM, scale_grad_by_freq=True, mode="sum", _weight=weight, optimizer=optim.sgd(1.0)
+    )
+    optimizer = ours.table.optimizer()
+    keys = torch.tensor([[1, 1, 2], [1, 3, 3]], dtype=torch.int32)
+    theirs(keys).sum(1).square().sum().backward()
+    ours(keys.flatten(), torch.tensor([0, 3], dtype=torch.int32)).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(ours.table.pull(torch.arange(ROWS)), weight - theirs.weight.grad)
+    ours.close()
+
+
+def test_casts_profiles_and_transforms() -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        optimizer = table.optimizer()
+        model = nn.Sequential(Embedding(ROWS, DIM, table=table), nn.Linear(DIM, 1))
+        weight = model[0].weight
+        model.to("cpu").double().float()
+        assert model[0].weight is weight and "10 rows of 4" in repr(weight)
+        with profile() as profiler, torch.autocast("cpu", torch.bfloat16):
+            model(torch.tensor([1])).sum().backward()
+        assert any(event.name == "torchrelay::table_rows" for event in profiler.events())
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(UnsupportedError, match=r"torch\.func"):
+            torch.func.grad(lambda x: (model[0](torch.tensor([1])) * x).sum())(torch.ones(1))
+        with torch.inference_mode():
+            assert not model(torch.tensor([1])).requires_grad
+        with pytest.raises(ArgumentError, match="comes from backward"):
+            weight.grad = torch.zeros(1, DIM)
