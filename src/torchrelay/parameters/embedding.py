@@ -81,6 +81,11 @@ class _TableModule(nn.Module):
         elif self.owns_table:
             self._zero_padding()
 
+    @property
+    def rows(self) -> TableWeight:
+        """The weight, under the name that state dicts have for the rows: DCP looks their names up."""
+        return self.weight
+
     def close(self) -> None:
         """Leaves the table, if this module made it; collective."""
         if self.owns_table:

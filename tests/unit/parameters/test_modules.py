@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 from torch.profiler import profile
 
@@ -83,6 +84,21 @@ def test_pretrained_rows_and_torchs_state_dict() -> None:
     assert not torch.equal(before, after) and not after[0].any()
     assert after[1:].min() >= 1 and after[1:].max() <= 2
     drawn.close()
+
+
+def test_distributed_checkpoints_own_functions_find_the_rows() -> None:
+    model = nn.Sequential(Embedding(ROWS, DIM, optimizer=optim.adam()), nn.Linear(DIM, 1))
+    optimizer = model[0].table.optimizer()
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    rows = model[0].table.rows()
+    state, _ = get_state_dict(model, [optimizer])
+    assert torch.equal(state["0.rows"], rows) and rows.shape == (ROWS, 3 * DIM + 1)
+    model[0].reset_parameters()
+    set_model_state_dict(model, state)
+    assert torch.equal(model[0].table.rows(), rows)
+    model[0].close()
 
 
 def test_copies_and_pickles_say_what_to_do(tmp_path: Any) -> None:
