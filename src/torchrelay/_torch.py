@@ -312,6 +312,9 @@ class CheckpointShard(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].size()):
+            # DCP stages an asynchronous save: it copies the attributes into an empty tensor of the same kind.
+            return cls(torch.empty_like(args[0].local), args[0].offsets, args[0].size())
         raise UnsupportedError(f"{func}: a {cls.__name__} is for checkpoints only; compute with its .local")
 
     def __repr__(self) -> str:  # type: ignore[override]

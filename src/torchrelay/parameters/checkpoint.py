@@ -53,6 +53,17 @@ class RowShard(_torch.CheckpointShard):
     def num_keys(self) -> int:
         return self.size()[0]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _row_shard, (self.rows, self.start, self.num_keys)
+
+
+def _row_shard(rows: torch.Tensor, start: int, num_keys: int) -> RowShard:
+    return RowShard.of(rows, start, num_keys)
+
+
+# So that torch.load(weights_only=True) reads a shard.
+torch.serialization.add_safe_globals([_row_shard])
+
 
 def empty_shard(table: Table) -> RowShard:
     """The share of the rows that this process saves and loads, not filled."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 from torch.profiler import profile
@@ -84,6 +85,20 @@ def test_pretrained_rows_and_torchs_state_dict() -> None:
     assert not torch.equal(before, after) and not after[0].any()
     assert after[1:].min() >= 1 and after[1:].max() <= 2
     drawn.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_shards_are_staged_and_pickled(tmp_path: Any) -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.adam()) as table:
+        table.set(torch.arange(ROWS), torch.randn(ROWS, DIM))
+        rows = table.rows()
+        torch.save(table.state_dict(), tmp_path / "table.pt")
+        staged = StateDictStager().stage(table.state_dict())
+        table.set(torch.arange(ROWS), torch.zeros(ROWS, DIM))
+        for state in (staged, torch.load(tmp_path / "table.pt", weights_only=True)):
+            assert torch.equal(state["rows"].rows, rows)
+            table.load_state_dict(state)
+            assert torch.equal(table.rows(), rows)
 
 
 def test_distributed_checkpoints_own_functions_find_the_rows() -> None:
