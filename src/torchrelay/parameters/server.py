@@ -167,7 +167,6 @@ class Server:
         table = {
             "keys": self._num_keys,
             "dim": _describe_lengths(self._lengths),
-            "capacity": self._capacity,
             "dtype": self.dtype,
             "optimizer": self.rule,
             "init": self.init,
