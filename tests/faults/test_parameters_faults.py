@@ -123,7 +123,7 @@ def test_tables_are_encrypted_and_a_node_without_the_key_is_refused(
         assert result.value == (2 * KEYS * DIM, ""), result  # type: ignore[attr-defined]
     for files, expected in (
         ([ours, theirs], "nodes [{}] did not answer"),
-        ([ours, ""], "node {} made different"),
+        ([ours, ""], "and node {} (process 0) made different"),
     ):
         for rank, result in enumerate(run_processes(_count_with_key, 2, files=files)):
             assert result.ok, result.error  # type: ignore[attr-defined]
