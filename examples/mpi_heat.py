@@ -3,11 +3,13 @@
     mpirun -n 4 python examples/mpi_heat.py [--plot heat.png]
 
 The 2-d heat equation du/dt = laplace(u) + source is solved by explicit steps on a grid cut into one block a
-rank; before each step every block gets a halo of its neighbours' values. The source is fitted by gradient
-descent through the whole solve: the gradient runs back through every halo exchange of every step.
+rank; before each step every block gets a halo of its neighbours' values. The source is fitted by L-BFGS
+through the whole solve: the gradient runs back through every halo exchange of every step, and the optimizer's inner
+products are summed over the ranks, so the fit does not depend on how many there are.
 """
 
 import argparse
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -34,6 +36,41 @@ def solve(grid: mpi.CartCommunicator, source: Tensor) -> Tensor:
         laplace = p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u
         u = u + TIME_STEP * (laplace + source)
     return u
+
+
+class SpreadLBFGS:
+    """L-BFGS for a tensor of which every rank has a block: inner products are sums over all ranks."""
+
+    def __init__(self, comm: mpi.Communicator, x: Tensor, history: int = 10) -> None:
+        self.comm = comm
+        self.x = x
+        self.pairs: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=history)
+        self.before: tuple[Tensor, Tensor] | None = None  # x and its gradient
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.comm.Allreduce((a * b).sum(), mpi.MPI_SUM)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Moves along the two-loop recursion's direction; ``x.grad`` is this rank's block of the gradient."""
+        assert self.x.grad is not None
+        x, grad = self.x.clone(), self.x.grad.clone()
+        if self.before is not None:
+            s, y = x - self.before[0], grad - self.before[1]
+            self.pairs.append((s, y, self.dot(s, y)))
+        self.before = x, grad
+        direction, shares = -grad, []
+        for s, y, sy in reversed(self.pairs):
+            shares.append(self.dot(s, direction) / sy)
+            direction = direction - shares[-1] * y
+        if self.pairs:
+            _, y, sy = self.pairs[-1]
+            direction = direction * (sy / self.dot(y, y))
+        else:
+            direction = direction * (1 / self.dot(grad.sign(), grad)).clamp(max=1.0)
+        for (s, y, sy), share in zip(self.pairs, reversed(shares), strict=True):
+            direction = direction + (share - self.dot(y, direction) / sy) * s
+        self.x += direction
 
 
 def block(extent: int, parts: int, index: int) -> slice:
@@ -73,18 +110,15 @@ def main() -> None:
         measured = solve(grid, truth[rows, columns])
 
     source = torch.zeros_like(measured, requires_grad=True)
-    optimizer = torch.optim.LBFGS([source], lr=1, max_iter=1, history_size=10)
+    optimizer = SpreadLBFGS(grid, source)
     losses = []
     for _ in range(arguments.iterations):
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            misfit = (solve(grid, source) - measured).square().sum()
-            loss: Tensor = grid.Allreduce(misfit, mpi.MPI_SUM) / grid.size
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach() * grid.size
-
-        losses.append(float(optimizer.step(closure)))  # type: ignore[no-untyped-call]
+        source.grad = None
+        misfit = (solve(grid, source) - measured).square().sum()
+        loss = grid.Allreduce(misfit, mpi.MPI_SUM)
+        (loss / grid.size).backward()  # the sum of all ranks' losses is differentiated
+        losses.append(float(loss.detach()))
+        optimizer.step()
     parts = [None] * world.size
     with torch.no_grad():
         blocks = (world.Gather(t.reshape(-1), 0, 0) for t in (source, measured))
