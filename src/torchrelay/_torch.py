@@ -41,6 +41,7 @@ __all__ = [
     "forward_mode_active",
     "gloo_group",
     "grad_asked",
+    "graph_break",
     "group_store",
     "has_fast_bfloat16",
     "has_fsdp2",
@@ -62,6 +63,7 @@ __all__ = [
     "plain_torch",
     "profiling",
     "results_on_device",
+    "script_as",
     "set_bits",
     "sharding_of",
     "store_host",
@@ -113,6 +115,20 @@ def make_ordered(operator: Any) -> None:
     library: Any = torch.library
     if hasattr(operator, "register_effect"):
         operator.register_effect(library.EffectType.ORDERED)
+
+
+def graph_break(reason: str) -> None:
+    """While ``torch.compile`` traces: what follows runs outside of the compiled graph. Checked on 2.13."""
+    dynamo: Any = torch._dynamo
+    dynamo.graph_break(reason)
+
+
+def script_as(python_class: type, scripted: type) -> None:
+    """TorchScript takes a ``python_class`` as if it were ``scripted``, whose attributes it has. Checked on 2.13."""
+    jit: Any = torch.jit
+    jit.script(scripted)
+    state = jit._state
+    state._add_script_class(python_class, state._get_script_class(scripted))
 
 
 def forward_mode_active() -> bool:

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
-from multi.mpi_runner import LIBRARIES, mpirun
-
-HEAD = """
-import sys, time
-import torch
-from torchrelay import mpi
-comm = mpi.COMM_WORLD
-x = torch.ones(3, requires_grad=True)
-
-def say(text):
-    print(f"rank {comm.rank}: {text}", flush=True)
-"""
+from multi.mpi_runner import LIBRARIES, run_script
 
 
 class Run(Protocol):
@@ -32,11 +20,7 @@ class Run(Protocol):
 @pytest.fixture(params=LIBRARIES)
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
     def run(body: str, size: int = 3, timeout_s: str = "4", **environ: str) -> str:
-        script = tmp_path / "script.py"
-        script.write_text(HEAD + textwrap.dedent(body))
-        environ["TORCHRELAY_MPI_TIMEOUT_S"] = timeout_s
-        job = mpirun(request.param, size, str(script), timeout_s=60, **environ)
-        assert "killed after" not in job.output, job.output
+        job = run_script(request.param, tmp_path, body, size, timeout_s, **environ)
         assert job.code != 0, job.output
         return job.output
 

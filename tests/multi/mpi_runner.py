@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +95,30 @@ def mpirun(library: str, size: int, *command: str, timeout_s: float = 100, **env
             for segment in set(Path("/dev/shm").glob("mpich_shm_*")) - segments:
                 segment.unlink(missing_ok=True)
     return Finished(process.returncode, output)
+
+
+SCRIPT_HEAD = """
+import os, sys, time
+import torch
+from torchrelay import mpi
+comm = mpi.COMM_WORLD
+x = torch.ones(3, requires_grad=True)
+
+def say(text):
+    print(f"rank {comm.rank}: {text}", flush=True)
+"""
+
+
+def run_script(
+    library: str, folder: Path, body: str, size: int = 3, timeout_s: str = "4", **environ: str
+) -> Finished:
+    """Runs a script as ``size`` ranks; it starts with ``SCRIPT_HEAD``, and must end within a minute."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT_HEAD + textwrap.dedent(body))
+    environ["TORCHRELAY_MPI_TIMEOUT_S"] = timeout_s
+    job = mpirun(library, size, str(script), timeout_s=60, **environ)
+    assert "killed after" not in job.output, job.output
+    return job
 
 
 def mpi_test(sizes: tuple[int, ...] = (1, 2, 3)) -> Callable[[Body], Any]:

@@ -77,6 +77,35 @@ def test_every_function_compiles_to_its_eager_values_and_gradients(comm):
         assert torch.allclose(ours.grad, theirs.grad), name
 
 
+@pytest.mark.timeout(300)
+@mpi_test((1, 2))
+def test_what_a_graph_cannot_hold_runs_outside_of_it(comm):
+    """Parts of other lengths than equal ones, and ``torch.func`` transforms: the graph breaks, the values are right."""
+    n, r = comm.size, comm.rank
+    x = torch.arange(4.0 * n, dtype=torch.float64).view(n, 4) + r
+    lengths = [3] + [1] * (n - 1) if n > 1 else [4]
+    rows = torch.arange(sum(lengths) * 2.0, dtype=torch.float64).view(-1, 2)
+
+    def scatter(x):
+        return comm.Scatter(x * 2, 0, lengths[r], 0) + 1
+
+    def borders(x):
+        return comm.Alltoall(x * 2, 0, 0, n * len(x) if r == 0 else 0) + 1
+
+    def transformed(x):
+        return torch.func.grad(lambda t: comm.Allreduce(t.sin() * (r + 1), mpi.MPI_SUM).sum())(x * 2) + 1
+
+    for function, given in ((scatter, rows), (borders, x), (transformed, x)):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            wanted = function(given)
+            got = torch.compile(function, backend="aot_eager")(given)
+        assert torch.equal(got, wanted), function.__name__
+        torch._dynamo.reset()
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"unequal parts|torch.func"):
+            torch.compile(function, fullgraph=True, backend="aot_eager")(given)
+
+
 @mpi_test((2,))
 def test_compiled_and_eager_communications_form_one_chain(comm):
     torch._dynamo.reset()

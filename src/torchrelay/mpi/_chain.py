@@ -4,12 +4,14 @@ Every recorded communication takes the chain's head, a 0-dim tensor that always 
 input and returns a new head. The backward pass therefore runs *all* of a rank's communications, in exactly
 the reverse order; where the forward order let every rank finish, the reverse order does too.
 
-A chain belongs to the process, not to one communicator: a rank's communications have one order.
+A chain belongs to a thread, not to one communicator: what a thread of a rank communicates has one order. Forward
+code that runs inside a backward pass, a checkpoint that is computed again, has a chain apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -19,13 +21,16 @@ import torch
 from torch import Tensor
 
 from torchrelay import _torch
-from torchrelay.errors import GraphError
+from torchrelay.errors import GraphError, UnsupportedError
+from torchrelay.mpi._library import MPI
 from torchrelay.mpi._settings import settings
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 __all__ = ["ROOT", "Chain", "Link", "active", "adjoint_chain", "chain", "current", "reset"]
+
+MAIN = threading.main_thread().ident
 
 ROOT = torch.zeros((), requires_grad=True)
 """Every chain starts here, so that ``torch.autograd.grad`` can be told to go all the way."""
@@ -34,9 +39,21 @@ ROOT = torch.zeros((), requires_grad=True)
 class Chain:
     """Communications recorded since the last backward pass, each dependent on the one before."""
 
-    __slots__ = ("__weakref__", "begun", "first", "head", "names", "operations", "receipts", "task", "warned")
+    __slots__ = (
+        "__weakref__",
+        "begun",
+        "first",
+        "head",
+        "names",
+        "operations",
+        "receipts",
+        "slot",
+        "task",
+        "warned",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, slot: Slot | None = None) -> None:
+        self.slot = slot
         self.head: Tensor | None = ROOT
         self.names: list[str] = []
         self.operations: list[Any] = []  # its non-blocking collectives
@@ -68,6 +85,21 @@ class Chain:
         self.head = None
 
 
+class Slot:
+    """Where communications find the chain they join: one for each thread, and for each backward pass."""
+
+    __slots__ = ("chain",)
+
+    def __init__(self) -> None:
+        self.chain = Chain(self)
+
+    def renew(self) -> Chain:
+        """A new chain in the place of the one there was, whose backward pass runs."""
+        self.chain.close()
+        self.chain = Chain(self)
+        return self.chain
+
+
 class Link:
     """A recorded communication's place in its chain."""
 
@@ -93,14 +125,13 @@ class Link:
 
     def _begin(self, unreached: str) -> None:
         """This is the first communication of its chain in this backward pass: are all others in reach?"""
-        global _current  # noqa: PLW0603 - the process's chain
         chain = self.chain
         chain.begun = self.position
         if unreached != "ignore":
             self._check_reach(unreached)
-        if not _torch.backward_keeps_graph() and chain is _current:
-            _current = Chain()
-            chain.close()
+        slot = chain.slot
+        if slot is not None and slot.chain is chain and not _torch.backward_keeps_graph():
+            slot.renew()
 
     def _check_reach(self, unreached: str) -> None:
         chain, position = self.chain, self.position
@@ -134,71 +165,91 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-_current = Chain()
-_adjoint: Chain | None = None
+class _Here(threading.local):
+    """What each thread has of its own."""
+
+    def __init__(self) -> None:
+        self.adjoint: Chain | None = None  # of the node whose backward runs
+        if threading.get_ident() == MAIN:
+            self.slot = _main
+        elif MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self.slot = Slot()
+        else:
+            raise UnsupportedError(
+                "this MPI was not started for more than one thread; communicate in the main thread"
+            )
+
+
+_main = Slot()
+_here = _Here()
 
 
 def current() -> Chain:
     """The chain that the next communication joins."""
-    if _adjoint is not None:
-        return _adjoint
+    if _here.adjoint is not None:
+        return _here.adjoint
     if _torch.backward_id() >= 0:
-        return _scratch(_torch.backward_id())
-    return _current
+        return _scratch(_torch.backward_id()).chain
+    return _here.slot.chain
 
 
 def current_compiled() -> Chain:
-    """The chain that code under ``torch.compile`` joins; simple enough to be traced."""
-    return _current
+    """The chain that code under ``torch.compile`` joins, that of the main thread; simple enough to be traced."""
+    return _main.chain
+
+
+def check_compiled() -> None:
+    """Raises :class:`UnsupportedError` where compiled code would join another thread's chain."""
+    if threading.get_ident() != MAIN and _torch.backward_id() < 0:
+        raise UnsupportedError("compiled code communicates in the main thread only")
 
 
 def begin_compiled(task: int) -> None:
     """A compiled region's backward communicates in the backward pass ``task``: what :class:`Link` does for a node."""
-    global _current  # noqa: PLW0603
-    if task >= 0 and _current.task != task:
-        _current.task, _current.begun = task, len(_current.names)
+    chain = _main.chain
+    if task >= 0 and chain.task != task:
+        chain.task, chain.begun = task, len(chain.names)
         if not _torch.backward_keeps_graph():
-            _current.close()
-            _current = Chain()
-            _current.task = task
+            _main.renew().task = task
 
 
 def active() -> Chain | None:
-    """The process's chain, if anything is recorded in it."""
-    return _current if _current.head is not ROOT else None
+    """The thread's chain, if anything is recorded in it."""
+    chain = _here.slot.chain
+    return chain if chain.head is not ROOT else None
 
 
-_scratches: dict[int, Chain] = {}
+_scratches: dict[int, Slot] = {}
 
 
-def _scratch(task: int) -> Chain:
-    """The chain of forward code that runs inside a backward pass: a checkpoint that is computed again.
+def _scratch(task: int) -> Slot:
+    """For forward code that runs inside a backward pass: a checkpoint that is computed again.
 
-    Its graph serves that backward pass alone, so it must not become part of the process's chain.
+    Its graph serves that backward pass alone, so it must not become part of the thread's chain. A reentrant
+    checkpoint runs it backward at once, in a pass of its own, and the next one finds a new chain.
     """
     if task not in _scratches:
-        _scratches[task] = Chain()
+        _scratches[task] = Slot()
         _torch.after_backward(lambda: _forget(task))
     return _scratches[task]
 
 
 def _forget(task: int) -> None:
-    chain = _scratches.pop(task, None)
-    if chain is not None:
-        chain.close()
+    slot = _scratches.pop(task, None)
+    if slot is not None:
+        slot.chain.close()
 
 
 @contextlib.contextmanager
 def adjoint_chain(link: Link) -> Iterator[None]:
     """Inside, what is recorded (under ``create_graph``) joins the chain of the node whose backward runs."""
-    global _adjoint  # noqa: PLW0603
-    before = _adjoint
+    here, before = _here, _here.adjoint
     is_open = link.chain.head is not None
-    _adjoint = link.chain if is_open else _scratch(_torch.backward_id())
+    here.adjoint = link.chain if is_open else _scratch(_torch.backward_id()).chain
     try:
         yield
     finally:
-        _adjoint = before
+        here.adjoint = before
 
 
 @contextlib.contextmanager
@@ -208,20 +259,17 @@ def chain() -> Iterator[None]:
     For computations whose backward pass is run apart, in any order: two losses of one step, or a function
     given to ``torch.autograd.gradcheck``. All ranks must then run those backward passes in the same order.
     """
-    global _current  # noqa: PLW0603
-    before, mine = _current, Chain()
-    _current = mine
+    slot = _here.slot
+    before = slot.chain
+    mine = slot.chain = Chain(slot)
     try:
         yield
     finally:
         mine.close()
-        if _current is not mine:
-            _current.close()
-        _current = before
+        slot.chain.close()
+        slot.chain = before
 
 
 def reset() -> None:
     """Forgets all communications recorded so far; a later backward pass does not run those it cannot reach."""
-    global _current  # noqa: PLW0603
-    _current.close()
-    _current = Chain()
+    _here.slot.renew()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Announced", "announce", "compare", "expect"]
+__all__ = ["Announced", "Comparison", "announce", "compare", "compare_texts", "expect"]
 
 RECORD_BYTES = 256
 ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements of messages
@@ -37,16 +37,49 @@ def compare(call: Call, x: Tensor) -> None:
     if not call.everyone or call.comm.size == 1:
         return
     recorded = torch.is_grad_enabled() and call.differentiable(x)
-    record = _record(f"{call.signature(x)}, {'recorded' if recorded else 'not recorded'} by autograd")
-    records = np.zeros((call.comm.size, RECORD_BYTES), np.uint8)
-    request = call.comm.control.Iallgather([record, MPI.BYTE], [records, MPI.BYTE])
-    finish(request, call)
-    if (records == records[0]).all():
-        return
-    texts = [_text(row) for row in records]
-    groups = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
-    who = "; ".join(f"ranks {ranks} call {text}" for text, ranks in groups.items())
-    raise MismatchError(f"rank {call.comm.rank}: the ranks of {call.comm.name} make different calls: {who}")
+    compare_texts(call, f"{call.signature(x)}, {'recorded' if recorded else 'not recorded'} by autograd")
+
+
+def compare_texts(call: Waiting, text: str) -> None:
+    """Collective over ``call.comm``.
+
+    Raises:
+        MismatchError: on every rank, if two ranks give different texts.
+    """
+    comparison = Comparison(call, text)
+    finish(comparison.request, call, comparison)
+    error = comparison.error()
+    if error is not None:
+        raise error
+
+
+class Comparison:
+    """A comparison of all ranks' texts under way. Its ``Test`` raises, and ends all communication, if they differ."""
+
+    __slots__ = ("call", "record", "records", "request")
+
+    def __init__(self, call: Waiting, text: str) -> None:
+        self.call = call
+        self.record = _record(text)
+        self.records = np.zeros((call.comm.size, RECORD_BYTES), np.uint8)
+        self.request = call.comm.meeting.Iallgather([self.record, MPI.BYTE], [self.records, MPI.BYTE])
+
+    def Test(self) -> bool:
+        if not self.request.Test():
+            return False
+        error = self.error()
+        if error is not None:
+            raise failed(error)
+        return True
+
+    def error(self) -> MismatchError | None:
+        """What to raise, once all texts are there."""
+        if (self.records == self.records[0]).all():
+            return None
+        texts, comm = [_text(row) for row in self.records], self.call.comm
+        groups = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+        who = "; ".join(f"ranks {ranks} call {text}" for text, ranks in groups.items())
+        return MismatchError(f"rank {comm.rank}: the ranks of {comm.name} make different calls: {who}")
 
 
 def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
@@ -54,7 +87,7 @@ def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
     if dest == MPI.PROC_NULL:
         return
     record = _record(f"{_contents(memory)} in {call.describe()}")
-    request = call.comm.control.Isend([record, MPI.BYTE], dest, _announcement(call.comm, tag))
+    request = call.comm.lease.control.Isend([record, MPI.BYTE], dest, _announcement(call.comm, tag))
     _announcements[:] = [each for each in _announcements if not each[0].Test()]
     _announcements.append((request, record))
 
@@ -74,7 +107,7 @@ class Announced:
     def __init__(self, comm: Communicator, source: int, tag: int) -> None:
         self.record = np.zeros(RECORD_BYTES, np.uint8)
         self.source = source
-        self.request = comm.control.Irecv([self.record, MPI.BYTE], source, _announcement(comm, tag))
+        self.request = comm.lease.control.Irecv([self.record, MPI.BYTE], source, _announcement(comm, tag))
 
     def compare(self, call: Waiting, memory: Tensor) -> None:
         """Waits for the announcement.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,45 +16,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError, MismatchError
-from torchrelay.mpi._dtypes import CODES, DTYPES, buffer, datatype
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._dtypes import buffer
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._meeting import MEETING_BYTES
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
 
 __all__ = [
-    "BLOCKING_BYTES",
     "Blocks",
-    "Header",
     "Layout",
-    "agree",
     "allgather_blocks",
     "alltoall_blocks",
     "axis_of",
     "equal_part",
-    "exchange_headers",
     "fresh",
     "gather_blocks",
     "is_small",
-    "known_headers",
     "layout",
-    "meet",
     "packed",
     "parts",
     "pieces",
     "placed",
     "scatter_blocks",
-    "told",
 ]
 
-MAX_DIMS = 16
 PIECE_TAG = 7
-_HEADER = struct.Struct(f"{3 + MAX_DIMS}q")
 HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
-BLOCKING_BYTES = 1 << 16  # from here on MPI's blocking collectives are faster than those that only start
 
 
 def packed(x: Tensor) -> Tensor:
@@ -128,86 +117,6 @@ def equal_part(x: Tensor, axis: int, size: int) -> int:
     if length % size:
         raise ArgumentError(f"{length} along axis {axis} cannot be cut into {size} equal parts")
     return length // size
-
-
-class Header(NamedTuple):
-    """What one rank tells the others before a collective whose blocks may differ in length."""
-
-    number: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def read(cls, row: Sequence[int]) -> Header:
-        return cls(row[0], DTYPES[row[1]], tuple(row[3 : 3 + row[2]]))
-
-    def block(self, axis: int, length: int) -> tuple[int, ...]:
-        """The shape with ``length`` along ``axis``."""
-        return (*self.shape[:axis], length, *self.shape[axis + 1 :])
-
-
-@functools.lru_cache(maxsize=1024)
-def _written(header: Header) -> bytes:
-    if len(header.shape) > MAX_DIMS:
-        raise ArgumentError(f"{len(header.shape)} axes are more than {MAX_DIMS}")
-    datatype(header.dtype)
-    rest = [0] * (MAX_DIMS - len(header.shape))
-    return _HEADER.pack(header.number, CODES[header.dtype], len(header.shape), *header.shape, *rest)
-
-
-def known_headers(x: Tensor, axis: int, lengths: Sequence[int]) -> list[Header]:
-    """What :func:`exchange_headers` would give, if every rank's length along ``axis`` is known and all else is equal."""
-    mine = Header(0, x.dtype, tuple(x.shape))
-    return [mine._replace(number=length, shape=mine.block(axis, length)) for length in lengths]
-
-
-def exchange_headers(call: Call, x: Tensor, number: int = 0) -> list[Header]:
-    """Every rank's dtype and shape, and a number of its choice."""
-    mine = Header(number, x.dtype, tuple(x.shape))
-    rows = told(call, _written(mine))
-    if rows is None:
-        return [mine] * call.comm.size
-    return [Header.read(each) for each in _HEADER.iter_unpack(rows)]
-
-
-def told(call: Call, row: bytes) -> bytearray | None:
-    """Every rank's ``row``, which are equally long, one after the other; None, as it mostly is, if all are equal."""
-    comm, length = call.comm, len(row)
-    rows = bytearray(comm.size * length)
-    finish(comm.mpi.Iallgather((row, length, MPI.BYTE), (rows, length, MPI.BYTE)), call)
-    return None if rows == row * comm.size else rows
-
-
-def agree(call: Call, headers: Sequence[Header], *free_axes: int) -> None:
-    """Raises :class:`MismatchError`, on all ranks, if dtypes or shapes differ, save along ``free_axes``."""
-    if headers.count(headers[0]) == len(headers):
-        return
-
-    def fixed(header: Header) -> tuple[object, ...]:
-        shape = [size for axis, size in enumerate(header.shape) if axis not in free_axes]
-        return (header.dtype, len(header.shape), *shape)
-
-    if len({fixed(header) for header in headers}) > 1:
-        given = "; ".join(f"rank {rank}: {h.dtype} {h.shape}" for rank, h in enumerate(headers))
-        raise MismatchError(
-            f"{call.describe()} on {call.comm.name}: the ranks' tensors do not fit together ({given})"
-        )
-
-
-def meet(call: Call, x: Tensor) -> None:
-    """Returns when all ranks are there, with as many elements: from now on nobody is waited for.
-
-    Raises:
-        MismatchError: on all ranks, if they have different numbers of elements.
-    """
-    count = x.numel()
-    mine, most = np.array([count, -count]), np.empty(2, np.int64)
-    finish(call.comm.mpi.Iallreduce((mine, 2, MPI.INT64_T), (most, 2, MPI.INT64_T), MPI.MAX), call)
-    if most[0] != -most[1]:
-        raise MismatchError(
-            f"{call.describe()} on {call.comm.name}: the ranks' tensors have {-most[1]} to {most[0]} elements, this "
-            f"one {count}"
-        )
 
 
 class Layout(NamedTuple):
@@ -290,7 +199,7 @@ def allgather_blocks(call: Call, block: Tensor, layout: Layout, there: bool) -> 
     received, mpi = Blocks.empty(block.dtype, layout), call.comm.mpi
     if layout.total > settings.max_count:
         return _move_pieces(call, [block] * call.comm.size, received)
-    if there and layout.total * block.itemsize >= BLOCKING_BYTES:
+    if there and layout.total * block.itemsize >= MEETING_BYTES:
         mpi.Allgatherv(buffer(block), received.vector())
         return Moving([], received, block)
     return Moving([mpi.Iallgatherv(buffer(block), received.vector())], received, block)
@@ -304,7 +213,7 @@ def gather_blocks(call: Call, block: Tensor, layout: Layout, root: int, there: b
         nothing = block.new_empty(0)
         return _move_pieces(call, [block if r == root else nothing for r in range(comm.size)], received)
     into = received.vector() if is_root else None
-    if there and layout.total * block.itemsize >= BLOCKING_BYTES:
+    if there and layout.total * block.itemsize >= MEETING_BYTES:
         comm.mpi.Gatherv(buffer(block), into, root)
         return Moving([], received, block)
     return Moving([comm.mpi.Igatherv(buffer(block), into, root)], received, block)
@@ -323,7 +232,7 @@ def scatter_blocks(
         return _move_pieces(call, given, Blocks.empty(dtype, mine))
     received = Blocks.empty(dtype, parts((0,), (layout.counts[comm.rank],), 0))
     sent, into = None if sending is None else sending.vector(), buffer(received.memory)
-    if there and layout.total * dtype.itemsize >= BLOCKING_BYTES:
+    if there and layout.total * dtype.itemsize >= MEETING_BYTES:
         comm.mpi.Scatterv(sent, into, root)
         return Moving([], received, sending)
     return Moving([comm.mpi.Iscatterv(sent, into, root)], received, sending)
@@ -337,7 +246,7 @@ def alltoall_blocks(call: Call, sending: Blocks, layout: Layout, total: int, the
     received, mpi = Blocks.empty(sending.memory.dtype, layout), call.comm.mpi
     if total > settings.max_count:
         return _move_pieces(call, sending.tensors(), received)
-    if there and total * sending.memory.itemsize >= BLOCKING_BYTES:
+    if there and total * sending.memory.itemsize >= MEETING_BYTES:
         mpi.Alltoallv(sending.vector(), received.vector())
         return Moving([], received, sending)
     return Moving([mpi.Ialltoallv(sending.vector(), received.vector())], received, sending)

@@ -66,18 +66,21 @@ def _overwrite_leaf(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class _Guard:
-    """Knows the one cotangent that may reach an overwritten leaf."""
+    """Knows the one cotangent that may reach an overwritten leaf, as long as its result can be differentiated."""
 
     def __init__(self) -> None:
         self.expected: Tensor | None = None
         self.task = -1
+        self.is_over = False
 
 
 def _check(guard: _Guard | None, grad: Tensor) -> None:
-    if guard is None or guard.expected is None:
+    if guard is None or guard.is_over:
         return
     expected, guard.expected = guard.expected, None
-    if guard.task == _torch.backward_id() and grad.data_ptr() != expected.data_ptr():
+    if expected is not None:
+        guard.is_over = not _torch.backward_keeps_graph()
+    if expected is None or guard.task != _torch.backward_id() or grad.data_ptr() != expected.data_ptr():
         raise GraphError(
             f"a tensor of shape {tuple(grad.shape)} was overwritten by an MPI function and also used otherwise, so its "
             "gradient has no meaning: use the function's result instead, or give it a clone of the tensor"

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 from torchrelay.errors import UnavailableError
 
-__all__ = ["MPI"]
+__all__ = ["MPI", "is_worker"]
 
 # Without a launcher this process is alone, and Open MPI would leave a shared memory segment behind.
 _TRANSPORTS = "OMPI_MCA_btl"
-_LAUNCHED = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_", _TRANSPORTS)
-_is_alone = not any(key.startswith(_LAUNCHED) for key in os.environ)
+_LAUNCHED = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
+# How many processes a launcher says it started.
+_MPI_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_TORCHRUN_COUNT, _SLURM_COUNT = "WORLD_SIZE", "SLURM_NTASKS"
+
+
+def _started_by_multiprocessing() -> bool:
+    """Also while the process imports the main module again, before it knows its parent."""
+    return multiprocessing.parent_process() is not None or hasattr(
+        multiprocessing.current_process(), "_inheriting"
+    )
+
+
+def _launched() -> list[str]:
+    return [key for key in os.environ if key.startswith(_LAUNCHED)]
+
+
+is_worker = bool(_launched()) and _started_by_multiprocessing()
+"""Whether this process inherited the environment of a rank, and would take its place in MPI."""
+
+if is_worker:
+    for _key in _launched():
+        del os.environ[_key]
+_is_alone = not _launched() and _TRANSPORTS not in os.environ
 if _is_alone:
     os.environ[_TRANSPORTS] = "self"
 
@@ -25,3 +48,30 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, b
 finally:
     if _is_alone:
         del os.environ[_TRANSPORTS]  # not for the jobs that this process starts
+
+
+def _check_launcher(size: int) -> None:
+    """Ranks that do not find each other would each be a world of its own.
+
+    Raises:
+        UnavailableError: a launcher says that it started more processes than MPI knows of.
+    """
+    counts = {
+        name: int(os.environ[name])
+        for name in (*_MPI_COUNTS, _TORCHRUN_COUNT, _SLURM_COUNT)
+        if os.environ.get(name, "").isdecimal()
+    }
+    if any(name in counts for name in _MPI_COUNTS):
+        counts.pop(_SLURM_COUNT, None)  # mpirun inside of an allocation may start fewer
+    for name, count in counts.items():
+        if count > size:
+            vendor, version = MPI.get_vendor()
+            raise UnavailableError(
+                f"{name}={count}, but MPI knows of {size} process{'es' * (size > 1)}: the others would be worlds of "
+                f"their own. This process uses {vendor} {'.'.join(map(str, version))}: start with its own mpirun -n "
+                f"{count} python ..., or under Slurm with srun --mpi=pmix; for one process, unset {name}"
+            )
+
+
+if not is_worker:
+    _check_launcher(MPI.COMM_WORLD.size)

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from torchrelay.errors import MismatchError
 from torchrelay.mpi import _check
-from torchrelay.mpi._dtypes import buffer
+from torchrelay.mpi._dtypes import buffer, datatype
 from torchrelay.mpi._exchange import pieces
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._receipts import numbers
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import Waiting, finish
+from torchrelay.mpi._wait import Waiting, abandon, failed, finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Receiving", "finish_all", "start_send"]
+__all__ = ["Incoming", "Receiving", "finish_all", "start_send"]
 
 
 def start_send(call: Waiting, memory: Tensor, dest: int, tag: int) -> Sequence[tuple[MPI.Request, Tensor]]:
@@ -31,18 +32,47 @@ def start_send(call: Waiting, memory: Tensor, dest: int, tag: int) -> Sequence[t
 
 def finish_all(started: Sequence[tuple[MPI.Request, Tensor]], call: Waiting) -> None:
     for request, _ in started:
-        finish(request, call)
+        finish(request, call, started)
+
+
+class Incoming:
+    """The request of a message into ``memory``. Its ``Test`` raises if fewer bytes came than there is memory for."""
+
+    __slots__ = ("call", "memory", "request", "status")
+
+    def __init__(self, request: MPI.Request, memory: Tensor, call: Waiting) -> None:
+        self.request = request
+        self.memory = memory
+        self.call = call
+        self.status = MPI.Status()
+
+    def Test(self) -> bool:
+        if not self.request.Test(self.status):
+            return False
+        source = self.status.Get_source()
+        wanted, kind = self.memory.numel(), datatype(self.memory.dtype)
+        if source != MPI.PROC_NULL and self.status.Get_count(kind) != wanted:
+            call, got_bytes = self.call, self.status.Get_count(MPI.BYTE)
+            raise failed(
+                MismatchError(
+                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got {got_bytes} bytes from rank "
+                    f"{source}, and expected {self.memory.nbytes}: {wanted} elements of {self.memory.dtype}"
+                )
+            )
+        return True
 
 
 class Receiving:
     """A message under way into ``memory``; ``source`` and ``tag`` may be wildcards, until :meth:`finish` knows them."""
 
-    __slots__ = ("header", "memory", "number", "requests", "source", "tag")
+    __slots__ = ("header", "is_done", "memory", "number", "requests", "source", "tag")
 
     def __init__(
         self, comm: Communicator, memory: Tensor, source: int, tag: int, request: MPI.Request | None = None
     ) -> None:
         """Starts to receive, or joins ``request``, which does."""
+        self.is_done = False
+        self.requests: list[MPI.Request] = []
         self.memory = memory
         self.number = next(numbers)
         self.source = source
@@ -59,29 +89,33 @@ class Receiving:
             self.requests.append(comm.mpi.Irecv(buffer(part), self.source, self.tag))
 
     def finish(self, call: Waiting) -> None:
-        """Returns when the message is there."""
+        """Returns when the message is there.
+
+        Raises:
+            MismatchError: it has another length than the memory; in debug mode, another shape or dtype.
+        """
         if self.header is not None:
             self.header.compare(call, self.memory)
-        status = MPI.Status()
-        finish(_WithStatus(self.requests[0], status), call)
-        self.source, self.tag = status.Get_source(), status.Get_tag()
+        first = self._finish_part(call, 0)
+        if self.source == MPI.PROC_NULL:
+            self.is_done = True
+            return
+        self.source, self.tag = first.Get_source(), first.Get_tag()
         if settings.debug and self.header is None:
             header = _check.expect(call.comm, self.source, self.tag)
             if header is not None:
                 header.compare(call, self.memory)
         self._start_others(call.comm)
-        for request in self.requests[1:]:
-            finish(request, call)
+        for index in range(1, len(self.requests)):
+            self._finish_part(call, index)
+        self.is_done = True
 
+    def __del__(self) -> None:
+        if not self.is_done:  # nobody waited for it, or it failed
+            abandon((self.requests, self.memory))
 
-class _WithStatus:
-    """A request whose tests also fill a status."""
-
-    __slots__ = ("request", "status")
-
-    def __init__(self, request: MPI.Request, status: MPI.Status) -> None:
-        self.request = request
-        self.status = status
-
-    def Test(self) -> bool:
-        return self.request.Test(self.status)
+    def _finish_part(self, call: Waiting, index: int) -> MPI.Status:
+        (part,) = pieces(self.memory)[index]
+        incoming = Incoming(self.requests[index], part, call)
+        finish(incoming, call)
+        return incoming.status

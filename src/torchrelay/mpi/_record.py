@@ -15,16 +15,18 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from torchrelay import _torch, telemetry
-from torchrelay.errors import UnsupportedError
+from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi import _chain, _check
 from torchrelay.mpi._dtypes import is_differentiable
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._meeting import is_large, meet
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import Testable, check_usable, finish, listen
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Adjoint", "Call", "Started", "is_differentiated", "nothing_of", "record", "unchanged"]
+__all__ = ["Adjoint", "Call", "Started", "Uniform", "is_differentiated", "nothing_of", "record", "unchanged"]
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ class Started:
 
     def finish(self, call: Call) -> Tensor:
         for request in self.requests:
-            finish(request, call)
+            finish(request, call, self)
         return self.result()
 
 
@@ -112,9 +114,17 @@ class Call:
         """Whether to record it; must be equal on all ranks, so it may depend on dtype and arguments alone."""
         return is_differentiable(x.dtype)
 
+    def terms(self) -> str:
+        """Function and arguments, which must be equal on all ranks; overwriting the input is each rank's own choice."""
+        return f"{self.name.rstrip('_')}({self.arguments()})"
+
     def signature(self, x: Tensor) -> str:
-        """What must be equal on all ranks."""
-        return f"{self.describe()} of {x.dtype} {tuple(x.shape)}"
+        """All that must be equal on all ranks."""
+        return f"{self.terms()} of {x.dtype} {tuple(x.shape)}"
+
+    def extent_bytes(self, x: Tensor) -> int:
+        """About how much is moved. All ranks compute the same, without being told the others' shapes."""
+        return x.numel() * x.itemsize
 
     def describe(self) -> str:
         """The function and its arguments, for messages."""
@@ -126,6 +136,17 @@ class Call:
     def peers(self) -> Iterable[int]:
         """The ranks this call waits for."""
         return range(self.comm.size)
+
+
+class Uniform(Call):
+    """A collective to which all ranks give tensors of one shape and dtype."""
+
+    __slots__ = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_large(x):
+            meet(self, self.signature(x))
+        return super().forward(x)
 
 
 _TOKEN = torch.empty(())
@@ -230,10 +251,16 @@ def save(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
 
 def record(call: Call, x: Tensor) -> Tensor:
     """Runs ``call`` on ``x``, recorded in autograd's graph if grad mode is on."""
-    if telemetry.listening():
-        with telemetry.span(f"mpi.{call.name}", comm=call.comm.name, size_bytes=x.numel() * x.itemsize):
-            return _record(call, x)
-    return _record(call, x)
+    try:
+        if telemetry.listening():
+            with telemetry.span(f"mpi.{call.name}", comm=call.comm.name, size_bytes=x.numel() * x.itemsize):
+                return _record(call, x)
+        return _record(call, x)
+    except MPI.Exception as error:
+        if call.comm.mpi == MPI.COMM_NULL:
+            raise ArgumentError(f"{call.describe()}: {call.comm.name} was freed") from error
+        what = f"{call.describe()} on {call.comm.name}"
+        raise ArgumentError(f"{what}: MPI refuses it: {error.Get_error_string()}") from error
 
 
 def _record(call: Call, x: Tensor) -> Tensor:

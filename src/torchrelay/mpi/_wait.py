@@ -6,6 +6,9 @@ all of them that it gives up, and raises an error that names the call and who is
 an exception tells the others, which then raise at once. After such an error MPI's state is lost: further
 communications raise, and the process ends the job with ``MPI_Abort`` when it exits, since ``MPI_Finalize``
 would wait for what never completes.
+
+A rank that ends without an exception, be it by ``sys.exit``, waits for the others to end too. If they do not, it
+tells them that it has ended; those that wait for it raise as soon as all others they wait for are in the same call.
 """
 
 from __future__ import annotations
@@ -19,14 +22,33 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError, TorchRelayError
-from torchrelay.mpi._library import MPI
+from torchrelay.errors import (
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    TorchRelayError,
+    UnavailableError,
+)
+from torchrelay.mpi._library import MPI, is_worker
 from torchrelay.mpi._settings import settings
 
 if TYPE_CHECKING:
+    from torchrelay.mpi._lease import Lease
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Testable", "Waiting", "barrier", "check_usable", "failed", "finish", "listen", "register"]
+__all__ = [
+    "Named",
+    "Testable",
+    "Waiting",
+    "abandon",
+    "barrier",
+    "check_usable",
+    "failed",
+    "finish",
+    "listen",
+    "register",
+    "unregister",
+]
 
 # Tests in a tight loop, some 0.3 us each, before the core is offered to others: a rank that shares its core with
 # another holds up the very message it waits for, one that does not loses a time slice to whoever else is there.
@@ -36,7 +58,9 @@ YIELD_S = 1.0  # after that, give the core to others, but go on at full speed
 NAP_S = 2e-4  # after a second, the peer is late rather than slow
 LISTEN_S = 0.02  # how often a waiting rank looks for what others tell or ask
 
-QUESTION, ANSWER, FAREWELL, MISMATCH = 1, 2, 3, 4  # tags on the control communicator
+ENDING_S = 1.0  # how long a rank that has ended waits for the others before it tells them
+
+QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED = 1, 2, 3, 4, 5  # tags on the control communicator
 MESSAGE_BYTES = 1024
 
 
@@ -49,34 +73,60 @@ class Testable(Protocol):
 class Waiting(Protocol):
     """A communication that can be waited for and named."""
 
-    comm: Communicator
+    @property
+    def comm(self) -> Communicator: ...
 
     def describe(self) -> str: ...
     def peers(self) -> Iterable[int]: ...
 
 
-_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_abandoned: list[Any] = []  # requests that will never complete; freeing their buffers would corrupt memory
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+_abandoned: list[Any] = []  # requests that may never complete; freeing their memory would corrupt it
+_endings = MPI.COMM_WORLD.Dup()  # for the barrier at exit
 _broken: str | None = None
+_is_rank = True
+_has_ended = False
 _waiting: tuple[Waiting, float] | None = None
 _told = False
 
 
-def register(comm: Communicator) -> None:
-    """Answers questions that arrive over ``comm`` while this rank waits anywhere."""
-    _communicators.add(comm)
+def register(lease: Lease) -> None:
+    """Answers questions that arrive over its control communicator while this rank waits anywhere."""
+    _leases.add(lease)
+
+
+def unregister(lease: Lease) -> None:
+    _leases.discard(lease)
 
 
 def check_usable() -> None:
-    """Raises :class:`PeerLostError` if a communication failed before: messages would no longer match."""
-    if _broken is not None:
-        raise PeerLostError(
-            f"MPI cannot be used any more, because an earlier communication failed: {_broken}"
-        )
+    """Whether messages would still match.
+
+    Raises:
+        PeerLostError: a communication failed before.
+        UnavailableError: this process is no rank, but was started by one.
+    """
+    if _broken is None:
+        return
+    if not _is_rank:
+        raise UnavailableError(_broken)
+    raise PeerLostError(f"MPI cannot be used any more, because an earlier communication failed: {_broken}")
 
 
-def finish(request: Testable, call: Waiting) -> None:
-    """Returns when ``request`` is done.
+def _is_no_rank(reason: str) -> None:
+    """From now on this process, which inherited its rank from another, communicates with nobody."""
+    global _broken, _is_rank
+    _broken, _is_rank = reason, False
+    atexit.unregister(_leave)
+
+
+def abandon(memory: object) -> None:
+    """Keeps memory that MPI may still write to, or read from."""
+    _abandoned.append(memory)
+
+
+def finish(request: Testable, call: Waiting, memory: object = None) -> None:
+    """Returns when ``request``, which uses ``memory``, is done.
 
     Raises:
         OperationTimeoutError: it was not done within ``timeout_s``; ``ranks`` names those that are missing.
@@ -89,19 +139,28 @@ def finish(request: Testable, call: Waiting) -> None:
             if test():
                 return
         _finish_late(request, call)
-    except MPI.Exception as error:
-        raise MismatchError(
-            f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: {error.Get_error_string()}; do all ranks "
-            "give tensors of the same shape and dtype? TORCHRELAY_MPI_DEBUG=1 compares them before each call"
+    except BaseException as error:
+        abandon((request, memory))
+        if not isinstance(error, MPI.Exception):
+            raise
+        raise failed(
+            MismatchError(
+                f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: {error.Get_error_string()}; do "
+                "all ranks give tensors of the same shape and dtype? TORCHRELAY_MPI_DEBUG=1 compares them before each "
+                "call"
+            )
         ) from error
 
 
-class _Barrier:
-    def __init__(self, comm: Communicator) -> None:
+class Named:
+    """Something that all ranks of a communicator do, by its name."""
+
+    def __init__(self, comm: Communicator, name: str) -> None:
         self.comm = comm
+        self.name = name
 
     def describe(self) -> str:
-        return "Barrier()"
+        return self.name
 
     def peers(self) -> Iterable[int]:
         return range(self.comm.size)
@@ -110,14 +169,14 @@ class _Barrier:
 def barrier(comm: Communicator) -> None:
     """Returns when all ranks have called it."""
     check_usable()
-    finish(comm.mpi.Ibarrier(), _Barrier(comm))
+    finish(comm.mpi.Ibarrier(), Named(comm, "Barrier()"))
 
 
 def _finish_late(request: Testable, call: Waiting) -> None:
     global _waiting  # noqa: PLW0603
     before, start = _waiting, time.monotonic()
     _waiting = (call, start)
-    heard = start
+    heard = asked = start
     try:
         while not any(request.Test() for _ in range(TESTS)):
             now = time.monotonic()
@@ -126,13 +185,14 @@ def _finish_late(request: Testable, call: Waiting) -> None:
                 listen()
                 if now - start > settings.timeout_s and _give_up(request, call, start):
                     return
+                if call.comm.lease.ended and now - asked > settings.grace_s:
+                    if _give_up_the_ended(request, call):
+                        return
+                    asked = time.monotonic()
             if now - start < YIELD_S:
                 os.sched_yield()
             else:
                 time.sleep(NAP_S)
-    except BaseException:
-        _abandoned.append(request)
-        raise
     finally:
         _waiting = before
 
@@ -141,21 +201,24 @@ def listen() -> list[tuple[int, str]]:
     """Answers questions, raises on farewells, and returns the answers that came."""
     answers = []
     status = MPI.Status()
-    for comm, tag in itertools.product(list(_communicators), (QUESTION, ANSWER, FAREWELL, MISMATCH)):
-        while comm.control.Iprobe(MPI.ANY_SOURCE, tag, status):
-            source = status.Get_source()
-            text = _receive(comm, source, tag)
+    for lease, tag in itertools.product(list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH)):
+        while (message := lease.control.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
+            source, text = status.Get_source(), _receive(message)
             if tag == QUESTION:
-                _send(comm, source, ANSWER, _whereabouts())
+                _send(lease, source, ANSWER, _whereabouts())
             elif tag == ANSWER:
                 answers.append((source, text))
+            elif tag == ENDED:
+                lease.ended.add(source)
             else:
-                what = f"rank {comm.rank}: {_whereabouts()}, and rank {source} gave up: {text}"
+                what = f"rank {lease.rank}: {_whereabouts()}, and rank {source} gave up: {text}"
                 raise failed(PeerLostError(what, (source,)) if tag == FAREWELL else MismatchError(what))
     return answers
 
 
 def _whereabouts() -> str:
+    if _has_ended:
+        return "no longer there, it has ended"
     if _waiting is None:
         return "in no communication"
     call, start = _waiting
@@ -164,17 +227,10 @@ def _whereabouts() -> str:
 
 def _give_up(request: Testable, call: Waiting, start: float) -> bool:
     """Asks who is where, then raises. True: the communication completed while asking."""
-    comm = call.comm
-    peers = [rank for rank in call.peers() if rank != comm.rank]
-    for rank in peers:
-        _send(comm, rank, QUESTION, "")
-    answers: dict[int, str] = {}
-    asked = time.monotonic()
-    while time.monotonic() - asked < settings.grace_s and len(answers) < len(peers):
-        if request.Test():
-            return True
-        answers.update(listen())
-        time.sleep(NAP_S)
+    comm, peers = call.comm, _peers(call)
+    answers = _ask(request, call, peers)
+    if answers is None:
+        return True
     what = f"{call.describe()} on {comm.name}"
     missing = [rank for rank in peers if what not in answers.get(rank, "")]
     places = [f"rank {rank} is {answers.get(rank, 'in no communication')}" for rank in peers]
@@ -190,6 +246,53 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
     )
 
 
+def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
+    """Raises if ``call`` waits for ranks that have ended, and for no others. True: it completed meanwhile.
+
+    A rank may end before others when it has done its part, as the root of a broadcast has; so those that have not
+    ended are asked, and any that is not in this call may be the one that is waited for.
+    """
+    comm, peers = call.comm, _peers(call)
+    ended = [rank for rank in peers if rank in comm.lease.ended]
+    if not ended:
+        return False
+    others = [rank for rank in peers if rank not in comm.lease.ended]
+    answers = _ask(request, call, others)
+    if answers is None:
+        return True
+    what = f"{call.describe()} on {comm.name}"
+    if any(what not in answers.get(rank, "") for rank in others):
+        return False
+    who = f"{'rank' if len(ended) == 1 else 'ranks'} {', '.join(map(str, ended))}"
+    raise failed(
+        PeerLostError(
+            f"rank {comm.rank}: {what} cannot complete, because {who} ended without taking part: the end of the "
+            "script, or sys.exit",
+            ended,
+        )
+    )
+
+
+def _peers(call: Waiting) -> list[int]:
+    """The other ranks it waits for."""
+    mine = call.comm.lease.rank
+    return [rank for rank in call.peers() if rank != mine and rank >= 0]
+
+
+def _ask(request: Testable, call: Waiting, ranks: list[int]) -> dict[int, str] | None:
+    """Where ``ranks`` are, as far as they answer within ``grace_s``. None: ``request`` completed meanwhile."""
+    for rank in ranks:
+        _send(call.comm.lease, rank, QUESTION, "")
+    answers: dict[int, str] = {}
+    asked = time.monotonic()
+    while time.monotonic() - asked < settings.grace_s and (len(answers) < len(ranks) or not ranks):
+        if request.Test():
+            return None
+        answers.update(listen())
+        time.sleep(NAP_S)
+    return answers
+
+
 def failed(error: TorchRelayError) -> TorchRelayError:
     """``error``, to be raised: messages would no longer match, so all ranks are told, and communication ends."""
     global _broken  # noqa: PLW0603
@@ -203,31 +306,56 @@ def _tell_all(reason: str, tag: int = FAREWELL) -> None:
     if _told:
         return
     _told = True
-    for comm in list(_communicators):
-        for rank in range(comm.size):
-            if rank != comm.rank:
-                _send(comm, rank, tag, reason)
+    _send_all(tag, reason)
 
 
-def _send(comm: Communicator, rank: int, tag: int, text: str) -> None:
+def _send_all(tag: int, text: str) -> None:
+    for lease in list(_leases):
+        for rank in range(lease.size):
+            if rank != lease.rank:
+                _send(lease, rank, tag, text)
+
+
+def _send(lease: Lease, rank: int, tag: int, text: str) -> None:
     message = bytearray(text.encode()[: MESSAGE_BYTES - 1])
-    request = comm.control.Isend([message, len(message), MPI.BYTE], rank, tag)
+    request = lease.control.Isend([message, len(message), MPI.BYTE], rank, tag)
     if not request.Test():
         _abandoned.append((request, message))
 
 
-def _receive(comm: Communicator, source: int, tag: int) -> str:
-    message = bytearray(MESSAGE_BYTES)
+def _receive(message: MPI.Message) -> str:
+    text = bytearray(MESSAGE_BYTES)
     status = MPI.Status()
-    comm.control.Recv([message, MESSAGE_BYTES, MPI.BYTE], source, tag, status)
-    return message[: status.Get_count(MPI.BYTE)].decode(errors="replace")
+    message.Recv([text, MESSAGE_BYTES, MPI.BYTE], status)
+    return text[: status.Get_count(MPI.BYTE)].decode(errors="replace")
+
+
+def _end_together() -> None:
+    """Waits until all ranks end. Raises if another gives up."""
+    global _has_ended  # noqa: PLW0603
+    _has_ended = True
+    request, start, is_told = _endings.Ibarrier(), time.monotonic(), False
+    while not any(request.Test() for _ in range(TESTS)):
+        listen()
+        if not is_told and time.monotonic() - start > ENDING_S:
+            is_told = True
+            _send_all(ENDED, "")
+        time.sleep(NAP_S if not is_told else LISTEN_S)
 
 
 def _leave() -> None:
-    """At exit: after a failure, give the others a moment to report theirs, then end the job."""
-    error = getattr(sys, "last_value", None)
-    if (_broken is None and error is None) or MPI.COMM_WORLD.size == 1 or MPI.Is_finalized():
+    """At exit: wait for the others. After a failure, give them a moment to report theirs, then end the job."""
+    if MPI.COMM_WORLD.size == 1 or MPI.Is_finalized():
         return
+    error = getattr(sys, "last_value", None)
+    if _broken is None and error is None:
+        try:
+            _end_together()
+        except TorchRelayError as lost:
+            error = lost
+            print(f"{type(lost).__name__}: {lost}", file=sys.stderr)
+        else:
+            return
     if not isinstance(error, KeyboardInterrupt):
         _tell_all(f"it ended with {type(error).__name__}: {error}" if _broken is None else _broken)
     sys.stdout.flush()
@@ -237,3 +365,7 @@ def _leave() -> None:
 
 
 atexit.register(_leave)
+_NO_RANK = "this process was started by a rank, and is none itself: communicate in the rank"
+os.register_at_fork(after_in_child=lambda: _is_no_rank(_NO_RANK))
+if is_worker:
+    _is_no_rank(_NO_RANK)

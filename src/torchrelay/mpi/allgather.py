@@ -5,23 +5,17 @@ The derivative sums, for each rank's part, the cotangents of all ranks: Reduce_s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import (
-    agree,
-    allgather_blocks,
-    axis_of,
-    exchange_headers,
-    known_headers,
-    layout,
-    packed,
-    placed,
-)
+from torchrelay.mpi._exchange import allgather_blocks, axis_of, layout, packed, placed
+from torchrelay.mpi._meeting import agree, exchange_headers, known_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi.replicate import own_use
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -50,7 +44,8 @@ class Allgather(Call):
     def adjoint(self, grad: Tensor) -> Adjoint:
         rank, reverse = self.comm.rank, self.comm.reverse
         if self.comm.convention == "replicated":
-            return Adjoint(None, grad.narrow(self.axis, sum(self.lengths[:rank]), self.lengths[rank]))
+            start, length = sum(self.lengths[:rank]), self.lengths[rank]
+            return own_use(self.comm, grad, lambda whole: whole.narrow(self.axis, start, length))
         from torchrelay.mpi.reduce_scatter import ReduceScatter  # noqa: PLC0415 - each is the other's derivative
 
         return Adjoint(ReduceScatter(reverse, Op.SUM, self.axis, self.lengths[rank], self.known), grad)
@@ -59,7 +54,13 @@ class Allgather(Call):
         return Allgather(self.comm, self.axis + 1, self.known)
 
     def signature(self, x: Tensor) -> str:
-        return f"{self.describe()} of {x.dtype} with {x.ndim} axes"
+        return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
+
+    def extent_bytes(self, x: Tensor) -> int:
+        if not self.known:
+            return super().extent_bytes(x)
+        others = [size for axis, size in enumerate(x.shape) if axis != self.axis]
+        return math.prod(others) * max(self.known) * x.itemsize
 
     def arguments(self) -> str:
         return f"axis={self.axis}"

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import BLOCKING_BYTES, fresh, is_small, meet, packed, pieces, placed
-from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._exchange import fresh, is_small, packed, pieces, placed
+from torchrelay.mpi._meeting import is_large, meet
+from torchrelay.mpi._record import Adjoint, Started, Uniform, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import finish
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Located", "allreduce"]
 
-LARGE_BYTES = 1 << 25  # from here on starting to reduce is again as fast as blocking
+STARTING_BYTES = 1 << 25  # from here on starting to reduce is again as fast as blocking
 DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 
 
-class Allreduce(Call):
+class Allreduce(Uniform):
     __slots__ = ("op",)
     name = "Allreduce"
 
@@ -36,17 +37,17 @@ class Allreduce(Call):
         self.op = op
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_small(x) or x.nbytes >= BLOCKING_BYTES:
+        if not is_small(x) or is_large(x):
             return self._forward_large(x)
         result, op = torch.empty_like(x), mpi_op(x.dtype, self.op)
-        finish(self.comm.mpi.Iallreduce(buffer(x), buffer(result), op), self)
+        finish(self.comm.mpi.Iallreduce(buffer(x), buffer(result), op), self, (x, result))
         return result
 
     def _forward_large(self, x: Tensor) -> Tensor:
         source, op = packed(x), mpi_op(x.dtype, self.op)
-        if not BLOCKING_BYTES <= source.nbytes < LARGE_BYTES or source.numel() > settings.max_count:
+        if not is_large(x) or source.nbytes >= STARTING_BYTES or source.numel() > settings.max_count:
             return super().forward(x)
-        meet(self, source)
+        meet(self, self.signature(x))
         result = fresh(source.shape, source.dtype)
         self.comm.mpi.Allreduce(buffer(source), buffer(result), op)
         return placed(result, x)
@@ -63,12 +64,14 @@ class Allreduce(Call):
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
-            return Adjoint(None, grad)
+            from torchrelay.mpi.replicate import own_use  # noqa: PLC0415 - each is the other's derivative
+
+            return own_use(self.comm, grad)
         return Adjoint(Allreduce(self.comm.reverse, Op.SUM), grad)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        comm = self.comm
-        total = grad if comm.convention == "replicated" else record(Allreduce(comm.reverse, Op.SUM), grad)
+        call, grad, _ = self.adjoint(grad)
+        total = grad if call is None else record(call, grad)
         return total * share(self.comm.reverse, self.op, *saved) if saved else total
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:

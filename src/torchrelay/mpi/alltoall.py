@@ -13,17 +13,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._exchange import (
-    Blocks,
-    Header,
-    agree,
-    alltoall_blocks,
-    axis_of,
-    exchange_headers,
-    layout,
-    packed,
-    placed,
-)
+from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, layout, packed, placed
+from torchrelay.mpi._meeting import Header, agree, exchange_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -97,7 +88,7 @@ class Alltoall(Call):
         )
 
     def signature(self, x: Tensor) -> str:
-        return f"{self.describe()} of {x.dtype} with {x.ndim} axes"
+        return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
 
     def arguments(self) -> str:
         return f"gatheraxis={self.gatheraxis}, scatteraxis={self.scatteraxis}"

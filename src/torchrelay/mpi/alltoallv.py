@@ -6,18 +6,20 @@ The derivative sends the parts' cotangents back.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, MismatchError
-from torchrelay.mpi._dtypes import CODES
-from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, parts, placed, told
+from torchrelay.mpi._dtypes import buffer
+from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, parts, placed
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._meeting import MAX_DIMS, agree, exchange_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._settings import settings
+from torchrelay.mpi._wait import finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -46,19 +48,29 @@ class Alltoallv(Call):
                     f"{self.describe()} in two steps carries at most {settings.max_count} elements"
                 )
             return self._start(x, 0)
-        size, inner = self.comm.size, self._inner(x)
-        rows = told(self, struct.pack(f"{size + 2}q", *self.sent, inner, CODES.get(x.dtype, -1)))
-        if rows is None:
-            self.received = [self.sent[self.comm.rank]] * size
-            return self._start(x, size * x.numel())
-        counts = np.frombuffer(rows, np.int64).reshape(size, size + 2)
-        if (counts[:, size:] != counts[0, size:]).any():
+        if self.comm.size > MAX_DIMS:
+            headers = exchange_headers(self, x)
+            agree(self, headers, self.axis)
+            self.received = self._exchange_counts()
+            return self._start(x, sum([math.prod(h.shape) for h in headers]))
+        headers = exchange_headers(self, x, self._inner(x), tuple(self.sent))
+        if len({(h.dtype, h.number) for h in headers}) > 1:
+            given = "; ".join(f"rank {r}: {h.number} of {h.dtype}" for r, h in enumerate(headers))
             raise MismatchError(
-                f"{self.describe()} on {self.comm.name}: the ranks' tensors differ in dtype, or in length along "
-                f"other axes; this is {x.dtype} {tuple(x.shape)}"
+                f"{self.describe()} on {self.comm.name}: the ranks' tensors differ in dtype, or in elements along "
+                f"the other axes ({given})"
             )
-        self.received = counts[:, self.comm.rank].tolist()
-        return self._start(x, int(counts[:, :size].sum()) * inner)
+        self.received = [h.shape[self.comm.rank] for h in headers]
+        return self._start(x, sum([sum(h.shape) for h in headers]) * self._inner(x))
+
+    def _exchange_counts(self) -> list[int]:
+        """How much comes from each rank, of so many that their counts do not fit into the headers."""
+        sent, received = torch.tensor(self.sent), torch.empty(self.comm.size, dtype=torch.int64)
+        request = self.comm.meeting.Ialltoall(
+            (buffer(sent)[0], 1, MPI.INT64_T), (buffer(received)[0], 1, MPI.INT64_T)
+        )
+        finish(request, self, (sent, received))
+        return received.tolist()
 
     def _inner(self, x: Tensor) -> int:
         return math.prod(x.shape[: self.axis]) * math.prod(x.shape[self.axis + 1 :])
@@ -78,7 +90,10 @@ class Alltoallv(Call):
         return Alltoallv(self.comm, self.sent, self.axis + 1, self.known)
 
     def signature(self, x: Tensor) -> str:
-        return f"{self.describe()} of {x.dtype} with {x.ndim} axes"
+        return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
+
+    def extent_bytes(self, x: Tensor) -> int:
+        return 0  # no rank knows it of all
 
     def arguments(self) -> str:
         return f"axis={self.axis}"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import Op, buffer
 from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._record import Adjoint, Started, Uniform, nothing_of, record, unchanged
+from torchrelay.mpi.replicate import own_use
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["bcast", "bcast_"]
 
 
-class Bcast(Call):
+class Bcast(Uniform):
     __slots__ = ("root",)
     name = "Bcast"
 
@@ -40,7 +40,7 @@ class Bcast(Call):
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
-            return Adjoint(None, grad if self.comm.rank == self.root else torch.zeros_like(grad))
+            return own_use(self.comm, grad, unchanged if self.comm.rank == self.root else nothing_of)
         from torchrelay.mpi.reduce import Reduce  # noqa: PLC0415 - each is the other's derivative
 
         return Adjoint(Reduce(self.comm.reverse, Op.SUM, self.root), grad)

@@ -7,7 +7,7 @@ messages; ranks that wait for each other talk over the second.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,7 +17,9 @@ from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _wait, compiled, persistent, point_to_point, starting
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._exchange import axis_of, equal_part
+from torchrelay.mpi._lease import Lease
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._meeting import meet
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allgather import allgather
 from torchrelay.mpi.allreduce import allreduce, allreduce_located
@@ -39,14 +41,15 @@ __all__ = ["CartCommunicator", "Communicator", "from_mpi4py"]
 
 _C = TypeVar("_C", bound="Communicator")
 _names = itertools.count()
+MAX_TAG: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 
 
 class Communicator:
     """Ranks that communicate with each other. Made by :func:`from_mpi4py`, :meth:`Split`, :meth:`Dup`, :meth:`Cart`."""
 
     mpi: MPI.Intracomm
-    control: MPI.Intracomm
-    reverse: Communicator
+    meeting: MPI.Intracomm
+    lease: Lease
     rank: int
     size: int
     name: str
@@ -54,8 +57,8 @@ class Communicator:
     number: int
     is_reverse: bool
 
-    def __init__(self, mpi: MPI.Comm, name: str | None = None) -> None:
-        """Collective over ``mpi``'s ranks."""
+    def __init__(self, mpi: MPI.Comm, name: str | None = None, parent: Lease | None = None) -> None:
+        """Collective over ``mpi``'s ranks. What has a parent is freed with all that belongs to it."""
         if not isinstance(mpi, MPI.Intracomm):
             raise ArgumentError(f"{mpi!r} is not an intra-communicator")
         self.mpi = mpi
@@ -64,16 +67,22 @@ class Communicator:
         self.convention = settings.convention
         self.unreached: str | None = None  # the setting's value
         self.is_reverse = False
-        self.control = mpi.Dup()
+        self.lease = Lease(mpi, parent)
+        self.meeting = self.lease.control
+        self._reverse: Communicator | None = None
+        self._straight: Communicator | None = None
         reverse = self._copy()
-        reverse.mpi, reverse.reverse, reverse.name = mpi.Dup(), reverse, f"{self.name} (backward)"
+        reverse.mpi = reverse.meeting = self.lease.own(mpi.Dup())
+        reverse.name = f"{self.name} (backward)"
         reverse.is_reverse = True
-        self.reverse = reverse
-        self._ended: Communicator | None = None
-        reverse._ended = None
+        self._reverse = reverse
         self.number = compiled.register(self)
         reverse.number = self.number
-        _wait.register(self)
+
+    @property
+    def reverse(self) -> Communicator:
+        """The communicator for backward passes; its own is itself."""
+        return self if self._reverse is None else self._reverse
 
     def _copy(self: _C) -> _C:
         other = object.__new__(type(self))
@@ -104,44 +113,85 @@ class Communicator:
             raise ArgumentError(f"no such convention or choice: {convention!r}, {unreached!r}")
         other = self._copy()
         other.convention, other.unreached = convention, unreached
-        other.reverse = self.reverse._copy()
-        other.reverse.convention, other.reverse.reverse = convention, other.reverse
+        if self._reverse is not None:
+            other._reverse = self._reverse._copy()
+            other._reverse.convention, other._reverse.unreached = convention, unreached
         other.number = other.reverse.number = compiled.register(other)
         return other
 
     def Dup(self) -> Communicator:
         """The same ranks, with messages of their own."""
-        return self._derived(self.mpi.Dup())
+        return self._derived(self._make("Dup()", self.mpi.Dup))
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator | None:
         """Ranks with the same ``color`` form a communicator, ordered by ``key``; none for ``MPI_UNDEFINED``."""
-        mpi = self.mpi.Split(color, key)
-        return None if mpi == MPI.COMM_NULL else self._derived(mpi)
+        mpi = self._make("Split()", lambda: self.mpi.Split(color, key))
+        return None if mpi is None else self._derived(mpi)
 
     def Cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> CartCommunicator | None:
         """The ranks on a grid of ``dims``; periodic along the axes where ``periods`` is true."""
-        mpi = self.mpi.Create_cart(list(dims), periods or [False] * len(dims), reorder)
-        if mpi == MPI.COMM_NULL:
+        dims, periods = list(dims), list(periods or [False] * len(dims))
+        mpi = self._make(
+            f"Cart(dims={dims}, periods={periods})",
+            lambda: self.mpi.Create_cart(dims, periods, reorder),
+        )
+        if mpi is None:
             return None
-        cart = CartCommunicator(mpi)
+        cart = CartCommunicator(mpi, parent=self.lease)
         return cart.replace(self.convention, self.unreached)  # type: ignore[return-value]
 
-    def _derived(self, mpi: MPI.Comm) -> Communicator:
-        return Communicator(mpi).replace(self.convention, self.unreached)
+    def _make(self, name: str, make: Callable[[], MPI.Comm]) -> MPI.Comm | None:
+        """A new communicator of MPI, made by all ranks; None for a rank that is no part of it."""
+        _wait.check_usable()
+        call = _wait.Named(self, name)
+        meet(call, name)
+        self.lease.collect(call)
+        mpi = make()
+        if mpi != MPI.COMM_NULL:
+            return mpi
+        self.lease.no_child()
+        return None
+
+    def _derived(self, mpi: MPI.Comm | None) -> Communicator:
+        assert mpi is not None
+        return Communicator(mpi, parent=self.lease).replace(self.convention, self.unreached)
+
+    def Free(self) -> None:
+        """Gives it back to MPI. Collective; neither it nor its copies (:meth:`replace`) can be used any more.
+
+        One that no rank can reach any more is freed when another is made of the one it was made of.
+        """
+        if self.name == WORLD_NAME:
+            raise ArgumentError(f"{self.name} cannot be freed")
+        if self.mpi != MPI.COMM_NULL:
+            meet(_wait.Named(self, "Free()"), "Free()")
+            self.lease.free()
+            self.mpi = MPI.Intracomm()
+
+    def __enter__(self: _C) -> _C:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Frees it, unless the block raised: other ranks may not get here then."""
+        if kind is None:
+            self.Free()
 
     def from_the_end(self) -> Communicator:
         """The backward communicator with its ranks in reverse order; made at first use, by all ranks."""
-        if self._ended is None:
-            ended = self._copy()
+        if self._straight is not None:
+            return self._straight
+        if self.lease.from_the_end is None:
+            meet(_wait.Named(self, "Scan()"), "the first derivative of a scan")
             split = self.mpi.Split(0, -self.rank)
             assert isinstance(split, MPI.Intracomm)
-            ended.mpi = split
-            ended.rank = self.size - 1 - self.rank
-            ended.reverse, ended._ended = ended, self
-            self._ended = ended
-        return self._ended
+            self.lease.from_the_end = self.lease.own(split)
+        ended = self._copy()
+        ended.mpi = ended.meeting = self.lease.from_the_end
+        ended.rank = self.size - 1 - self.rank
+        ended._straight = self
+        return ended
 
     def check_rank(self, rank: int) -> int:
         """Raises :class:`ArgumentError` if there is no such rank."""
@@ -149,9 +199,21 @@ class Communicator:
             raise ArgumentError(f"rank {rank} of {self.name}, which has ranks 0 to {self.size - 1}")
         return rank
 
-    def check_peer(self, rank: int) -> int:
-        """As :meth:`check_rank`; ``MPI_ANY_SOURCE`` and ``MPI_PROC_NULL`` are peers too."""
-        return rank if rank in (MPI.ANY_SOURCE, MPI.PROC_NULL) else self.check_rank(rank)
+    def check_dest(self, rank: int, tag: int) -> tuple[int, int]:
+        """Raises :class:`ArgumentError` if nothing can be sent there; ``MPI_PROC_NULL`` is a destination too."""
+        if rank != MPI.PROC_NULL:
+            self.check_rank(rank)
+        if not 0 <= tag <= MAX_TAG:
+            raise ArgumentError(f"tag {tag}: a message has a tag from 0 to {MAX_TAG}")
+        return rank, tag
+
+    def check_source(self, rank: int, tag: int) -> tuple[int, int]:
+        """Raises :class:`ArgumentError` if nothing can come from there; wildcards and ``MPI_PROC_NULL`` are fine."""
+        if rank != MPI.ANY_SOURCE:
+            self.check_dest(rank, 0)
+        if tag != MPI.ANY_TAG:
+            self.check_dest(MPI.PROC_NULL, tag)
+        return rank, tag
 
     # Collectives. Tensors may have any layout, and axes may be negative.
 
@@ -194,13 +256,18 @@ class Communicator:
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
         """This rank's ``numelem`` along ``scatteraxis`` of root's tensor."""
         if is_compiling():
-            return compiled.communicate(self, "scatter", (axis_of(scatteraxis, tensor.ndim), root), tensor)
+            axis = axis_of(scatteraxis, tensor.ndim)
+            if numelem * self.size != tensor.shape[axis]:
+                return compiled.in_unequal_parts(scatter, self, tensor, axis, numelem, root)
+            return compiled.communicate(self, "scatter", (axis, root), tensor)
         return scatter(self, tensor, scatteraxis, numelem, root)
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
         if is_compiling():
             axes = axis_of(gatheraxis, tensor.ndim), axis_of(scatteraxis, tensor.ndim)
+            if axes[0] == axes[1] or numelem * self.size != tensor.shape[axes[1]]:
+                return compiled.in_unequal_parts(alltoall, self, tensor, *axes, numelem)
             return compiled.communicate(self, "alltoall", axes, tensor)
         return alltoall(self, tensor, gatheraxis, scatteraxis, numelem)
 
@@ -384,15 +451,20 @@ class Communicator:
 class CartCommunicator(Communicator):
     """Ranks on a grid: ``dims``, ``periods``, ``coords``, and ``neighbors[d]``, the lower and upper one along d."""
 
-    def __init__(self, mpi: MPI.Cartcomm) -> None:
-        super().__init__(mpi)
-        self.dims, self.periods, self.coords = mpi.Get_topo()
-        self.neighbors = [mpi.Shift(d, 1) for d in range(len(self.dims))]
-        self.faces = mpi.Dup()
-        reverse = self.reverse
-        assert isinstance(reverse, CartCommunicator)
-        reverse.__dict__.update(dims=self.dims, periods=self.periods, coords=self.coords)
-        reverse.__dict__.update(neighbors=self.neighbors, faces=mpi.Dup())
+    mpi: MPI.Cartcomm
+
+    def __init__(self, mpi: MPI.Comm, name: str | None = None, parent: Lease | None = None) -> None:
+        super().__init__(mpi, name, parent)
+        self.dims, self.periods, self.coords = self.mpi.Get_topo()
+        self.neighbors = [self.mpi.Shift(d, 1) for d in range(len(self.dims))]
+        self.faces = self.lease.own(self.mpi.Dup())
+        self.reverse.__dict__.update(
+            dims=self.dims,
+            periods=self.periods,
+            coords=self.coords,
+            neighbors=self.neighbors,
+            faces=self.lease.own(self.mpi.Dup()),
+        )
 
     def Neighbor_alltoall(self, tensor: Tensor) -> Tensor:
         """``tensor[2 * d]`` and ``tensor[2 * d + 1]`` go to the lower and upper neighbour along d."""

@@ -9,7 +9,7 @@ communication (MAX, MIN and PROD gather, and are reduced locally) is traced as s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["communicate", "exchange", "in_place", "reduced", "register", "send"]
+__all__ = ["communicate", "exchange", "in_place", "in_unequal_parts", "reduced", "register", "send"]
 
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
@@ -36,11 +36,21 @@ def register(comm: Communicator) -> int:
     return number
 
 
+def communicator(number: int) -> Communicator:
+    """The communicator that :func:`register` gave ``number``."""
+    return _communicators[number]
+
+
 # What Communicator's methods call while they are traced
 
 
 def communicate(comm: Communicator, kind: str, args: Sequence[int], x: Tensor) -> Tensor:
-    """The communication ``kind`` on ``x`` as an operator that ``torch.compile`` can trace."""
+    """The communication ``kind`` on ``x`` as an operator that ``torch.compile`` can trace.
+
+    Inside a ``torch.func`` transform, which operators of ``torch.library`` do not support, the graph ends before it.
+    """
+    if _torch.transforms_active():
+        _torch.graph_break("a communication inside of a torch.func transform")
     chain = _chain.current_compiled()
     y, chain.head = _operator(x, chain.head, comm.number, kind, list(args), False)
     return y  # type: ignore[no-any-return]
@@ -72,6 +82,13 @@ def exchange(comm: Communicator, x: Tensor, dest: int, source: int, sendtag: int
     """Sendrecv of tensors of one shape; what comes has ``sendtag`` too if ``recvtag`` is any."""
     tag = sendtag if recvtag == MPI.ANY_TAG else recvtag
     return communicate(comm, "sendrecv", (dest, sendtag, source, tag), x)
+
+
+def in_unequal_parts(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``function(*args)``, outside of the compiled graph, which must know all shapes."""
+    disable: Callable[..., Callable[..., Tensor]] = torch.compiler.disable
+    outside = disable(function, reason="ranks take unequal parts")
+    return outside(*args)
 
 
 # The operator
@@ -106,7 +123,7 @@ def _call(comm: Communicator, kind: str, args: Sequence[int], x: Tensor) -> Call
     if kind == "alltoall":
         return Alltoall(comm, args[0], args[1], x.shape[args[1]] // size, x.shape[args[0]], uniform=True)
     if kind == "sendrecv":
-        return point_to_point.Sendrecv(comm, args[0], args[1], x.shape, args[2], args[3])
+        return point_to_point.Sendrecv(comm, args[0], args[1], x.shape, x.dtype, args[2], args[3])
     if kind in ("scan", "exscan"):
         return (scan.Scan if kind == "scan" else scan.Exscan)(comm, Op.SUM)
     if kind == "replicate":
@@ -167,6 +184,8 @@ def _operator(
         if kind in ("scan", "exscan"):
             communicator = communicator.from_the_end()
         _chain.begin_compiled(_torch.backward_id())
+    else:
+        _chain.check_compiled()
     y = _call(communicator, kind, args, x).forward(x)
     return y.clone() if y.data_ptr() == x.data_ptr() else y.contiguous(), torch.zeros_like(token)
 

@@ -5,21 +5,14 @@ The derivative scatters root's cotangent the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrelay.mpi._exchange import (
-    agree,
-    axis_of,
-    exchange_headers,
-    gather_blocks,
-    known_headers,
-    layout,
-    packed,
-    placed,
-)
+from torchrelay.mpi._exchange import axis_of, gather_blocks, layout, packed, placed
+from torchrelay.mpi._meeting import agree, exchange_headers, known_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -63,7 +56,13 @@ class Gather(Call):
         return Gather(self.comm, self.axis + 1, self.length, self.root, self.known)
 
     def signature(self, x: Tensor) -> str:
-        return f"{self.describe()} of {x.dtype} with {x.ndim} axes"
+        return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
+
+    def extent_bytes(self, x: Tensor) -> int:
+        if not self.known:
+            return super().extent_bytes(x)
+        others = [size for axis, size in enumerate(x.shape) if axis != self.axis]
+        return math.prod(others) * max(self.known) * x.itemsize
 
     def arguments(self) -> str:
         return f"axis={self.axis}, root={self.root}"

@@ -18,7 +18,9 @@ from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi._dtypes import buffer
 from torchrelay.mpi._exchange import axis_of, packed, pieces, placed
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._message import Incoming
 from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._wait import Testable
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import CartCommunicator
@@ -48,9 +50,11 @@ class Faces(Call):
             source.split_with_sizes(self._cut(x, self.lower)),
             result.split_with_sizes(self._cut(x, x.numel() - self.lower)),
         )
-        requests: list[MPI.Request] = []
+        requests: list[Testable] = []
         for part, peer, tag in ((received[0], below, TO_UPPER), (received[1], above, TO_LOWER)):
-            requests += [faces.Irecv(buffer(piece), peer, tag) for (piece,) in pieces(part)]
+            requests += [
+                Incoming(faces.Irecv(buffer(piece), peer, tag), piece, self) for (piece,) in pieces(part)
+            ]
         for part, peer, tag in ((sent[0], below, TO_LOWER), (sent[1], above, TO_UPPER)):
             requests += [faces.Isend(buffer(piece), peer, tag) for (piece,) in pieces(part)]
         return Started(requests, lambda: placed(result, x), source)

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _chain
+from torchrelay.mpi import _chain, _check
+from torchrelay.mpi._meeting import MEETING_BYTES
 from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
+from torchrelay.mpi._wait import Testable, abandon
 
 __all__ = ["CollectiveHandle", "start"]
 
@@ -34,9 +36,10 @@ class _Operation:
         "back",
         "begin",
         "call",
+        "chain",
         "grad",
         "pass_id",
-        "recorded",
+        "position",
         "shape",
         "started",
         "twin",
@@ -52,7 +55,12 @@ class _Operation:
         self.back: CollectiveHandle | None = None
         self.adjoint = Adjoint(None, torch.empty(0))
         self.twin: CollectiveHandle | None = None
-        self.recorded: list[_Operation] = []  # those of the same chain, in the order of their starts
+        self.chain: _chain.Chain | None = None  # which holds those started before and after it
+        self.position = 0
+
+    def __del__(self) -> None:
+        if self.started is not None:  # nobody waited for it
+            abandon(self.started)
 
     def issue(self, until: _Operation | None = None, like: Tensor | None = None) -> None:
         """Starts the derivatives of those whose cotangent is there, last first, down to one that lacks it.
@@ -60,7 +68,11 @@ class _Operation:
         Down to ``until``, missing cotangents are zeros: their results were not waited for, or not used.
         """
         now = _torch.backward_id()
-        for operation in reversed(self.recorded):
+        if self.chain is None:
+            return
+        for operation in reversed(self.chain.operations):
+            if operation.position > self.chain.begun:
+                continue  # started since, by this backward pass itself
             if operation.pass_id != now and not operation._issue(now, like if until is not None else None):
                 return
             if operation is until:
@@ -104,7 +116,11 @@ class _Start(Call):
         self.operation = operation
 
     def forward(self, x: Tensor) -> Tensor:
-        self.operation.started = self.operation.begin(x)
+        comparison: list[Testable] = []
+        if self.comm.size > 1 and self.operation.call.extent_bytes(x) >= MEETING_BYTES:
+            comparison.append(_check.Comparison(self, self.signature(x)))
+        started = self.operation.begin(x)
+        self.operation.started = Started([*comparison, *started.requests], started.result, started)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
@@ -123,6 +139,9 @@ class _Start(Call):
 
     def signature(self, x: Tensor) -> str:
         return f"I{self.operation.call.signature(x)}"
+
+    def terms(self) -> str:
+        return f"I{self.operation.call.terms()}"
 
     def describe(self) -> str:
         return f"I{self.operation.call.describe()}"
@@ -164,6 +183,6 @@ def start(
     operation, chain = _Operation(call, begin or call.start), _chain.current()
     dummy = record(_Start(operation), x)
     if dummy.requires_grad:
-        operation.recorded = chain.operations
+        operation.chain, operation.position = chain, len(chain.names)
         chain.operations.append(operation)
     return CollectiveHandle(operation, dummy, complete)

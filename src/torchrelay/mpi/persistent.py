@@ -16,6 +16,7 @@ from torchrelay.mpi import _check, nonblocking
 from torchrelay.mpi._dtypes import Op, buffer, mpi_op
 from torchrelay.mpi._exchange import placed
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._meeting import meet
 from torchrelay.mpi._message import Receiving
 from torchrelay.mpi._record import Started, record
 from torchrelay.mpi._settings import settings
@@ -69,7 +70,7 @@ class _Persistent:
 class _Message(_Persistent):
     def __init__(self, comm: Communicator, tensor: Tensor, peer: int, tag: int) -> None:
         super().__init__(comm, tensor)
-        self.peer = comm.check_peer(peer)
+        self.peer = peer
         self.tag = tag
 
 
@@ -111,7 +112,7 @@ class PersistentSend(_Message):
     """Sends ``tensor``, or what ``Start`` is given."""
 
     def __init__(self, comm: Communicator, tensor: Tensor, dest: int, tag: int) -> None:
-        super().__init__(comm, tensor, dest, tag)
+        super().__init__(comm, tensor, *comm.check_dest(dest, tag))
         self.request = comm.mpi.Send_init(buffer(self.memory), dest, tag)
 
     def Start(self, tensor: Tensor | None = None) -> WaitHandle:
@@ -124,7 +125,7 @@ class PersistentRecv(_Message):
     """Receives tensors shaped as ``tensor``."""
 
     def __init__(self, comm: Communicator, tensor: Tensor, source: int, tag: int) -> None:
-        super().__init__(comm, tensor, source, tag)
+        super().__init__(comm, tensor, *comm.check_source(source, tag))
         self.request = comm.mpi.Recv_init(buffer(self.memory), source, tag)
 
     def Start(self) -> WaitHandle:
@@ -145,6 +146,7 @@ class PersistentCollective(_Persistent):
     ) -> None:
         super().__init__(call.comm, tensor)
         self.call = call
+        meet(call, f"{call.signature(tensor)}, set up to be repeated")
         self.result = torch.zeros_like(self.memory)
         self.request = init(self.memory, self.result)
 

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi._dtypes import is_differentiable
 from torchrelay.mpi._exchange import fresh, packed, placed
 from torchrelay.mpi._inplace import can_overwrite, overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._message import Receiving, finish_all, start_send
 from torchrelay.mpi._receipts import Receipt
 from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._wait import abandon
 
 if TYPE_CHECKING:
     from torchrelay.mpi._chain import Link
@@ -109,7 +111,12 @@ class _Receiver(_PeerCall):
             self.receipt.answer(grad, self._post)
 
     def _post(self, grad: Tensor) -> None:
-        record(Post(self.comm.reverse, self.peer, self.tag), grad)
+        record(Post(self.comm.reverse, self.peer, _sendable(self.tag)), grad)
+
+
+def _sendable(tag: int) -> int:
+    """The tag of the answer to a message with ``tag``; one that came from nobody has none."""
+    return 0 if tag == MPI.ANY_TAG else tag
 
 
 class Recv(_Receiver):
@@ -137,37 +144,49 @@ class RecvInPlace(Recv):
 
 
 class Sendrecv(_PeerCall):
-    __slots__ = ("batch_dims", "sent_shape", "shape", "source", "source_tag")
+    __slots__ = ("batch_dims", "dtype", "sent", "shape", "source", "source_tag")
     name = "Sendrecv"
 
     def __init__(
-        self, comm: Communicator, dest: int, tag: int, shape: Sequence[int], source: int, source_tag: int
+        self,
+        comm: Communicator,
+        dest: int,
+        tag: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        source: int,
+        source_tag: int,
     ) -> None:
         super().__init__(comm, dest, tag)
         self.shape = tuple(shape)
+        self.dtype = dtype
         self.batch_dims = 0
         self.source = source
         self.source_tag = source_tag
 
     def forward(self, x: Tensor) -> Tensor:
-        self.sent_shape = x.shape
+        self.sent = (x.shape, x.dtype)
         received = Recv(self.comm, self.source, self.source_tag)
-        memory = fresh((*x.shape[: self.batch_dims], *self.shape), x.dtype)
+        memory = fresh((*x.shape[: self.batch_dims], *self.shape), self.dtype)
         if self.source == MPI.PROC_NULL:
             memory.zero_()
         receiving = Receiving(self.comm, memory, self.source, self.source_tag)
         sent = start_send(self, packed(x), self.peer, self.tag)
-        receiving.finish(received)
+        try:
+            receiving.finish(received)
+        except BaseException:
+            abandon(sent)
+            raise
         self.source, self.source_tag = receiving.source, receiving.tag
         finish_all(sent, self)
         return placed(memory, x)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        call = Sendrecv(self.comm.reverse, self.source, self.source_tag, self.sent_shape, self.peer, self.tag)
-        return record(call, grad)
+        back = (self.comm.reverse, self.source, _sendable(self.source_tag))
+        return record(Sendrecv(*back, *self.sent, self.peer, self.tag), grad)
 
     def batched(self) -> Sendrecv:
-        call = Sendrecv(self.comm, self.peer, self.tag, self.shape, self.source, self.source_tag)
+        call = Sendrecv(self.comm, self.peer, self.tag, self.shape, self.dtype, self.source, self.source_tag)
         call.batch_dims = self.batch_dims + 1
         return call
 
@@ -188,6 +207,10 @@ class Transfer:
         self.in_place = False
         self.keeps_memory = False  # it is received into again
         self.twin: WaitHandle | None = None  # the tangent's communication, in forward mode
+
+    def __del__(self) -> None:
+        if self.sending:  # nobody waited for it
+            abandon(self.sending)
 
 
 class WaitHandle:
@@ -274,12 +297,12 @@ class WaitRecvInPlace(WaitRecv):
 
 def send(comm: Communicator, x: Tensor, dest: int, tag: int) -> Tensor:
     """Returns when ``x`` may be changed again. The result is a 0-dim tensor that depends on it."""
-    return record(Send(comm, comm.check_peer(dest), tag), x)
+    return record(Send(comm, *comm.check_dest(dest, tag)), x)
 
 
 def recv(comm: Communicator, x: Tensor, source: int, tag: int) -> Tensor:
     """Fills ``x``, and returns it (a new tensor, if ``x`` is a leaf that requires grad)."""
-    comm.check_peer(source)
+    comm.check_source(source, tag)
     return overwrite(RecvInPlace(comm, source, tag), Recv(comm, source, tag), x)
 
 
@@ -287,20 +310,24 @@ def sendrecv(
     comm: Communicator, x: Tensor, dest: int, sendtag: int, like: Tensor | None, source: int, recvtag: int
 ) -> Tensor:
     """Sends ``x`` and receives a tensor shaped as ``like`` (default: as ``x``), both at once."""
-    comm.check_peer(dest)
-    comm.check_peer(source)
-    return record(Sendrecv(comm, dest, sendtag, (x if like is None else like).shape, source, recvtag), x)
+    like = x if like is None else like
+    if is_differentiable(like.dtype) != is_differentiable(x.dtype):
+        raise ArgumentError(
+            f"Sendrecv of {x.dtype}, with like of {like.dtype}: autograd records one and not the other; use Isend and Recv"
+        )
+    to, back = comm.check_dest(dest, sendtag), comm.check_source(source, recvtag)
+    return record(Sendrecv(comm, *to, like.shape, like.dtype, *back), x)
 
 
 def isend(comm: Communicator, x: Tensor, dest: int, tag: int) -> WaitHandle:
     """Starts sending ``x``, which must not be changed until ``Wait``."""
-    call = Isend(comm, comm.check_peer(dest), tag)
+    call = Isend(comm, *comm.check_dest(dest, tag))
     return WaitHandle(call.transfer, record(call, x))
 
 
 def irecv(comm: Communicator, x: Tensor, source: int, tag: int) -> WaitHandle:
     """Starts receiving into ``x``; ``Wait`` gives the result."""
-    call = Irecv(comm, comm.check_peer(source), tag)
+    call = Irecv(comm, *comm.check_source(source, tag))
     call.transfer.target = x
     call.transfer.in_place = can_overwrite(x)
     return WaitHandle(call.transfer, record(call, x))

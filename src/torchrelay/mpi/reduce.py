@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import BLOCKING_BYTES, fresh, meet, packed, pieces, placed
+from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, nothing_of, record
+from torchrelay.mpi._meeting import is_large, meet
+from torchrelay.mpi._record import Adjoint, Started, Uniform, is_differentiated, nothing_of, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, allreduce
 from torchrelay.mpi.bcast import Bcast
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["reduce", "reduce_"]
 
 
-class Reduce(Call):
+class Reduce(Uniform):
     __slots__ = ("op", "root")
     name = "Reduce"
 
@@ -35,9 +36,9 @@ class Reduce(Call):
         self.root = root
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() * x.itemsize < BLOCKING_BYTES or x.numel() > settings.max_count:
+        if not is_large(x) or x.numel() > settings.max_count:
             return super().forward(x)
-        meet(self, x)
+        meet(self, self.signature(x))
         return self.reduce_large(x)
 
     def reduce_large(self, x: Tensor) -> Tensor:

@@ -12,17 +12,8 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import (
-    BLOCKING_BYTES,
-    Blocks,
-    Header,
-    agree,
-    axis_of,
-    exchange_headers,
-    fresh,
-    packed,
-    placed,
-)
+from torchrelay.mpi._exchange import Blocks, axis_of, fresh, packed, placed
+from torchrelay.mpi._meeting import MEETING_BYTES, Header, agree, exchange_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, reduce_locally
@@ -66,7 +57,7 @@ class ReduceScatter(Call):
         blocks = Blocks.cut(packed(x), lengths, self.axis)
         result = fresh(headers[0].block(self.axis, self.length), x.dtype)
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
-        if self.known is None and x.nbytes >= BLOCKING_BYTES:  # all ranks are there
+        if self.known is None and x.nbytes >= MEETING_BYTES:  # all ranks are there
             self.comm.mpi.Reduce_scatter(buffer(blocks.memory), buffer(result), blocks.layout.counts, op)
             return Started([], lambda: placed(result, x))
         return Started(

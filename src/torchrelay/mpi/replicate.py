@@ -6,23 +6,27 @@ sums the ranks' cotangents, so that each rank has that of the whole. Under "sum"
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record, unchanged
 from torchrelay.mpi.allreduce import Allreduce
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["replicate"]
+__all__ = ["own_use", "replicate"]
 
 
 class Replicate(Call):
     __slots__ = ()
     name = "Replicate"
+
+    def extent_bytes(self, x: Tensor) -> int:
+        return 0
 
     def start(self, x: Tensor) -> Started:
         return Started([], x.clone)
@@ -31,6 +35,11 @@ class Replicate(Call):
         if self.comm.convention == "sum":
             return Adjoint(None, grad)
         return Adjoint(Allreduce(self.comm.reverse, Op.SUM), grad)
+
+
+def own_use(comm: Communicator, grad: Tensor, complete: Callable[[Tensor], Tensor] = unchanged) -> Adjoint:
+    """The derivative of what gives all ranks the same: ``grad``, from here on used by each rank in its own way."""
+    return Adjoint(Replicate(comm.reverse) if is_differentiated() else None, grad, complete)
 
 
 def replicate(comm: Communicator, x: Tensor) -> Tensor:

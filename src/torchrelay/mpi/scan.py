@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import fresh, packed, pieces, placed
-from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, nothing_of, record
+from torchrelay.mpi._record import Adjoint, Started, Uniform, is_differentiated, nothing_of, record
 from torchrelay.mpi.allgather import allgather
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, reduce_locally
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["exscan", "scan"]
 
 
-class Scan(Call):
+class Scan(Uniform):
     __slots__ = ("op",)
     name = "Scan"
     exclusive = False

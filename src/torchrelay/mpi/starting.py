@@ -46,7 +46,7 @@ def iallreduce(comm: Communicator, x: Tensor, op: Op) -> CollectiveHandle:
     call = Allreduce(comm, op)
     if not _is_gathered(call, x, op):
         return _reduction(call, x, op)
-    every = Allgather(_sums(comm), 0, [1] * comm.size)
+    every = Allgather(comm, 0, [1] * comm.size)  # under its convention: all ranks reduce to the same
     return start(every, x.unsqueeze(0), lambda parts: reduce_locally(parts, op))
 
 

@@ -1,0 +1,94 @@
+"""MPI's communicators behind one of ours, and when they are given back.
+
+MPI has few communicators to give, 2048 under MPICH, and frees one only if all its ranks do. One that a rank can no
+longer reach is therefore freed when its parent makes the next: its ranks then agree on those that none can reach.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+
+from torchrelay.mpi import _wait
+from torchrelay.mpi._library import MPI
+
+__all__ = ["Lease"]
+
+
+class _Handles:
+    """What is freed together, and what was made of it, in an order that is the same on all ranks."""
+
+    __slots__ = ("children", "mpi")
+
+    def __init__(self) -> None:
+        self.mpi: list[MPI.Comm] = []
+        self.children: list[_Child] = []
+
+    def free(self) -> None:
+        for mpi in self.mpi:
+            mpi.Free()
+        self.mpi.clear()
+
+    def free_all(self) -> None:
+        for child in self.children:
+            child.handles.free_all()
+        self.free()
+
+
+class _Child(NamedTuple):
+    lease: weakref.ref[Lease] | None  # None: this rank is not in it
+    handles: _Handles
+
+    def is_out_of_reach(self) -> bool:
+        return self.lease is None or self.lease() is None
+
+
+class Lease:
+    """Held by a communicator and its copies, and by those that were made of it.
+
+    ``control`` is for ranks that wait for each other; ``ended`` are the ranks that said they have ended.
+    """
+
+    __slots__ = ("__weakref__", "control", "ended", "from_the_end", "handles", "parent", "rank", "size")
+
+    def __init__(self, mpi: MPI.Intracomm, parent: Lease | None) -> None:
+        """Collective over ``mpi``'s ranks."""
+        self.rank, self.size = mpi.rank, mpi.size
+        self.parent = parent
+        self.ended: set[int] = set()
+        self.from_the_end: MPI.Intracomm | None = None
+        self.handles = _Handles()
+        self.control = self.own(mpi.Dup())
+        if parent is not None:
+            self.own(mpi)
+            parent.handles.children.append(_Child(weakref.ref(self), self.handles))
+        _wait.register(self)
+
+    def own(self, mpi: MPI.Intracomm) -> MPI.Intracomm:
+        """``mpi``, freed with the rest."""
+        self.handles.mpi.append(mpi)
+        return mpi
+
+    def no_child(self) -> None:
+        """Of what the others make now, this rank is no part."""
+        self.handles.children.append(_Child(None, _Handles()))
+
+    def collect(self, call: _wait.Waiting) -> None:
+        """Frees what was made of this, and is out of every rank's reach. Collective."""
+        children = self.handles.children
+        if not children:
+            return
+        free = np.array([child.is_out_of_reach() for child in children], np.uint8)
+        request = call.comm.meeting.Iallreduce(MPI.IN_PLACE, (free, len(children), MPI.UINT8_T), MPI.MIN)
+        _wait.finish(request, call, free)
+        for child, is_free in zip(children, free, strict=True):
+            if is_free:
+                child.handles.free_all()
+        self.handles.children = [child for child, is_free in zip(children, free, strict=True) if not is_free]
+
+    def free(self) -> None:
+        """Collective; what was made of it stays."""
+        _wait.unregister(self)
+        self.handles.free()
