@@ -51,3 +51,53 @@ def test_communications_are_reported_to_whoever_listens() -> None:
 def test_errors_name_the_call() -> None:
     with pytest.raises(ArgumentError, match="axis 3"):
         mpi.COMM_WORLD.Allgather(torch.ones(2), 3)
+
+
+def test_overwritten_input_must_not_be_used_again() -> None:
+    """A leaf always; with mpi4torch's names any input, as the original promises."""
+    for comm in (mpi.COMM_WORLD, mpi4torch.COMM_WORLD):
+        for use_result in (True, False):
+            x = torch.ones(3, requires_grad=True)
+            result = comm.Reduce_(x, mpi.MPI_SUM, 0)
+            with pytest.raises(RuntimeError, match="overwritten"):
+                (result + x if use_result else 2 * x).sum().backward()
+            mpi.reset()
+    x = torch.ones(3, requires_grad=True)
+    t = 2 * x
+    result = mpi4torch.COMM_WORLD.Bcast_(t, 0)
+    with pytest.raises(RuntimeError, match="overwritten"):
+        (result + t).sum().backward()
+    (3 * mpi4torch.COMM_WORLD.Bcast_(2 * x, 0)).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [6.0] * 3
+    mpi.reset()
+
+
+def test_overwritten_leaf_may_be_trained_afterwards() -> None:
+    """Parameters that start alike on all ranks: the result is dropped, or has been differentiated."""
+    x = torch.ones(3, requires_grad=True)
+    mpi.COMM_WORLD.Bcast_(x, 0)
+    mpi.reset()
+    (2 * x).sum().backward()
+    result = mpi.COMM_WORLD.Bcast_(x, 0)
+    result.sum().backward()
+    (2 * x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [5.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_scripted_functions_take_a_communicator() -> None:
+    def function(x: torch.Tensor, comm: mpi4torch.MPI_Communicator) -> torch.Tensor:
+        y = comm.Allreduce(x, mpi4torch.MPI_SUM) / comm.size
+        comm.Allgather(x, 0)  # not used, and yet called
+        z = comm.Reduce_(y * 2, mpi4torch.MPI_SUM, 0)
+        return comm.Alltoall(comm.Scatter(comm.Bcast_(z * 2, 0), 0, 3, 0), 0, 0, 3) + comm.rank
+
+    scripted = torch.jit.script(function)
+    for _ in range(3):  # the profiling executor optimises from the second time on
+        x = torch.ones(3, requires_grad=True)
+        collector = Collector()
+        with handling(collector):
+            y = scripted(x, mpi4torch.COMM_WORLD)
+        assert "mpi.Allgather" in collector.seconds
+        mpi.backward(y.sum())
+        assert y.tolist() == [4.0] * 3 and x.grad is not None and x.grad.tolist() == [4.0] * 3

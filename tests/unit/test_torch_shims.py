@@ -366,3 +366,37 @@ def test_model_of_ddp_being_made_is_seen_by_a_module_that_is_asked_for_its_param
     seen.clear()
     list(model[0].parameters())
     assert seen == [None]
+
+
+def test_graph_break_ends_a_compiled_graph() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            _torch.graph_break("for a reason")
+        return x + 1
+
+    with pytest.raises(RuntimeError, match="for a reason"):
+        torch.compile(function, fullgraph=True, backend="eager")(torch.ones(1))
+    torch._dynamo.reset()
+    assert torch.compile(function, backend="eager")(torch.ones(1)).item() == 2
+
+
+class _Scripted:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class _Factor:
+    factor = 3
+
+
+def _scaled(x: torch.Tensor, by: _Factor) -> torch.Tensor:
+    return by.scale(x)  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_script_as_lets_scripted_code_take_another_class() -> None:
+    _torch.script_as(_Factor, _Scripted)
+    assert torch.jit.script(_scaled)(torch.ones(1), _Factor()).item() == 3
