@@ -124,10 +124,11 @@ def graph_break(reason: str) -> None:
 
 
 def script_as(python_class: type, scripted: type) -> None:
-    """TorchScript takes a ``python_class`` as if it were ``scripted``, whose attributes it has. Checked on 2.13."""
-    jit: Any = torch.jit
-    jit.script(scripted)
-    state = jit._state
+    """Make TorchScript take a ``python_class`` as if it were ``scripted``, whose attributes it has. Checked on 2.13.
+
+    ``scripted`` has been scripted where the names of its annotations are known.
+    """
+    state: Any = torch.jit._state
     state._add_script_class(python_class, state._get_script_class(scripted))
 
 

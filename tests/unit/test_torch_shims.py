@@ -391,12 +391,16 @@ class _Scripted:
 class _Factor:
     factor = 3
 
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
 
 def _scaled(x: torch.Tensor, by: _Factor) -> torch.Tensor:
-    return by.scale(x)  # type: ignore[attr-defined,no-any-return]
+    return by.scale(x)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_script_as_lets_scripted_code_take_another_class() -> None:
+    torch.jit.script(_Scripted)
     _torch.script_as(_Factor, _Scripted)
     assert torch.jit.script(_scaled)(torch.ones(1), _Factor()).item() == 3

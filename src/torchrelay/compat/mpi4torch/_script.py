@@ -23,7 +23,8 @@ __all__ = ["make_scriptable"]
 
 _Library: Any = torch.library.Library
 _library = _Library("torchrelay_mpi4torch", "DEF")
-_library.define("call(Tensor tensor, int comm, str function, str op, int[] arguments) -> Tensor")
+_SCHEMA = "call(Tensor tensor, int comm, str function, str op, int[] arguments) -> Tensor"
+_library.define(_SCHEMA, "CONSERVATIVE")  # it has side effects
 
 
 def _call(tensor: Tensor, comm: int, function: str, op: str, arguments: Sequence[int]) -> Tensor:
@@ -76,4 +77,6 @@ def make_scriptable(kind: type[Communicator]) -> None:
     """Lets scripted functions take a ``kind``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is
-        _torch.script_as(kind, _Communicator)
+        script: Any = torch.jit.script  # it looks for `Op` where it is called
+        script(_Communicator)
+    _torch.script_as(kind, _Communicator)
