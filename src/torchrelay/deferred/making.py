@@ -102,6 +102,7 @@ def new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeTe
 
 
 def view_of(base: FakeTensor, result: torch.Tensor) -> FakeTensor:
+    """Return a fake of the region of ``base`` that the meta tensor ``result`` covers."""
     offset = int(result.storage_offset())
     bits = result.is_conj(), result.is_neg()
     region = Region(base._region.storage, result.dtype, tuple(result.shape), result.stride(), offset, *bits)
@@ -147,6 +148,7 @@ def reshape_in_place(fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
 
 
 def explicit_device(kwargs: dict[str, Any]) -> torch.device:
+    """Return the device that a factory was asked for."""
     return kwargs.get("device") or _CPU
 
 
