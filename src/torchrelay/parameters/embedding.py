@@ -214,7 +214,10 @@ class Embedding(_TableModule):
         table: an existing table to look up in; default: a new one, which all processes make.
         optimizer: of the new table, see :mod:`torchrelay.parameters.optim`; default: Adagrad.
         init: of the new table; default: standard normal, as torch's.
-        name, apply_gradients, reduction, process_group: of the new table, as of :meth:`Table.create`.
+        name: of the new table, as of :meth:`Table.create`.
+        apply_gradients: of the new table, as of :meth:`Table.create`.
+        reduction: of the new table, as of :meth:`Table.create`.
+        process_group: of the new table, as of :meth:`Table.create`.
 
     Raises:
         ArgumentError: the table has another shape, or adds pushes instead of optimizing.

@@ -389,8 +389,9 @@ def start(
     """Makes the table ``name`` with one worker per process; collective over all processes of the job.
 
     Args:
-        world, store: the job, and where its processes meet; default: those of ``process_group``, of the default
-            process group if there is one, or of the launcher.
+        world: the job; default: that of ``process_group``, of the default process group if there is one, or of the
+            launcher.
+        store: where the processes of ``world`` meet.
         node_of_rank: which ranks form which node; default: those of one host.
         description: more that must be the same on every process.
 

@@ -105,7 +105,8 @@ class SwitchClient:
 
     Args:
         switch: ``host`` or ``host:port``.
-        rank, num_workers: of the session, one worker per host.
+        rank: of this worker in the session.
+        num_workers: of the session, one per host.
         session_id: 64 random bits that all workers of the session know, and nobody else.
         options: equal on all workers.
         timeout_s: how long to wait for the switch to answer.

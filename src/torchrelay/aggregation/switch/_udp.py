@@ -18,7 +18,8 @@ class UdpDataPlane:
     Args:
         address: the IPv4 address to bind; 0.0.0.0 is all of this host's.
         port: 0 is any free one.
-        drop_ingress, drop_egress: probabilities with which packets are lost, for tests.
+        drop_ingress: probability with which an arriving packet is lost, for tests.
+        drop_egress: probability with which a packet that leaves is lost, for tests.
         drop_seed: of those losses.
 
     Raises:
