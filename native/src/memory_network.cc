@@ -120,7 +120,7 @@ class MemoryEndpoint : public Endpoint {
 std::chrono::microseconds Weather::delay(std::mt19937_64& random) const {
   constexpr double kSteepness = 16;
   const double part = std::pow(std::uniform_real_distribution<double>(0, 1)(random), kSteepness);
-  return std::chrono::duration_cast<std::chrono::microseconds>(part * max_delay);
+  return min_delay + std::chrono::duration_cast<std::chrono::microseconds>(part * (max_delay - min_delay));
 }
 
 MemoryNetwork::MemoryNetwork(const Weather& weather) : shared_(std::make_shared<Shared>()) {

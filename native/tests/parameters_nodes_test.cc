@@ -172,10 +172,63 @@ struct Moves {
   }
 };
 
+// A pull, and what its worker had written to the keys when it began.
+struct Read {
+  std::vector<std::int64_t> keys;
+  std::vector<std::int64_t> written;  // to each of the keys
+  std::vector<float> values;
+  std::int64_t timestamp = -1;
+};
+
+// Checks a worker's reads in the order in which it began them, however they end.
+class Reads {
+ public:
+  Reads(std::size_t num_keys, std::int64_t own_key) : seen_(num_keys, 0), own_key_(own_key) {}
+
+  void begin(Worker& worker, const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& written,
+             bool wait) {
+    Read& read = unchecked_.emplace_back();
+    read.keys = keys;
+    for (const std::int64_t key : keys) read.written.push_back(written[static_cast<std::size_t>(key)]);
+    read.values.resize(keys.size() * kLength);
+    read.timestamp = worker.access(Op::kPull, read.keys.data(), keys.size(),
+                                   reinterpret_cast<std::byte*>(read.values.data()),
+                                   read.values.size() * sizeof(float), nullptr);
+    if (wait) worker.wait(read.timestamp);
+  }
+  void check_finished(Worker& worker) {
+    for (; !unchecked_.empty() && worker.is_finished(unchecked_.front().timestamp); unchecked_.pop_front())
+      check(unchecked_.front());
+  }
+  const std::string& failure() const { return failure_; }
+
+ private:
+  // Values never fall, nor below what the worker had written; a key that it alone writes has just that.
+  void check(const Read& read) {
+    const std::vector<float> before = seen_;  // a key's reads within one batch are in no order
+    for (std::size_t i = 0; i < read.keys.size(); ++i) {
+      const auto key = static_cast<std::size_t>(read.keys[i]);
+      const float value = read.values[i * kLength], written = static_cast<float>(read.written[i]);
+      const std::string what = "key " + std::to_string(key) + " is " + std::to_string(value);
+      for (std::uint32_t j = 1; j < kLength; ++j)
+        if (read.values[i * kLength + j] != value) failure_ = what + " in a torn row";
+      if (value < before[key]) failure_ = what + " after " + std::to_string(before[key]);
+      if (value < written) failure_ = what + " where its reader had written " + std::to_string(written);
+      if (read.keys[i] == own_key_ && value > written) failure_ = what + ": a later write of its reader";
+      seen_[key] = std::max(seen_[key], value);
+    }
+  }
+
+  std::vector<float> seen_;
+  std::int64_t own_key_;
+  std::list<Read> unchecked_;
+  std::string failure_;
+};
+
 // Every worker pushes and pulls random keys while intents come and go. Each row's elements count its pushes;
 // what a worker sees of a key never falls, nor below what it pushed itself; in the end all sums are exact.
 // Every worker also has a key that only it writes, by sets and by pushes, counting up: it sees each of them
-// at once.
+// at once, and no later one in a pull that was still unfinished.
 void random_load(Techniques techniques, const Weather& weather, std::uint32_t nodes, std::uint32_t workers,
                  int steps, double max_rounds_per_s = 1000) {
   constexpr std::uint64_t kCounters = 60;
@@ -194,7 +247,7 @@ void random_load(Techniques techniques, const Weather& weather, std::uint32_t no
       try {
         auto worker = cluster.worker(w / workers, w % workers);
         std::mt19937_64 random(w);
-        std::vector<float> seen(num_keys, 0);
+        Reads reads(num_keys, static_cast<std::int64_t>(kCounters + w));
         const std::vector<std::int64_t> own = {static_cast<std::int64_t>(kCounters + w)};
         std::vector<std::vector<std::int64_t>> upcoming;
         for (int step = 0; step < steps; ++step) {
@@ -216,22 +269,12 @@ void random_load(Techniques techniques, const Weather& weather, std::uint32_t no
           std::vector<float> next(kLength, sets ? count : 1.0f);
           access(*worker, sets ? Op::kSet : Op::kPush, own, next, random() % 2 == 0);
           now.push_back(own[0]);
-          std::vector<float> values(now.size() * kLength);
-          access(*worker, Op::kPull, now, values);
-          const std::vector<float> before = seen;  // a key's reads within one batch are in no order
-          for (std::size_t i = 0; i < now.size(); ++i) {
-            const auto key = static_cast<std::size_t>(now[i]);
-            for (std::uint32_t j = 1; j < kLength; ++j)
-              if (values[i * kLength] != values[i * kLength + j]) failures[w] = "a torn row";
-            if (values[i * kLength] < before[key])
-              failures[w] = "the value of key " + std::to_string(key) + " fell from " +
-                            std::to_string(before[key]) + " to " + std::to_string(values[i * kLength]);
-            if (values[i * kLength] < static_cast<float>(written[w][key]))
-              failures[w] = "an own write is missing";
-            seen[key] = std::max(seen[key], values[i * kLength]);
-          }
+          reads.begin(*worker, now, written[w], random() % 2 == 0);
+          reads.check_finished(*worker);
         }
         worker->wait_all();
+        reads.check_finished(*worker);
+        failures[w] = reads.failure();
         worker->flush_updates();
         all.arrive_and_wait();
         worker->flush_refreshes();
@@ -275,6 +318,12 @@ TEST(sums_are_exact_over_a_network_that_delays_reorders_and_duplicates) {
   for (const Techniques techniques :
        {Techniques::kAll, Techniques::kReplicationOnly, Techniques::kRelocationOnly})
     random_load(techniques, weather, 3, 2, 100);
+}
+
+TEST(reads_and_writes_of_a_key_keep_their_order_over_links_with_delays) {
+  for (std::uint64_t seed = 0; seed < 3; ++seed)
+    random_load(Techniques::kAll, {std::chrono::microseconds(2000), 0, seed, std::chrono::microseconds(1000)},
+                3, 2, 150);
 }
 
 TEST(sums_are_exact_with_rare_rounds) {
@@ -340,6 +389,36 @@ TEST(an_update_that_comes_after_the_key_itself_is_not_counted_twice) {
   access(*moves.workers[1], Op::kPull, key, value);
   CHECK(value[0] == 1);
   for (const auto& store : moves.cluster.stores) CHECK(store->total(kProtocolErrors) == 0);
+}
+
+// A pull of node 1 is under way to node 0 when the key comes to node 1: what the worker does next would be
+// done here, before the pull.
+TEST(a_push_does_not_overtake_an_unfinished_pull) {
+  const std::vector<std::int64_t> key = {0};
+  std::vector<float> pulled(kLength, -1.0f), pushed(kLength, 1.0f), here(kLength, -1.0f);
+  auto network = std::make_shared<HoldingNetwork>();
+  auto& requests = network->hold(Kind::kRequest, 1, 0);
+  ChannelOptions options;
+  options.techniques = Techniques::kReplicationOnly;
+  Cluster cluster(network, 2, dense(2, 1), options);
+  const auto worker = cluster.worker(1, 0);
+  requests.on = true;
+  const std::int64_t pull =
+      worker->access(Op::kPull, key.data(), 1, reinterpret_cast<std::byte*>(pulled.data()),
+                     kLength * sizeof(float), nullptr);
+  eventually([&] { return requests.count > 0; });
+  worker->intent(key.data(), 1, 0, 1);
+  eventually([&] { return cluster.stores[1]->total(kReplicasMade) == 1; });
+  std::thread release([&] {
+    std::this_thread::sleep_for(milliseconds(100));
+    requests.on = false;
+  });
+  access(*worker, Op::kPush, key, pushed);
+  release.join();
+  worker->wait(pull);
+  access(*worker, Op::kPull, key, here);
+  CHECK(pulled[0] == 0);
+  CHECK(here[0] == 1);
 }
 
 // What ends node 1's replica is under way to it while the key moves on from node 0 to node 2. The push is

@@ -1,6 +1,7 @@
 #include <sys/resource.h>
 
 #include <cmath>
+#include <map>
 #include <random>
 
 #include "check.h"
@@ -52,6 +53,37 @@ TEST(intents_begin_in_time_and_expire) {
   intents.announce(2000, 3000, {4});
   round(kFinished);  // the worker is gone
   CHECK(begun.size() == 2 && intents.empty());
+}
+
+TEST(unfinished_keys_are_counted_exactly) {
+  using Class = UnfinishedKeys::Class;
+  UnfinishedKeys keys;
+  std::map<std::int64_t, std::pair<int, int>> expected;  // adds, others
+  std::vector<std::pair<std::int64_t, Class>> present;
+  std::mt19937_64 random(11);
+  for (int step = 0; step < 50000; ++step) {
+    if (present.empty() || random() % 5 < (step % 20000 < 10000 ? 3u : 2u)) {  // grows, then shrinks
+      const auto key = static_cast<std::int64_t>(random() % 4000) - 2000;
+      const Class operation = random() % 2 == 0 ? Class::kAdd : Class::kOther;
+      keys.add(key, operation);
+      ++(operation == Class::kAdd ? expected[key].first : expected[key].second);
+      present.emplace_back(key, operation);
+    } else {
+      std::swap(present[random() % present.size()], present.back());
+      const auto [key, operation] = present.back();
+      present.pop_back();
+      keys.remove(key, operation);
+      auto& counts = expected[key];
+      --(operation == Class::kAdd ? counts.first : counts.second);
+      if (counts == std::pair(0, 0)) expected.erase(key);
+    }
+    const auto key = static_cast<std::int64_t>(random() % 4000) - 2000;
+    const auto found = expected.find(key);
+    const auto counts = found == expected.end() ? std::pair(0, 0) : found->second;
+    CHECK(keys.conflicts(key, Class::kAdd) == (counts.second > 0));
+    CHECK(keys.conflicts(key, Class::kOther) == (counts.first + counts.second > 0));
+    CHECK(keys.size() == expected.size());
+  }
 }
 
 TEST(a_courier_puts_in_order_what_a_network_mixes_up) {

@@ -16,6 +16,7 @@ struct Weather {
   std::chrono::microseconds max_delay{0};  // the longest wait, which most messages are far from: they reorder
   double duplicate_probability = 0;
   std::uint64_t seed = 0;
+  std::chrono::microseconds min_delay{0};
 
   // Of the next message. Most wait for next to nothing, so that one that does not is overtaken by others over
   // several hops.

@@ -74,7 +74,7 @@ std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, 
   if (pending_.size() >= options_.max_unfinished)
     wait_until([this] { return pending_.size() < options_.max_unfinished; },
                "one of the unfinished operations, of which there are as many as max_unfinished allows,");
-  if (num_unfinished_writes_ > 0) settle_writes(op, keys, count);
+  settle(op, keys, count);
   missed_.clear();
   store_->access(op, user_, keys, count, values, missed_);
   if (missed_.empty()) return -1;
@@ -87,7 +87,7 @@ bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byt
                            std::size_t size_bytes) {
   check_size(Op::kPull, keys, count, size_bytes);
   store_->check_peers();
-  if (num_unfinished_writes_ > 0) settle_writes(Op::kPull, keys, count);
+  settle(Op::kPull, keys, count);
   missed_.clear();
   for (std::size_t done = 0; done < count; done += kKeysPerTrial) {
     const std::size_t some = std::min(kKeysPerTrial, count - done);
@@ -98,18 +98,44 @@ bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byt
   return true;
 }
 
-std::size_t Worker::filter_place(std::int64_t key) const {
-  return (static_cast<std::uint64_t>(key) * 0x9e3779b97f4a7c15u) >> 52;
+UnfinishedKeys::Class Worker::class_of(Op op) const {
+  const bool adds = op == Op::kPush && store_->header().rule.kind == RuleKind::kAdd;
+  return adds ? UnfinishedKeys::Class::kAdd : UnfinishedKeys::Class::kOther;
 }
 
-// Writes on their way may be overtaken by a later operation that takes another way. Pushes may: they commute.
-void Worker::settle_writes(Op op, const std::int64_t* keys, std::size_t count) {
-  if (op == Op::kPush && store_->header().rule.kind == RuleKind::kAdd && !sets_unfinished_) return;
-  for (std::size_t i = 0; i < count; ++i) {
-    if (unfinished_writes_[filter_place(keys[i])] == 0) continue;
-    wait_until([this] { return num_unfinished_writes_ == 0; }, "earlier pushes and sets of the same keys");
-    return;
+// Waits for the unfinished operations that this one must not overtake.
+void Worker::settle(Op op, const std::int64_t* keys, std::size_t count) {
+  const UnfinishedKeys::Class operation = class_of(op);
+  const bool commutes_with_all = operation == UnfinishedKeys::Class::kAdd && num_others_ == 0;
+  if (pending_.empty() || commutes_with_all) return;
+  count_unfinished_keys();
+  for (std::size_t i = 0; i < count && unfinished_keys_.size() > 0; ++i) {
+    const std::int64_t key = keys[i];
+    if (!unfinished_keys_.conflicts(key, operation)) continue;
+    wait_until([&] { return !unfinished_keys_.conflicts(key, operation); },
+               "an earlier operation on the same keys");
   }
+}
+
+// Only where there are several operations at a time; one that is waited for at once is never counted.
+void Worker::count_unfinished_keys() {
+  for (; first_uncounted_ < next_id_; ++first_uncounted_) {
+    const auto found = pending_.find(first_uncounted_);
+    if (found == pending_.end()) continue;
+    Pending& pending = found->second;
+    for (const std::int64_t key : pending.keys) unfinished_keys_.add(key, class_of(pending.op));
+    pending.counted = true;
+  }
+}
+
+void Worker::finish(std::int64_t id) {
+  const auto found = pending_.find(id);
+  const UnfinishedKeys::Class operation = class_of(found->second.op);
+  if (found->second.counted)
+    for (const std::int64_t key : found->second.keys) unfinished_keys_.remove(key, operation);
+  num_others_ -= operation == UnfinishedKeys::Class::kOther ? 1 : 0;
+  pending_.erase(found);
+  if (pending_.empty()) first_uncounted_ = next_id_;
 }
 
 void Worker::wait(std::int64_t timestamp) {

@@ -33,7 +33,10 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
   if (missed_.empty()) return -1;
   const std::int64_t id = next_id_++;
   Pending& pending = pending_[id];
-  pending = {op, {}, {}, {}, missed_.size(), std::move(holder)};
+  pending.op = op;
+  pending.remaining = missed_.size();
+  pending.holder = std::move(holder);
+  num_others_ += class_of(op) == UnfinishedKeys::Class::kOther ? 1 : 0;
   pending.keys.reserve(missed_.size());
   pending.counters.reserve(missed_.size());
   pending.places.reserve(missed_.size());
@@ -53,10 +56,7 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
     pending.places.push_back(place);
     pending.counters.push_back(missed.counter);
     by_destination_[missed.owner * header.num_channels + store_->channel_of(key)].push_back(position);
-    if (!reads(op)) ++unfinished_writes_[filter_place(key)];
   }
-  if (!reads(op)) num_unfinished_writes_ += missed_.size();
-  if (op == Op::kSet || op == Op::kSetRow) ++sets_unfinished_;
   for (std::uint32_t d = 0; d < by_destination_.size(); ++d) {
     const std::span<const std::uint32_t> positions = by_destination_[d];
     for (std::size_t sent = 0; sent < positions.size(); sent += kKeysPerRequest)
@@ -127,7 +127,7 @@ void Worker::take_answer(const Answer& answer) {
   const auto head = reader.take<ReplyHead>();
   if (head.id >> kIdBits != wire_ids_ >> kIdBits) return;  // meant for a dead predecessor
   const auto found = pending_.find(static_cast<std::int64_t>(head.id - wire_ids_));
-  if (found == pending_.end() || head.served > count)
+  if (found == pending_.end() || head.served > std::min<std::size_t>(count, found->second.remaining))
     throw Error(Code::kProtocol, "parameters: a stray reply");
   Pending& pending = found->second;
   const auto* positions = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
@@ -139,16 +139,11 @@ void Worker::take_answer(const Answer& answer) {
     if (reads(pending.op)) {
       const std::size_t size = store_->value_bytes(pending.op, key);
       std::memcpy(pending.places[p], reader.take_bytes(size), size);
-    } else {
-      --unfinished_writes_[filter_place(key)];
     }
     if (counters[i] > pending.counters[p]) learn(key, head.owner, counters[i]);
   }
-  if (!reads(pending.op)) num_unfinished_writes_ -= head.served;
   pending.remaining -= head.served;
-  if (pending.remaining > 0) return;
-  if (pending.op == Op::kSet || pending.op == Op::kSetRow) --sets_unfinished_;
-  pending_.erase(found);
+  if (pending.remaining == 0) finish(found->first);
 }
 
 // Feeds the location cache.

@@ -24,7 +24,8 @@ _PULL, _PUSH, _SET, _PULL_ROW, _SET_ROW = range(5)
 class Worker:
     """Reads and writes any key of the table; used by one thread at a time.
 
-    Operations of one worker on one key take effect in the order they are called, asynchronous ones too.
+    Operations of one worker on one key take effect in the order they are called, asynchronous ones too: before it
+    begins, an operation waits for unfinished ones on its keys. Pushes that are added do not wait for each other.
     Buffers of an asynchronous call must not change before it is finished, and are kept alive until then.
 
     Args:

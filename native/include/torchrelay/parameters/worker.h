@@ -4,10 +4,11 @@
 // so the caller's buffers are written only while the caller is inside. Each buffer of an asynchronous call is
 // held until the call is finished.
 //
-// Order: a worker's operations on one key take effect in the order it made them.
+// Order: a worker's operations on one key take effect in the order it made them, asynchronous ones too. As
+// they may take different ways, one waits, before it begins, for unfinished ones on its keys that it must not
+// overtake; pushes that are added overtake each other.
 #pragma once
 
-#include <array>
 #include <functional>
 #include <memory>
 #include <span>
@@ -17,6 +18,7 @@
 
 #include "torchrelay/parameters/courier.h"
 #include "torchrelay/parameters/store.h"
+#include "torchrelay/parameters/unfinished_keys.h"
 
 namespace torchrelay::parameters {
 
@@ -75,6 +77,7 @@ class Worker {
     std::vector<std::uint32_t> counters;  // how recent the knowledge was by which each was sent
     std::size_t remaining;
     std::shared_ptr<void> holder;
+    bool counted = false;  // in unfinished_keys_
   };
   struct Answer {
     std::uint32_t count;  // of keys that were asked for
@@ -93,8 +96,10 @@ class Worker {
   void learn(std::int64_t key, std::uint32_t owner, std::uint32_t counter);
   bool receive(std::chrono::microseconds timeout);
   void wait_until(const std::function<bool()>& done, const char* what);
-  void settle_writes(Op op, const std::int64_t* keys, std::size_t count);
-  std::size_t filter_place(std::int64_t key) const;
+  UnfinishedKeys::Class class_of(Op op) const;
+  void settle(Op op, const std::int64_t* keys, std::size_t count);
+  void count_unfinished_keys();
+  void finish(std::int64_t id);
   void flush(Flush ChannelBoard::* which, const char* what);
   void look_at_leader();
   void count_traffic();
@@ -113,9 +118,9 @@ class Worker {
   std::chrono::steady_clock::time_point next_look_{};
   std::vector<Missed> missed_;
   std::vector<std::vector<std::uint32_t>> by_destination_;  // positions in a Pending
-  std::array<std::uint32_t, 4096> unfinished_writes_{};     // by hash of the key
-  std::size_t num_unfinished_writes_ = 0;
-  std::size_t sets_unfinished_ = 0;  // operations
+  UnfinishedKeys unfinished_keys_;
+  std::int64_t first_uncounted_ = 0;  // operations from here on are not in unfinished_keys_
+  std::size_t num_others_ = 0;        // unfinished operations that are not of class kAdd
   bool finalized_ = false;
 };
 
