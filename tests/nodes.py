@@ -45,7 +45,7 @@ def on_nodes(
     body: Callable[[Server, Worker], Any],
     *,
     table: dict[str, Any],
-    network: _native.MemoryNetwork | None = None,
+    network: _native.Network | None = None,
     **fields: Any,
 ) -> list[Any]:
     """Runs ``body`` on every node at once; what each returned. The first error of any is raised."""

@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "register.h"
 #include "torchrelay/error.h"
 
@@ -33,7 +35,10 @@ void raise_in_python(const std::exception_ptr& pointer, void*) {
     const char* name = python_error(error.code());
     if (name == nullptr) return;
     nb::object type = nb::module_::import_("torchrelay.errors").attr(name);
-    nb::object value = error.ranks().empty() ? type(error.what()) : type(error.what(), error.ranks());
+    // It may quote what a peer sent.
+    const auto text = nb::steal(PyUnicode_DecodeUTF8(
+        error.what(), static_cast<Py_ssize_t>(std::strlen(error.what())), "backslashreplace"));
+    nb::object value = error.ranks().empty() ? type(text) : type(text, error.ranks());
     PyErr_SetObject(type.ptr(), value.ptr());
   }
 }

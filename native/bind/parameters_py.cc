@@ -143,12 +143,14 @@ void register_store(nb::module_& module) {
       .def(
           "nearest_local",
           [](const Store& store, Address keys, std::size_t count, std::int64_t low, std::int64_t high,
-             const std::vector<std::int64_t>& taken, bool distinct) {
+             const std::vector<std::int64_t>& taken, bool distinct, Address drawable) {
             return store.nearest_local(reinterpret_cast<std::int64_t*>(keys), count, low, high, taken,
-                                       distinct);
+                                       distinct, reinterpret_cast<const std::uint8_t*>(drawable));
           },
-          "keys"_a, "count"_a, "low"_a, "high"_a, "taken"_a, "distinct"_a, Released())
+          "keys"_a, "count"_a, "low"_a, "high"_a, "taken"_a, "distinct"_a, "drawable"_a = Address{0},
+          Released())
       .def("check_leader", &Store::check_leader)
+      .def("leave_in_need", &Store::leave_in_need)
       .def("dead_workers", &Store::dead_workers)
       .def("counters", &counters);
 }

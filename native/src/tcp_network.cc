@@ -29,6 +29,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kBufferBytes = std::size_t{64} << 10;  // of a connection; larger messages go around it
 constexpr std::size_t kMaxStrangers = 64;                    // connections that have not said who they are
+constexpr int kMaxAccepts = 64;  // in a row, before what known peers sent is taken in
 constexpr int kMaxEvents = 32;
 constexpr int kListenBacklog = 1024;
 
@@ -224,16 +225,22 @@ class TcpEndpoint final : public Endpoint {
   }
 
   void accept_from(int listener) {
-    for (;;) {
+    for (int accepts = 0; accepts < kMaxAccepts; ++accepts) {
       Descriptor socket(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
       if (!socket) return;
       const int fd = socket.get();
       watch(fd);
       inbound_.emplace(fd, Inbound(std::move(socket), state_->options));
       strangers_.push_back(fd);
-      if (strangers_.size() <= kMaxStrangers) continue;
-      end(strangers_.front(), true);
+      while (strangers_.size() > kMaxStrangers) end_oldest_stranger();
     }
+  }
+
+  // Unless it has said by now who it is: a flood of connections must not keep a peer out.
+  void end_oldest_stranger() {
+    const int fd = strangers_.front();
+    take_from(fd);
+    if (!strangers_.empty() && strangers_.front() == fd) end(fd, true);
   }
 
   void take_from(int fd) {

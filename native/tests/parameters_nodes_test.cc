@@ -421,6 +421,36 @@ TEST(a_push_does_not_overtake_an_unfinished_pull) {
   CHECK(here[0] == 1);
 }
 
+// What a mark stands for may be gone, and its place in a dynamic table another channel's by now.
+TEST(a_round_leaves_the_keys_of_other_channels_alone) {
+  constexpr std::int64_t kKey = 6;  // of node 0 and channel 1
+  const std::vector<std::int64_t> key = {kKey};
+  std::vector<float> value(kLength, 1.0f);
+  StoreSpec spec;
+  spec.lengths = {kLength};
+  spec.capacity = 64;
+  spec.num_channels = 2;
+  ChannelOptions options;
+  options.techniques = Techniques::kReplicationOnly;
+  Cluster cluster(2, spec, Weather{}, options);
+  const auto worker = cluster.worker(1, 0);
+  worker->intent(key.data(), 1, 0, 1);
+  eventually([&] { return cluster.stores[1]->total(kReplicasMade) == 1; });
+  for (const auto& store : cluster.stores) {
+    store->changed(0).mark(static_cast<std::uint64_t>(store->find(kKey)));
+    const auto& rounds = store->header().boards[0].rounds;
+    const std::uint64_t before = rounds;
+    eventually([&] { return rounds >= before + 2; });
+  }
+  CHECK(cluster.state(1, cluster.stores[1]->find(kKey)) == State::kReplica);
+  CHECK(!cluster.stores[1]->entry(cluster.stores[1]->find(kKey)).has(kLeaving));
+  access(*worker, Op::kPush, key, value);
+  worker->flush_updates();
+  access(*cluster.worker(0, 0), Op::kPull, key, value);
+  CHECK(value[0] == 1);
+  for (const auto& store : cluster.stores) CHECK(store->total(kProtocolErrors) == 0);
+}
+
 // What ends node 1's replica is under way to it while the key moves on from node 0 to node 2. The push is
 // sent with the end of the replica: of an earlier update the acknowledgement would be held too, and the end
 // wait.

@@ -1,8 +1,10 @@
 #include <sys/resource.h>
 
+#include <atomic>
 #include <cmath>
 #include <map>
 #include <random>
+#include <thread>
 
 #include "check.h"
 #include "torchrelay/memory_network.h"
@@ -84,6 +86,56 @@ TEST(unfinished_keys_are_counted_exactly) {
     CHECK(keys.conflicts(key, Class::kOther) == (counts.first + counts.second > 0));
     CHECK(keys.size() == expected.size());
   }
+}
+
+TEST(marks_are_taken_once_each) {
+  constexpr std::uint64_t kSize = 600000;  // three words of the highest level
+  const auto memory = std::make_unique<MarkSet::Word[]>(MarkSet::bytes(kSize) / sizeof(MarkSet::Word));
+  const MarkSet marks(reinterpret_cast<std::byte*>(memory.get()), kSize);
+  std::vector<std::uint64_t> taken;
+  const auto take = [&] {
+    taken.clear();
+    marks.take_all([&](std::uint64_t index) { taken.push_back(index); });
+    return taken;
+  };
+  CHECK(take().empty());
+  for (const std::uint64_t index : {std::uint64_t{0}, std::uint64_t{63}, std::uint64_t{64},
+                                    std::uint64_t{300000}, std::uint64_t{300000}, kSize - 1})
+    marks.mark(index);
+  CHECK(take() == std::vector<std::uint64_t>{0, 63, 64, 300000, kSize - 1});
+  CHECK(take().empty());
+  marks.mark(5);
+  marks.take_all([&](std::uint64_t index) { marks.mark(index); });  // while it is taken: for the next time
+  CHECK(take() == std::vector<std::uint64_t>{5});
+}
+
+// What a thread counted up before it marked is seen by who takes the mark.
+TEST(no_mark_is_lost_between_threads) {
+  constexpr std::uint64_t kSize = 300000;
+  constexpr int kThreads = 3, kMarks = 50000;
+  const auto memory = std::make_unique<MarkSet::Word[]>(MarkSet::bytes(kSize) / sizeof(MarkSet::Word));
+  const MarkSet marks(reinterpret_cast<std::byte*>(memory.get()), kSize);
+  std::vector<std::atomic<int>> counted(kSize);
+  std::atomic<int> running = kThreads;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t)
+    threads.emplace_back([&, t] {
+      std::mt19937_64 random(static_cast<std::uint64_t>(t));
+      for (int i = 0; i < kMarks; ++i) {
+        const std::uint64_t index = random() % 400 * 700;  // few, far apart: words often become empty
+        counted[index].fetch_add(1);
+        marks.mark(index);
+      }
+      --running;
+    });
+  int total = 0;
+  const auto take = [&] {
+    marks.take_all([&](std::uint64_t index) { total += counted[index].exchange(0); });
+  };
+  while (running > 0) take();
+  for (auto& thread : threads) thread.join();
+  take();
+  CHECK(total == kThreads * kMarks);
 }
 
 TEST(a_courier_puts_in_order_what_a_network_mixes_up) {

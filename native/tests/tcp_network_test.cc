@@ -157,3 +157,23 @@ TEST(many_senders_reach_one_receiver) {
   TcpNetwork net(NetworkOptions{});
   torchrelay::testing::many_senders_reach_one_receiver(net);
 }
+
+// All come before the receiver looks, so that it accepts them in one go.
+TEST(a_flood_of_connections_does_not_keep_a_peer_out) {
+  NetworkOptions options;
+  options.local_sockets = false;
+  TcpNetwork network(options);
+  auto receiver = network.open("r"), sender = network.open("s");
+  std::vector<int> flood;
+  const auto connections = [&] {
+    for (int i = 0; i < 200; ++i) flood.push_back(stranger_socket(*receiver));
+  };
+  connections();
+  sender->connect(0, receiver->address());
+  sender->send(0, message("here"));
+  connections();
+  CHECK(receive(*receiver) == "here");
+  sender->send(0, message("still here"));
+  CHECK(receive(*receiver) == "still here");
+  for (const int fd : flood) close(fd);
+}

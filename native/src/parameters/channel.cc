@@ -27,21 +27,12 @@ Channel::Channel(std::shared_ptr<Store> store, std::uint32_t number, Network& ne
       node_(store_->header().node),
       options_(options),
       courier_(network.open("node" + std::to_string(node_)), channel_endpoint(node_, number), 1),
+      changed_(store_->changed(number)),
+      controls_(store_->header().channel_entries),
       outboxes_(node_count(*store_)),
       last_heard_(node_count(*store_), Clock::now()),
       gone_(node_count(*store_), false) {
-  const std::uint64_t stripe = std::uint64_t{node_count(*store_)} * store_->header().num_channels;
-  const std::uint64_t entries = store_->header().num_entries;
-  controls_.resize(store_->dynamic() ? entries : (entries + stripe - 1) / stripe * node_count(*store_));
   store_->take_user(number_);
-}
-
-// A dense table's keys are dealt to channels in runs of num_nodes; see Store::channel_of.
-Channel::Control& Channel::control(std::int64_t number) {
-  if (store_->dynamic()) return controls_[static_cast<std::size_t>(number)];
-  const std::uint64_t nodes = node_count(*store_), channels = store_->header().num_channels;
-  const auto key = static_cast<std::uint64_t>(number);
-  return controls_[key / (nodes * channels) * nodes + key % nodes];
 }
 
 void Channel::connect(const ChannelAddresses& addresses) {
@@ -53,8 +44,10 @@ void Channel::connect(const ChannelAddresses& addresses) {
 void Channel::run() noexcept {
   try {
     loop();
+  } catch (const Error& error) {
+    store_->fail(error.code() == Code::kProtocol ? error.code() : Code::kUnavailable, error.what());
   } catch (const std::exception& error) {
-    store_->fail(error.what());
+    store_->fail(Code::kUnavailable, error.what());
   }
   store_->leave_user(number_);
 }
@@ -65,7 +58,7 @@ void Channel::loop() {
       std::chrono::duration<double>(1.0 / options_.max_rounds_per_s));
   next_round_ = last_round_ = next_beat_ = next_look_ = last_refresh_all_ = now;
   std::ranges::fill(last_heard_, now);
-  while (store_->header().stopping.load(std::memory_order_relaxed) == 0) {
+  while (!store_->is_stopping()) {
     Header header;
     Message message;
     const auto until_round =
@@ -286,8 +279,7 @@ void Channel::round() {
   ++rounds_;
   round_intents();
   if (store_->dynamic()) make_room();
-  for (std::size_t i = 0; i < replicas_.size(); ++i) sync_replica(replicas_[i], false);
-  refresh_all();
+  sync_changed();
   std::vector<std::int64_t> again;
   again.swap(reconsider_);
   for (const std::int64_t number : again) {
@@ -300,6 +292,23 @@ void Channel::round() {
   in_rounds_ += Clock::now() - last_round_;
   publish_counters();
 }
+
+// Only what has changed: replicas and shared keys that nobody uses cost nothing.
+void Channel::sync_changed() {
+  changed_.take_all([this](std::uint64_t index) {
+    const std::int64_t entry_index = store_->entry_in_channel(number_, index);
+    Entry& entry = store_->entry(entry_index);
+    const LockGuard guard = store_->guard(entry, number_);
+    // A dynamic table may have given the place to a key of another channel since it was marked.
+    const std::int64_t key = store_->key_of(entry_index);
+    if (!store_->valid(key) || store_->channel_of(key) != number_) return;
+    if (entry.state == State::kReplica) sync_replica(entry_index, false);
+    if (entry.state == State::kOwned) refresh_replicas(entry_index);
+  });
+  last_refresh_all_ = Clock::now();
+}
+
+void Channel::mark_changed(std::int64_t entry_index) { changed_.mark(store_->index_in_channel(entry_index)); }
 
 void Channel::round_intents() {
   const auto now = Clock::now();
@@ -323,6 +332,12 @@ void Channel::step_intents(WorkerIntents& intents, std::int64_t clock) {
 
 void Channel::beat() {
   const auto now = Clock::now();
+  // A process that was stopped has heard nobody: it listens again before it takes others for lost.
+  const bool was_stopped = now - next_beat_ > options_.heartbeat_timeout / 2;
+  if (was_stopped) {
+    std::ranges::fill(last_heard_, now);
+    courier_.forgive_gaps();
+  }
   next_beat_ = now + options_.heartbeat_interval;
   // A node of which a channel failed falls silent, so that the others hear of it.
   if (number_ != 0 || store_->header().failed.load() != 0) return;

@@ -15,7 +15,8 @@ void Channel::serve_flush_updates() {
     for (const std::int64_t number : replicas_) flush_items_.push_back({number, false});
   }
   std::erase_if(flush_items_, [this](FlushItem& item) {
-    const Entry& entry = store_->entry(item.number);
+    Entry& entry = store_->entry(item.number);
+    const LockGuard guard = store_->guard(entry, number_);
     if (entry.state != State::kReplica) return true;
     if (control(item.number).outstanding != 0) return false;
     if (item.sent || !entry.has(kDirty)) return true;

@@ -16,12 +16,19 @@ Channel::Replica* Channel::replica_of(std::int64_t number, std::uint32_t node) {
   return found == key->replicas.end() ? nullptr : &*found;
 }
 
-// Under the entry's lock.
+// Under the entry's lock. Whoever changed the row has marked the entry, and no round has come to it since.
 void Channel::raise_version(std::int64_t number) {
   Entry& entry = store_->entry(number);
   if (!entry.has(kChanged)) return;
   entry.lower(kChanged);
   ++entry.version;
+}
+
+// Under the entry's lock: this channel has changed the row.
+void Channel::raise_version_anew(std::int64_t entry_index) {
+  Entry& entry = store_->entry(entry_index);
+  ++entry.version;
+  if (entry.has(kShared)) mark_changed(entry_index);
 }
 
 // At the owner, or on to it.
@@ -120,13 +127,20 @@ void Channel::refresh(std::int64_t number, Replica& replica, std::uint8_t flags)
   refresh_age_ += Clock::now() - last_refresh_all_;
 }
 
+// Under the entry's lock.
+void Channel::refresh_replicas(std::int64_t entry_index) {
+  const Entry& entry = store_->entry(entry_index);
+  SharedKey* key = shared(entry_index);
+  if (key == nullptr) return;
+  raise_version(entry_index);
+  for (Replica& replica : key->replicas)
+    if (replica.version != entry.version) refresh(entry_index, replica, 0);
+}
+
 void Channel::refresh_all() {
-  for (SharedKey& key : shared_) {
+  for (const SharedKey& key : shared_) {
     const LockGuard guard = store_->guard(store_->entry(key.number), number_);
-    raise_version(key.number);
-    const std::uint32_t version = store_->entry(key.number).version;
-    for (Replica& replica : key.replicas)
-      if (replica.version != version) refresh(key.number, replica, 0);
+    refresh_replicas(key.number);
   }
   last_refresh_all_ = Clock::now();
 }
@@ -167,7 +181,7 @@ void Channel::owner_update(std::int64_t number, const Record& record, const std:
   const std::uint32_t before = entry.version;
   if (record.payload_bytes != 0) {
     store_->apply(store_->row(number), payload, info.length);
-    ++entry.version;
+    raise_version_anew(number);
   }
   Replica* replica = replica_of(number, record.node);
   const bool dropped = (record.flags & kDrop) != 0;
@@ -187,7 +201,7 @@ void Channel::owner_overwrite(std::int64_t number, const Record& record, const s
   Entry& entry = store_->entry(number);
   raise_version(number);
   std::memcpy(store_->row(number), payload, record.payload_bytes);
-  ++entry.version;
+  raise_version_anew(number);
   if (Replica* replica = replica_of(number, record.node)) replica->version = entry.version;
   put(record.node, {RecordKind::kAck, 0, static_cast<std::uint16_t>(node_), 0, record.key, entry.version, 0},
       nullptr, 0);

@@ -56,12 +56,14 @@ void Channel::end_intent(std::int64_t key) {
   Entry& entry = store_->entry(number);
   const LockGuard guard = store_->guard(entry, number_);
   pin(number);
-  if (entry.state == State::kOwned) consider_upgrade(number);  // a replica is dropped by the round
+  if (entry.state == State::kOwned) consider_upgrade(number);
+  if (entry.state == State::kReplica) mark_changed(number);  // it is dropped by the round
 }
 
 void Channel::add_replica(std::int64_t number) {
   control(number).list_place = static_cast<std::uint32_t>(replicas_.size());
   replicas_.push_back(number);
+  mark_changed(number);  // its intents may have ended meanwhile
 }
 
 void Channel::forget_replica(std::int64_t number) {
@@ -182,7 +184,7 @@ void Channel::settle_ack(std::int64_t number, std::uint32_t version) {
   mine.overwritten = false;
   entry.version = version;
   in_flight_.erase(number);
-  if (!entry.has(kLeaving)) return;
+  if (!entry.has(kLeaving)) return mark_changed(number);  // what came meanwhile is sent by the round
   store_->free_slot(number_, number);
   entry.state = State::kAbsent;
   entry.lower(kLeaving);
@@ -216,19 +218,21 @@ void Channel::send_update(std::int64_t number, bool last) {
   entry.lower(kDirty);
 }
 
+// Under the entry's lock.
 void Channel::sync_replica(std::int64_t number, bool force) {
-  Control& mine = control(number);
-  Entry& entry = store_->entry(number);
-  if (mine.outstanding != 0) return;
-  const LockGuard guard = store_->guard(entry, number_);
-  if (mine.intents != 0 && !entry.has(kDirty)) return;
+  const Control& mine = control(number);
+  if (mine.outstanding != 0) return;  // the acknowledgement marks it anew
   if (mine.intents == 0) return send_update(number, true);
-  if (!force && options_.sync_threshold > 0) {
-    const double norm =
-        squared_norm(store_->header().element, store_->accumulator(number), store_->class_of(number).length);
-    if (norm < options_.sync_threshold * options_.sync_threshold) return;
-  }
-  send_update(number, false);
+  if (!store_->entry(number).has(kDirty)) return;
+  force || is_worth_sending(number) ? send_update(number, false) : mark_changed(number);
+}
+
+// Under the entry's lock.
+bool Channel::is_worth_sending(std::int64_t entry_index) const {
+  if (options_.sync_threshold <= 0) return true;
+  const double norm = squared_norm(store_->header().element, store_->accumulator(entry_index),
+                                   store_->class_of(entry_index).length);
+  return norm >= options_.sync_threshold * options_.sync_threshold;
 }
 
 }  // namespace torchrelay::parameters

@@ -86,8 +86,13 @@ void Courier::accept(const Header& header, const Message& message) {
     ++protocol_errors;
     return;
   }
-  if (!knows(header.sender))  // who greets us can be answered
+  if (knows(header.sender)) return;
+  try {  // who greets us can be answered
     connect(header.sender, {reinterpret_cast<const char*>(message.data() + sizeof(Header)), size});
+  } catch (const Error& error) {
+    ++protocol_errors;
+    last_protocol_error = error.what();
+  }
 }
 
 void Courier::sort_in(const Message& message) {
@@ -137,6 +142,10 @@ bool Courier::receive(Header& header, Message& message, std::chrono::microsecond
   ready_.pop_front();
   header = header_of(message);
   return true;
+}
+
+void Courier::forgive_gaps() {
+  for (auto& [peer, stream] : incoming_) stream.early_since = std::chrono::steady_clock::now();
 }
 
 std::int64_t Courier::stuck_peer(std::chrono::milliseconds timeout) const {

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <new>
 
 #include "torchrelay/error.h"
+#include "torchrelay/host_memory.h"
 
 namespace torchrelay::parameters {
 namespace {
@@ -18,6 +20,7 @@ constexpr std::uint32_t kVersion = 2;
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kRowAlignment = 16;
 constexpr std::int64_t kNoKey = INT64_MIN;
+constexpr std::uint32_t kMaxLength = 1u << 28;
 
 std::uint64_t align(std::uint64_t value, std::uint64_t to) { return (value + to - 1) / to * to; }
 
@@ -35,6 +38,31 @@ struct Plan {
   std::vector<std::uint16_t> class_of;
 };
 
+// What a node needs: the entries of all keys, and the rows of its share. Replicas come on top.
+void check_memory(const StoreSpec& spec) {
+  constexpr double kGiB = 1 << 30;
+  const double keys = static_cast<double>(std::max(spec.num_keys, spec.capacity));
+  double elements = 0;
+  for (const std::uint32_t length : spec.lengths)
+    elements += static_cast<double>(length + spec.rule.state_length(length));
+  if (spec.lengths.size() == 1) elements *= keys;
+  if (spec.num_keys != 0) elements /= spec.num_nodes;
+  const double rows = elements * static_cast<double>(size_of(spec.element));
+  const double entries = keys * (sizeof(Entry) + sizeof(std::uint32_t));  // and the location counters
+  const auto available = static_cast<double>(host_memory_bytes());
+  if (rows + entries <= available) return;
+  char sizes[160];
+  std::snprintf(sizes, sizeof sizes, "%.1f GiB for rows and %.1f GiB to find them", rows / kGiB,
+                entries / kGiB);
+  char limit[32];
+  std::snprintf(limit, sizeof limit, "%.1f GiB", available / kGiB);
+  throw Error(Code::kArgument,
+              "parameters: node " + std::to_string(spec.node) + " of " + std::to_string(spec.num_nodes) +
+                  " would need " + sizes + ", but this host has " + limit +
+                  "; use more hosts, fewer keys or shorter rows, or a table without a number "
+                  "of keys, which evicts those least used");
+}
+
 void check(const StoreSpec& spec) {
   const auto fail = [](const std::string& message) {
     throw Error(Code::kArgument, "parameters: " + message);
@@ -47,11 +75,16 @@ void check(const StoreSpec& spec) {
          " are possible");
   if (spec.lengths.empty() || std::ranges::find(spec.lengths, 0u) != spec.lengths.end())
     fail("every key's length must be at least 1");
+  if (const std::uint32_t longest = *std::ranges::max_element(spec.lengths); longest > kMaxLength)
+    fail("a length of " + std::to_string(longest) + " elements; at most " + std::to_string(kMaxLength));
   if (spec.num_keys == 0 && spec.capacity == 0) fail("a table without a number of keys needs a capacity");
   if (spec.lengths.size() != 1 && spec.lengths.size() != spec.num_keys)
     fail("there are " + std::to_string(spec.lengths.size()) + " lengths for " +
          std::to_string(spec.num_keys) + " keys");
   if (!spec.rule.allows(spec.element)) fail("optimizers inside the store need float32 or float64 values");
+  const std::uint64_t rows = std::max(spec.num_keys, spec.capacity);
+  if (rows >= kNoSlot) fail(std::to_string(rows) + " keys; a table has less than " + std::to_string(kNoSlot));
+  check_memory(spec);
 }
 
 Plan plan_classes(const StoreSpec& spec) {
@@ -98,6 +131,10 @@ std::vector<ClassInfo> lay_out(const StoreSpec& spec, Plan& plan) {
   header.counters_offset = take(end, sizeof(std::uint32_t) * entries);
   header.class_of_offset = plan.class_of.empty() ? 0 : take(end, sizeof(std::uint16_t) * entries);
   header.keys_offset = spec.num_keys != 0 ? 0 : take(end, sizeof(std::int64_t) * entries);
+  const std::uint64_t run = std::uint64_t{spec.num_nodes} * spec.num_channels;
+  header.channel_entries = spec.num_keys != 0 ? (entries + run - 1) / run * spec.num_nodes : entries;
+  header.changed_bytes = MarkSet::bytes(header.channel_entries);
+  header.changed_offset = take(end, header.changed_bytes * spec.num_channels);
   std::vector<ClassInfo> classes(header.num_classes);
   for (std::size_t i = 0; i < classes.size(); ++i) {
     ClassInfo& info = classes[i];
@@ -271,18 +308,33 @@ std::vector<std::int64_t> Store::owned_keys() const {
   return keys;
 }
 
-void Store::fail(const char* reason) const {
+void Store::fail(Code code, const char* reason) const {
   std::uint32_t expected = 0;
   if (!header_->failed.compare_exchange_strong(expected, 1)) return;
+  header_->failure_code = code;
   std::strncpy(header_->failure, reason, sizeof header_->failure - 1);
   header_->failed.store(2, std::memory_order_release);
 }
 
+void Store::leave_in_need() const {
+  std::int32_t nobody = 0;
+  header_->left_process.compare_exchange_strong(nobody, getpid());
+}
+
 void Store::check_peers() const {
+  const std::int32_t left_process = header_->left_process.load(std::memory_order_relaxed);
+  if (left_process != 0 && left_process != getpid())
+    throw Error(
+        Code::kPeerLost,
+        "parameters: process " + std::to_string(left_process) + " of node " + std::to_string(header_->node) +
+            " has left while others still needed it; see its own output for why, and restart from the last "
+            "checkpoint",
+        {static_cast<int>(header_->node)});
   if (header_->stopping.load(std::memory_order_relaxed) != 0)
     throw Error(Code::kUnavailable, "parameters: node " + std::to_string(header_->node) +
                                         " has been shut down; nothing can be read or written any more");
-  if (header_->failed.load(std::memory_order_acquire) == 2) throw Error(Code::kUnavailable, header_->failure);
+  if (header_->failed.load(std::memory_order_acquire) == 2)
+    throw Error(header_->failure_code, header_->failure);
   const std::uint32_t lost_node = header_->lost_node.load(std::memory_order_relaxed);
   if (lost_node == 0) return;
   const auto lost = static_cast<int>(lost_node & ~kLeft) - 1;

@@ -63,6 +63,13 @@ void Store::apply(std::byte* row, const std::byte* pushed, std::uint32_t length)
   rule.apply(header_->element, row, pushed, length);
 }
 
+// Before the row changes: who is killed meanwhile leaves no change that no round looks at.
+void Store::raise_and_mark(Entry& entry, std::int64_t key, std::int64_t entry_index, Flag flag) const {
+  if (entry.has(flag)) return;
+  changed(channel_of(key)).mark(index_in_channel(entry_index));
+  entry.raise(flag);
+}
+
 bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,
                        std::size_t index, std::vector<Missed>& missed,
                        std::vector<std::uint32_t>* shared) const {
@@ -79,6 +86,11 @@ bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t
         {static_cast<std::uint32_t>(index), owner, counters_[number].load(std::memory_order_relaxed)});
     return true;
   }
+  if (entry.has(kShared)) {
+    if (!reads(op)) raise_and_mark(entry, key, number, kChanged);
+    if (shared != nullptr) shared->push_back(static_cast<std::uint32_t>(index));
+  }
+  if (!owned && op == Op::kPush) raise_and_mark(entry, key, number, kDirty);
   const ClassInfo& info = class_of(number);
   std::byte* row = this->row(number);
   const std::size_t element = size_of(header_->element);
@@ -89,14 +101,7 @@ bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t
     case Op::kSetRow: std::memcpy(row, values, info.row_length * element); break;
     case Op::kPush:
       apply(row, values, info.length);
-      if (!owned) {
-        add(header_->element, accumulator(number), values, info.length);
-        entry.raise(kDirty);
-      }
-  }
-  if (entry.has(kShared)) {
-    if (!reads(op)) entry.raise(kChanged);
-    if (shared != nullptr) shared->push_back(static_cast<std::uint32_t>(index));
+      if (!owned) add(header_->element, accumulator(number), values, info.length);
   }
   if (dynamic()) entry.raise(kUsed);
   return true;

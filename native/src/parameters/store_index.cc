@@ -196,10 +196,11 @@ void Store::remove(std::uint32_t user, std::uint64_t place) const {
 }
 
 std::size_t Store::nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low, std::int64_t high,
-                                 const std::vector<std::int64_t>& taken, bool distinct) const {
+                                 const std::vector<std::int64_t>& taken, bool distinct,
+                                 const std::uint8_t* drawable) const {
   std::unordered_set<std::int64_t> used(taken.begin(), taken.end());
   const auto usable = [&](std::int64_t key) {
-    if (key < low || key >= high) return false;
+    if (key < low || key >= high || (drawable != nullptr && drawable[key - low] == 0)) return false;
     const std::int64_t number = find(key);
     return number >= 0 && entries_[number].slot.load(std::memory_order_relaxed) != kNoSlot &&
            !used.contains(key);

@@ -1,5 +1,7 @@
 #include "torchrelay/parameters/worker.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <thread>
 #include <unordered_set>
@@ -32,7 +34,8 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
       user_(kMaxChannels + worker),
       options_(options),
       interrupt_(std::move(interrupt)),
-      network_(std::move(network)) {
+      network_(std::move(network)),
+      is_leader_(store_->header().leader.pid == getpid()) {
   if (worker >= kMaxWorkers)
     throw Error(Code::kArgument, "parameters: worker_id " + std::to_string(worker) + "; a node has at most " +
                                      std::to_string(kMaxWorkers) + " workers");
@@ -176,8 +179,9 @@ bool Worker::receive(std::chrono::microseconds timeout) {
 
 // Who only reads and writes what is here asks nobody, so would not notice that its node is no longer served.
 void Worker::look_at_leader() {
+  if (is_leader_) return;
   const auto now = std::chrono::steady_clock::now();
-  if (!courier_ || now < next_look_) return;
+  if (now < next_look_) return;
   next_look_ = now + kLook;
   store_->check_leader();
 }
@@ -215,6 +219,7 @@ void Worker::intent(const std::int64_t* keys, std::size_t count, std::int64_t st
     throw Error(Code::kArgument, "parameters: an intent for the clocks [" + std::to_string(start) + ", " +
                                      std::to_string(end) + ") is empty; end is exclusive");
   store_->check_peers();
+  look_at_leader();
   if (!courier_ || end <= clock() || count == 0) return;
   const SlabHeader& header = store_->header();
   const std::uint32_t channels = header.num_channels;

@@ -122,12 +122,12 @@ bool Worker::take_early_answers() {
 
 void Worker::take_answer(const Answer& answer) {
   const Message& message = answer.message;
-  const std::uint32_t count = answer.count;
+  const std::size_t count = answer.count;
   Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
   const auto head = reader.take<ReplyHead>();
   if (head.id >> kIdBits != wire_ids_ >> kIdBits) return;  // meant for a dead predecessor
   const auto found = pending_.find(static_cast<std::int64_t>(head.id - wire_ids_));
-  if (found == pending_.end() || head.served > std::min<std::size_t>(count, found->second.remaining))
+  if (found == pending_.end() || head.served > std::min(count, found->second.remaining))
     throw Error(Code::kProtocol, "parameters: a stray reply");
   Pending& pending = found->second;
   const auto* positions = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));

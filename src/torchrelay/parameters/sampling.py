@@ -90,6 +90,8 @@ class Sampling:
         self.low, self.high = low, high
         self._weights = None if weights is None else self._checked(weights)
         self._alias = None if self._weights is None else alias_table(self._weights)
+        # Scheme local takes a neighbour of what was drawn, which must be one that could be drawn.
+        self._drawable = None if self._weights is None else (self._weights > 0).astype(np.uint8)
         self._random = np.random.default_rng(seed)
         self._lock = threading.Lock()
         self._pool: IntArray | None = None
@@ -214,12 +216,13 @@ class Sampling:
         with self._lock:
             keys[:] = self._draw(count)
         exclude = [] if self.with_replacement else sorted(samples.taken)
+        drawable = 0 if self._drawable is None else self._drawable.ctypes.data
         found = store.nearest_local(
-            keys.ctypes.data, count, self.low, self.high, exclude, not self.with_replacement
+            keys.ctypes.data, count, self.low, self.high, exclude, not self.with_replacement, drawable
         )
         if found < count:
             raise UnavailableError(
-                f"this node has {found} keys of [{self.low}, {self.high}) where {count} are needed: announce "
+                f"this node has {found} keys of [{self.low}, {self.high}) to draw where {count} are needed: announce "
                 "intents for some, or use another sampling scheme than local"
             )
         if not self.with_replacement:

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 
 from torchrelay import _native
-from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, UnavailableError
+from torchrelay.errors import (
+    ArgumentError,
+    OperationTimeoutError,
+    PeerLostError,
+    ProtocolError,
+    UnavailableError,
+)
 from torchrelay.parameters._arrays import ELEMENTS, describe
 from torchrelay.parameters.contract import INITS, RULES, KeyInit, UpdateRule
 from torchrelay.parameters.sampling import Sampling
@@ -22,6 +28,7 @@ __all__ = ["Server"]
 
 _POLL_S = 0.001
 _LENGTHS_SHOWN = 8
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 _NO_RULE, _NO_INIT = UpdateRule(), KeyInit()
 
 
@@ -285,14 +292,19 @@ class Server:
             self.topology.part(f"{self._table}/servers", self._participants)
         except PeerLostError:
             pass  # nobody is served any more; whoever asks will hear of it
-        except UnavailableError:
-            pass  # the node's leader has left the barrier and stopped: so all had come
+        except (UnavailableError, ProtocolError):
+            pass  # the node's leader has left the barrier and stopped: so all had come; or its threads have failed
         finally:
-            self.stop()
+            self._stop_service()
 
     def stop(self) -> None:
-        """Stops serving other nodes at once; those that still need this one hear that it has left. Idempotent."""
+        """Leaves the table at once. Processes that still use it, of any node, raise PeerLostError. Idempotent."""
+        if not self._down and self._participants > 1:
+            self._store.leave_in_need()
         self._down = True
+        self._stop_service()
+
+    def _stop_service(self) -> None:
         if self._service is not None:
             self._service.stop()
             self._service = None
@@ -309,8 +321,10 @@ def _describe_lengths(lengths: list[int]) -> str:
 
 def _keys_and_lengths(keys: Any, length: int) -> tuple[int, list[int]]:
     if isinstance(keys, int):
-        if keys < 0 or length < 1:
-            raise ArgumentError(f"{keys} keys of length {length}: they must be at least 0 and 1")
+        if not (0 <= keys <= _INT64_MAX and 1 <= length <= _INT32_MAX):
+            raise ArgumentError(
+                f"{keys} keys of length {length}: they must be at least 0 and 1, and fit in int64 and int32"
+            )
         return keys, [length]
     if not isinstance(keys, torch.Tensor | np.ndarray) or keys.ndim != 1:
         raise ArgumentError(f"keys must be a number, or one length per key, not a {describe(keys)}")

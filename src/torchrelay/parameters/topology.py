@@ -72,9 +72,9 @@ class Topology:
 
     @classmethod
     def in_memory(
-        cls, num_nodes: int, network: _native.MemoryNetwork | None = None, **fields: Any
+        cls, num_nodes: int, network: _native.Network | None = None, **fields: Any
     ) -> list[Topology]:
-        """``num_nodes`` nodes for threads of this process, over one in-memory network."""
+        """``num_nodes`` nodes for threads of this process, over one network, by default in memory."""
         import torch.distributed as dist  # noqa: PLC0415 - importing it takes long, and one process needs none of it
 
         shared = network or _native.MemoryNetwork()

@@ -139,7 +139,11 @@ class Channel {
   void send_outbox(std::uint32_t node);
   void send_outboxes();
   void publish_counters();
-  Control& control(std::int64_t number);
+  void sync_changed();
+  void mark_changed(std::int64_t entry_index);
+  Control& control(std::int64_t entry_index) {
+    return controls_[static_cast<std::size_t>(store_->index_in_channel(entry_index))];
+  }
 
   // channel_flush.cc: wait_sync
   void handle_flush(const Header& header, const Message& message);
@@ -159,7 +163,9 @@ class Channel {
   void transfer(std::int64_t number, std::uint32_t node);
   void grant(std::int64_t number, std::uint32_t node);
   void raise_version(std::int64_t number);
+  void raise_version_anew(std::int64_t entry_index);
   void refresh(std::int64_t number, Replica& replica, std::uint8_t flags);
+  void refresh_replicas(std::int64_t entry_index);
   void refresh_all();
   void remove_replica(std::int64_t number, std::uint32_t node);
   void consider_upgrade(std::int64_t number);
@@ -179,6 +185,7 @@ class Channel {
   void settle_ack(std::int64_t number, std::uint32_t version);
   void send_update(std::int64_t number, bool last);
   void sync_replica(std::int64_t number, bool force);
+  bool is_worth_sending(std::int64_t entry_index) const;
   void add_replica(std::int64_t number);
   void forget_replica(std::int64_t number);
 
@@ -215,6 +222,7 @@ class Channel {
   std::uint32_t node_;
   ChannelOptions options_;
   Courier courier_;
+  MarkSet changed_;
   std::vector<Control> controls_;
   std::vector<SharedKey> shared_;
   std::vector<std::int64_t> replicas_;

@@ -38,6 +38,8 @@ class Courier {
 
   // A peer whose next message has been missing for longer than `timeout` though later ones came; -1: none.
   std::int64_t stuck_peer(std::chrono::milliseconds timeout) const;
+  // Starts the time of missing messages anew: this process was stopped.
+  void forgive_gaps();
 
   // To and from other nodes.
   std::uint64_t sent_bytes = 0, received_bytes = 0, sent_messages = 0, received_messages = 0;

@@ -1,7 +1,7 @@
 // The layout of a node's slab: one block of shared memory that all processes of the node map.
 //
 //   header | users | classes | pools | entries | counters | class of each entry | keys (dynamic tables) |
-//   per class: free slots, rows, accumulators
+//   per channel: changed entries | per class: free slots, rows, accumulators
 //
 // Keys with rows of equal length form a class; a class has a pool of slots, and a slot is a row's place. A
 // slot of a replica also has an accumulator: what was pushed to it and has not been sent to the owner. Pages
@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "torchrelay/error.h"
 #include "torchrelay/liveness.h"
 #include "torchrelay/parameters/element.h"
 #include "torchrelay/parameters/robust_lock.h"
@@ -122,6 +123,8 @@ struct Geometry {
   std::uint64_t num_keys;  // 0: dynamic
   std::uint64_t users_offset, classes_offset, pools_offset, entries_offset, counters_offset;
   std::uint64_t class_of_offset, keys_offset;  // 0: there is none
+  std::uint64_t channel_entries;  // that a channel's indices are below; see Store::index_in_channel
+  std::uint64_t changed_offset, changed_bytes;  // of the first channel's set of changed entries; of each set
   std::uint64_t size_bytes;
   UpdateRule rule;  // its learning rate is the first one; the current one is in the header
 };
@@ -139,6 +142,8 @@ struct SlabHeader : Geometry {
   std::atomic<std::uint32_t> stopping;
   std::atomic<std::uint32_t> failed;  // 1: `failure` is being written, 2: it says what made a channel stop
   char failure[512];
+  Code failure_code;
+  std::atomic<std::int32_t> left_process;  // the node's first that left while others were still at work
   ProcessId leader;
   std::atomic<std::uint8_t> heard[kMaxNodes];  // 1: the first channel has had a message of that node's
   ChannelBoard boards[kMaxChannels];

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "torchrelay/parameters/mark_set.h"
 #include "torchrelay/parameters/slab.h"
 #include "torchrelay/shared_memory.h"
 
@@ -97,6 +98,24 @@ class Store {
   std::int64_t find_or_make(std::uint32_t user, std::int64_t key) const;  // throws kUnavailable: table full
   std::int64_t find_or_try_make(std::uint32_t user, std::int64_t key) const;  // -1: table full
   Entry& entry(std::int64_t number) const { return entries_[number]; }
+  // The entries of a channel, counted from 0: a dense table's keys are dealt to channels in runs of num_nodes
+  // (see channel_of); of a dynamic table, any channel may have any entry.
+  std::uint64_t index_in_channel(std::int64_t entry_index) const {
+    const std::uint64_t nodes = header_->num_nodes, channels = header_->num_channels;
+    const auto key = static_cast<std::uint64_t>(entry_index);
+    return dynamic() ? key : key / (nodes * channels) * nodes + key % nodes;
+  }
+  std::int64_t entry_in_channel(std::uint32_t channel, std::uint64_t index) const {
+    const std::uint64_t nodes = header_->num_nodes, channels = header_->num_channels;
+    const std::uint64_t key = index / nodes * nodes * channels + channel * nodes + index % nodes;
+    return static_cast<std::int64_t>(dynamic() ? index : key);
+  }
+  // Entries of the channel that a round has to look at: a replica has something to send, or a shared key
+  // something that its replicas lack. Marked, under the entry's lock, before the entry shows it.
+  MarkSet changed(std::uint32_t channel) const {
+    return {memory_.data() + header_->changed_offset + channel * header_->changed_bytes,
+            header_->channel_entries};
+  }
   std::int64_t key_of(std::int64_t number) const { return dynamic() ? keys_[number].load() : number; }
   std::atomic<std::uint32_t>& location_counter(std::int64_t number) const { return counters_[number]; }
   void prefetch_location(std::int64_t key) const {
@@ -129,12 +148,20 @@ class Store {
   std::uint64_t total(Counter counter) const;
   std::vector<std::int64_t> owned_keys() const;
   // Replaces each of `keys` by the nearest one of [low, high) whose row is here; with `distinct`, by one that
-  // is neither in `taken` (sorted) nor was chosen before. Stops where there is none; returns how many were
-  // replaced.
+  // is neither in `taken` (sorted) nor was chosen before. `drawable` says of each key of the range whether it
+  // may be chosen (0: no); null: all may. Stops where there is none; returns how many were replaced.
   std::size_t nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low, std::int64_t high,
-                            const std::vector<std::int64_t>& taken, bool distinct) const;
+                            const std::vector<std::int64_t>& taken, bool distinct,
+                            const std::uint8_t* drawable = nullptr) const;
   // A channel cannot go on; the first reason given stays.
-  void fail(const char* reason) const;
+  void fail(Code code, const char* reason) const;
+  // This process stops using the table though others have not: every process of every node is to raise.
+  void leave_in_need() const;
+  // Is this node to serve no longer?
+  bool is_stopping() const {
+    return header_->stopping.load(std::memory_order_relaxed) != 0 ||
+           header_->left_process.load(std::memory_order_relaxed) != 0;
+  }
   // Throws kPeerLost or kUnavailable if this node cannot work on.
   void check_peers() const;
   // The same, and that this node's leader lives; costs a read in /proc.
@@ -155,6 +182,7 @@ class Store {
   void remove(std::uint32_t user, std::uint64_t place) const;
   bool take_free_slot(std::uint32_t user, std::int64_t number) const;
   [[noreturn]] void throw_full() const;
+  void raise_and_mark(Entry& entry, std::int64_t key, std::int64_t entry_index, Flag flag) const;
   // False if the entry has become another key's meanwhile.
   bool access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,
                   std::size_t index, std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;

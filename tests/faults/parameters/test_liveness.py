@@ -1,0 +1,119 @@
+"""Processes that die, leave with an error, or are stopped for a while: who notices, and who is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from torchrelay.errors import PeerLostError
+from torchrelay.parameters import Worker
+from torchrelay.parameters.topology import start
+from torchrelay.world import World
+
+KEYS, DIM = 40, 3
+PATIENT = {"TORCHRELAY_TRANSPORT_SILENCE_S": "100"}  # what is noticed sooner is not noticed by silence
+
+
+def _push_for_ever(worker: Worker, keys: torch.Tensor) -> None:
+    while True:
+        worker.push(keys, torch.ones(len(keys), DIM))
+
+
+def _wait_or_push_for_ever(worker: Worker, waits: bool) -> None:
+    worker.barrier()  # may see already that another process has left it, and then the table
+    if waits:
+        worker.barrier()
+    _push_for_ever(worker, torch.arange(KEYS))
+
+
+def _exit_as_leader(world: World) -> tuple[int, ...]:
+    """All processes are one node; its first ends without a word. The others use only what is there."""
+    worker = start(KEYS, DIM).worker
+    if world.rank == 0:
+        pushed = torch.zeros(world.size, DIM)
+        while not pushed[1:].all():
+            worker.pull(torch.arange(world.size), pushed)
+        os._exit(0)
+    with pytest.raises(PeerLostError, match="which serves node 0, has died") as raised:
+        _push_for_ever(worker, torch.tensor([world.rank]))
+    return raised.value.ranks
+
+
+def test_a_leader_that_exits_is_noticed_by_the_processes_of_its_host(
+    run_processes: Callable[..., list[object]],
+) -> None:
+    for result in run_processes(_exit_as_leader, 3, environ=PATIENT)[1:]:
+        assert result.ok, result.error  # type: ignore[attr-defined]
+        assert result.value == (0,)  # type: ignore[attr-defined]
+
+
+def _leave_with_an_error(world: World, nodes: int) -> tuple[int, str, tuple[int, ...]]:
+    place = start(KEYS, DIM, node_of_rank=lambda rank: rank * nodes // world.size)
+    if world.rank == world.size - 1:
+        place.worker.barrier()
+        place.server.stop()  # as a table does that an exception leaves
+        return os.getpid(), "", ()
+    with pytest.raises(PeerLostError) as raised:
+        _wait_or_push_for_ever(place.worker, waits=world.rank == 0)
+    return os.getpid(), str(raised.value), raised.value.ranks
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_process_that_leaves_with_an_error_is_named_at_once(
+    run_processes: Callable[..., list[object]], nodes: int
+) -> None:
+    results = run_processes(_leave_with_an_error, 4, environ=PATIENT, timeout_s=180, nodes=nodes)
+    for result in results:
+        assert result.ok, result.error  # type: ignore[attr-defined]
+    left_process = results[3].value[0]  # type: ignore[attr-defined]
+    for rank in range(3):
+        _, message, ranks = results[rank].value  # type: ignore[attr-defined]
+        assert ranks == (nodes - 1,)
+        own = f"process {left_process} of node {nodes - 1} has left" in message
+        other = f"node {nodes - 1} is lost" in message and "shut down" in message
+        assert own if rank * nodes // 4 == nodes - 1 else other, message
+
+
+def _stop_all(world: World) -> float:
+    """Every process is stopped for longer than a peer may be silent, as by Ctrl-Z."""
+    place = start(KEYS, DIM, node_of_rank=lambda rank: rank)
+    worker, keys = place.worker, torch.arange(KEYS)
+    worker.barrier()
+    place.server.topology.publish(f"pid/{world.rank}", os.getpid())
+    ranks = range(world.size)
+    pids = place.server.topology.collect([f"pid/{rank}" for rank in ranks], ranks, "process ids")
+    worker.barrier()
+    if world.rank == 0:
+        script = "import os, signal, sys, time\npids = [int(p) for p in sys.argv[1:]]\n"
+        script += "[os.kill(p, signal.SIGSTOP) for p in pids]\ntime.sleep(5)\n"
+        script += "[(os.kill(p, signal.SIGCONT), time.sleep(0.3)) for p in pids]"
+        helper = subprocess.Popen([sys.executable, "-c", script, *map(str, pids)])
+        started = time.monotonic()
+        helper.wait()
+        assert time.monotonic() - started >= 5
+    for _ in range(20):
+        worker.push(keys, torch.ones(KEYS, DIM))
+        time.sleep(0.05)
+    worker.wait_sync()
+    worker.barrier()
+    out = torch.empty(KEYS, DIM)
+    worker.pull(keys, out)
+    worker.barrier()
+    worker.finalize()
+    place.server.shutdown()
+    return float(out[0, 0])
+
+
+def test_a_job_that_is_stopped_for_longer_than_a_peer_may_be_silent_goes_on(
+    run_processes: Callable[..., list[object]],
+) -> None:
+    quick = {"TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.2", "TORCHRELAY_TRANSPORT_SILENCE_S": "3"}
+    for result in run_processes(_stop_all, 3, environ=quick):
+        assert result.ok, result.error  # type: ignore[attr-defined]
+        assert result.value == 60  # type: ignore[attr-defined]
