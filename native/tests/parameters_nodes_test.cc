@@ -421,6 +421,19 @@ TEST(a_push_does_not_overtake_an_unfinished_pull) {
   CHECK(here[0] == 1);
 }
 
+// Node 2 knows node 1's worker, which ends. What its successor asks, node 0 sends on to node 2.
+TEST(a_successor_of_a_known_worker_is_answered_by_who_has_not_met_it) {
+  std::vector<float> value(kLength);
+  Moves moves(std::make_shared<HoldingNetwork>());
+  access(*moves.workers[1], Op::kPull, {2}, value);
+  moves.workers[1].reset();
+  moves.wants(2);
+  eventually([&] { return moves.state(2) == State::kOwned; });
+  const auto successor = moves.cluster.worker(1, 0);
+  access(*successor, Op::kPull, {0}, value);
+  CHECK(moves.cluster.stores[0]->total(kForwards) == 1);
+}
+
 // What a mark stands for may be gone, and its place in a dynamic table another channel's by now.
 TEST(a_round_leaves_the_keys_of_other_channels_alone) {
   constexpr std::int64_t kKey = 6;  // of node 0 and channel 1

@@ -10,6 +10,12 @@ namespace {
 constexpr std::uint32_t kMaxKeys = 1u << 28;  // of a request: more is nonsense
 constexpr std::uint32_t kLocationAhead = 16;  // counters are fetched this many keys before they are read
 
+// Of the worker that asked.
+std::uint32_t incarnation_of(const Message& reply) {
+  Reader reader(reply.data() + sizeof(Header), reply.size_bytes() - sizeof(Header));
+  return parameters::incarnation_of(reader.take<ReplyHead>().id);
+}
+
 }  // namespace
 
 void Channel::handle_request(const Header& header, const Message& message) {
@@ -195,9 +201,10 @@ void Channel::forward_requests(const RequestHead& head, const std::vector<std::v
   }
 }
 
-// A worker we have not met, or whose node must hear something first, is answered through its own channel.
+// A worker we have not met, or whose node must hear something first, is answered through its own channel. We
+// may have met its predecessor: what is sent to that one's address is lost.
 void Channel::send_reply(std::uint32_t requester, std::uint32_t count, Message reply, bool through_channel) {
-  if (!through_channel && courier_.knows(requester))
+  if (!through_channel && courier_.has_met(requester, incarnation_of(reply)))
     return courier_.send(requester, Kind::kReply, count, std::move(reply));
   const std::uint32_t node = node_of(requester);
   if (node == node_) return answer_worker(requester, count, std::move(reply));
@@ -224,18 +231,22 @@ void Channel::handle_relay(const Header& header, const Message& message) {
 // To a worker of this node. What it asked another node may be answered before its introduction, which it sent
 // here first, has been read.
 void Channel::answer_worker(std::uint32_t worker, std::uint32_t count, Message reply) {
-  if (courier_.knows(worker)) return courier_.send(worker, Kind::kReply, count, std::move(reply));
+  if (courier_.has_met(worker, incarnation_of(reply)))
+    return courier_.send(worker, Kind::kReply, count, std::move(reply));
   unmet_[worker].push_back({count, std::move(reply)});
 }
 
 void Channel::answer_met_workers() {
-  std::erase_if(unmet_, [this](const auto& waiting) {
-    const auto& [worker, replies] = waiting;
-    if (store_->users()[kMaxChannels + index_of(worker)].pid.load() == 0) return true;  // it has left
-    if (!courier_.knows(worker)) return false;
-    for (const Reply& reply : replies) courier_.send(worker, Kind::kReply, reply.count, reply.message);
-    return true;
-  });
+  for (auto& [endpoint, replies] : unmet_)
+    std::erase_if(replies, [this, worker = endpoint](Reply& reply) {
+      const User& user = store_->users()[kMaxChannels + index_of(worker)];
+      const std::uint32_t incarnation = incarnation_of(reply.message);
+      if (user.pid.load() == 0 || user.incarnation.load() != incarnation) return true;  // it has left
+      if (!courier_.has_met(worker, incarnation)) return false;
+      courier_.send(worker, Kind::kReply, reply.count, std::move(reply.message));
+      return true;
+    });
+  std::erase_if(unmet_, [](const auto& waiting) { return waiting.second.empty(); });
 }
 
 // Sends an acquire on to the owner, or keeps it until the key arrives. The entry may be locked.

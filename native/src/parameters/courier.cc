@@ -24,6 +24,11 @@ void Courier::connect(std::uint32_t peer, const std::string& address) {
   peers_.try_emplace(peer);
 }
 
+bool Courier::has_met(std::uint32_t peer, std::uint32_t incarnation) const {
+  const auto stream = incoming_.find(peer);
+  return knows(peer) && stream != incoming_.end() && stream->second.incarnation == incarnation;
+}
+
 void Courier::send(std::uint32_t peer, Kind kind, std::uint32_t count, Message message) {
   const auto found = peers_.find(peer);
   if (found == peers_.end())

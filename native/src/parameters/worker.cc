@@ -53,7 +53,7 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
   for (std::uint32_t channel = 0; channel < header.num_channels; ++channel)
     courier_->greet(channel_endpoint(header.node, channel));
   by_destination_.resize(addresses.size());
-  wire_ids_ = std::uint64_t{store_->users()[user_].incarnation.load()} << kIdBits;
+  wire_ids_ = first_id(store_->users()[user_].incarnation.load());
 }
 
 Worker::~Worker() {

@@ -125,7 +125,7 @@ void Worker::take_answer(const Answer& answer) {
   const std::size_t count = answer.count;
   Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
   const auto head = reader.take<ReplyHead>();
-  if (head.id >> kIdBits != wire_ids_ >> kIdBits) return;  // meant for a dead predecessor
+  if (incarnation_of(head.id) != incarnation_of(wire_ids_)) return;  // meant for a dead predecessor
   const auto found = pending_.find(static_cast<std::int64_t>(head.id - wire_ids_));
   if (found == pending_.end() || head.served > std::min(count, found->second.remaining))
     throw Error(Code::kProtocol, "parameters: a stray reply");

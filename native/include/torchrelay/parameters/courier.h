@@ -27,6 +27,8 @@ class Courier {
   // Makes `peer` known; the first message to it tells it our address.
   void connect(std::uint32_t peer, const std::string& address);
   bool knows(std::uint32_t peer) const { return peers_.contains(peer); }
+  // Whether messages to `peer` reach the process of this incarnation, not one before or after it.
+  bool has_met(std::uint32_t peer, std::uint32_t incarnation) const;
   // Tells a peer our address before there is anything else to say.
   void greet(std::uint32_t peer);
 

@@ -44,14 +44,23 @@ struct Header {
 };
 static_assert(sizeof(Header) == 24);
 
+// A request's id: the requester's incarnation (of 24 bits), then the number of the operation.
+constexpr int kOperationBits = 40;
+constexpr std::uint64_t first_id(std::uint32_t incarnation) {
+  return std::uint64_t{incarnation} << kOperationBits;
+}
+constexpr std::uint32_t incarnation_of(std::uint64_t id) {
+  return static_cast<std::uint32_t>(id >> kOperationBits);
+}
+
 struct RequestHead {
-  std::uint64_t id;         // the requester's
+  std::uint64_t id;         // see first_id
   std::uint32_t requester;  // endpoint number
   std::uint32_t op;
 };
 
 struct ReplyHead {
-  std::uint64_t id;
+  std::uint64_t id;     // the request's
   std::uint32_t owner;  // the node that served it
   std::uint32_t op;
   std::uint32_t served;  // keys in this reply; arrays have room for header.count

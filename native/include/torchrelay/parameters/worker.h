@@ -112,10 +112,9 @@ class Worker {
   std::unique_ptr<Courier> courier_;  // null: one node
   std::unordered_map<std::int64_t, Pending> pending_;
   std::int64_t next_id_ = 0;
-  static constexpr int kIdBits = 40;  // of a message's id; the others tell the incarnation
-  std::uint64_t wire_ids_ = 0;        // added to ids in messages
-  std::vector<Answer> early_;         // waiting for the end of a replica
-  bool is_leader_;                    // of its node: the process that serves it
+  std::uint64_t wire_ids_ = 0;  // added to ids in messages
+  std::vector<Answer> early_;   // waiting for the end of a replica
+  bool is_leader_;              // of its node: the process that serves it
   std::chrono::steady_clock::time_point next_look_{};
   std::vector<Missed> missed_;
   std::vector<std::vector<std::uint32_t>> by_destination_;  // positions in a Pending
