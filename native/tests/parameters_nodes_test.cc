@@ -434,6 +434,30 @@ TEST(a_successor_of_a_known_worker_is_answered_by_who_has_not_met_it) {
   CHECK(moves.cluster.stores[0]->total(kForwards) == 1);
 }
 
+// Node 2 hears of it from node 0 only.
+TEST(a_node_that_left_is_not_said_to_have_died) {
+  auto network = std::make_shared<HoldingNetwork>();
+  auto& goodbyes = network->hold(Kind::kGoodbye, 1, 2);
+  Cluster cluster(network, 3, dense(3, 1), {});
+  const auto lost = [&](std::uint32_t node) { return cluster.stores[node]->header().lost_node.load(); };
+  goodbyes.on = true;
+  cluster.services[1]->stop();
+  eventually([&] { return lost(0) != 0; });
+  cluster.services[0]->stop();
+  eventually([&] { return lost(2) != 0; });
+  CHECK(lost(2) == ((1 + 1) | kLeft));
+}
+
+TEST(a_lost_node_is_named_also_after_a_shutdown) {
+  Cluster cluster(2, dense(2, 1), Weather{}, {});
+  const Store& store = *cluster.stores[0];
+  store.header().lost_node = 1 + 1;
+  cluster.services[0]->stop();
+  CHECK_THROWS(Code::kPeerLost, store.check_peers());
+  store.header().lost_node = (1 + 1) | kLeft;  // as all do in the end
+  CHECK_THROWS(Code::kUnavailable, store.check_peers());
+}
+
 // What a mark stands for may be gone, and its place in a dynamic table another channel's by now.
 TEST(a_round_leaves_the_keys_of_other_channels_alone) {
   constexpr std::int64_t kKey = 6;  // of node 0 and channel 1

@@ -353,7 +353,7 @@ void Channel::beat() {
 // Says which node made us leave, if one did, so that the others do not take us for the culprit.
 void Channel::goodbye() {
   send_outboxes();
-  const std::uint32_t lost = store_->header().lost_node & ~kLeft;
+  const std::uint32_t lost = store_->header().lost_node;
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
     if (node != node_)
       courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, lost, Writer(0).finish());
@@ -361,7 +361,8 @@ void Channel::goodbye() {
 
 // All leave together, after a barrier: whoever still needs a node that has left hears that it is lost.
 void Channel::take_goodbye(std::uint32_t sender, std::uint32_t lost) {
-  if (lost > outboxes_.size()) throw Error(Code::kProtocol, "parameters: a farewell that makes no sense");
+  if ((lost & ~kLeft) > outboxes_.size())
+    throw Error(Code::kProtocol, "parameters: a farewell that makes no sense");
   gone_[sender] = true;
   lose(lost != 0 ? lost : (sender + 1) | kLeft);
 }

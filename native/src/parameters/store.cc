@@ -321,8 +321,14 @@ void Store::leave_in_need() const {
   header_->left_process.compare_exchange_strong(nobody, getpid());
 }
 
+// A lost node is why others then leave or shut down, so it is what is named; it is read after what it causes.
+// One that said goodbye comes last: at the end of a table all do.
 void Store::check_peers() const {
-  const std::int32_t left_process = header_->left_process.load(std::memory_order_relaxed);
+  const std::int32_t left_process = header_->left_process.load(std::memory_order_acquire);
+  const bool stopping = header_->stopping.load(std::memory_order_acquire) != 0;
+  const bool failed = header_->failed.load(std::memory_order_acquire) == 2;  // and so lost to the others
+  const std::uint32_t lost_node = header_->lost_node.load(std::memory_order_relaxed);
+  if (lost_node != 0 && (lost_node & kLeft) == 0 && !failed) throw_lost(lost_node);
   if (left_process != 0 && left_process != getpid())
     throw Error(
         Code::kPeerLost,
@@ -330,13 +336,14 @@ void Store::check_peers() const {
             " has left while others still needed it; see its own output for why, and restart from the last "
             "checkpoint",
         {static_cast<int>(header_->node)});
-  if (header_->stopping.load(std::memory_order_relaxed) != 0)
+  if (stopping)
     throw Error(Code::kUnavailable, "parameters: node " + std::to_string(header_->node) +
                                         " has been shut down; nothing can be read or written any more");
-  if (header_->failed.load(std::memory_order_acquire) == 2)
-    throw Error(header_->failure_code, header_->failure);
-  const std::uint32_t lost_node = header_->lost_node.load(std::memory_order_relaxed);
-  if (lost_node == 0) return;
+  if (failed) throw Error(header_->failure_code, header_->failure);
+  if (lost_node != 0) throw_lost(lost_node);
+}
+
+void Store::throw_lost(std::uint32_t lost_node) const {
   const auto lost = static_cast<int>(lost_node & ~kLeft) - 1;
   const char* how = (lost_node & kLeft) != 0
                         ? "it has shut down while this node still needed it; see its own output for why"

@@ -182,6 +182,7 @@ class Store {
   void remove(std::uint32_t user, std::uint64_t place) const;
   bool take_free_slot(std::uint32_t user, std::int64_t number) const;
   [[noreturn]] void throw_full() const;
+  [[noreturn]] void throw_lost(std::uint32_t lost_node) const;
   void raise_and_mark(Entry& entry, std::int64_t key, std::int64_t entry_index, Flag flag) const;
   // False if the entry has become another key's meanwhile.
   bool access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,
