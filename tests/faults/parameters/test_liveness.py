@@ -64,7 +64,7 @@ def _leave_with_an_error(world: World, nodes: int) -> tuple[int, str, tuple[int,
     return os.getpid(), str(raised.value), raised.value.ranks
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1])
 def test_a_process_that_leaves_with_an_error_is_named_at_once(
     run_processes: Callable[..., list[object]], nodes: int
 ) -> None:
