@@ -5,14 +5,13 @@ The derivative sums, for each rank's part, the cotangents of all ranks: Reduce_s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import allgather_blocks, axis_of, layout, packed, placed
+from torchrelay.mpi._exchange import allgather_blocks, axis_of, layout, longest_block_bytes, packed, placed
 from torchrelay.mpi._meeting import agree, exchange_headers, known_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi.replicate import own_use
@@ -59,8 +58,7 @@ class Allgather(Call):
     def extent_bytes(self, x: Tensor) -> int:
         if not self.known:
             return super().extent_bytes(x)
-        others = [size for axis, size in enumerate(x.shape) if axis != self.axis]
-        return math.prod(others) * max(self.known) * x.itemsize
+        return longest_block_bytes(x, self.axis, self.known)
 
     def arguments(self) -> str:
         return f"axis={self.axis}"

@@ -5,13 +5,12 @@ The derivative scatters root's cotangent the same way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrelay.mpi._exchange import axis_of, gather_blocks, layout, packed, placed
+from torchrelay.mpi._exchange import axis_of, gather_blocks, layout, longest_block_bytes, packed, placed
 from torchrelay.mpi._meeting import agree, exchange_headers, known_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
@@ -61,8 +60,7 @@ class Gather(Call):
     def extent_bytes(self, x: Tensor) -> int:
         if not self.known:
             return super().extent_bytes(x)
-        others = [size for axis, size in enumerate(x.shape) if axis != self.axis]
-        return math.prod(others) * max(self.known) * x.itemsize
+        return longest_block_bytes(x, self.axis, self.known)
 
     def arguments(self) -> str:
         return f"axis={self.axis}, root={self.root}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -10,29 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+import switching_models as models
 from torchrelay.errors import PeerLostError, SegmentError, UnavailableError
 from torchrelay.switching import ModelStore, Switcher
 
-MODELS = Path(__file__).parents[2] / "unit" / "switching" / "models.py"
+MODELS = Path(models.__file__)
 WAIT_S = 300.0
 X = torch.ones(1, 64)
-
-
-def load_models() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("switching_models", MODELS)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-models = load_models()
 
 
 def until(condition: Callable[[], bool]) -> None:

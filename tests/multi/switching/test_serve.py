@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import switching_models as models
 from torchrelay.errors import (
     ArgumentError,
     ModelError,
@@ -28,7 +29,7 @@ from torchrelay.errors import (
 )
 from torchrelay.switching import Client
 
-MODELS = Path(__file__).parents[2] / "unit" / "switching" / "models.py"
+MODELS = Path(models.__file__)
 FILE = """
 [server]
 port = 0
@@ -98,15 +99,8 @@ def post(url: str, path: str, body: bytes, headers: dict[str, str] | None = None
 
 
 def chain() -> torch.nn.Module:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("switching_models", MODELS)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     torch.manual_seed(4)
-    made: torch.nn.Module = module.chain(depth=3).eval()
-    return made
+    return models.chain(depth=3).eval()
 
 
 def test_our_client(url: str) -> None:

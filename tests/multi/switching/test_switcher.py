@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import switching_models as models
 from torchrelay.errors import (
     ArgumentError,
     CapacityError,
@@ -27,20 +25,9 @@ from torchrelay.errors import (
 )
 from torchrelay.switching import ModelStore, Switcher
 
-MODELS = Path(__file__).parents[2] / "unit" / "switching" / "models.py"
 WAIT_S = 300.0
 
 
-def load_models() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("switching_models", MODELS)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-models = load_models()
 X = (torch.float32, (-1, 64))
 NAMES = [f"chain{i}" for i in range(4)] + [f"mixed{i}" for i in range(2)]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import save_model
 
+import switching_models as models
 from torchrelay import checkpoint
 from torchrelay.errors import (
     ArgumentError,
@@ -24,20 +22,7 @@ from torchrelay.switching import ModelStore
 from torchrelay.switching._layout import Binding, Layout, layout_of
 from torchrelay.switching._store import StoredModel
 
-MODELS = Path(__file__).with_name("models.py")
 TOKENS = torch.arange(24).reshape(2, 12)
-
-
-def load_models() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("switching_models", MODELS)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-models = load_models()
 
 
 def bound(model: StoredModel) -> torch.nn.Module:

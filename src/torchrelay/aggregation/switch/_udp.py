@@ -69,7 +69,8 @@ class UdpDataPlane:
         self._native.send_control(message, int(ipaddress.IPv4Address(address)), port)
 
     def stats(self) -> SwitchStats:
-        stats, counts = self._native.stats(), self._native.stats().counts
+        stats = self._native.stats()
+        counts = stats.counts
         return SwitchStats(
             self.name,
             self.address,
