@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hf_models import NAMES, SMOKE, build, inputs_of
 from report import table, write
-from switching_models import NAMES, SMOKE, build, inputs_of
 
 from torchrelay.switching import ModelStore, Switcher
 
-MODELS_FILE = Path(__file__).with_name("switching_models.py")
+MODELS_FILE = Path(__file__).with_name("hf_models.py")
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "switching.png"
 LINKS_GBPS = (6.0, 12.0, 25.0)
 
@@ -54,7 +54,7 @@ RESTART = """
 import sys, torch
 torch.set_num_threads(int(sys.argv[4]))
 sys.path.insert(0, sys.argv[1])
-from switching_models import build, inputs_of
+from hf_models import build, inputs_of
 model = build(sys.argv[2])
 model.load_state_dict(torch.load(sys.argv[3], weights_only=True))
 with torch.inference_mode():
