@@ -65,7 +65,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
             return real
     session = sessions.current()
     if operator.name in ("aten::lift_fresh", "aten::lift") and session is not None and not fakes:
-        return constant_fake(args[0], session.deferred)
+        return args[0] if session.is_over_memory(args[0]) else constant_fake(args[0], session.deferred)
     if not fakes:
         if session is None or not operator.is_factory or explicit_device(kwargs).type == "meta":
             return _for_real(func, operator, args, kwargs)
@@ -75,6 +75,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
 
 def _for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on real tensors; what it draws it draws where the program believes the generators."""
+    innermost = sessions.current()
+    if func is aten.set_.source_Storage and innermost is not None:
+        innermost.memory = args[1]
     session = sessions.recording() if operator.draws or operator.written else None
     if session is not None:
         for place in operator.written:

@@ -2,7 +2,7 @@
 
 A table that a program computes once and keeps (``functools.lru_cache``, a global dict) would stay fake, and make
 fake what is built with it later. Who keeps them is searched for once after such an initialisation, when its
-module is materialized.
+module is materialized; what is kept by others, as by a closure, is listed.
 """
 
 from __future__ import annotations
@@ -37,25 +37,69 @@ def note(lives: list[weakref.ref[Life]], result: Any) -> None:
         _lives.extend(life for life in alive if id(life()) not in expected)
 
 
-def found() -> list[tuple[str, FakeTensor]]:
-    """Each such tensor that a cache or a global keeps, with where; each is looked for once."""
-    left = {id(life()) for life in _lives if life() is not None}
+def found() -> tuple[list[tuple[str, FakeTensor]], list[tuple[str, FakeTensor]]]:
+    """Such tensors that a cache or a global keeps, and those that others keep, with where; each is found once."""
+    lives = _lives[:]
     _lives.clear()
-    wanted = {id(one) for one in gc.get_objects() if _is_left(one, left)} if left else set()
-    fakes: dict[int, tuple[str, FakeTensor]] = {}
+    alive = _alive(lives)
+    cached: dict[int, tuple[str, FakeTensor]] = {}
+    wanted = {id(fake) for fake in alive if not isinstance(fake, torch.nn.Parameter)}
     for where, value in _roots() if wanted else ():
         for fake in _inside(value, _DEPTH):
             if id(fake) in wanted:
-                fakes.setdefault(id(fake), (where, fake))
-    return list(fakes.values())
+                cached.setdefault(id(fake), (where, fake))
+    elsewhere: list[tuple[str, FakeTensor]] = []
+    if len(alive) > len(cached):
+        del alive[:]
+        gc.collect()  # what only a cycle keeps is no one's
+        alive = [fake for fake in _alive(lives) if id(fake) not in cached]
+        holders = [(_holder(fake, {id(alive)}), fake) for fake in alive]
+        elsewhere = [(holder, fake) for holder, fake in holders if holder is not None]
+    return list(cached.values()), elsewhere
+
+
+def _alive(lives: list[weakref.ref[Life]]) -> list[FakeTensor]:
+    """The fake tensors that still have one of ``lives``."""
+    left = {id(life()) for life in lives if life() is not None}
+    return [one for one in gc.get_objects() if _is_left(one, left)] if left else []
 
 
 def _is_left(one: object, left: set[int]) -> bool:
-    """Whether ``one`` is a fake tensor of which an initialisation knows nothing; caches hold no parameters."""
     kind = type(one)  # isinstance() would ask proxies, which may answer with code of their own
-    if not issubclass(kind, FakeTensor) or isinstance(one, torch.nn.Parameter):
-        return False
-    return id(one.__dict__.get("_life")) in left
+    return issubclass(kind, FakeTensor) and id(one.__dict__.get("_life")) in left
+
+
+def _holder(fake: FakeTensor, ours: set[int]) -> str | None:
+    """Who keeps ``fake``: a function with a closure, or an object; None if no object of Python does.
+
+    Args:
+        ours: the ids of the lists with which it is searched for.
+    """
+    level: list[Any] = [fake]
+    where = None
+    for _ in range(2 * _DEPTH):
+        ours.add(id(level))
+        level = [one for one in gc.get_referrers(*level) if _may_keep(one) and id(one) not in ours]
+        if not level:
+            break
+        where = next((_name(one) for one in level if type(one) not in _CONTAINERS), None)
+        if where is not None:
+            return where
+        where = f"a {type(level[0]).__name__}"
+    return where
+
+
+def _may_keep(one: object) -> bool:
+    return type(one) not in (types.FrameType, types.GeneratorType)
+
+
+def _name(one: object) -> str:
+    if isinstance(one, types.FunctionType):
+        return f"the closure of {one.__module__}.{one.__qualname__}"
+    return f"a {type(one).__module__}.{type(one).__qualname__}"
+
+
+_CONTAINERS = (list, tuple, set, dict, types.CellType)
 
 
 def _fakes_of(result: Any) -> Iterator[FakeTensor]:

@@ -118,15 +118,31 @@ def materialize_module(
 
 def _materialize_escaped() -> None:
     """Caches that were filled during deferred_init must not make later, ordinary construction fake."""
-    found = escapes.found()
-    for _, fake in found:
+    cached, elsewhere = escapes.found()
+    for _, fake in cached:
         _give(fake, Replay())
-    if found:
+    if cached:
         _log.warning(
             "materialize_module: %d tensors that deferred_init has left outside the module are materialized, too: %s",
-            len(found),
-            ", ".join(f"{where} {tuple(fake.shape)}" for where, fake in found),
+            len(cached),
+            _listed(cached),
         )
+    if elsewhere:
+        _log.warning(
+            "materialize_module: %d tensors that deferred_init has made are not in the module and stay deferred; "
+            "materialize_tensor() gives them their values. They are kept by: %s",
+            len(elsewhere),
+            _listed(elsewhere),
+        )
+
+
+def _listed(found: list[tuple[str, FakeTensor]]) -> str:
+    """Where the first few are, with their shapes."""
+    names = [f"{where} {tuple(fake.shape)}" for where, fake in found[:_MOST_LISTED]]
+    return ", ".join(names) + (", ..." if len(found) > _MOST_LISTED else "")
+
+
+_MOST_LISTED = 10
 
 
 class _Job:

@@ -30,6 +30,7 @@ class Session:
 
     Attributes:
         replay: computes what the program reads while it is recorded.
+        memory: the storage over which a real tensor has been put last.
     """
 
     def __init__(self, deferred: bool, pretend: bool | None = None) -> None:
@@ -37,7 +38,12 @@ class Session:
         self.pretend = pretend
         self._watches: dict[Any, Watch] = {}
         self.replay = Replay()
+        self.memory: torch.UntypedStorage | None = None
         self._read: dict[int, list[External]] = {}
+
+    def is_over_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, new to torch, is over a storage of the program, as ``torch.asarray`` puts it there."""
+        return self.memory is not None and tensor.untyped_storage()._cdata == self.memory._cdata
 
     def note_read(self, external: External) -> None:
         """An operation was recorded that reads ``external``, real memory."""
@@ -89,6 +95,7 @@ class Session:
         finally:
             self._watches.clear()
             self._read.clear()
+            self.memory = None
             self.replay.forget()
 
     def _settle(self, watch: Watch, done: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrelay.deferred import deferred_init, is_deferred, materialize_module
+from torchrelay.deferred import deferred_init, is_deferred, materialize_module, materialize_tensor
 
 TABLES: dict[str, torch.Tensor] = {}
 
@@ -53,3 +53,41 @@ def test_what_caches_hold_is_materialized(caplog: pytest.LogCaptureFixture) -> N
     assert "test_escapes.waves" in caplog.text and "TABLES" in caplog.text
     assert not is_deferred(Rotary())
     assert is_deferred(other)
+
+
+class Keeper:
+    """An object that is no module."""
+
+
+class Hidden(nn.Module):
+    """Tensors where materialize_module() does not look, and a layer that only a cycle keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scale = torch.rand(3)
+        teacher = nn.Linear(2, 5)
+        self.scaled = lambda x: teacher(x) * scale
+        self.keeper = Keeper()
+        self.keeper.noise = torch.rand(7)  # type: ignore[attr-defined]
+        self.layer = nn.Linear(11, 11)
+        self.layer.me = [self.layer]  # type: ignore[assignment]
+        self.layer = nn.Linear(2, 2)
+
+
+def test_what_others_keep_is_listed(caplog: pytest.LogCaptureFixture) -> None:
+    outside: list[torch.Tensor] = []
+
+    def build() -> nn.Module:
+        outside.append(torch.rand(13))
+        return Hidden()
+
+    module = deferred_init(build)
+    with caplog.at_level(logging.WARNING, "torchrelay"):
+        materialize_module(module)
+    assert not is_deferred(module) and "5 tensors" in caplog.text
+    for text in ("Hidden.__init__.<locals>.<lambda> (3,)", "Linear (5, 2)", "Keeper (7,)", "build (13,)"):
+        assert text in caplog.text, text
+    assert "(11," not in caplog.text
+    caplog.clear()
+    materialize_module(module)
+    assert torch.equal(materialize_tensor(outside[0]), outside[0]) and not caplog.text

@@ -54,10 +54,24 @@ def test_real_tensors_stay_real(tmp_path: Path) -> None:
         assert not any(equals_eager(build))
 
 
-def test_safetensors(tmp_path: Path) -> None:
+def test_safetensors_stay_real(tmp_path: Path) -> None:
     files = pytest.importorskip("safetensors.torch")
     files.save_file(nn.Linear(3, 3).state_dict(), tmp_path / "state")
-    equals_eager(lambda: files.load_file(tmp_path / "state"))
+
+    def loaded() -> nn.Module:
+        module = nn.Linear(3, 3)
+        module.load_state_dict(files.load_file(tmp_path / "state"))
+        return module
+
+    def rows() -> torch.Tensor:
+        with files.safe_open(tmp_path / "state", "pt") as file:
+            return torch.as_tensor(file.get_slice("weight")[1:])
+
+    assert not any(equals_eager(lambda: files.load_file(tmp_path / "state")))
+    assert not any(equals_eager(rows))
+    assert all(equals_eager(lambda: list(loaded().parameters())))
+    assert not any(equals_eager(lambda: torch.asarray(torch.UntypedStorage(8).fill_(3), dtype=torch.uint8)))
+    assert all(equals_eager(lambda: [torch.tensor([1.0, 2.0]), torch.asarray([3.0])]))
 
 
 @pytest.mark.parametrize(
