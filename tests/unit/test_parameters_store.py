@@ -109,7 +109,6 @@ WRONG: dict[str, tuple[Any, Any]] = {
     "keys with gaps": (torch.arange(4)[::2], torch.ones(8)),
     "numpy values with gaps": (np.array([1]), np.ones(8, dtype=np.float32)[::2]),
     "values elsewhere": (torch.tensor([1]), torch.ones(4, device="meta")),
-    "three dimensions": (torch.tensor([1]), torch.ones(1, 2, 2)),
     "sparse values": (torch.tensor([1]), torch.ones(1, 4).to_sparse()),
 }
 

@@ -72,10 +72,8 @@ def address_of_keys(keys: Any) -> tuple[int, int]:
 
 
 def address_of_values(values: Any, dtype: torch.dtype, *, written: bool) -> tuple[int, int]:
-    """Address and size in bytes of values of ``dtype``, of one or two dimensions, contiguous, on the CPU."""
+    """Address and size in bytes of values of ``dtype``, of any shape, contiguous, on the CPU."""
     address, count = _check(values, dtype, "values")
-    if values.ndim not in (1, 2):
-        raise ArgumentError(f"values must have one or two dimensions, not {describe(values)}")
     if written and isinstance(values, np.ndarray) and not values.flags.writeable:
         raise ArgumentError("values is a read-only array, and would be written")
     if written and isinstance(values, torch.Tensor) and values.requires_grad and torch.is_grad_enabled():

@@ -76,7 +76,7 @@ class Worker:
 
         Args:
             keys: int64, of shape ``(n,)``.
-            values: the table's dtype, of shape ``(n, length)`` or flat, each key's value after the other's.
+            values: the table's dtype, of shape ``(n, length)`` or any other with each key's value after the other's.
             asynchronous: return before it is done; also the third argument, and ``**{"async": True}``.
 
         Returns:
@@ -156,13 +156,17 @@ class Worker:
         """Is the operation done? Does not wait."""
         return self._native.is_finished(timestamp)
 
-    def intent(self, keys: Any, start: int, end: int = 0) -> None:
+    def intent(self, keys: Any, start: int, end: int = 0) -> int:
         """Announces that this worker will access ``keys`` in the clocks [``start``, ``end``).
 
         The keys, or copies of them, come to this node in time. ``end`` 0 means ``start + 1``.
+
+        Returns:
+            -1, which :meth:`wait` takes: the announcement is made, and there is nothing to wait for.
         """
         address, count = address_of_keys(keys)
         self._native.intent(address, count, start, end or start + 1)
+        return -1
 
     def advance_clock(self) -> int:
         """Ends this worker's current clock; returns the next."""

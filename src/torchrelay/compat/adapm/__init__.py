@@ -1,23 +1,27 @@
 """AdaPM's Python bindings on :mod:`torchrelay.parameters`: ``import torchrelay.compat.adapm as adapm``.
 
 Its names and their meaning, with these differences: what is wrong raises a typed error instead of ending the
-process; ``scheduler`` is needed only with the original's ``DMLC_*`` variables, not under torchrun.
+process; ``scheduler`` is needed only with the original's ``DMLC_*`` variables, not under torchrun. Both the
+original's names for arguments and TorchRelay's are accepted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchrelay import config
 from torchrelay.errors import ArgumentError, ConfigError
 from torchrelay.parameters import Server as _Server
-from torchrelay.parameters import Worker
+from torchrelay.parameters import Worker as _Worker
 from torchrelay.parameters.topology import TECHNIQUES, Topology, dmlc_variables, of_servers
 
 __all__ = ["Server", "Worker", "scheduler", "setup"]
@@ -71,24 +75,55 @@ def scheduler(num_keys: int, num_threads: int) -> None:
         time.sleep(_POLL_S)
 
 
+def _with_names(method: Callable[..., Any], **names: str) -> Callable[..., Any]:
+    """Return ``method`` with the arguments ``names`` (theirs to ours) accepted under both names."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **given: Any) -> Any:
+        ours = {names.get(name, name): value for name, value in given.items()}
+        if len(ours) < len(given):
+            raise TypeError(f"{method.__name__}() got one argument under two names: {', '.join(given)}")
+        return method(*args, **ours)
+
+    return call
+
+
+def _whole(lengths: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
+    """Cast lengths given as floats, such as those of ``torch.ones(n) * 10``, to int64.
+
+    Raises:
+        ArgumentError: one is not finite or not at least 1.
+    """
+    if isinstance(lengths, np.ndarray):
+        lengths = torch.from_numpy(lengths)
+    if not lengths.is_floating_point():
+        return lengths
+    misfits = lengths[~(lengths.isfinite() & (lengths >= 1))]
+    if len(misfits):
+        raise ArgumentError(f"lengths must be at least 1 and finite, but one is {float(misfits[0])}")
+    return lengths.to(torch.int64)
+
+
 class Server(_Server):
     """A node's part of the table of ``setup``'s keys.
 
     Args:
-        lengths: the length of all values, or a tensor with one length per key.
+        value_lengths: the length of all values, or an array with one length per key; floats are cast.
     """
 
-    def __init__(self, lengths: int | torch.Tensor) -> None:
+    def __init__(self, value_lengths: int | torch.Tensor | np.ndarray[Any, Any]) -> None:
         if _Setup.topology is None:
             raise ArgumentError("call setup() before making a Server")
-        if isinstance(lengths, int):
-            super().__init__(_Setup.num_keys, length=lengths, topology=_Setup.topology)
-        elif len(lengths) == _Setup.num_keys:
-            super().__init__(lengths, topology=_Setup.topology)
+        if isinstance(value_lengths, int):
+            super().__init__(_Setup.num_keys, length=value_lengths, topology=_Setup.topology)
+        elif len(value_lengths) == _Setup.num_keys:
+            super().__init__(_whole(value_lengths), topology=_Setup.topology)
         else:
             raise ArgumentError(
-                f"{len(lengths)} lengths for the {_Setup.num_keys} keys that setup() was told of"
+                f"{len(value_lengths)} lengths for the {_Setup.num_keys} keys given to setup()"
             )
+
+    __init__ = _with_names(__init__, lengths="value_lengths")
 
     def shutdown(self) -> None:
         """Waits for all nodes, then stops."""
@@ -98,3 +133,20 @@ class Server(_Server):
         store: Any = self.topology.store
         if "DMLC_NUM_SERVER" in os.environ and store is not None:
             store.add(_SHUT_DOWN, 1)
+
+
+class Worker(_Worker):
+    """One worker's access to the table."""
+
+    pull = _with_names(_Worker.pull, vals="values")
+    push = _with_names(_Worker.push, vals="values")
+    set = _with_names(_Worker.set, vals="values")
+    pull_if_local = _with_names(_Worker.pull_if_local, vals="values")
+    prepare_sample = _with_names(_Worker.prepare_sample, K="n")
+    pull_sample = _with_names(_Worker.pull_sample, id="sample_id", vals="values")
+    finish_sample = _with_names(_Worker.finish_sample, id="sample_id")
+    get_key_size = _with_names(_Worker.get_key_size, key_id="key")
+
+    def wait_replica_sync(self) -> None:
+        """Wait until every node sees this node's earlier pushes; the same as ``wait_sync``."""
+        self.wait_sync()

@@ -1,0 +1,24 @@
+"""A script written for AdaPM, on one to three nodes of two worker threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "adapm_script.py"
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchrelay.compat", str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_an_original_script_runs(nodes: int) -> None:
+    ended = run(nodes)
+    assert ended.returncode == 0, ended.stderr
+    pulled = 2 * 6 * (2 * 2 * nodes) * 2  # elements, pushes of all, workers
+    assert sorted(ended.stdout.split("\n")[:nodes]) == [f"node {node}: {pulled}" for node in range(nodes)]
