@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from report import table, write
+from report import gigabytes, reset_peak, resident_bytes, spread, table, write
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -56,21 +56,6 @@ def builder(model: str) -> Callable[[], nn.Module]:
 
 
 # --- In fresh processes -----------------------------------------------------------------------------------------
-
-
-def resident_bytes(key: str) -> int:
-    """``VmRSS``, what is resident now, or ``VmHWM``, the most there was since :func:`reset_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(key)
-
-
-def reset_peak() -> int:
-    """Forgets the peak; returns what is resident now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident_bytes("VmRSS")
 
 
 def measured(work: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
@@ -254,10 +239,6 @@ def median(runs: list[dict[str, Any]], key: str) -> float:
     return float(statistics.median(one[key] for one in runs))
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
-
-
 def build_rows(model: str, repeats: int) -> Iterator[list[str]]:
     seconds = run("build", model, [repeats])["seconds"]
     ours = statistics.median(seconds["deferred_init"])
@@ -297,10 +278,6 @@ def materialize_rows(
         ]
     peak = median(eagers, "peak_bytes")
     yield ["eager: peak memory", gigabytes(peak), "the model", gigabytes(whole), f"{peak / whole:.3f}", ""]
-
-
-def gigabytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.3f} GB"
 
 
 def fsdp_rows(ranks: list[dict[str, Any]], whole: int) -> Iterator[list[str]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import platform
 import shlex
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +40,30 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def spread(values: list[float]) -> str:
+    """Median, least and most of some seconds."""
+    return f"{statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
+
+
+def gigabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.3f} GB"
+
+
+def resident_bytes(key: str) -> int:
+    """``VmRSS``, what is resident now, or ``VmHWM``, the most there was since :func:`reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(key)
+
+
+def reset_peak() -> int:
+    """Forget the peak; return what is resident now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes("VmRSS")
 
 
 def write(name: str, title: str, *parts: str) -> None:

@@ -1,0 +1,295 @@
+"""Saving and loading against torch's own ways: rates, the stall of an asynchronous save, a shard of gpt2-xl, planning.
+
+    python benchmarks/bench_checkpoint.py              # 2 GB, gpt2-xl: about 20 minutes, 20 GB of disk
+    python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
+
+Rivals run in the same run, interleaved, with fsync wherever ours has it; every result is checked before it is timed.
+``--folder`` names the disk; by default the one of the temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_cases import CASES, COLUMNS, TENSORS, Figures, run_rank
+from checkpoint_shard import load_eager, load_shard, save_model
+from report import gigabytes, spread, table, write
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.multiprocessing.spawn import start_processes
+
+from torchrelay.checkpoint._assemble import Description, PartRecord, assemble
+from torchrelay.checkpoint._load import MAX_BUFFER_BYTES
+from torchrelay.checkpoint._manifest import from_bytes
+from torchrelay.checkpoint._plan import Held, deal
+from torchrelay.checkpoint._read import segments_of
+from torchrelay.checkpoint._types import Box, Chunk, DataFile
+
+IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
+PLAN_RANKS = (64, 128, 256, 512)
+PRELOAD = ["torchrelay.checkpoint._dcp", "torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2"]
+PLAN_ROWS = 4  # of each tensor on each rank
+
+
+# --- A shard of a model ----------------------------------------------------------------------------------------------------
+
+
+def fresh(function: Callable[[str, str], dict[str, Any]], model: str, folder: str) -> dict[str, Any]:
+    """What ``function`` measures in a process of its own."""
+    with ProcessPoolExecutor(1, mp.get_context("forkserver")) as pool:
+        return pool.submit(function, model, folder).result()
+
+
+def shard_rows(model: str, folder: str, repeats: int) -> Iterator[list[str]]:
+    fresh(save_model, model, folder)
+    names = {
+        load_shard: "deferred, torchrelay reads 1/16",
+        load_eager: "eager, DCP reads all of it",
+    }
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for _ in range(repeats):
+        for function, name in names.items():
+            runs[name].append(fresh(function, model, folder))
+    for name, found in runs.items():
+        peak, size = (statistics.median(one[key] for one in found) for key in ("peak_bytes", "model_bytes"))
+        seconds = [one["seconds"] for one in found]
+        yield [name, spread(seconds), gigabytes(peak), gigabytes(size), f"{peak / size:.2f}"]
+
+
+# --- Planning for many ranks --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    """Seconds of planning, without communication."""
+
+    save_s: float  # what rank 0 does: who writes what, and the metadata of all ranks' chunks
+    read_s: float  # what every rank does to read the metadata; not of DCP, which unpickles them
+    load_s: float  # what every rank does to find what it reads
+
+
+def plan_ours(ranks: int, tensors: int) -> Plan:
+    """``tensors`` tensors sharded by rows over ``ranks``, loaded on half as many."""
+    names = [f"t{i}" for i in range(tensors)]
+    size_bytes = PLAN_ROWS * COLUMNS * 4
+    shape = (PLAN_ROWS * ranks, COLUMNS)
+    files = [f"data-{rank:05d}-00000.safetensors" for rank in range(ranks)]
+    boxes = [Box((PLAN_ROWS * rank, 0), (PLAN_ROWS, COLUMNS)) for rank in range(ranks)]
+    records = [
+        PartRecord(
+            {file: DataFile(512 + tensors * size_bytes, 512, 0)},
+            [((name,), Chunk(box, file, name, 512 + i * size_bytes)) for i, name in enumerate(names)],
+        )
+        for file, box in zip(files, boxes, strict=True)
+    ]
+    held = [Held((name,), size_bytes, (0,), name) for name in names]
+    everyone = [Description(dict.fromkeys(names, ("float32", shape, "")), {}, {})]
+
+    def plan_save() -> bytes:
+        deal(held, 0)
+        return assemble(everyone, records, world_size=ranks)[0]
+
+    save_s, data = seconds_of(plan_save)
+    read_s, manifest = seconds_of(lambda: from_bytes(data, "the manifest"))
+    wanted = Box((PLAN_ROWS * ranks // 2, 0), (2 * PLAN_ROWS, COLUMNS))
+    load_s, found = seconds_of(
+        lambda: [segments_of(name, entry, wanted) for name, entry in manifest.tensors.items()]
+    )
+    assert all(len(segments) == 2 for segments in found)
+    return Plan(save_s, read_s, load_s)
+
+
+def plan_dcp(ranks: int, tensors: int) -> Plan:
+    """The same by the functions that DCP's default planners call."""
+    size, sizes = torch.Size((PLAN_ROWS * ranks, COLUMNS)), torch.Size((PLAN_ROWS, COLUMNS))
+    properties = TensorProperties(torch.float32)
+
+    def item(name: str, rank: int) -> WriteItem:
+        offsets = torch.Size((PLAN_ROWS * rank, 0))
+        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, size)
+        return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+    plans = [SavePlan([item(f"t{i}", rank) for i in range(tensors)]) for rank in range(ranks)]
+    save_s, (_, metadata) = seconds_of(lambda: create_default_global_save_plan(dedup_save_plans(plans)))
+    offsets = torch.Size((PLAN_ROWS * ranks // 2, 0))
+    wanted = [ChunkStorageMetadata(offsets, torch.Size((2 * PLAN_ROWS, COLUMNS)))]
+    stored: dict[str, Any] = metadata.state_dict_metadata
+    load_s, found = seconds_of(
+        lambda: [create_read_items_for_chunk_list(name, one, wanted) for name, one in stored.items()]
+    )
+    assert all(len(items) == 2 for items in found)
+    return Plan(save_s, 0.0, load_s)
+
+
+def seconds_of(function: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
+
+
+def plan_rows(plans: dict[int, tuple[Plan, Plan]], tensors: int) -> Iterator[list[str]]:
+    for ranks, (ours, theirs) in plans.items():
+        figures = (ours.save_s, theirs.save_s, ours.read_s, ours.load_s, theirs.load_s)
+        per_chunk = 1e6 * (ours.save_s + ours.read_s + ours.load_s) / (ranks * tensors)
+        yield [str(ranks), *(f"{figure:.2f}" for figure in figures), f"{per_chunk:.1f}"]
+
+
+# --- The results --------------------------------------------------------------------------------------------------
+
+
+def rank_rows(figures: Figures, size_bytes: int, with_peak: bool) -> Iterator[list[str]]:
+    ours = statistics.median(figures["torchrelay"]["seconds"])
+    for name, found in figures.items():
+        seconds = found["seconds"]
+        median = statistics.median(seconds)
+        times = [f"{median * 1e3:.0f} ({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})"]
+        peak = [f"{max(found['peak_bytes']) / 1e6:.0f}"] if with_peak else []
+        yield [name, *times, f"{size_bytes / median / 1e9:.2f}", f"{median / ours:.2f}", *peak]
+
+
+def reached_rows(found: dict[str, Figures]) -> Iterator[list[str]]:
+    """The figures that were to be reached, each against the rival that it names, at the best of its settings."""
+
+    def fastest(case: str, *starts: str) -> float:
+        return min(
+            statistics.median(figures["seconds"])
+            for name, figures in found[case].items()
+            if name.startswith(starts)
+        )
+
+    def ours(case: str) -> float:
+        return statistics.median(found[case]["torchrelay"]["seconds"])
+
+    theirs = fastest("save", "DCP", "torch.save")
+    yield ["save", "the fastest rival's time / ours", f"{theirs / ours('save'):.2f}", "≥ 1.5"]
+    yield ["save", "the floor's time / ours", f"{fastest('save', 'floor') / ours('save'):.2f}", "≥ 0.8"]
+    yield ["load, same layout", "DCP's time / ours", f"{fastest('load', 'DCP') / ours('load'):.2f}", "≥ 2"]
+    floor = fastest("load", "floor") / ours("load")
+    yield ["load, same layout", "the floor's time / ours", f"{floor:.2f}", "≥ 0.8"]
+    theirs = fastest("reshard", "DCP")
+    yield ["load, other layout", "DCP's time / ours", f"{theirs / ours('reshard'):.2f}", "≥ 3"]
+    peak = max(found["reshard"]["torchrelay"]["peak_bytes"])
+    limit = f"≤ {MAX_BUFFER_BYTES / 1e6:.0f} MB"
+    yield ["load, other layout", "peak memory beside the tensors", f"{peak / 1e6:.0f} MB", limit]
+    yield ["stall", "ours / DCP's", f"{ours('stall') / fastest('stall', 'DCP'):.2f}", "≤ 0.2"]
+    yield ["stall", "one memcpy's time / ours", f"{fastest('stall', 'floor') / ours('stall'):.2f}", "≥ 0.8"]
+
+
+def plot(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]], tensors: int, image: Path) -> None:
+    """Times of each case beside the floor, and planning over the number of ranks."""
+    import matplotlib as mpl  # noqa: PLC0415 - for the main process only
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    families = {
+        "torchrelay": "torchrelay",
+        "DCP": "DCP",
+        "torch.": "torch.save, torch.load",
+        "floor": "floor",
+    }
+    cases = ("save", "load", "reshard", "stall")
+    for index, (start, label) in enumerate(families.items()):
+        for place, case in enumerate(cases):
+            times = [statistics.median(f["seconds"]) for n, f in found[case].items() if n.startswith(start)]
+            if times:
+                shown = label if case == "save" else None
+                left.bar(place + index / 5, 1e3 * min(times), 1 / 5, color=f"C{index}", label=shown)
+    left.set(ylabel="ms", yscale="log", xticks=[place + 0.3 for place in range(len(cases))])
+    left.set_xticklabels(cases)
+    left.legend(frameon=False)
+    ranks = list(plans)
+    for side, label in enumerate(("torchrelay", "DCP")):
+        for key, line in (("save_s", "o-"), ("load_s", "s--")):
+            values = [getattr(pair[side], key) for pair in plans.values()]
+            right.plot(ranks, values, line, color=f"C{side}", label=f"{label}, {key.removesuffix('_s')}")
+    right.set(
+        xscale="log", yscale="log", xlabel=f"ranks, {tensors} tensors", ylabel="planning, s", xticks=ranks
+    )
+    right.set_xticklabels(map(str, ranks))
+    right.minorticks_off()
+    right.legend(frameon=False)
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=120)
+
+
+def measure_ranks(folder: str, size_mb: int, repeats: int) -> tuple[dict[str, Figures], list[str]]:
+    """Every case of several ranks, and its part of the results."""
+    rows = size_mb * (1 << 20) // (TENSORS * COLUMNS * 4) // 6 * 6
+    found: dict[str, Figures] = {}
+    parts = []
+    for ranks in sorted({case.ranks for case in CASES.values()}):
+        start_processes(run_rank, (ranks, folder, rows, repeats), ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+    for name, case in CASES.items():
+        found[name] = torch.load(f"{folder}/{name}.figures")
+        heads = [
+            "",
+            "ms",
+            "GB/s",
+            "time / ours",
+            *(["peak beside the tensors, MB"] if case.with_peak else []),
+        ]
+        lines = list(rank_rows(found[name], rows * COLUMNS * 4 * TENSORS, case.with_peak))
+        parts += [f"## {case.title}", table(heads, lines)]
+    return found, parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size-mb", type=int, default=2048, help="of the state, over all ranks")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--model", default="gpt2-xl", help="of bench_deferred.py")
+    parser.add_argument("--folder", help="where to write; by default the temporary folder")
+    parser.add_argument("--smoke", action="store_true", help="small, one iteration, nothing written")
+    options = parser.parse_args()
+    smoke = options.smoke
+    size_mb, repeats, model = (12, 1, "tiny") if smoke else (options.size_mb, options.repeats, options.model)
+    tensors, plan_ranks = (20, (4, 8)) if smoke else (1000, PLAN_RANKS)
+
+    # A clean process imports what takes long once; the others are forked from it.
+    mp.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found, parts = measure_ranks(folder, size_mb, repeats)
+        shards = list(shard_rows(model, folder, min(repeats, 3)))
+        plans = {ranks: (plan_ours(ranks, tensors), plan_dcp(ranks, tensors)) for ranks in plan_ranks}
+        plot(found, plans, tensors, Path(folder) / "plot.png" if smoke else IMAGE)
+    parts = [
+        table(["case", "figure", "reached", "to reach"], list(reached_rows(found))),
+        f"A state of {size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each rank. Times are of the slowest rank, "
+        f"medians (least to most) of {repeats} interleaved runs after one that warms up. The floors write zeros with the "
+        "same fsync, read one file on each rank, and copy the state once.",
+        *parts,
+        f"## Load 1/16 of {model} in a fresh process, files in the page cache",
+        table(["", "time", "peak memory", "the shard", "peak / shard"], shards),
+        f"## Planning for {tensors} tensors, without communication",
+        "Seconds on one core. Saving: what rank 0 does, which for ours includes writing the manifest. Reading: what each rank "
+        "does to parse and check the manifest. Loading: what each rank does to find what it reads.",
+        table(
+            ["ranks", "save", "save, DCP", "read", "load", "load, DCP", "ours, µs for each chunk"],
+            list(plan_rows(plans, tensors)),
+        ),
+    ]
+    if smoke:
+        print("\n\n".join(parts))
+    else:
+        write("checkpoint", "checkpoint: saving and loading", *parts)
+
+
+if __name__ == "__main__":
+    main()
