@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchrelay.errors import ArgumentError, PeerLostError
+from torchrelay.checkpoint import Reader, Writer
+from torchrelay.errors import ArgumentError, CorruptionError, PeerLostError
 from torchrelay.parameters import Embedding, IntentLoader, Table, intents, optim
 from torchrelay.world import World
 
@@ -102,6 +104,7 @@ def _save(world: World, path: str) -> None:
         keys = torch.arange(world.rank, KEYS, world.size)
         (module(keys) * (keys + 1).unsqueeze(1)).sum().backward()
         table.save(path)
+        table.save(f"{path}-ours", storage_writer=Writer())
     dist.barrier()
 
 
@@ -109,10 +112,21 @@ def _load(world: World, path: str) -> list[list[float]]:
     if world.size > 1:
         dist.init_process_group("gloo")
     with Table.create(KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank) as table:
-        table.load(path)
-        rows = torch.empty(KEYS, table.row_length)
-        table.worker.pull_rows(torch.arange(KEYS), rows)
-        table.sync()
+        found = []
+        for place, reader in ((path, None), (path, Reader()), (f"{path}-ours", Reader())):
+            table.set(torch.arange(KEYS), torch.zeros(KEYS, DIM))
+            table.sync()
+            table.load(place, storage_reader=reader)
+            found.append(torch.empty(KEYS, table.row_length))
+            table.worker.pull_rows(torch.arange(KEYS), found[-1])
+            table.sync()
+        rows = found[0]
+        assert all(torch.equal(one, rows) for one in found)
+        if world.size == 1:  # the last that loads it
+            file = next(Path(f"{path}-ours").glob("*.safetensors"))
+            os.truncate(file, file.stat().st_size - 1)
+            with pytest.raises(CorruptionError, match="cut short"):
+                table.load(f"{path}-ours", storage_reader=Reader())
     if world.size > 1:
         dist.barrier()
     return rows.tolist()  # type: ignore[no-any-return]

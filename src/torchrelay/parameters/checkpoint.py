@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrelay import _torch
-from torchrelay.errors import MismatchError, UnavailableError
+from torchrelay.errors import MismatchError, TorchRelayError, UnavailableError
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
+        CheckpointException,
+        StorageReader,
+        StorageWriter,
+    )
+
     from torchrelay.parameters.table import Table
 
 __all__ = ["RowShard", "key_range"]
@@ -146,22 +152,26 @@ def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
     return None
 
 
-def save(table: Table, path: str) -> None:
-    """Writes the table to the folder ``path``; collective over all workers.
+def save(table: Table, path: str, storage_writer: StorageWriter | None) -> None:
+    """Write the table to the folder `path`; collective over all workers.
 
     Raises:
         UnavailableError: there are several workers and no default process group, over which DCP coordinates.
     """
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415 - takes long to import
 
-    with _group_of(table):
-        dcp.save(  # type: ignore[attr-defined]
-            {"table": table.state_dict()}, checkpoint_id=path, process_group=table.process_group
-        )
+    state = {"table": table.state_dict()}
+    group = table.process_group
+    try:
+        with _group_of(table):
+            dcp.save(state, checkpoint_id=path, storage_writer=storage_writer, process_group=group)  # type: ignore[attr-defined]
+    except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+        _raise_ours(error)
+        raise
 
 
-def load(table: Table, path: str) -> None:
-    """Reads what :func:`save` wrote, on any number of workers; collective over all workers.
+def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
+    """Read what :func:`save` wrote, on any number of workers; collective over all workers.
 
     Raises:
         UnavailableError: as :func:`save`.
@@ -170,17 +180,24 @@ def load(table: Table, path: str) -> None:
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415
 
     state = {"table": table.empty_state_dict()}
+    group = table.process_group
     try:
         with _group_of(table):
-            dcp.load(  # type: ignore[attr-defined]
-                state, checkpoint_id=path, process_group=table.process_group
-            )
+            dcp.load(state, checkpoint_id=path, storage_reader=storage_reader, process_group=group)  # type: ignore[attr-defined]
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+        _raise_ours(error)
         raise MismatchError(
             f"the checkpoint in {path} does not fit a table of {table.num_keys} rows of {table.row_length} elements "
             f"with optimizer '{table.rule.kind}': {next(iter(error.failures.values()))[0]}"
         ) from error
     table.load_state_dict(state["table"])
+
+
+def _raise_ours(error: CheckpointException) -> None:
+    """Raise the first of the ranks' failures that has a type of ours, as a storage layer of ours gives them."""
+    for failure, _ in error.failures.values():
+        if isinstance(failure, TorchRelayError):
+            raise failure from error
 
 
 @contextmanager

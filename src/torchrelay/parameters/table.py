@@ -25,6 +25,7 @@ from torchrelay.parameters.worker import Worker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint import StorageReader, StorageWriter  # type: ignore[attr-defined]
 
 __all__ = ["Table"]
 
@@ -345,15 +346,29 @@ class Table:
         self.check_open()
         checkpoint.load_rows(self, state)
 
-    def save(self, path: str) -> None:
-        """Writes the table to the folder ``path`` as a DCP checkpoint; collective."""
-        self.check_open()
-        checkpoint.save(self, path)
+    def save(self, path: str, *, storage_writer: StorageWriter | None = None) -> None:
+        """Write the table to the folder `path` as a DCP checkpoint; collective.
 
-    def load(self, path: str) -> None:
-        """Reads a checkpoint that :meth:`save` wrote on any number of nodes; collective."""
+        Args:
+            storage_writer: DCP's storage layer; by default its `FileSystemWriter`. A
+                :class:`torchrelay.checkpoint.Writer` commits in one step, with checksums.
+        """
         self.check_open()
-        checkpoint.load(self, path)
+        checkpoint.save(self, path, storage_writer)
+
+    def load(self, path: str, *, storage_reader: StorageReader | None = None) -> None:
+        """Read a checkpoint that :meth:`save` wrote on any number of nodes; collective.
+
+        Args:
+            storage_reader: DCP's storage layer, as for :meth:`save`. A :class:`torchrelay.checkpoint.Reader` reads
+                what either wrote, and verifies it first.
+
+        Raises:
+            MismatchError: the checkpoint is of another table.
+            CorruptionError, StorageError: what a Reader of ours finds.
+        """
+        self.check_open()
+        checkpoint.load(self, path, storage_reader)
 
     def close(self) -> None:
         """Leaves the table; collective. Idempotent. Afterwards every use of the table is an error."""
