@@ -50,20 +50,25 @@ def figures(output: str) -> dict[str, list[float]]:
 _SMALL = ("--epochs", "40", "--dim", "16", "--batch-size", "100", "--regularisation", "0.001")
 
 
-def test_two_processes_learn_addition(sums: Path) -> None:
+def test_two_processes_learn_addition(sums: Path, tmp_path: Path) -> None:
     """Their updates of the table arrive in any order, so two runs differ in the last digits and what follows."""
-    result = run_demo("--data", str(sums), *_SMALL)
+    result = run_demo("--data", str(sums), *_SMALL, TMPDIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "epoch 40 of 40" in result.stdout
     assert "equal bit for bit" in result.stdout
     assert "DDP over gloo" in result.stdout
+    stages = [line for line in result.stdout.splitlines() if "torch.load" in line or "a new process" in line]
+    assert len(stages) == 2, result.stdout
+    assert "load it, the model not initialised" in stages[0] and "equal bit for bit" in stages[0]
+    assert "serve: switch to the other model" in stages[1]
+    assert not list(tmp_path.glob("torchrelay-demo-*"))
     found = figures(result.stdout)
     assert found["test"][1] > 0.9
     assert found["test"][1] > 3 * found["test, most frequent answer"][1]
 
 
 def test_one_process_says_the_same_twice(sums: Path) -> None:
-    alone = ("--data", str(sums), *_SMALL, "--nproc", "1")
+    alone = ("--data", str(sums), *_SMALL, "--nproc", "1", "--no-serve")
     first, second = run_demo(*alone), run_demo(*alone)
     found = figures(first.stdout)
     assert found
@@ -74,6 +79,7 @@ def test_one_process_says_the_same_twice(sums: Path) -> None:
 
 
 def test_one_process_runs_the_same_code(sums: Path) -> None:
-    result = run_demo("--data", str(sums), *_SMALL, "--nproc", "1")
+    result = run_demo("--data", str(sums), *_SMALL, "--nproc", "1", "--no-serve")
     assert result.returncode == 0, result.stderr
+    assert "save a checkpoint" in result.stdout and "serve" not in result.stdout
     assert figures(result.stdout)["test"][1] > 0.9

@@ -191,6 +191,7 @@ def async_save(
     checksum: bool = True,
     max_staging_bytes: int | None = None,
     group: ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> SaveHandle:
     """Begin a checkpoint; collective over ``group``. Returns once the state is copied, which may then change.
 
@@ -207,6 +208,7 @@ def async_save(
         checksum: whether to store CRC32C checksums.
         max_staging_bytes: the most memory that this rank's copy may take; by default no limit.
         group: the ranks that take part; by default the default process group, or this process alone.
+        no_dist: whether this process is alone, although there is a process group.
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold, or a copy larger than ``max_staging_bytes``.
@@ -216,7 +218,7 @@ def async_save(
     threads = check_count("threads", threads, default_threads())
     check_count("keep", keep, 1)
     check_count("max_staging_bytes", max_staging_bytes, 1)
-    ranks = group_of(group)
+    ranks = group_of(group, no_dist)
     ranks.together(_state.finish_last)
     mine, everyone = gather_inventory(state, ranks)
     sources = sources_of(mine, everyone, ranks)

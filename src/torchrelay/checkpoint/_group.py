@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from torchrelay.checkpoint._failures import describe, rebuild
-from torchrelay.errors import PeerLostError, TorchRelayError
+from torchrelay.errors import ArgumentError, PeerLostError, TorchRelayError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,9 +105,15 @@ def _outcome(local: Callable[[], T]) -> T | _Failure:
         return _Failure(error)
 
 
-def group_of(group: ProcessGroup | None) -> Group:
-    """The ranks that take part: those of ``group``, by default of the default group, alone without one."""
-    if not dist.is_available() or not dist.is_initialized():
+def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
+    """The ranks that take part: those of ``group``, by default of the default group, alone without one.
+
+    Raises:
+        ArgumentError: both ``group`` and ``no_dist`` are given.
+    """
+    if no_dist and group is not None:
+        raise ArgumentError("no_dist=True is for this process alone: give it or group=, not both")
+    if no_dist or not dist.is_available() or not dist.is_initialized():
         return Group(None, (0,), 0)
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     return Group(group, ranks, ranks.index(dist.get_rank()))

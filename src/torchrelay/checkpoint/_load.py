@@ -47,6 +47,7 @@ def load(
     device: torch.device | str | None = None,
     shard: DeferredShard | None = None,
     group: ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> None:
     """Read a checkpoint into ``state``; collective over ``group``.
 
@@ -70,6 +71,7 @@ def load(
         device: where deferred tensors go.
         shard: how deferred tensors are cut, as for :func:`torchrelay.deferred.materialize_module`.
         group: the ranks that take part; by default the default process group, or this process alone.
+        no_dist: whether this process is alone, although there is a process group.
 
     Raises:
         CorruptionError: the checkpoint is damaged; the message names file, tensor and byte. On every rank.
@@ -80,7 +82,7 @@ def load(
     check_verify(verify)
     threads = check_count("threads", threads, default_threads())
     check_count("max_buffer_bytes", max_buffer_bytes, 1)
-    ranks = group_of(group)
+    ranks = group_of(group, no_dist)
     loading = _Loading(state, prefix, strict, device, shard)
     ranks.together(lambda: loading.open(path, threads, max_buffer_bytes, verify))
     with closing(loading):

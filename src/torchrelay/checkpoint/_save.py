@@ -31,6 +31,7 @@ def save(
     max_staging_bytes: int = MAX_STAGING_BYTES,
     progress: Progress = False,
     group: ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> None:
     """Write a checkpoint; collective over ``group``. Returns on every rank once it is committed.
 
@@ -51,6 +52,7 @@ def save(
         max_staging_bytes: host memory for copies of tensors that are not contiguous in host memory.
         progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in all).
         group: the ranks that take part; by default the default process group, or this process alone.
+        no_dist: whether this process is alone, although there is a process group.
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold; the message names its key.
@@ -62,7 +64,7 @@ def save(
     threads = check_count("threads", threads, default_threads())
     check_count("keep", keep, 1)
     check_count("max_staging_bytes", max_staging_bytes, 1)
-    ranks = group_of(group)
+    ranks = group_of(group, no_dist)
     mine, everyone = gather_inventory(state, ranks)
     sources = sources_of(mine, everyone, ranks)
     transaction = open_transaction(path, fsync=fsync)

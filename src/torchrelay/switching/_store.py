@@ -198,7 +198,7 @@ def _load_weights(module: torch.nn.Module, path: Path, prefix: str) -> None:
     if path.is_dir():
         from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
 
-        checkpoint.load(module, path, prefix=prefix)
+        checkpoint.load(module, path, prefix=prefix, no_dist=True)
     else:
         _load_safetensors(module, path)
 

@@ -147,6 +147,26 @@ def test_two_ranks_save_in_every_layout(tmp_path: Path, world: World) -> None:
     _check_interleaved_rows(world, mesh, tmp_path)
     sizes = [f.stat().st_size for f in (tmp_path / "save-plain").glob("*.safetensors")]
     assert len(sizes) == 2 and min(sizes) > 0.3 * sum(sizes)  # both ranks write what both have
+    _check_one_rank_alone(world, tmp_path)
+
+
+def _check_one_rank_alone(world: World, tmp_path: Path) -> None:
+    """A rank saves and loads by itself, as a server does inside a job, while the others do something else."""
+    import torch.distributed as dist
+
+    from torchrelay.checkpoint import async_save, load, save
+    from torchrelay.errors import ArgumentError
+
+    if world.rank == 1:
+        state = {"w": torch.arange(5.0)}
+        save(state, tmp_path / "alone", no_dist=True)
+        async_save(state, tmp_path / "later", no_dist=True).result(60)
+        for name in ("alone", "later"):
+            found = {"w": torch.zeros(5)}
+            load(found, tmp_path / name, no_dist=True)
+            assert torch.equal(found["w"], state["w"])
+        with pytest.raises(ArgumentError, match="not both"):
+            load(found, tmp_path / "alone", group=dist.group.WORLD, no_dist=True)
 
 
 def _check_interleaved_rows(world: World, mesh: Any, tmp_path: Path) -> None:

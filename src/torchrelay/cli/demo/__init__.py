@@ -56,11 +56,15 @@ def demo(
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which a silent process counts as lost.")
     ] = Options.timeout_s,
+    serve: Annotated[
+        bool, typer.Option(help="Serve the trained model beside another at the end, and time switches.")
+    ] = Options.serve,
 ) -> None:
     """Learn a graph of real data on several processes, and time each stage beside the usual way.
 
     A ComplEx model is built by deferred initialisation; its entities' embeddings are trained in a parameter table
-    and the rest by DistributedDataParallel over the [bold]sml[/bold] backend; then it is evaluated by link prediction.
+    and the rest by DistributedDataParallel over the [bold]sml[/bold] backend. It is saved to a sharded checkpoint, loaded
+    again, evaluated by link prediction, and served beside another model.
     """
     options = Options(
         data=data or Path(),
@@ -74,6 +78,7 @@ def demo(
         regularisation=regularisation,
         seed=seed,
         timeout_s=timeout,
+        serve=serve,
     )
     from torchrelay.cli.demo import launch  # noqa: PLC0415 - imports torch
 

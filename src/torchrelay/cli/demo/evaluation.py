@@ -22,6 +22,7 @@ __all__ = [
     "Answers",
     "Metrics",
     "Scorer",
+    "count_answers",
     "frequency_scorer",
     "rank_answers",
     "sum_metrics",
@@ -104,9 +105,14 @@ def sum_metrics(ranks: Tensor) -> Tensor:
     return torch.stack([torch.tensor(float(len(ranks)), dtype=torch.float64), (1 / ranks).sum(), *hits])
 
 
-def frequency_scorer(graph: Graph) -> Scorer:
-    """The baseline: answers each question with the objects most frequent with its relation in train."""
+def count_answers(graph: Graph) -> Tensor:
+    """How often each entity answers a question with each relation in train, float32 ``(2 * relations, entities)``."""
     train = with_reciprocals(graph.train, len(graph.relations))
     counts = torch.zeros(2 * len(graph.relations), len(graph.entities))
-    counts.index_put_((train[:, 1], train[:, 2]), torch.ones(len(train)), accumulate=True)
+    return counts.index_put_((train[:, 1], train[:, 2]), torch.ones(len(train)), accumulate=True)
+
+
+def frequency_scorer(graph: Graph) -> Scorer:
+    """Return the baseline: answers each question with the objects most frequent with its relation in train."""
+    counts = count_answers(graph)
     return lambda _, relations: counts[relations]

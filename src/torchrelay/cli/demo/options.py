@@ -25,6 +25,7 @@ class Options:
     regularisation: float = 0.05
     seed: int = 0
     timeout_s: float = 60.0
+    serve: bool = True
     reading_s: float = 0.0
     """What it took to make the graph's files; 0 if they were given."""
     cached: bool = False

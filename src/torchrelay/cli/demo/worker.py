@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend sml
+from torchrelay.checkpoint import load, save
 from torchrelay.cli.demo import report
 from torchrelay.cli.demo.evaluation import (
     Answers,
@@ -30,6 +33,7 @@ from torchrelay.cli.demo.model import ComplEx
 from torchrelay.cli.demo.options import Options
 from torchrelay.cli.demo.predictions import predict
 from torchrelay.cli.demo.report import Stage
+from torchrelay.cli.demo.serving import MostFrequent, compare_switches
 from torchrelay.cli.demo.training import (
     Batches,
     Trainer,
@@ -56,21 +60,30 @@ _IN_TABLE = "entities.weight"
 class Job:
     """The stages, in order, as one rank goes through them."""
 
-    def __init__(self, options: Options, world: World) -> None:
+    def __init__(self, options: Options, world: World, folder: str) -> None:
         self.options, self.world = options, world
+        # Rank 0's, who makes and removes the folder; it sends them to the others.
+        self._saved, self._saved_by_torch = f"{folder}/checkpoint", f"{folder}/checkpoint.pt"
         self.console = Console() if world.rank == 0 else None
         self.stages: list[Stage] = []
 
-    def run(self) -> None:
+    def run(self) -> Graph:
+        """All stages that need every process."""
         self._start()
         graph = self._read()
         batches = Batches.of(graph, self.options, self.world)
         with self._table(graph) as table:
             model = self._build(graph, table)
-            trained = self._train(model, batches, table)
+            trained = self._checkpoint(self._train(model, batches, table), graph, table)
             self._compare(model, trained, batches, table)
         self._evaluate(trained, graph)
         self._show_predictions(trained, graph)
+        return graph
+
+    def finish(self, graph: Graph) -> None:
+        """What needs no process group, on rank 0: serving, and the table of all stages."""
+        if self.options.serve:
+            self._serve(graph)
         whole_s = self.options.reading_s + time.time() - self.options.launched_at
         self.stages.append(Stage("all of it", whole_s))
         self._print(report.stages_table(self.stages))
@@ -153,6 +166,51 @@ class Job:
             self._print(f"entities' embeddings: {table.metrics()}")
         return model.gathered()
 
+    def _checkpoint(self, trained: ComplEx, graph: Graph, table: Table) -> ComplEx:
+        """Saves the table and the models and loads them again; gives the trained model as it was loaded."""
+        dist.broadcast_object_list(places := [self._saved, self._saved_by_torch], src=0)
+        self._saved, self._saved_by_torch = places
+        sizes = (len(graph.entities), len(graph.relations), self.options.dim)
+        rows = table.rows()
+        table.sync()
+        state = {"table": table, "model": trained, "baseline": MostFrequent.of(graph)}
+        ours_s = self._together(lambda: save(state, self._saved))
+        usual_s = self._together(lambda: self._torch_save(trained, rows))
+        usual = "torch.save by one process"
+        self.stages.append(Stage("save a checkpoint, a part each", ours_s, usual, usual_s))
+
+        usual_s = self._together(lambda: self._torch_load(ComplEx(*sizes), table))
+        model: ComplEx = deferred_init(ComplEx, *sizes)
+        ours_s = self._together(lambda: load({"table": table, "model": model}, self._saved))
+        equal = torch.equal(table.rows(), rows) and all(
+            map(torch.equal, model.parameters(), trained.parameters())
+        )
+        table.sync()
+        usual = "torch.load; equal bit for bit" if equal else "torch.load; NOT EQUAL, please report this"
+        self.stages.append(Stage("load it, the model not initialised", ours_s, usual, usual_s))
+        return model
+
+    def _torch_save(self, trained: ComplEx, rows: torch.Tensor) -> None:
+        if self.world.rank == 0:
+            with open(self._saved_by_torch, "wb") as file:
+                torch.save({"table": rows, "model": trained.state_dict()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _torch_load(self, model: ComplEx, table: Table) -> None:
+        state = torch.load(self._saved_by_torch, weights_only=True)
+        model.load_state_dict(state["model"])
+        table.load_state_dict({"rows": state["table"]})
+
+    @staticmethod
+    def _together(stage: Callable[[], object]) -> float:
+        """Seconds until the last process has done it."""
+        dist.barrier()
+        start = time.perf_counter()
+        stage()
+        dist.barrier()
+        return time.perf_counter() - start
+
     def _compare(self, model: ComplEx, trained: ComplEx, batches: Batches, table: Table) -> None:
         """The parts of a step beside the usual ways; trains the model on, but leaves the trained copy as it is."""
         groups = {name: dist.new_group(backend=name) for name in ("sml", "gloo")}
@@ -193,6 +251,15 @@ class Job:
         if self.console is not None:
             self.console.print(report.predictions_table(predict(model, graph, self.options.seed)))
 
+    def _serve(self, graph: Graph) -> None:
+        """Serves the trained model and the baseline from the checkpoint, in turns."""
+        times = compare_switches(graph, self.options.dim, self._saved, self._saved_by_torch)
+        usual = "a new process: import, load, answer"
+        self.stages.append(
+            Stage("serve: switch to the other model, answer", times.switched_s, usual, times.restarted_s)
+        )
+        self.stages.append(Stage("  the answer alone, by a model that is ready", times.ready_s))
+
     def _print(self, what: object) -> None:
         if self.console is not None:
             self.console.print(what)
@@ -206,6 +273,16 @@ def _process_group(timeout_s: float) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@contextmanager
+def _folder(world: World) -> Iterator[str]:
+    """A folder of rank 0 for what the job saves, and removes at its end."""
+    if world.rank:
+        yield ""
+    else:
+        with tempfile.TemporaryDirectory(prefix="torchrelay-demo-") as folder:
+            yield folder
+
+
 def _last_words(_number: int, _frame: FrameType | None) -> None:
     """torchrun ends the ranks that are left as soon as one has died; they stay long enough to say which."""
     signal.setitimer(signal.ITIMER_REAL, _LAST_WORDS_S)
@@ -217,8 +294,12 @@ def main() -> None:
     world = World.from_environment()
     options = Options.from_json(sys.argv[1])
     try:
-        with _process_group(options.timeout_s):
-            Job(options, world).run()
+        with _folder(world) as folder:
+            job = Job(options, world, folder)
+            with _process_group(options.timeout_s):
+                graph = job.run()
+            if world.rank == 0:
+                job.finish(graph)
     except TorchRelayError as error:
         # One write, so that the lines of ranks that fail at the same moment stay apart; print makes two.
         sys.stderr.write(f"torchrelay demo, rank {world.rank}: {error}\n")
