@@ -147,6 +147,7 @@ class Daemon:
 
     def submit(self, request: Request) -> None:
         """Queue `request`, or fail its future."""
+        self._expire()  # a request whose client has gone must not count against this one
         try:
             self._check(request)
             self.queue.push(request)
@@ -198,7 +199,7 @@ class Daemon:
             return None
         self._retire_models()
         self._load_models()
-        self.queue.expire(lambda _: self.counts.update(["expired"]))
+        self._expire()
         if self.fleet.broken is not None:
             self._fail_everything(self.fleet.broken)
         if self.running is None:
@@ -207,6 +208,9 @@ class Daemon:
             self._prefetch()
         self._schedule_training()
         return self._next_timeout()
+
+    def _expire(self) -> None:
+        self.queue.expire(lambda _: self.counts.update(["expired"]))
 
     def _next_timeout(self) -> float | None:
         moments = [self.queue.next_deadline(), self.fleet.check_starts()]

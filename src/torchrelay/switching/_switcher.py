@@ -195,7 +195,13 @@ class Switcher:
 
         if not self._daemon.loop.post(queue):
             raise UnavailableError("the switcher is closed")
+        request.future.add_done_callback(self._forget_cancelled)
         return request.future
+
+    def _forget_cancelled(self, future: Future[Reply]) -> None:
+        """Have the loop run, which takes cancelled requests off the queue and frees their inputs."""
+        if future.cancelled():
+            self._daemon.loop.post(lambda: None)
 
     def infer(self, name: str, inputs: Mapping[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
         """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`, but blocks."""

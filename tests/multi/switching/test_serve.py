@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,8 @@ port = 0
 arena_bytes = 4_000_000
 request_bytes = 1_000_000
 threads = 1
+client_limit = 2
+run_timeout_s = 600
 
 [models.chain]
 factory = "models.py:chain"
@@ -46,6 +52,10 @@ inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]
 [models.mixed]
 factory = "models.py:mixed"
 inputs = [{ name = "tokens", datatype = "INT64", shape = [-1, -1] }]
+
+[models.slow]
+factory = "models.py:slow"
+inputs = [{ name = "x", datatype = "FP32", shape = [1, 8] }, { name = "seconds", datatype = "FP32", shape = [] }]
 
 [models.faulty]
 factory = "models.py:faulty"
@@ -69,9 +79,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        lines = [server.stdout.readline() for _ in range(3)]
-        assert lines[0].startswith("chain: ") and lines[1].startswith("mixed: "), lines
-        yield lines[2].split()[-1]
+        lines = [server.stdout.readline() for _ in range(4)]
+        for line, name in zip(lines, ("chain", "mixed", "slow"), strict=False):
+            assert line.startswith(f"{name}: "), lines
+        yield lines[3].split()[-1]
         server.send_signal(signal.SIGTERM)
         assert server.wait(100) == 0
     finally:
@@ -250,6 +261,69 @@ def test_clients_that_send_half_a_request_or_vanish_harm_nobody(url: str) -> Non
     for raw in slow:
         raw.close()
     assert results == [200] * 8
+
+
+WAITING_CLIENT = """
+import http.client, sys
+connection = http.client.HTTPConnection(*sys.argv[1].removeprefix("http://").split(":"), timeout=600)
+connection.request("POST", "/v2/models/slow/infer", sys.argv[2])
+connection.getresponse()
+"""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def stopped_worker(url: str) -> Iterator[None]:
+    """A request that computes until the end of the block: its worker is stopped."""
+
+    def running() -> list[int]:
+        workers = json.loads(get(url, "/status.json")[1])["workers"]
+        return [worker["pid"] for worker in workers if worker["state"] == "running"]
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, url, "/v2/models/slow/infer", slow_request(8.0))
+        until(lambda: bool(running()))
+        (pid,) = running()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+            assert running() == [pid] and not answer.done()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert answer.result()[0] == 200
+
+
+def slow_request(seconds: float, client: str = "") -> bytes:
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": [1, 8], "data": [1.0] * 8},
+        {"name": "seconds", "datatype": "FP32", "shape": [], "data": [seconds]},
+    ]
+    return json.dumps({"inputs": inputs, "parameters": {"client": client}}).encode()
+
+
+def test_clients_that_are_killed_while_they_wait_free_their_places(url: str) -> None:
+    def waiting() -> int:
+        return len(json.loads(get(url, "/status.json")[1])["queue"])
+
+    request = slow_request(0.0, "killed")
+    with ThreadPoolExecutor(1) as pool, stopped_worker(url):
+        command = [sys.executable, "-c", WAITING_CLIENT, url, request.decode()]
+        clients = [subprocess.Popen(command) for _ in range(2)]
+        until(lambda: waiting() == 2)
+        assert post(url, "/v2/models/slow/infer", request)[0] == 429
+        for client in clients:
+            client.kill()
+            client.wait()
+        until(lambda: waiting() == 0)
+        again = pool.submit(post, url, "/v2/models/slow/infer", request)
+        until(lambda: waiting() == 1)
+    assert again.result()[0] == 200
 
 
 def test_metrics_count_what_was_served(url: str) -> None:

@@ -186,11 +186,13 @@ def test_priority_deadline_quota_and_cancelling(switcher: Switcher) -> None:
     mine = [switcher.submit("chain0", ones, client="me") for _ in range(4)]
     with pytest.raises(OverloadedError, match="client 'me' has 3 requests waiting"):
         mine[-1].result(WAIT_S)
+    assert mine[0].cancel()  # as for a client that has gone: its place is free at once
+    mine = [*mine[1:-1], switcher.submit("chain0", ones, client="me")]
     many = [switcher.submit("chain0", ones) for _ in range(8)]
     with pytest.raises(OverloadedError, match="requests are waiting, the limit"):
         many[-1].result(WAIT_S)
     assert not running.done()
-    for future in (low, high, *mine[:-1]):
+    for future in (low, high, *mine):
         future.result(WAIT_S)
     assert done == ["high", "low"]
     for future in many:
