@@ -1,8 +1,8 @@
 """Is a committed checkpoint ever lost, or a torn one taken for whole, when savers are killed at random moments?
 
 Savers save one checkpoint after another and are killed (SIGKILL) at a random time: synchronous saves under new names
-with retention, saves that replace one another, asynchronous saves of which the trainer is killed, and such of which
-the writer process is. After each kill the newest committed checkpoint must load, verify, and be at least as new as the
+with retention, saves that replace one another, saves after which many checkpoints are removed at once, asynchronous
+saves of which the trainer is killed, and such of which the writer process is. After each kill the newest committed checkpoint must load, verify, and be at least as new as the
 one that the saver last reported; after the next save nothing temporary may be left. Exits with an error if not.
 
 ``python benchmarks/soak_checkpoint.py`` kills 200 savers in about ten minutes; ``--kills`` makes it shorter.
@@ -26,7 +26,7 @@ import torch
 from torchrelay.checkpoint import async_save, latest, load, save, verify
 from torchrelay.checkpoint._async import _state
 
-MODES = ("new names", "replace", "async, trainer killed", "async, writer killed")
+MODES = ("new names", "replace", "retention of many", "async, trainer killed", "async, writer killed")
 _ELEMENTS = 500_000
 
 
@@ -48,8 +48,9 @@ def _save_until_killed(folder: str, mode: str, first: int) -> None:
     for step in range(first, first + 10_000):
         if mode.startswith("async"):
             async_save(_values(step), _path(folder, mode, step), keep=2).result()
-        else:
-            save(_values(step), _path(folder, mode, step), keep=2)
+        else:  # where many are removed at once, most kills fall into the removal
+            keep = None if mode == "retention of many" and step % 8 else 2
+            save(_values(step), _path(folder, mode, step), keep=keep)
         print(step, flush=True)
 
 
@@ -100,7 +101,7 @@ def _soak_mode(mode: str, kills: int, draws: random.Random) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200, help="in all, over four modes")
+    parser.add_argument("--kills", type=int, default=200, help="in all, over five modes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--saver", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

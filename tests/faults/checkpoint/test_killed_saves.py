@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchrelay.checkpoint import latest, load, save, verify
+from torchrelay.checkpoint import _async, _writer_process, async_save, latest, load, save, verify
+from torchrelay.checkpoint._catalog import retain
+from torchrelay.errors import PeerLostError
 from torchrelay.world import World
 
 _KILLS = 50
@@ -67,6 +69,84 @@ def _check(folder: Path, at_least: int, at_most: int) -> int:
     assert at_least <= step <= at_most
     assert torch.equal(state["w"], _state(step)["w"]) and torch.equal(state["v"], _state(step)["v"])
     return int(step)
+
+
+class _ForkedWriter:
+    """In place of the writer's ``Popen``: the same program in a fork, whose ``moment``-th call is its last."""
+
+    def __init__(self, moment: int, fd: int) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.closerange(3, fd)  # among them the trainer's end of the channel
+            os.closerange(fd + 1, 1024)
+            with _death_at(moment):
+                _writer_process.main(fd)
+            os._exit(0)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def _async_saver(world: World, path: str, step: int, moment: int) -> bool:
+    """Whether the save was committed; the writer process is killed, not the trainer."""
+    _async.subprocess.Popen = lambda _, pass_fds, **__: _ForkedWriter(moment, pass_fds[0])  # type: ignore[misc,assignment]
+    try:
+        async_save(_state(step), path, keep=2, threads=1).result(60)
+    except PeerLostError:
+        return False
+    finally:
+        _async._state.close()
+    return True
+
+
+@pytest.mark.timeout(300)
+def test_a_writer_process_killed_at_every_kind_of_moment(tmp_path: Path, run_processes: Any) -> None:
+    """What a save that is lost had committed or not, and the trainer is told."""
+    save(_state(0), tmp_path / "step-0")
+    before, committed = 0, 0
+    for step, moment in enumerate([*range(2, 42, 4), 1000], start=1):
+        (result,) = run_processes(
+            _async_saver, 1, path=str(tmp_path / f"step-{step}"), step=step, moment=moment
+        )
+        assert result.ok, result.error
+        before = _check(tmp_path, step if result.value else before, step)
+        committed += result.value
+    assert 1 <= committed < 11  # the last is not killed, and others were
+    save(_state(99), tmp_path / "step-99", keep=2)
+    assert _check(tmp_path, 99, 99) == 99
+    assert (
+        len(os.listdir(tmp_path)) == 2
+        and not list(tmp_path.rglob(".*"))
+        and not list(tmp_path.rglob("part-*"))
+    )
+
+
+def _retire(world: World, path: str, moment: int) -> None:
+    with _death_at(moment):
+        retain(path, 1)
+
+
+def test_retention_killed_at_each_of_its_moments(tmp_path: Path, run_processes: Any) -> None:
+    for moment in range(1, 200, 3):
+        for step in range(4):
+            save(_state(step), tmp_path / f"step-{step}", fsync=False)
+        (result,) = run_processes(_retire, 1, path=str(tmp_path / "step-3"), moment=moment)
+        assert result.ok or result.exitcode == -signal.SIGKILL, result.error
+        assert _check(tmp_path, 3, 3) == 3
+        for left in tmp_path.glob("step-*"):  # removed as a whole or not at all
+            verify(left)
+        if result.ok:
+            break
+    assert moment > 10 and os.listdir(tmp_path) == ["step-3"]  # what killed passes left is gone too
 
 
 @pytest.mark.parametrize("path", ["step-{}", "last"])
