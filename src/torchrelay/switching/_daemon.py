@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torchrelay.errors import (
 from torchrelay.switching._arena import Arena
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._channel import Message
-from torchrelay.switching._contract import Copy, Link
+from torchrelay.switching._contract import Link
 from torchrelay.switching._copier import Copier, CopyJob
 from torchrelay.switching._fleet import Fleet
 from torchrelay.switching._groups import Grouped
@@ -36,11 +36,12 @@ from torchrelay.switching._planner import Costs
 from torchrelay.switching._process import WorkerProcess
 from torchrelay.switching._profile import Profile, ProfileCache
 from torchrelay.switching._queue import Reply, Request, RequestQueue
+from torchrelay.switching._served import Served
 from torchrelay.switching._store import StoredModel
 from torchrelay.switching._tasks import Task
 from torchrelay.switching._wire import pack, unpack
 
-__all__ = ["Daemon", "Options", "Served"]
+__all__ = ["Daemon", "Options"]
 
 _MAX_ATTEMPTS = 2
 _HISTORY = 100
@@ -60,22 +61,6 @@ class Options:
     grouping: str
     threads: int
     profiles: Path | None
-
-
-@dataclass
-class Served:
-    """A model that is loaded, or on its way."""
-
-    model: StoredModel
-    grouped: Grouped
-    priority: int
-    ready: Future[None]
-    plan: int = 0
-    profiling: bool = False
-    regroup: Grouped | None = None  # applied once no copy or request uses the old groups
-    error: TorchRelayError | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
 
 
 class Daemon:
@@ -259,8 +244,7 @@ class Daemon:
             name = served.model.name
             if served.regroup is not None and name not in self._copies and not self.arena.is_pinned(name):
                 self.arena.evict(name)
-                served.grouped, served.regroup = served.regroup, None
-                served.plan += 1
+                served.apply_regroup()
                 if not served.ready.done():
                     served.ready.set_result(None)
 
@@ -270,14 +254,14 @@ class Daemon:
             for served in self.models.values():
                 if not worker.idle or served.model.name in self._leaving:
                     break
-                if served.error is None and worker.loaded.get(served.model.name) != _key(served):
+                if served.error is None and worker.loaded.get(served.model.name) != served.key:
                     worker.loading.add(served.model.name)
                     self._send_load(worker, served)
 
     def _send_load(self, worker: WorkerProcess, served: Served) -> None:
         model, known = served.model, worker.loaded.get(served.model.name)
         replace = known is None or known[0] != model.version
-        worker.loaded[model.name] = _key(served)
+        worker.loaded[model.name] = served.key
         self._send(
             worker,
             {
@@ -344,17 +328,7 @@ class Daemon:
         return placement.offsets, [g for g, _ in job.groups if g in job.pending] if job is not None else []
 
     def _copy_job(self, served: Served, offsets: tuple[int, ...], missing: tuple[int, ...]) -> CopyJob:
-        groups = [
-            (
-                group,
-                [
-                    Copy(served.model.storage(storage), offsets[group] + offset)
-                    for storage, offset in served.grouped.places(group)
-                    if served.model.layout.storages[storage]
-                ],
-            )
-            for group in missing
-        ]
+        groups = [(group, served.copies(group, offsets[group])) for group in missing]
         loop = self.loop
         return CopyJob(
             served.model.name,
@@ -375,7 +349,7 @@ class Daemon:
         request.first_group = 0.0 if missing else request.started
         self.running = (request, worker)
         worker.request_id = request.request_id
-        if worker.loaded.get(request.model) != _key(served):
+        if worker.loaded.get(request.model) != served.key:
             self._send_load(worker, served)
         inputs = pack(worker.requests, request.inputs, 0)
         self._send(
@@ -668,10 +642,6 @@ class Daemon:
         self.fleet.close(timeout_s=0.0 if busy else 5.0)
         self._copier.close()
         self.loop.stop()
-
-
-def _key(served: Served) -> tuple[int, int]:
-    return served.model.version, served.plan
 
 
 def _packed_bytes(inputs: Mapping[str, torch.Tensor]) -> int:

@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._daemon import Daemon, Served
+from torchrelay.switching._daemon import Daemon
 from torchrelay.switching._process import WorkerProcess
+from torchrelay.switching._served import Served
 
 __all__ = ["status"]
 

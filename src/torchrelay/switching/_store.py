@@ -66,6 +66,10 @@ class StoredModel:
         """Return the bytes of one storage as a uint8 tensor, without copying."""
         return self.segment.tensor((self.layout.storages[index],), torch.uint8, self.offsets[index])
 
+    def bytes(self, start: int, end: int) -> torch.Tensor:
+        """Return the bytes from `start` up to `end` of the segment as a uint8 tensor, without copying."""
+        return self.segment.tensor((end - start,), torch.uint8, start)
+
     def fingerprint(self) -> str:
         """Return a digest of everything but the values: equal models have equal profiles."""
         what = [
