@@ -8,6 +8,9 @@ outputs are compared with an unswitched model's before anything is timed.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -167,6 +170,8 @@ def resident_rows(
         ]
 
 
+_MADV_REMOVE = 9
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "best": {},
     "one group": {"grouping": "one"},
@@ -203,6 +208,43 @@ def bound(switcher: Switcher, store: ModelStore, name: str, link: float, repeats
     first = sum(b["bytes"] for b in status["blocks"] if (b["model"], b["group"]) == (name, 0))
     groups = next(model["groups"] for model in status["models"] if model["name"] == name)
     return groups, max(store.get(name).size_bytes / rate, compute_s) + first / rate
+
+
+def without_rows(
+    store: ModelStore, names: tuple[str, ...], link: float, repeats: int, options: dict[str, Any]
+) -> Iterator[list[str]]:
+    """Cold switches with all parts, without the pool, and without a process that stands by."""
+    with open_switcher(store, names, link_gbps=link, workers=1, **options) as switcher:
+        for name in names:
+            cells: Runs = {"all": [], "no pool": [], "no standby": []}
+            for repeat in range(repeats):
+                cells["all"].append(timed(cold(switcher, name)))
+                run = cold(switcher, name)
+                release_memory(switcher)
+                cells["no pool"].append(timed(run))
+                if repeat < 3:
+                    run = cold(switcher, name)
+                    end_worker(switcher)
+                    cells["no standby"].append(timed(run))
+            yield [name, *(shown(seconds) for seconds in cells.values())]
+
+
+def release_memory(switcher: Switcher) -> None:
+    """Give the arena's pages back to the system: whoever copies there allocates again, as without a pool."""
+    arena = switcher._cache.tensor((switcher._cache.size_bytes,), torch.uint8)
+    start, size_bytes = ctypes.c_void_p(arena.data_ptr()), ctypes.c_size_t(arena.numel())
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The models that lie there are lost with it.
+    for name in switcher.models():
+        switcher._daemon.loop.call(lambda name=name: switcher._daemon.arena.evict(name))  # type: ignore[misc]
+    if libc.madvise(start, size_bytes, _MADV_REMOVE):
+        raise OSError(ctypes.get_errno(), "madvise")
+
+
+def end_worker(switcher: Switcher) -> None:
+    """Kill the only worker: the request waits for a new process that imports torch and builds the modules."""
+    (worker,) = switcher._daemon.fleet.workers
+    os.kill(worker.pid, signal.SIGKILL)
 
 
 def throughput_rows(
@@ -295,6 +337,13 @@ def main() -> None:
                     ],
                     links,
                 ),
+            ]
+            lines = list(without_rows(store, names, LINKS_GBPS[1], repeats, options))
+            parts += [
+                f"## Cold switches without a part, {LINKS_GBPS[1]:g} GB/s",
+                "p50 / p99 in ms. Without the pool, memory is allocated again for each switch; without a standby, the "
+                "request waits for a new worker process, 3 times.",
+                table(["model", "all parts", "no pool", "no standby"], lines),
             ]
         rows = list(throughput_rows(store, rivals, names, 0.5 if given.smoke else 6.0, options))
         parts += [

@@ -1,4 +1,4 @@
-"""The models of bench_switching: transformers configurations with random weights, nothing downloaded."""
+"""The models of bench_switching: transformers configurations and a GoogLeNet, random weights, nothing downloaded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,57 @@ import torch
 
 __all__ = ["NAMES", "SMOKE", "build", "inputs_of"]
 
-IMAGES = ("resnet152", "vit", "convnext", "tiny-resnet")
-NAMES = ("resnet152", "bert", "vit", "gpt2", "convnext", "qwen2")
+IMAGES = ("resnet152", "vit", "convnext", "inception", "tiny-resnet")
+NAMES = ("resnet152", "inception", "bert", "vit", "gpt2", "convnext", "qwen2")
 SMOKE = ("tiny-resnet", "tiny-bert")
+
+
+class _Inception(torch.nn.Module):
+    """Branches of several widths side by side, as GoogLeNet's (Szegedy et al., 2015); transformers has no such model."""
+
+    # Channels of each block's 1x1, 3x3 and 5x5 branches (with what reduces before them) and after its pooling.
+    BLOCKS = (
+        (64, 96, 128, 16, 32, 32),
+        (128, 128, 192, 32, 96, 64),
+        (192, 96, 208, 16, 48, 64),
+        (160, 112, 224, 24, 64, 64),
+        (128, 128, 256, 24, 64, 64),
+        (112, 144, 288, 32, 64, 64),
+        (256, 160, 320, 32, 128, 128),
+        (256, 160, 320, 32, 128, 128),
+        (384, 192, 384, 48, 128, 128),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Sequential(_convolution(3, 64, 7, 4), _convolution(64, 192, 3, 2))
+        self.blocks = torch.nn.ModuleList()
+        width = 192
+        for one, reduce3, three, reduce5, five, pooled in self.BLOCKS:
+            pool = torch.nn.MaxPool2d(3, 1, 1)
+            branches = (
+                _convolution(width, one, 1),
+                torch.nn.Sequential(_convolution(width, reduce3, 1), _convolution(reduce3, three, 3)),
+                torch.nn.Sequential(_convolution(width, reduce5, 1), _convolution(reduce5, five, 5)),
+                torch.nn.Sequential(pool, _convolution(width, pooled, 1)),
+            )
+            self.blocks.append(torch.nn.ModuleList(branches))
+            width = one + three + five + pooled
+        self.head = torch.nn.Linear(width, 1000)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        x = self.stem(pixel_values)
+        for index, block in enumerate(self.blocks):
+            x = torch.cat([branch(x) for branch in block], dim=1)  # type: ignore[attr-defined]
+            if index in (1, 6):
+                x = torch.nn.functional.max_pool2d(x, 3, 2, 1)
+        scores: torch.Tensor = self.head(x.mean((2, 3)))
+        return scores
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> torch.nn.Module:
+    convolution = torch.nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+    return torch.nn.Sequential(convolution, torch.nn.BatchNorm2d(outputs), torch.nn.ReLU())
 
 
 def _configuration(name: str) -> tuple[Any, Any]:
@@ -53,6 +101,8 @@ def _configuration(name: str) -> tuple[Any, Any]:
 
 def build(name: str) -> torch.nn.Module:
     """Return the model; workers call this by the file's name."""
+    if name == "inception":
+        return _Inception().eval()
     kind, configuration = _configuration(name)
     model: torch.nn.Module = kind(configuration)
     if name == "qwen2":
