@@ -147,7 +147,7 @@ def run_file(path: str, library: str, size: int) -> tuple[list[dict[str, str]], 
     """All functions of a test file on ``size`` ranks: each rank's results, and how the job ended."""
     with tempfile.TemporaryDirectory() as folder:
         command = (__file__, path, folder, str(size))
-        job = mpirun(library, size, *command, timeout_s=JOB_S, TORCHRELAY_MPI_TIMEOUT_S="30")
+        job = mpirun(library, size, *command, timeout_s=JOB_S, TORCHRELAY_MPI_TIMEOUT_S="120")
         results = []
         for rank in range(size):
             file = Path(folder) / f"{rank}.json"
