@@ -54,3 +54,71 @@ def test_the_slow_step_comes_where_torchdistx_has_it() -> None:
         dist.destroy_process_group()
     # At step 4: u = (0 + 4) / 1 = 4, x = 0 - 2 * 4; at step 7: u = 0.5 * 4 + (-8 + 11) = 5, x = -8 - 2 * 5.
     assert seen == [-1, -2, -3, -8, -9, -10, -18]
+
+
+def test_attributes_that_scripts_for_torchdistx_use() -> None:
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    from torchrelay.compat.torchdistx.gossip_grad import GossipGraDState
+    from torchrelay.compat.torchdistx.slowmo.slowmo_comm import SlowMoState
+    from torchrelay.compat.torchdistx.slowmo.slowmo_optimizer import SlowMomentumOptimizer
+
+    def made(averager: type | None = None) -> tuple[torch.nn.Parameter, SlowMomentumOptimizer]:
+        param = torch.nn.Parameter(torch.zeros(1))
+        optimizer = SlowMomentumOptimizer(torch.optim.SGD([param], lr=1.0), 3, 0.5, 2.0)
+        if averager is not None:
+            optimizer.averager = averager(period=3)
+        return param, optimizer
+
+    def run(param: torch.nn.Parameter, optimizer: SlowMomentumOptimizer, steps: int) -> list[float]:
+        seen = []
+        for _ in range(steps):
+            param.grad = torch.ones(1)
+            optimizer.step()
+            seen.append(param.item())
+        return seen
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        param, optimizer = made()
+        assert (optimizer.averager.step, optimizer.averager.period, optimizer.averager.warmup_steps) == (
+            0,
+            3,
+            0,
+        )
+        assert "SGD" in repr(optimizer) and optimizer.state is optimizer._base_optim.state
+        seen = run(param, optimizer, 7)
+        assert optimizer.averager.step == optimizer.state_dict()["step"] == 7
+        assert run(*made(PeriodicModelAverager), 7) == seen
+
+        # A checkpoint that torchdistX has written after four steps: momentum 4, parameters -8.
+        other, resumed = made()
+        other.data.fill_(-8)
+        theirs = {
+            "state": {0: {"slow_momentum": torch.full((1,), 4.0)}},
+            "param_groups": resumed._base_optim.state_dict()["param_groups"],
+            "slowmo_freq": 3,
+            "slowmo_factor": 0.5,
+            "slowmo_lr": 2.0,
+            "step": 4,
+        }
+        resumed.load_state_dict(theirs)
+        assert resumed.averager.step == 4 and run(other, resumed, 3) == seen[4:]
+        assert "slow_momentum" in theirs["state"][0]
+        with pytest.raises(ValueError, match="slowmo_freq"):
+            SlowMomentumOptimizer(torch.optim.SGD([param], lr=1.0), slowmo_freq=0)
+
+        for state in (SlowMoState(), SlowMoState(sync_grads=False), GossipGraDState(1)):
+            assert isinstance(state, DefaultState) and state.process_group is not None
+            assert state.world_size == state.gradient_predivide_factor == 1
+            assert state.gradient_postdivide_factor == 1
+        gossip = GossipGraDState(2)
+        assert (gossip.gossip_period, gossip.iter, gossip.num_modules) == (1, 0, 2)
+        with pytest.raises(ValueError, match="num_modules"):
+            GossipGraDState(0)
+    finally:
+        dist.destroy_process_group()

@@ -1,5 +1,29 @@
 """torchdistX's GossipGraD, on :mod:`torchrelay.deferred.training.gossip`."""
 
-from torchrelay.deferred.training.gossip import GossipGraDState, Topology, get_num_modules, gossip_grad_hook
+from __future__ import annotations
+
+from typing import Any
+
+from torchrelay.compat.torchdistx import _states
+from torchrelay.deferred.training import gossip
+from torchrelay.deferred.training.gossip import Topology, get_num_modules, gossip_grad_hook
 
 __all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook"]
+
+
+class GossipGraDState(gossip.GossipGraDState, _states.DefaultState):
+    """With the attributes of PyTorch's ``DefaultState``, of which torchdistX's state is one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        gossip.GossipGraDState.__init__(self, *args, **kwargs)
+        _states.DefaultState.__init__(self, _states.group_or_all(self.local_process_group))
+
+    @property
+    def gossip_period(self) -> int:
+        """Steps after which every gradient has reached every node."""
+        return gossip.period(self.num_nodes)
+
+    @property
+    def iter(self) -> int:
+        """Backward passes so far."""
+        return self.iteration
