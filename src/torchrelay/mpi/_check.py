@@ -5,6 +5,8 @@ A message between two ranks is announced to its receiver, who compares it with w
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Announced", "Comparison", "announce", "compare", "compare_texts", "expect"]
+__all__ = ["Announced", "Comparison", "Counts", "announce", "compare", "compare_texts", "expect"]
 
 RECORD_BYTES = 256
 ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements of messages
@@ -82,6 +84,34 @@ class Comparison:
         return MismatchError(f"rank {comm.rank}: the ranks of {comm.name} make different calls: {who}")
 
 
+class Counts:
+    """What each rank sends to each, under way. Its ``Test`` raises, and ends all communication, if it does not fit."""
+
+    __slots__ = ("call", "expected", "received", "request", "sent")
+
+    def __init__(self, call: Waiting, sent: Sequence[int], expected: Sequence[int]) -> None:
+        """Bytes that this rank sends to each, and expects from each."""
+        self.call = call
+        self.expected = np.array(expected, np.int64)
+        self.sent, self.received = np.array(sent, np.int64), np.zeros(len(sent), np.int64)
+        memory = ((self.sent, 1, MPI.INT64_T), (self.received, 1, MPI.INT64_T))
+        self.request = call.comm.meeting.Ialltoall(*memory)
+
+    def Test(self) -> bool:
+        if not self.request.Test():
+            return False
+        wrong = np.flatnonzero(self.received != self.expected)
+        if len(wrong):
+            comm, rank = self.call.comm, int(wrong[0])
+            raise failed(
+                MismatchError(
+                    f"rank {comm.rank}: {self.call.describe()} in two steps on {comm.name} expects "
+                    f"{self.expected[rank]} bytes from rank {rank}, which sends {self.received[rank]}"
+                )
+            )
+        return True
+
+
 def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
     """Tells ``dest`` what ``call`` is about to send it."""
     if dest == MPI.PROC_NULL:
@@ -137,7 +167,10 @@ def _announcement(comm: Communicator, tag: int) -> int:
 
 def _record(text: str) -> np.ndarray:
     record = np.zeros(RECORD_BYTES, np.uint8)
-    encoded = text.encode()[:RECORD_BYTES]
+    encoded = text.encode()
+    if len(encoded) > RECORD_BYTES:
+        mark = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+        encoded = encoded[: RECORD_BYTES - len(mark) - 4] + f"... {mark}".encode()
     record[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     return record
 

@@ -36,7 +36,6 @@ __all__ = [
     "gather_blocks",
     "is_small",
     "layout",
-    "longest_block_bytes",
     "packed",
     "parts",
     "pieces",
@@ -139,12 +138,6 @@ def layout(shapes: tuple[tuple[int, ...], ...], axis: int) -> Layout:
     whole = (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
     starts = (0, *accumulate(counts[:-1]))
     return Layout(shapes, axis, counts, starts, sum(counts), whole, math.prod(first[:axis]) == 1)
-
-
-def longest_block_bytes(x: Tensor, axis: int, lengths: Sequence[int]) -> int:
-    """Return the size that ``x`` has with the longest of ``lengths`` along ``axis``: the same on all ranks."""
-    others = [size for other, size in enumerate(x.shape) if other != axis]
-    return math.prod(others) * max(lengths) * x.itemsize
 
 
 @functools.lru_cache(maxsize=128)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrelay.mpi import _wait
+from torchrelay.mpi._history import History
 from torchrelay.mpi._library import MPI
 
 __all__ = ["Lease"]
@@ -48,16 +49,28 @@ class _Child(NamedTuple):
 class Lease:
     """Held by a communicator and its copies, and by those that were made of it.
 
-    ``control`` is for ranks that wait for each other; ``ended`` are the ranks that said they have ended.
+    ``control`` is for ranks that wait for each other; ``ended`` are the ranks that said they have ended; ``histories``
+    are those of the collectives forward and backward.
     """
 
-    __slots__ = ("__weakref__", "control", "ended", "from_the_end", "handles", "parent", "rank", "size")
+    __slots__ = (
+        "__weakref__",
+        "control",
+        "ended",
+        "from_the_end",
+        "handles",
+        "histories",
+        "parent",
+        "rank",
+        "size",
+    )
 
     def __init__(self, mpi: MPI.Intracomm, parent: Lease | None) -> None:
         """Collective over ``mpi``'s ranks."""
         self.rank, self.size = mpi.rank, mpi.size
         self.parent = parent
         self.ended: set[int] = set()
+        self.histories = (History(), History())
         self.from_the_end: MPI.Intracomm | None = None
         self.handles = _Handles()
         self.control = self.own(mpi.Dup())

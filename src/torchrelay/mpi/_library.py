@@ -14,7 +14,9 @@ _TRANSPORTS = "OMPI_MCA_btl"
 _LAUNCHED = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
 # How many processes a launcher says it started.
 _MPI_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_TORCHRUN_COUNT, _SLURM_COUNT = "WORLD_SIZE", "SLURM_NTASKS"
+_TORCHRUN_COUNT = "WORLD_SIZE"
+# srun sets these for a job step; SLURM_NTASKS alone is what an allocation asked for, of which a shell in it knows, too.
+_SLURM_STEP, _SLURM_COUNTS = "SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def _started_by_multiprocessing() -> bool:
@@ -56,13 +58,11 @@ def _check_launcher(size: int) -> None:
     Raises:
         UnavailableError: a launcher says that it started more processes than MPI knows of.
     """
-    counts = {
-        name: int(os.environ[name])
-        for name in (*_MPI_COUNTS, _TORCHRUN_COUNT, _SLURM_COUNT)
-        if os.environ.get(name, "").isdecimal()
-    }
-    if any(name in counts for name in _MPI_COUNTS):
-        counts.pop(_SLURM_COUNT, None)  # mpirun inside of an allocation may start fewer
+    names = [*_MPI_COUNTS, _TORCHRUN_COUNT]
+    # mpirun inside of an allocation may start fewer than it has
+    if _SLURM_STEP in os.environ and not any(name in os.environ for name in _MPI_COUNTS):
+        names += [name for name in _SLURM_COUNTS if name in os.environ][:1]
+    counts = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()}
     for name, count in counts.items():
         if count > size:
             vendor, version = MPI.get_vendor()

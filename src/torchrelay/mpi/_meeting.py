@@ -29,6 +29,7 @@ __all__ = [
     "MEETING_BYTES",
     "Header",
     "agree",
+    "described",
     "exchange_headers",
     "is_large",
     "known_headers",
@@ -59,6 +60,15 @@ class Header(NamedTuple):
     def block(self, axis: int, length: int) -> tuple[int, ...]:
         """The shape with ``length`` along ``axis``."""
         return (*self.shape[:axis], length, *self.shape[axis + 1 :])
+
+
+def described(x: Tensor, axis: int, known: Sequence[int] | None) -> str:
+    """What must be equal on all ranks of ``x``, whose lengths along ``axis`` are ``known`` to all, or will be told."""
+    if known is None:
+        return f"{x.dtype} with {x.ndim} axes"
+    shape: list[object] = list(x.shape)
+    shape[axis] = list(known)
+    return f"{x.dtype} {shape}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,6 +115,7 @@ def meet(call: Waiting, terms: str) -> None:
 def _exchange(call: Waiting, text: Callable[[], str], row: bytes) -> bytearray | None:
     """Every rank's row, one after the other; None, as it mostly is, if all are equal."""
     comm, length = call.comm, len(row)
+    comm.history.meet()
     rows = bytearray(comm.size * length)
     finish(comm.meeting.Iallgather((row, length, MPI.BYTE), (rows, length, MPI.BYTE)), call, rows)
     if rows == row * comm.size:

@@ -18,6 +18,7 @@ from torchrelay import _torch, telemetry
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi import _chain, _check
 from torchrelay.mpi._dtypes import is_differentiable
+from torchrelay.mpi._history import Place
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._meeting import is_large, meet
 from torchrelay.mpi._settings import settings
@@ -122,9 +123,12 @@ class Call:
         """All that must be equal on all ranks."""
         return f"{self.terms()} of {x.dtype} {tuple(x.shape)}"
 
-    def extent_bytes(self, x: Tensor) -> int:
-        """About how much is moved. All ranks compute the same, without being told the others' shapes."""
-        return x.numel() * x.itemsize
+    def place(self) -> Place | None:
+        """This call under way, if all ranks take part in it and it has been begun last."""
+        history = self.comm.history
+        if not self.everyone:
+            return None
+        return history.place(history.count, self.signature(history.example()), self.comm.name)
 
     def describe(self) -> str:
         """The function and its arguments, for messages."""
@@ -268,6 +272,8 @@ def _record(call: Call, x: Tensor) -> Tensor:
     if settings.debug:
         listen()
         _check.compare(call, x)
+    if call.everyone:
+        call.comm.history.begin(x)
     if not (is_grad_enabled() or transforms_active() or forward_mode_active()):  # backward passes too
         return call.forward(x)
     if transforms_active():

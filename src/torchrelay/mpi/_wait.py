@@ -29,6 +29,7 @@ from torchrelay.errors import (
     TorchRelayError,
     UnavailableError,
 )
+from torchrelay.mpi._history import Place
 from torchrelay.mpi._library import MPI, is_worker
 from torchrelay.mpi._settings import settings
 
@@ -60,7 +61,7 @@ LISTEN_S = 0.02  # how often a waiting rank looks for what others tell or ask
 
 ENDING_S = 1.0  # how long a rank that has ended waits for the others before it tells them
 
-QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED = 1, 2, 3, 4, 5  # tags on the control communicator
+QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, PLACE = 1, 2, 3, 4, 5, 6  # tags on the control communicator
 MESSAGE_BYTES = 1024
 
 
@@ -78,6 +79,7 @@ class Waiting(Protocol):
 
     def describe(self) -> str: ...
     def peers(self) -> Iterable[int]: ...
+    def place(self) -> Place | None: ...
 
 
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -158,12 +160,17 @@ class Named:
     def __init__(self, comm: Communicator, name: str) -> None:
         self.comm = comm
         self.name = name
+        comm.history.count += 1
+        self.number = comm.history.count
 
     def describe(self) -> str:
         return self.name
 
     def peers(self) -> Iterable[int]:
         return range(self.comm.size)
+
+    def place(self) -> Place:
+        return self.comm.history.place(self.number, self.name, self.comm.name)
 
 
 def barrier(comm: Communicator) -> None:
@@ -177,12 +184,16 @@ def _finish_late(request: Testable, call: Waiting) -> None:
     before, start = _waiting, time.monotonic()
     _waiting = (call, start)
     heard = asked = start
+    report_at = start + settings.grace_s
     try:
         while not any(request.Test() for _ in range(TESTS)):
             now = time.monotonic()
             if now - heard > LISTEN_S:
                 heard = now
                 listen()
+                if now > report_at:
+                    report_at = now + (now - start)
+                    _report_place(call)
                 if now - start > settings.timeout_s and _give_up(request, call, start):
                     return
                 if call.comm.lease.ended and now - asked > settings.grace_s:
@@ -201,7 +212,7 @@ def listen() -> list[tuple[int, str]]:
     """Answers questions, raises on farewells, and returns the answers that came."""
     answers = []
     status = MPI.Status()
-    for lease, tag in itertools.product(list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH)):
+    for lease, tag in itertools.product(list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH, PLACE)):
         while (message := lease.control.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
             source, text = status.Get_source(), _receive(message)
             if tag == QUESTION:
@@ -210,10 +221,38 @@ def listen() -> list[tuple[int, str]]:
                 answers.append((source, text))
             elif tag == ENDED:
                 lease.ended.add(source)
+            elif tag == PLACE:
+                _compare_place(lease, source, text)
             else:
                 what = f"rank {lease.rank}: {_whereabouts()}, and rank {source} gave up: {text}"
                 raise failed(PeerLostError(what, (source,)) if tag == FAREWELL else MismatchError(what))
     return answers
+
+
+def _report_place(call: Waiting) -> None:
+    """Reports to the others in which collective this rank has been waiting for long."""
+    place = None if settings.debug else call.place()
+    if place is None:
+        return
+    lease = call.comm.lease
+    text = f"{lease.histories.index(place.history)} {place.number} {place.has_met:d} {place.communicator}\n{place.terms}"
+    for rank in _peers(call):
+        _send(lease, rank, PLACE, text)
+
+
+def _compare_place(lease: Lease, source: int, text: str) -> None:
+    """Raises :class:`MismatchError` if what ``source`` reports to be waiting in never matches this rank's calls."""
+    head, theirs = text.split("\n", 1)
+    index, number, has_met, name = head.split(" ", 3)
+    mine = None if _waiting is None else _waiting[0].place()
+    found = lease.histories[int(index)].differs(int(number), has_met == "1", theirs, mine)
+    if found is not None:
+        raise failed(
+            MismatchError(
+                f"rank {lease.rank}: the ranks of {name} make different calls: rank {source} waits in {theirs}, and the "
+                f"call of rank {lease.rank} in its place is {found}"
+            )
+        )
 
 
 def _whereabouts() -> str:

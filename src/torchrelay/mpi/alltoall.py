@@ -88,7 +88,8 @@ class Alltoall(Call):
         )
 
     def signature(self, x: Tensor) -> str:
-        return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
+        shape = tuple(x.shape) if self.uniform else f"with {x.ndim} axes"
+        return f"{self.terms()} of {x.dtype} {shape}"
 
     def arguments(self) -> str:
         return f"gatheraxis={self.gatheraxis}, scatteraxis={self.scatteraxis}"

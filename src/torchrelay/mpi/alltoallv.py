@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, MismatchError
+from torchrelay.mpi._check import Counts
 from torchrelay.mpi._dtypes import buffer
 from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, parts, placed
 from torchrelay.mpi._library import MPI
@@ -47,7 +48,10 @@ class Alltoallv(Call):
                 raise ArgumentError(
                     f"{self.describe()} in two steps carries at most {settings.max_count} elements"
                 )
-            return self._start(x, 0)
+            started = self._start(x, 0)
+            width = self._inner(x) * x.itemsize
+            told = Counts(self, [n * width for n in self.sent], [n * width for n in self.received])
+            return Started([told, *started.requests], started.result, started)
         if self.comm.size > MAX_DIMS:
             headers = exchange_headers(self, x)
             agree(self, headers, self.axis)
@@ -91,9 +95,6 @@ class Alltoallv(Call):
 
     def signature(self, x: Tensor) -> str:
         return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
-
-    def extent_bytes(self, x: Tensor) -> int:
-        return 0  # no rank knows it of all
 
     def arguments(self) -> str:
         return f"axis={self.axis}"

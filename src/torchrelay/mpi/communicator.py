@@ -17,6 +17,7 @@ from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _wait, compiled, persistent, point_to_point, starting
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._exchange import axis_of, equal_part
+from torchrelay.mpi._history import History
 from torchrelay.mpi._lease import Lease
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._meeting import meet
@@ -50,6 +51,7 @@ class Communicator:
     mpi: MPI.Intracomm
     meeting: MPI.Intracomm
     lease: Lease
+    history: History
     rank: int
     size: int
     name: str
@@ -69,12 +71,14 @@ class Communicator:
         self.is_reverse = False
         self.lease = Lease(mpi, parent)
         self.meeting = self.lease.control
+        self.history = self.lease.histories[0]
         self._reverse: Communicator | None = None
         self._straight: Communicator | None = None
         reverse = self._copy()
         reverse.mpi = reverse.meeting = self.lease.own(mpi.Dup())
         reverse.name = f"{self.name} (backward)"
         reverse.is_reverse = True
+        reverse.history = self.lease.histories[1]
         self._reverse = reverse
         self.number = compiled.register(self)
         reverse.number = self.number

@@ -186,7 +186,10 @@ def _operator(
         _chain.begin_compiled(_torch.backward_id())
     else:
         _chain.check_compiled()
-    y = _call(communicator, kind, args, x).forward(x)
+    call = _call(communicator, kind, args, x)
+    if call.everyone:
+        communicator.history.begin(x)
+    y = call.forward(x)
     return y.clone() if y.data_ptr() == x.data_ptr() else y.contiguous(), torch.zeros_like(token)
 
 

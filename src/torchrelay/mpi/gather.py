@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrelay.mpi._exchange import axis_of, gather_blocks, layout, longest_block_bytes, packed, placed
-from torchrelay.mpi._meeting import agree, exchange_headers, known_headers
+from torchrelay.mpi._exchange import axis_of, gather_blocks, layout, packed, placed
+from torchrelay.mpi._meeting import agree, described, exchange_headers, known_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -55,12 +55,7 @@ class Gather(Call):
         return Gather(self.comm, self.axis + 1, self.length, self.root, self.known)
 
     def signature(self, x: Tensor) -> str:
-        return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
-
-    def extent_bytes(self, x: Tensor) -> int:
-        if not self.known:
-            return super().extent_bytes(x)
-        return longest_block_bytes(x, self.axis, self.known)
+        return f"{self.terms()} of {described(x, self.axis, self.known)}"
 
     def arguments(self) -> str:
         return f"axis={self.axis}, root={self.root}"

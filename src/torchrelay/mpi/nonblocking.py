@@ -19,7 +19,8 @@ from torch import Tensor
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _chain, _check
-from torchrelay.mpi._meeting import MEETING_BYTES
+from torchrelay.mpi._history import Place
+from torchrelay.mpi._meeting import is_large
 from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
 from torchrelay.mpi._wait import Testable, abandon
 
@@ -38,16 +39,22 @@ class _Operation:
         "call",
         "chain",
         "grad",
+        "is_set_up",
+        "number",
         "pass_id",
         "position",
         "shape",
         "started",
+        "terms",
         "twin",
     )
 
-    def __init__(self, call: Call, begin: Start) -> None:
+    def __init__(self, call: Call, begin: Start | None) -> None:
         self.call = call
-        self.begin = begin
+        self.is_set_up = begin is not None  # by all ranks, which have agreed on it then
+        self.begin = begin or call.start
+        self.number = 0  # among the collectives of its communicator
+        self.terms = ""
         self.started: Started | None = None
         self.shape: torch.Size | None = None  # of the result
         self.pass_id = -1  # the backward pass in which the derivative was started
@@ -117,10 +124,13 @@ class _Start(Call):
 
     def forward(self, x: Tensor) -> Tensor:
         comparison: list[Testable] = []
-        if self.comm.size > 1 and self.operation.call.extent_bytes(x) >= MEETING_BYTES:
-            comparison.append(_check.Comparison(self, self.signature(x)))
-        started = self.operation.begin(x)
-        self.operation.started = Started([*comparison, *started.requests], started.result, started)
+        operation, history = self.operation, self.comm.history
+        operation.number, operation.terms = history.count, self.signature(x)
+        if self.comm.size > 1 and (not operation.is_set_up or is_large(x)):
+            history.meet()
+            comparison.append(_check.Comparison(self, operation.terms))
+        started = operation.begin(x)
+        operation.started = Started([*comparison, *started.requests], started.result, started)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
@@ -172,6 +182,9 @@ class _Wait(Call):
         assert self.operation.twin is not None
         return self.operation.twin.Wait()
 
+    def place(self) -> Place:
+        return self.comm.history.place(self.operation.number, self.operation.terms, self.comm.name)
+
     def describe(self) -> str:
         return f"Wait for {self.operation.call.describe()}"
 
@@ -180,7 +193,7 @@ def start(
     call: Call, x: Tensor, complete: Callable[[Tensor], Tensor] = unchanged, begin: Start | None = None
 ) -> CollectiveHandle:
     """Starts ``call`` on ``x``, which must not be changed until ``Wait``; ``begin`` does it instead of ``call``."""
-    operation, chain = _Operation(call, begin or call.start), _chain.current()
+    operation, chain = _Operation(call, begin), _chain.current()
     dummy = record(_Start(operation), x)
     if dummy.requires_grad:
         operation.chain, operation.position = chain, len(chain.names)

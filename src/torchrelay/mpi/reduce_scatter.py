@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import Blocks, axis_of, fresh, packed, placed
-from torchrelay.mpi._meeting import MEETING_BYTES, Header, agree, exchange_headers
+from torchrelay.mpi._meeting import MEETING_BYTES, Header, agree, described, exchange_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, reduce_locally
@@ -76,6 +76,11 @@ class ReduceScatter(Call):
 
     def batched(self) -> ReduceScatter:
         return ReduceScatter(self.comm, self.op, self.axis + 1, self.length, self.known)
+
+    def signature(self, x: Tensor) -> str:
+        if self.known:
+            return f"{self.terms()} of {described(x, self.axis, self.known)}"
+        return super().signature(x)
 
     def arguments(self) -> str:
         return f"{self.op.value}, axis={self.axis}"

@@ -25,9 +25,6 @@ class Replicate(Call):
     __slots__ = ()
     name = "Replicate"
 
-    def extent_bytes(self, x: Tensor) -> int:
-        return 0
-
     def start(self, x: Tensor) -> Started:
         return Started([], x.clone)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._exchange import Blocks, packed, parts, placed, scatter_blocks
-from torchrelay.mpi._meeting import Header, exchange_headers
+from torchrelay.mpi._meeting import Header, described, exchange_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Scatter(Call):
         )
 
     def signature(self, x: Tensor) -> str:
-        return f"{self.terms()} of {x.dtype}"
+        return f"{self.terms()} of {described(x, self.axis, self.known) if self.known else x.dtype}"
 
     def arguments(self) -> str:
         return f"axis={self.axis}, root={self.root}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -45,30 +47,57 @@ def test_rank_that_ends_after_its_part_is_not_blamed(library: str, tmp_path: Pat
     assert job.code == 0 and "rank 2: got both" in job.output, job.output
 
 
-def test_dtypes_on_both_sides_of_the_threshold(library: str, tmp_path: Path) -> None:
-    """One rank meets the others first, the other does not: they wait for each other until the time is over."""
-    body = """
-        comm.Allreduce(torch.ones(12000, dtype=torch.float64 if comm.rank else torch.float32), mpi.MPI_SUM)
-        say("must not get here")
-    """
-    job = run_script(library, tmp_path, body, size=2)
-    assert job.code != 0 and "must not get here" not in job.output, job.output
-    assert "Error: rank" in job.output and "Allreduce(SUM) on COMM_WORLD" in job.output
+MISMATCHES = {
+    # One rank meets the others before any data moves, the other does not.
+    "dtypes on both sides of 64 KiB": (
+        "comm.Allreduce(torch.ones(12000, dtype=torch.float64 if comm.rank else torch.float32), mpi.MPI_SUM)",
+        ("Allreduce(SUM) of torch.float64 (12000,)", "Allreduce(SUM) of torch.float32 (12000,)"),
+    ),
+    "a root that has gone on": (
+        "comm.Bcast_(torch.ones(20000 if comm.rank else 10), 0)\ncomm.Recv(torch.empty(3), 1)",
+        ("Bcast(root=0) of torch.float32 (20000,)", "has ended"),
+    ),
+    "a new communicator": (
+        "comm.Allreduce(x, mpi.MPI_SUM) if comm.rank else comm.Split(0)",
+        ("Allreduce(SUM)", "Split()"),
+    ),
+    # In two steps.
+    "functions": (
+        "(comm.Ibcast(big, 0) if comm.rank else comm.Iallreduce(big, mpi.MPI_SUM)).Wait()",
+        ("IAllreduce(SUM)", "IBcast(root=0)"),
+    ),
+    "small dtypes": (
+        "comm.Iallreduce(x.double() if comm.rank else x, mpi.MPI_SUM).Wait()",
+        ("float32 (3,)", "float64 (3,)"),
+    ),
+    "shapes": ("comm.Iallgather(torch.ones(2, 3 + comm.rank), 0).Wait()", ("[[2, 2], 3]", "[[2, 2], 4]")),
+    "counts": (
+        "comm.Ialltoallv(torch.ones(6), [3, 3], [3, 3] if comm.rank else [3, 2]).Wait()\ncomm.Barrier()",
+        ("expects 8 bytes from rank 1, which sends 12",),
+    ),
+    "one step and two": (
+        "comm.Allreduce(x, mpi.MPI_SUM) if comm.rank else comm.Iallreduce(x, mpi.MPI_SUM).Wait()\n"
+        "comm.Barrier()",
+        ("make different calls", "IAllreduce(SUM)"),
+    ),
+}
 
 
-def test_collectives_in_two_steps_that_do_not_match(library: str, tmp_path: Path) -> None:
-    body = """
-        from torchrelay.errors import MismatchError
-        big = torch.ones(20000)
-        handle = comm.Ibcast(big, 0) if comm.rank else comm.Iallreduce(big, mpi.MPI_SUM)
-        try:
-            handle.Wait()
-        except MismatchError as error:
-            assert "IAllreduce(SUM)" in str(error) and "IBcast(root=0)" in str(error), error
-            say("refused")
-            raise
-    """
-    job = run_script(library, tmp_path, body, size=2, timeout_s="30")
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_calls_that_do_not_match_end_on_every_rank(library: str, tmp_path: Path, name: str) -> None:
+    calls, named = MISMATCHES[name]
+    body = f"""
+from torchrelay.errors import MismatchError
+big = torch.ones(20000)
+try:
+{textwrap.indent(calls, "    ")}
+except MismatchError as error:
+    for text in {named}:
+        assert text in str(error), error
+    say("refused")
+    raise
+"""
+    job = run_script(library, tmp_path, body, size=2, timeout_s="50")
     assert job.code != 0, job.output
     assert job.output.count(": refused") == 2, job.output
 
@@ -154,22 +183,72 @@ if __name__ == "__main__":
     assert "rank 0: done" in job.output and "rank 1: done" in job.output
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_worlds_of_one_process_each_are_refused(library: str, name: str) -> None:
+REFUSED = {
+    "torchrun": ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),
+    "MPICH": ({"PMI_SIZE": "2"}, "PMI_SIZE"),
+    "Open MPI": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
+    "srun": ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "SLURM_NTASKS"),
+    "srun of a part": (
+        {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        "SLURM_STEP_NUM_TASKS",
+    ),
+    # One process is all that was started here.
+    "mpirun in an allocation": (
+        {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        None,
+    ),
+    "salloc": ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}, None),
+    "salloc with an interactive step": (
+        {
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_ID": "4294967290",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_PROCID": "0",
+        },
+        None,
+    ),
+    "the script of sbatch": ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),
+}
+
+
+def test_worlds_of_one_process_each_are_refused(library: str) -> None:
     if library != "openmpi":
         pytest.skip("the same for every MPI")
     environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_COMM"))
+        key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_COMM", "SLURM_"))
     }
     environment["OMPI_MCA_btl"] = "self"  # leaves no shared memory behind
+    checks = """
+import os, json, sys
+from torchrelay.errors import UnavailableError
+from torchrelay.mpi import _library
+for added in json.load(sys.stdin):
+    os.environ.update(added)
+    try:
+        _library._check_launcher(1)
+        print("taken")
+    except UnavailableError as error:
+        print(error)
+    for name in added:
+        del os.environ[name]
+"""
+    job = subprocess.run(
+        [sys.executable, "-c", checks],
+        input=json.dumps([added for added, _ in REFUSED.values()]),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    for (case, (_, name)), line in zip(REFUSED.items(), job.stdout.splitlines(), strict=True):
+        expected = "taken" if name is None else f"{name}=2, but MPI knows of 1 process"
+        assert line.startswith(expected) and (name is None or "mpirun -n 2" in line), (case, line)
     command = [sys.executable, "-c", "import torchrelay.mpi"]
-    job = subprocess.run(command, env={**environment, name: "2"}, capture_output=True, text=True, check=False)
-    assert job.returncode != 0 and f"UnavailableError: {name}=2" in job.stderr and "mpirun -n 2" in job.stderr
-    if name != "SLURM_NTASKS":
-        return
-    one = {**environment, name: "2", "OMPI_COMM_WORLD_SIZE": "1"}  # mpirun -n 1 inside of an allocation
-    job = subprocess.run(command, env=one, capture_output=True, text=True, check=False)
-    assert "UnavailableError" not in job.stderr
+    job = subprocess.run(
+        command, env={**environment, "WORLD_SIZE": "2"}, capture_output=True, text=True, check=False
+    )
+    assert job.returncode != 0 and "UnavailableError: WORLD_SIZE=2" in job.stderr
 
 
 def test_launcher_of_the_other_mpi_is_refused(library: str, tmp_path: Path) -> None:

@@ -152,6 +152,49 @@ def test_second_derivatives_agree_with_finite_differences_of_first(comm):
         assert torch.allclose(found, (plus - minus) / 2e-6, rtol=1e-5, atol=1e-5), convention
 
 
+def product_scans(comm):
+    """The four, as functions of a tensor whose result is one loss, which all ranks hold."""
+    weight = comm.rank + 1.5
+
+    def loss(scanned):
+        return comm.Allreduce((scanned * scanned).sum() * weight, mpi.MPI_SUM)
+
+    yield "Scan", lambda x: loss(comm.Scan(x, mpi.MPI_PROD))
+    yield "Exscan", lambda x: loss(comm.Exscan(x, mpi.MPI_PROD))
+    yield "Iscan", lambda x: loss(comm.Iscan(x, mpi.MPI_PROD).Wait())
+    yield "Iexscan", lambda x: loss(comm.Iexscan(x, mpi.MPI_PROD).Wait())
+
+
+@mpi_test((2,))
+def test_second_derivatives_of_scans_of_products(comm):
+    """Against the Hessian that one process computes of all ranks' tensors."""
+    n, r = comm.size, comm.rank
+    every = torch.stack(inputs([(2, 2)] * n, torch.float64))
+    along = torch.stack(inputs([(2, 2)] * n, torch.float64, 1))
+
+    def whole(exclusive, every):
+        products = [every[: rank + 1 - exclusive].prod(0).square().sum() for rank in range(exclusive, n)]
+        return sum(
+            (rank + 1.5) * product for rank, product in zip(range(exclusive, n), products, strict=True)
+        )
+
+    for convention, copies in (("replicated", 1), ("sum", n)):
+        chosen = comm.replace(convention=convention)
+        for name, function in product_scans(chosen):
+            leaf = every.clone().requires_grad_()
+            (g,) = torch.autograd.grad(copies * whole("x" in name, leaf), leaf, create_graph=True)
+            (wanted,) = torch.autograd.grad((g * along).sum(), leaf)
+            x = every[r].clone().requires_grad_()
+            with mpi.chain():
+                (mine,) = mpi.grad(function(x), x, create_graph=True)
+                assert torch.allclose(mine, g[r]), (convention, name)
+                slope = (mine * along[r]).sum()
+                if convention == "replicated":
+                    slope = chosen.Allreduce(slope, mpi.MPI_SUM)
+                (found,) = mpi.grad(slope, x)
+            assert torch.allclose(found, wanted[r]), (convention, name, found, wanted[r])
+
+
 @mpi_test(SIZES)
 def test_gradgradcheck_of_two_steps(comm):
     every = torch.stack(inputs([(2, 2)] * comm.size, torch.float64)).requires_grad_()

@@ -1,0 +1,74 @@
+"""How many collectives a rank has begun on a communicator, to find out why one of them does not end.
+
+Collectives match by the order in which they are begun. A rank that waits long in one therefore reports its number and
+its terms; a rank that has begun another one under that number knows that the two never match.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["History", "Place"]
+
+REMEMBERED = 64  # collectives back from the last one
+
+
+class Place(NamedTuple):
+    """A collective under way.
+
+    Attributes:
+        number: how many were begun on its communicator when it was.
+        has_met: whether the ranks told each other its terms before any data moved, or have begun to.
+        terms: what must be equal on all ranks.
+        communicator: its name.
+    """
+
+    history: History
+    number: int
+    has_met: bool
+    terms: str
+    communicator: str
+
+
+class History:
+    """The collectives of one communicator of MPI."""
+
+    __slots__ = ("_met", "count", "dtype", "shape")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.dtype = torch.uint8  # of what the last one was given
+        self.shape: tuple[int, ...] = ()
+        self._met: deque[int] = deque(maxlen=REMEMBERED)
+
+    def begin(self, x: Tensor) -> None:
+        """A collective on ``x`` begins."""
+        self.count += 1
+        self.dtype, self.shape = x.dtype, x.shape
+
+    def meet(self) -> None:
+        """In the collective that has begun last, ranks tell each other their terms before any data moves."""
+        self._met.append(self.count)
+
+    def example(self) -> Tensor:
+        """A tensor without memory like that which the last one was given."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def place(self, number: int, terms: str, communicator: str) -> Place:
+        return Place(self, number, number in self._met, terms, communicator)
+
+    def differs(self, number: int, has_met: bool, terms: str, mine: Place | None) -> str | None:
+        """What this rank's collective ``number`` was, if it cannot match another rank's of these ``terms``.
+
+        ``mine`` is where this rank waits. None: they match, or it is not known.
+        """
+        if mine is not None and mine.history is self and mine.number == number:
+            return None if mine.terms == terms else mine.terms
+        is_over = self.count - REMEMBERED < number <= self.count
+        if is_over and has_met and number not in self._met:
+            return "another one, on less than 64 KiB, which has ended"
+        return None
