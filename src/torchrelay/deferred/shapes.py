@@ -16,7 +16,44 @@ __all__ = ["as_returned", "check_sizes", "fakes_in", "flat", "shapes_of", "tenso
 
 
 def shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of ``func`` on meta tensors."""
+    """The results of ``func`` on meta tensors. Read only: those of like arguments are computed once."""
+    try:
+        by_kind = describe(func).slices
+        key = (func, torch.get_default_dtype(), _key(args, by_kind), _key(kwargs, by_kind))
+        found = _known.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return _shapes_of(func, args, kwargs)
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        found = _known[key] = _shapes_of(func, args, kwargs)
+    return found
+
+
+_known: dict[Any, Any] = {}
+_MOST_KNOWN = 2000
+
+
+def _key(value: Any, by_kind: bool) -> Any:
+    """What the shapes of results depend on. Types are part of it: 1, 1.0 and True are equal, but not alike.
+
+    ``by_kind``: of a number, no more than its type, as for what works element by element.
+    """
+    kind = type(value)
+    if isinstance(value, FakeTensor):
+        region = value._region
+        place = region.offset, region.storage.size_bytes, region.storage.device
+        return (region.dtype, region.size, region.stride, *place, region.conj, region.neg)
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape), value.stride(), value.device)
+    if kind in (tuple, list):
+        return (kind, *[_key(item, by_kind) for item in value])
+    if kind is dict:
+        return tuple((name, _key(item, by_kind)) for name, item in value.items() if name != "generator")
+    return kind if by_kind and kind is float else (kind, value)
+
+
+def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def shadow(value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, FakeTensor):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchrelay.deferred import deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchrelay.deferred import deferred_init, is_deferred, materialize_module, materialize_tensor, shapes
 from torchrelay.deferred import replay as replays
 from torchrelay.errors import DeferredError
 
@@ -154,6 +154,42 @@ def test_reading_runs_each_operation_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert recorded > 600 and run <= recorded
     monkeypatch.undo()
     equals_eager(_power_iteration)
+
+
+def test_shapes_of_like_operations_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, old = [], shapes._shapes_of
+    monkeypatch.setattr(shapes, "_shapes_of", lambda *call: (computed.append(call[0]), old(*call))[1])
+    monkeypatch.setattr(shapes, "_known", {})
+    deferred_init(_power_iteration)
+    assert 0 < len(computed) < 10
+    for build in (
+        lambda: [torch.arange(3) * 2, torch.arange(3) * 2.0, torch.arange(3) * 2.5, torch.arange(3) * True],
+        lambda: [
+            torch.ones(4)[1:].clone(),
+            torch.ones(4)[2:].clone(),
+            torch.ones(4, 1).t(),
+            torch.ones(1, 4).t(),
+        ],
+        lambda: [
+            torch.rand(3).double() / 2,
+            torch.rand(3) / 2,
+            torch.rand(3).clamp(0, 1),
+            torch.rand(3) > 0.5,
+        ],
+        lambda: [
+            torch.rand(6).view(2, 3).sum(0),
+            torch.rand(6).view(2, 3).sum(1),
+            torch.rand(2, 3).sum(1, True),
+        ],
+    ):
+        equals_eager(build)
+    results = [deferred_init(lambda: torch.ones(2, dtype=torch.int64) / 2) for _ in range(2)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        results.append(deferred_init(lambda: torch.ones(2, dtype=torch.int64) / 2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [one.dtype for one in results] == [torch.float32, torch.float32, torch.float64]
 
 
 def test_what_reading_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
