@@ -151,6 +151,7 @@ void register_store(nb::module_& module) {
           Released())
       .def("check_leader", &Store::check_leader)
       .def("leave_in_need", &Store::leave_in_need)
+      .def("lose_worker", &Store::lose_worker, "worker"_a)
       .def("dead_workers", &Store::dead_workers)
       .def("counters", &counters);
 }

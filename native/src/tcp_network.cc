@@ -171,6 +171,11 @@ class TcpEndpoint final : public Endpoint {
     found->second->send(std::move(message), state_->flusher);
   }
 
+  bool is_refused(std::uint32_t peer) const override {
+    const auto found = outbound_.find(peer);
+    return found != outbound_.end() && found->second->is_refused();
+  }
+
   bool receive(Message& message, std::chrono::microseconds timeout) override {
     const auto start = Clock::now();
     const auto deadline = start + timeout;

@@ -119,6 +119,11 @@ bool Stream::idle() {
   return backlog_.empty();
 }
 
+bool Stream::is_refused() {
+  const std::lock_guard lock(mutex_);
+  return refused_;
+}
+
 Stream::Waiting Stream::waiting() {
   const std::lock_guard lock(mutex_);
   return {socket_.get(), give_up_at_ != Clock::time_point::max()};
@@ -156,6 +161,7 @@ bool Stream::connect_locked() {
   }
   preamble_sent_ = 0;
   if (::connect(socket_.get(), address_.get(), address_.size) == 0 || errno == EINPROGRESS) return true;
+  refused_ = errno == ECONNREFUSED;
   socket_.reset();
   return false;
 }
@@ -182,9 +188,10 @@ bool Stream::write_some(Item& item) {
     const ssize_t sent = sendmsg(socket_.get(), &header, MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      if (errno != EAGAIN) broken();
+      if (errno != EAGAIN) broken(errno);
       return false;
     }
+    refused_ = false;
     const auto of_preamble = std::min(static_cast<std::size_t>(sent), sizeof preamble - preamble_sent_);
     preamble_sent_ += of_preamble;
     item.sent += static_cast<std::size_t>(sent) - of_preamble;
@@ -193,7 +200,8 @@ bool Stream::write_some(Item& item) {
 }
 
 // What was partly sent is lost with the connection; the rest waits for a new one.
-void Stream::broken() {
+void Stream::broken(int error) {
+  refused_ = error == ECONNREFUSED;
   socket_.reset();
   retry_at_ = Clock::now() + kRetry;
   if (!backlog_.empty() && backlog_.front().sent != 0) backlog_.pop_front();

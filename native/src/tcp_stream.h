@@ -61,6 +61,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   // Never blocks.
   void send(Message message, Flusher& flusher);
+  // Whether the last attempt to connect was refused.
+  bool is_refused();
   // No more is sent; what was is given up at `deadline`.
   void close(std::chrono::steady_clock::time_point deadline);
 
@@ -85,12 +87,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool flush_locked();
   bool connect_locked();
   bool write_some(Item& item);
-  void broken();
+  void broken(int error);
 
   const NetworkOptions options_;
   const SocketAddress address_;
   std::mutex mutex_;
   Descriptor socket_;
+  bool refused_ = false;
   std::size_t preamble_sent_ = 0;
   std::deque<Item> backlog_;
   Clock::time_point retry_at_{};

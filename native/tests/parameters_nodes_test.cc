@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -434,28 +436,33 @@ TEST(a_successor_of_a_known_worker_is_answered_by_who_has_not_met_it) {
   CHECK(moves.cluster.stores[0]->total(kForwards) == 1);
 }
 
-// Node 2 hears of it from node 0 only.
-TEST(a_node_that_left_is_not_said_to_have_died) {
+// Node 2 hears from node 0 only why node 1 has left, though node 0 then leaves too.
+TEST(the_first_loss_is_what_all_nodes_name) {
   auto network = std::make_shared<HoldingNetwork>();
+  auto& losses = network->hold(Kind::kLoss, 1, 2);
   auto& goodbyes = network->hold(Kind::kGoodbye, 1, 2);
   Cluster cluster(network, 3, dense(3, 1), {});
-  const auto lost = [&](std::uint32_t node) { return cluster.stores[node]->header().lost_node.load(); };
-  goodbyes.on = true;
-  cluster.services[1]->stop();
-  eventually([&] { return lost(0) != 0; });
+  losses.on = goodbyes.on = true;
+  cluster.stores[1]->leave_in_need();
+  eventually([&] { return cluster.stores[0]->loss().how != Loss::kNone; });
+  cluster.stores[0]->leave_in_need();
   cluster.services[0]->stop();
-  eventually([&] { return lost(2) != 0; });
-  CHECK(lost(2) == ((1 + 1) | kLeft));
+  eventually([&] { return cluster.stores[2]->header().departed_node != 0; });
+  const Loss first{Loss::kLeft, 1, getpid()};
+  for (const auto& store : cluster.stores) CHECK(store->loss() == first);
+  CHECK_THROWS(Code::kPeerLost, cluster.stores[2]->check_peers());
 }
 
-TEST(a_lost_node_is_named_also_after_a_shutdown) {
+TEST(a_loss_is_named_also_after_a_shutdown) {
   Cluster cluster(2, dense(2, 1), Weather{}, {});
   const Store& store = *cluster.stores[0];
-  store.header().lost_node = 1 + 1;
-  cluster.services[0]->stop();
+  cluster.services[1]->stop();
+  eventually([&] { return store.header().departed_node == 2; });
   CHECK_THROWS(Code::kPeerLost, store.check_peers());
-  store.header().lost_node = (1 + 1) | kLeft;  // as all do in the end
+  cluster.services[0]->stop();  // as all do in the end
   CHECK_THROWS(Code::kUnavailable, store.check_peers());
+  store.lose({Loss::kUnreachable, 1, 0});
+  CHECK_THROWS(Code::kPeerLost, store.check_peers());
 }
 
 // What a mark stands for may be gone, and its place in a dynamic table another channel's by now.

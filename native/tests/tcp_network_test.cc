@@ -98,6 +98,27 @@ TEST(later_messages_come_on_a_new_connection_when_one_broke) {
   CHECK_THROWS(Code::kArgument, c->send(0, message(std::string(1001, 'x'))));
 }
 
+TEST(a_peer_that_has_ended_refuses) {
+  for (const bool local_sockets : {false, true}) {
+    NetworkOptions options;
+    options.local_sockets = local_sockets;
+    TcpNetwork net(options);
+    auto sender = net.open("sender"), receiver = net.open("receiver");
+    sender->connect(0, receiver->address());
+    sender->send(0, message("hello"));
+    CHECK(receive(*receiver) == "hello");
+    CHECK(!sender->is_refused(0));
+    CHECK(!sender->is_refused(1));
+    receiver.reset();
+    const auto end = std::chrono::steady_clock::now() + 20s;
+    while (!sender->is_refused(0)) {
+      CHECK(std::chrono::steady_clock::now() < end);
+      sender->send(0, message("are you there?"));
+      std::this_thread::sleep_for(20ms);
+    }
+  }
+}
+
 TEST(receive_times_out) {
   TcpNetwork net(NetworkOptions{});
   auto a = net.open("a");

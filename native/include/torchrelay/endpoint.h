@@ -57,6 +57,9 @@ class Endpoint {
   // Queues a message for `peer`; never blocks. Throws kArgument for a peer that was not connected.
   virtual void send(std::uint32_t peer, Message message) = 0;
 
+  // Whether the last attempt to reach `peer` was refused: its process has ended. False where nobody can tell.
+  virtual bool is_refused(std::uint32_t) const { return false; }
+
   // The next message, waiting up to `timeout` for it; false if there is none.
   virtual bool receive(Message& message, std::chrono::microseconds timeout) = 0;
 };

@@ -31,7 +31,8 @@ Channel::Channel(std::shared_ptr<Store> store, std::uint32_t number, Network& ne
       controls_(store_->header().channel_entries),
       outboxes_(node_count(*store_)),
       last_heard_(node_count(*store_), Clock::now()),
-      gone_(node_count(*store_), false) {
+      gone_(node_count(*store_), false),
+      refused_(node_count(*store_), false) {
   store_->take_user(number_);
 }
 
@@ -48,6 +49,10 @@ void Channel::run() noexcept {
     store_->fail(error.code() == Code::kProtocol ? error.code() : Code::kUnavailable, error.what());
   } catch (const std::exception& error) {
     store_->fail(Code::kUnavailable, error.what());
+  }
+  try {
+    goodbye();
+  } catch (const std::exception&) {  // what made it fail may keep it from speaking: the others see its silence
   }
   store_->leave_user(number_);
 }
@@ -79,8 +84,8 @@ void Channel::loop() {
     if (!unmet_.empty()) answer_met_workers();
     send_outboxes();
     if (Clock::now() >= next_beat_) beat();
+    if (!has_reported_loss_) report_loss();
   }
-  goodbye();
 }
 
 void Channel::handle(const Header& header, const Message& message) {
@@ -101,7 +106,8 @@ void Channel::handle(const Header& header, const Message& message) {
     case Kind::kFenceAck:
     case Kind::kFlush:
     case Kind::kFlushAck: return handle_flush(header, message);
-    case Kind::kGoodbye: return take_goodbye(sender, header.count);
+    case Kind::kLoss: return take_loss(message);
+    case Kind::kGoodbye: return take_goodbye(sender);
     case Kind::kHeartbeat: return;
     default: throw Error(Code::kProtocol, "parameters: a message of an unknown kind");
   }
@@ -344,33 +350,57 @@ void Channel::beat() {
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
     if (node == node_ || gone_[node]) continue;
     courier_.send(channel_endpoint(node, 0), Kind::kHeartbeat, 0, Writer(0).finish());
-    if (now - last_heard_[node] > options_.heartbeat_timeout) lose(node + 1);
+    look_for_dead(node);
   }
   const std::int64_t stuck = courier_.stuck_peer(options_.heartbeat_timeout);
-  if (stuck >= 0) lose(node_of(static_cast<std::uint32_t>(stuck)) + 1);
+  if (stuck >= 0) lose(node_of(static_cast<std::uint32_t>(stuck)));
 }
 
-// Says which node made us leave, if one did, so that the others do not take us for the culprit.
+// Where connections are refused there is no such process any more. What it said last may still be unread.
+void Channel::look_for_dead(std::uint32_t node) {
+  const bool was_refused = refused_[node];
+  refused_[node] = courier_.is_refused(channel_endpoint(node, 0));
+  const bool is_silent = Clock::now() - last_heard_[node] > options_.heartbeat_timeout;
+  if (is_silent || (was_refused && refused_[node])) lose(node);
+}
+
+void Channel::lose(std::uint32_t node) {
+  store_->lose({Loss::kUnreachable, static_cast<std::uint16_t>(node), 0});
+}
+
+// At once, so that all name the first loss, not the nodes that leave because of it.
+void Channel::report_loss() {
+  const Loss loss = store_->loss();
+  if (loss.how == Loss::kNone) return;
+  has_reported_loss_ = true;
+  for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
+    if (node == node_) continue;
+    Writer writer(sizeof loss);
+    writer.put(loss);
+    courier_.send(channel_endpoint(node, number_), Kind::kLoss, 0, writer.finish());
+  }
+}
+
+void Channel::take_loss(const Message& message) {
+  const auto loss = Reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header)).take<Loss>();
+  if (loss.how == Loss::kNone || loss.how > Loss::kFailed || loss.node >= outboxes_.size())
+    throw Error(Code::kProtocol, "parameters: a loss that makes no sense");
+  store_->lose(loss);
+}
+
 void Channel::goodbye() {
   send_outboxes();
-  const std::uint32_t lost = store_->header().lost_node;
+  if (!has_reported_loss_) report_loss();
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
     if (node != node_)
-      courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, lost, Writer(0).finish());
+      courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, 0, Writer(0).finish());
 }
 
-// All leave together, after a barrier: whoever still needs a node that has left hears that it is lost.
-void Channel::take_goodbye(std::uint32_t sender, std::uint32_t lost) {
-  if ((lost & ~kLeft) > outboxes_.size())
-    throw Error(Code::kProtocol, "parameters: a farewell that makes no sense");
+// All leave together, after a barrier: whoever still needs a node that has left names it.
+void Channel::take_goodbye(std::uint32_t sender) {
   gone_[sender] = true;
-  lose(lost != 0 ? lost : (sender + 1) | kLeft);
-}
-
-// The first node found lost stays the one that is named.
-void Channel::lose(std::uint32_t node_and_how) {
   std::uint32_t nobody = 0;
-  store_->header().lost_node.compare_exchange_strong(nobody, node_and_how);
+  store_->header().departed_node.compare_exchange_strong(nobody, sender + 1);
 }
 
 void Channel::put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes) {

@@ -9,7 +9,10 @@ NodeService::NodeService(std::shared_ptr<Store> store, std::shared_ptr<Network> 
     channels_.push_back(std::make_unique<Channel>(store_, number, *network_, options));
 }
 
-NodeService::~NodeService() { stop(); }
+NodeService::~NodeService() {
+  if (!threads_.empty()) store_->leave_in_need();
+  stop();
+}
 
 ChannelAddresses NodeService::addresses() const {
   ChannelAddresses addresses;

@@ -16,7 +16,7 @@ namespace torchrelay::parameters {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x3142414c53525454;  // "TTRSLAB1"
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kRowAlignment = 16;
 constexpr std::int64_t kNoKey = INT64_MIN;
@@ -314,53 +314,73 @@ void Store::fail(Code code, const char* reason) const {
   header_->failure_code = code;
   std::strncpy(header_->failure, reason, sizeof header_->failure - 1);
   header_->failed.store(2, std::memory_order_release);
+  lose({Loss::kFailed, static_cast<std::uint16_t>(header_->node), getpid()});
+}
+
+void Store::lose(const Loss& loss) const {
+  Loss none;
+  header_->loss.compare_exchange_strong(none, loss);
 }
 
 void Store::leave_in_need() const {
-  std::int32_t nobody = 0;
-  header_->left_process.compare_exchange_strong(nobody, getpid());
+  lose({Loss::kLeft, static_cast<std::uint16_t>(header_->node), getpid()});
 }
 
-// A lost node is why others then leave or shut down, so it is what is named; it is read after what it causes.
-// One that said goodbye comes last: at the end of a table all do.
+void Store::lose_worker(std::uint32_t worker) const {
+  lose({Loss::kKilled, static_cast<std::uint16_t>(header_->node), users_[kMaxChannels + worker].pid.load()});
+}
+
+bool Store::is_own_leave(const Loss& loss) const {
+  return loss.how == Loss::kLeft && loss.node == header_->node && loss.process == getpid();
+}
+
+// A loss is why others then leave or shut down, so it is what is named; it is read after what it causes.
 void Store::check_peers() const {
-  const std::int32_t left_process = header_->left_process.load(std::memory_order_acquire);
+  const std::uint32_t departed_node = header_->departed_node.load(std::memory_order_acquire);
   const bool stopping = header_->stopping.load(std::memory_order_acquire) != 0;
-  const bool failed = header_->failed.load(std::memory_order_acquire) == 2;  // and so lost to the others
-  const std::uint32_t lost_node = header_->lost_node.load(std::memory_order_relaxed);
-  if (lost_node != 0 && (lost_node & kLeft) == 0 && !failed) throw_lost(lost_node);
-  if (left_process != 0 && left_process != getpid())
-    throw Error(
-        Code::kPeerLost,
-        "parameters: process " + std::to_string(left_process) + " of node " + std::to_string(header_->node) +
-            " has left while others still needed it; see its own output for why, and restart from the last "
-            "checkpoint",
-        {static_cast<int>(header_->node)});
-  if (stopping)
+  const Loss lost = loss();
+  if (lost.how != Loss::kNone && !is_own_leave(lost)) throw_loss(lost);
+  if (stopping || lost.how != Loss::kNone)
     throw Error(Code::kUnavailable, "parameters: node " + std::to_string(header_->node) +
                                         " has been shut down; nothing can be read or written any more");
-  if (failed) throw Error(header_->failure_code, header_->failure);
-  if (lost_node != 0) throw_lost(lost_node);
+  if (departed_node != 0) throw_loss({Loss::kLeft, static_cast<std::uint16_t>(departed_node - 1), 0});
 }
 
-void Store::throw_lost(std::uint32_t lost_node) const {
-  const auto lost = static_cast<int>(lost_node & ~kLeft) - 1;
-  const char* how = (lost_node & kLeft) != 0
-                        ? "it has shut down while this node still needed it; see its own output for why"
-                        : "it died, or could not be reached for longer than transport.silence_s";
-  throw Error(Code::kPeerLost,
-              "parameters: node " + std::to_string(lost) + " is lost (noticed by node " +
-                  std::to_string(header_->node) + "): " + how + "; restart from the last checkpoint",
-              {lost});
+void Store::throw_loss(const Loss& loss) const {
+  const bool here = loss.node == header_->node;
+  if (here && loss.how == Loss::kFailed) throw Error(header_->failure_code, header_->failure);
+  const std::string node = "node " + std::to_string(loss.node);
+  const std::string process = loss.process == 0 ? "it" : "process " + std::to_string(loss.process);
+  const std::string lost = "parameters: " + node + " is lost (noticed by node " +
+                           std::to_string(header_->node) + "): " + process;
+  std::string text;
+  switch (loss.how) {
+    case Loss::kNone:
+    case Loss::kUnreachable:
+      text = lost + " died, or could not be reached for longer than transport.silence_s";
+      break;
+    case Loss::kLeft:
+      text = here ? "parameters: " + process + " of " + node + " has left while others still needed it"
+                  : lost + " has left, or shut down, while others still needed it";
+      text += "; see its own output for why";
+      break;
+    case Loss::kKilled:
+      text = "parameters: " + process + " of " + node + " has died, and no other has taken its place";
+      break;
+    case Loss::kFailed: text = lost + " cannot serve it any more; see its own output for why"; break;
+  }
+  throw Error(Code::kPeerLost, text + "; restart from the last checkpoint", {static_cast<int>(loss.node)});
 }
 
 void Store::check_leader() const {
   check_peers();
-  if (!alive(header_->leader))
-    throw Error(Code::kPeerLost,
-                "parameters: process " + std::to_string(header_->leader.pid) + ", which serves node " +
-                    std::to_string(header_->node) + ", has died; restart from the last checkpoint",
-                {static_cast<int>(header_->node)});
+  const ProcessId& leader = header_->leader;
+  if (alive(leader)) return;
+  check_peers();  // why it ended
+  throw Error(Code::kPeerLost,
+              "parameters: process " + std::to_string(leader.pid) + ", which serves node " +
+                  std::to_string(header_->node) + ", has died; restart from the last checkpoint",
+              {static_cast<int>(header_->node)});
 }
 
 std::vector<std::uint32_t> Store::dead_workers() const {

@@ -120,7 +120,8 @@ def _refuse_together(table: Table, problem: str | None) -> None:
         table.worker_index,
         table.workers,
         problem,
-        "states",
+        "the state to load",
+        check=table.server.store.check_leader,
     )
     if any(problems):
         raise MismatchError("; ".join(dict.fromkeys(text for text in problems if text)))

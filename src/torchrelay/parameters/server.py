@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.parameters._arrays import ELEMENTS, describe
+from torchrelay.parameters._ends import CLOSES, Ending, end_with_process
 from torchrelay.parameters.contract import INITS, RULES, KeyInit, UpdateRule
 from torchrelay.parameters.sampling import Sampling
 from torchrelay.parameters.topology import TECHNIQUES, Topology
@@ -80,9 +83,11 @@ class Server:
         self._service: _native.NodeService | None = None
         self._barriers = 0
         self._down = False
+        self._ending = Ending(self, self._end_of(self.topology.process))
         self._store = self._make_store() if self.topology.member == 0 else self._attach_store()
         self.network = self.topology.open_network()
         self.addresses = self._start()
+        end_with_process(self._ending)
 
     def _check(self) -> None:
         if self.dtype not in ELEMENTS:
@@ -158,8 +163,7 @@ class Server:
         missing = set(range(self.num_nodes)) - {self.node}
         while missing := {node for node in missing if not self._store.has_heard(node)}:
             if time.monotonic() > deadline_s:
-                assert self._service is not None
-                self._service.stop()
+                self.stop()
                 raise OperationTimeoutError(
                     f"node {self.node}: nodes {sorted(missing)} did not answer within {timeout_s:g} s, though they "
                     "came to the store; can they be reached, and do all nodes have the same key file?",
@@ -278,16 +282,41 @@ class Server:
     def barrier(self) -> None:
         """Waits for all processes of all nodes."""
         self.topology.barrier(
-            f"{self._table}/servers", self._barriers, self._participants, self._store.check_leader
+            f"{self._table}/servers",
+            self._barriers,
+            self._participants,
+            self._store.check_leader,
+            index=self.topology.process,
+            calls="the barrier of all processes, of which Table.close and Server.shutdown have one",
+            missing=partial(self.check_not_ended, or_closing=False),
         )
         self._barriers += 1
+
+    def _end_of(self, process: int) -> str:
+        return f"{self._table}/ends/{process}"
+
+    def check_not_ended(self, processes: Sequence[int], *, or_closing: bool = True) -> None:
+        """Raises PeerLostError if one of the processes with these indices has ended, or is closing the table."""
+        topology = self.topology
+        for process in processes:
+            key = self._end_of(process)
+            if topology.store is None or not topology.store.check([key]):
+                continue
+            how = json.loads(topology.store.get(key))
+            if or_closing or how != CLOSES:
+                raise PeerLostError(
+                    f"{topology.name_of(topology.process)}: {topology.name_of(process)} {how}, while this process "
+                    "waits for it; all processes must make the same collective calls",
+                    ranks=[process // topology.members],
+                )
 
     def shutdown(self) -> None:
         """Waits for all nodes, then stops serving them. After a lost node it stops at once. Idempotent."""
         if self._down:
             return
-        self._down = True
+        self._down = self._ending.is_over = True
         try:
+            self._ending.publish(CLOSES)
             self.barrier()
             self.topology.part(f"{self._table}/servers", self._participants)
         except PeerLostError:
@@ -301,7 +330,7 @@ class Server:
         """Leaves the table at once. Processes that still use it, of any node, raise PeerLostError. Idempotent."""
         if not self._down and self._participants > 1:
             self._store.leave_in_need()
-        self._down = True
+        self._down = self._ending.is_over = True
         self._stop_service()
 
     def _stop_service(self) -> None:

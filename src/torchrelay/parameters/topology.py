@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrelay import _native, _torch, config, transport
-from torchrelay.errors import ArgumentError, ConfigError, MismatchError, OperationTimeoutError, PeerLostError
+from torchrelay.errors import (
+    ArgumentError,
+    ConfigError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnavailableError,
+)
+from torchrelay.parameters._meeting import Marks, nothing_to_check, wait_for_others
 from torchrelay.parameters.contract import KeyInit, UpdateRule
 from torchrelay.world import World, host_identity
 
@@ -34,7 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Place", "Topology", "start"]
 
 TECHNIQUES = ("all", "replication_only", "relocation_only")
-_POLL_FIRST_S, _POLL_LAST_S = 0.0005, 0.01
+_POLL_S = 0.01
+_NEWS_HEARTBEATS = 4  # a node that refuses connections is lost after two
 _LONGEST_PARTING_S = 5.0
 _PORT_OF_NOWHERE = 9  # discard: connecting a datagram socket to it sends nothing, but shows the interface
 
@@ -49,6 +58,7 @@ class Topology:
         workers_per_node: how many workers each node has, over all its processes; barriers wait for all.
         store: where processes meet; ``None`` where there is one.
         network: makes this process's network; asked once.
+        ranks: of the processes of all nodes, in order of nodes; empty: they have none.
     """
 
     node: int = 0
@@ -59,6 +69,7 @@ class Topology:
     techniques: str = "all"
     store: Store | None = None
     network: Callable[[], _native.Network] | None = None
+    ranks: tuple[int, ...] = ()
     settings: config.Parameters = field(default_factory=lambda: config.load(config.Parameters))
     transport: config.TransportSettings = field(default_factory=lambda: config.load(config.TransportSettings))
     _network: _native.Network | None = None
@@ -99,38 +110,70 @@ class Topology:
         if self.store is not None:
             self.store.set(key, json.dumps(value))
 
+    def name_of(self, process: int) -> str:
+        """What users call the process with this index among those of all nodes."""
+        if self.ranks:
+            return f"rank {self.ranks[process]}"
+        node, member = divmod(process, self.members)
+        return f"node {node}" if self.members == 1 else f"process {member} of node {node}"
+
+    @property
+    def process(self) -> int:
+        """The index of this process among those of all nodes."""
+        return self.node * self.members + self.member
+
     def collect(
-        self, keys: Sequence[str], owners: Sequence[int], what: str, kind: str = "nodes"
+        self,
+        keys: Sequence[str],
+        owners: Sequence[int],
+        what: str,
+        kind: str = "nodes",
+        check: Callable[[], None] = nothing_to_check,
     ) -> list[Any]:
         """The values of ``keys``, each published by the one in ``owners``; waits for them.
 
         Raises:
             OperationTimeoutError: some did not come; ``ranks`` names their owners.
+            PeerLostError: as ``check`` says.
         """
-        assert self.store is not None
-        try:
-            self.store.wait(list(keys), timedelta(seconds=self.settings.timeout_s))
-        except Exception as error:  # DistStoreError from a TCPStore, RuntimeError from others
-            missing = [owner for key, owner in zip(keys, owners, strict=True) if not self.store.check([key])]
-            raise OperationTimeoutError(
-                f"node {self.node}: {what} of {kind} {missing} did not come within {self.settings.timeout_s:g} s; "
-                "did they start, and did each get its own number?",
-                ranks=missing,
-            ) from error
-        return [json.loads(self.store.get(key)) for key in keys]
+        store = self.store
+        assert store is not None
+
+        def sentence(missing: Sequence[int], elapsed_s: float) -> str:
+            return (
+                f"{self.name_of(self.process)}: {what} of {kind} {list(missing)} did not come within "
+                f"{elapsed_s:.1f} s; did they start, did each get its own number, and do all make this call?"
+            )
+
+        wait_for_others(
+            lambda: bool(store.check(list(keys))),
+            lambda: [o for key, o in zip(keys, owners, strict=True) if not store.check([key])],
+            sentence,
+            check,
+            self.settings.timeout_s,
+        )
+        return [json.loads(store.get(key)) for key in keys]
 
     def gather(
-        self, key: str, index: int, count: int, mine: Any, what: str, kind: str = "processes"
+        self,
+        key: str,
+        index: int,
+        count: int,
+        mine: Any,
+        what: str,
+        kind: str = "processes",
+        check: Callable[[], None] = nothing_to_check,
     ) -> list[Any]:
         """The values that ``count`` processes gave for ``key``; this one is ``index``. Waits for all.
 
         Raises:
             OperationTimeoutError: some did not come; ``ranks`` names their indices.
+            PeerLostError: as ``check`` says.
         """
         if count == 1:
             return [mine]
         self.publish(f"{key}/{index}", mine)
-        return self.collect([f"{key}/{i}" for i in range(count)], range(count), what, kind)
+        return self.collect([f"{key}/{i}" for i in range(count)], range(count), what, kind, check)
 
     def agree(self, key: str, mine: dict[str, str]) -> None:
         """Compares the description ``mine`` of a table with those of all processes.
@@ -141,7 +184,7 @@ class Topology:
         """
         processes = self.num_nodes * self.members
         kind = "nodes" if self.members == 1 else "processes"
-        others = self.gather(key, self.node * self.members + self.member, processes, mine, "the table", kind)
+        others = self.gather(key, self.process, processes, mine, "the table", kind)
         for index, other in enumerate(others):
             different = [
                 f"{name} is {mine[name]} here, {other.get(name)} there"
@@ -156,44 +199,80 @@ class Topology:
                     f"tables: {'; '.join(different)}"
                 )
 
-    def barrier(self, name: str, generation: int, participants: int, check: Callable[[], None]) -> None:
+    def barrier(
+        self,
+        name: str,
+        generation: int,
+        participants: int,
+        check: Callable[[], None],
+        *,
+        index: int = 0,
+        calls: str = "",
+        missing: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> None:
         """Waits until ``participants`` have come to ``generation`` of barrier ``name``.
 
+        Args:
+            check: raises PeerLostError if a node was lost.
+            index: this participant; participants are spread evenly over the processes, in order.
+            calls: the calls that lead here, for messages.
+            missing: may raise for participants that will not come.
+
         Raises:
-            OperationTimeoutError: not all came.
+            OperationTimeoutError: not all came; ``ranks`` names those, or their nodes where there are no ranks.
             PeerLostError: a node died meanwhile (``check`` says so), or the store did.
         """
         if participants == 1:
             return
-        assert self.store is not None
+        store = self.store
+        assert store is not None
         counter, gate = f"{name}/{generation}", f"{name}/{generation}/open"
-        started = time.monotonic()
+        marks = Marks(store, counter, index, participants)
+        per_process = participants // (self.num_nodes * self.members)
+        started_s = time.monotonic()
+
+        def absent() -> Sequence[int] | None:
+            without = marks.missing()
+            if store.check([gate]) or len(without) != participants - store.add(counter, 0):
+                return None  # some have come, and not yet waited long enough to leave a mark
+            processes = list(dict.fromkeys(i // per_process for i in without))
+            missing(processes)
+            return [self.ranks[i] if self.ranks else i // self.members for i in processes]
+
+        def sentence(ranks: Sequence[int], elapsed_s: float) -> str:
+            who = f": {'ranks' if self.ranks else 'nodes'} {list(ranks)}" if ranks else ""
+            return (
+                f"{self.name_of(self.process)}: {participants - store.add(counter, 0)} of {participants} did not "
+                f"come to {calls or name} within {elapsed_s:.1f} s{who}; every process must make this call, so none "
+                "may stand under `if rank == 0:`"
+            )
+
         try:
-            if self.store.add(counter, 1) == participants:
-                self.store.set(gate, "1")
+            if store.add(counter, 1) == participants:
+                store.set(gate, "1")
                 if generation > 0:  # everybody has left the one before, or could not be here
-                    self.store.delete_key(f"{name}/{generation - 1}")
-                    self.store.delete_key(f"{name}/{generation - 1}/open")
+                    store.delete_key(f"{name}/{generation - 1}")
+                    store.delete_key(f"{name}/{generation - 1}/open")
                 return
-            pause_s = _POLL_FIRST_S
-            while not self.store.check([gate]):
-                check()
-                if time.monotonic() - started > self.settings.timeout_s:
-                    arrived = self.store.add(counter, 0)
-                    raise OperationTimeoutError(
-                        f"node {self.node}: {participants - arrived} of {participants} did not come to barrier "
-                        f"{name} within {self.settings.timeout_s:g} s; did every worker call it?"
-                    )
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _POLL_LAST_S)
-        except (OperationTimeoutError, PeerLostError):
+            wait_for_others(
+                lambda: bool(store.check([gate])), absent, sentence, check, self.settings.timeout_s
+            )
+            marks.clear()
+        except (OperationTimeoutError, PeerLostError, UnavailableError):
             raise
         except RuntimeError as error:  # the store's errors are RuntimeErrors
-            check()
+            self._wait_for_news(check)
             raise PeerLostError(
                 f"node {self.node}: the store where processes meet is gone after "
-                f"{time.monotonic() - started:.1f} s in barrier {name}; has its process ended? ({error})"
+                f"{time.monotonic() - started_s:.1f} s in barrier {name}; has its process ended? ({error})"
             ) from error
+
+    def _wait_for_news(self, check: Callable[[], None]) -> None:
+        """The store may be gone because its process left; why it did comes on another way, and ``check`` raises."""
+        deadline_s = time.monotonic() + _NEWS_HEARTBEATS * self.transport.heartbeat_s
+        while time.monotonic() < deadline_s:
+            check()
+            time.sleep(_POLL_S)
 
     def part(self, name: str, participants: int) -> None:
         """After the last barrier: the first process, which may serve the store, leaves when all others have."""
@@ -203,7 +282,7 @@ class Topology:
             gone = self.store.add(f"{name}/left", 1)
             deadline_s = time.monotonic() + _LONGEST_PARTING_S
             while self.node == self.member == 0 and gone < participants and time.monotonic() < deadline_s:
-                time.sleep(_POLL_LAST_S)
+                time.sleep(_POLL_S)
                 gone = self.store.add(f"{name}/left", 0)
 
 
@@ -290,6 +369,7 @@ def of_world(
         techniques=techniques,
         store=store,
         network=_node_network(store, node, member, interface, solo.transport),
+        ranks=tuple(rank for group in members for rank in group),
         settings=settings,
         transport=solo.transport,
     )

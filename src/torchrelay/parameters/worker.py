@@ -269,7 +269,15 @@ class Worker:
         topology = self.server.topology
         participants = topology.num_nodes * topology.workers_per_node
         self._check()
-        topology.barrier(f"{self.server.table}/workers", self._barriers, participants, self._check)
+        topology.barrier(
+            f"{self.server.table}/workers",
+            self._barriers,
+            participants,
+            self._check,
+            index=topology.node * topology.workers_per_node + self.worker_id,
+            calls="the barrier of all workers, of which Table.sync, save, load and state_dict have one",
+            missing=self.server.check_not_ended,
+        )
         self._barriers += 1
 
     def _check(self) -> None:
@@ -281,6 +289,7 @@ class Worker:
         lost = [worker for worker, since_s in self._dead_since.items() if now_s - since_s > silence_s]
         if lost:
             node = self.server.node
+            self.server.store.lose_worker(lost[0])
             raise PeerLostError(
                 f"parameters: workers {lost} of node {node} have died, and nobody has taken their places for "
                 f"{silence_s:g} s; restart from the last checkpoint",

@@ -32,25 +32,35 @@ def _wait_or_push_for_ever(worker: Worker, waits: bool) -> None:
     _push_for_ever(worker, torch.arange(KEYS))
 
 
-def _exit_as_leader(world: World) -> tuple[int, ...]:
-    """All processes are one node; its first ends without a word. The others use only what is there."""
-    worker = start(KEYS, DIM).worker
-    if world.rank == 0:
-        pushed = torch.zeros(world.size, DIM)
-        while not pushed[1:].all():
-            worker.pull(torch.arange(world.size), pushed)
+def _exit_as_leader(world: World, nodes: int) -> tuple[str, tuple[int, ...]]:
+    """The first process of the last node ends without a word. The others use only what is at their node."""
+    node_of = lambda rank: rank * nodes // world.size  # noqa: E731
+    worker = start(KEYS, DIM, node_of_rank=node_of).worker
+    mine = torch.tensor([node_of(world.rank)])
+    worker.barrier()
+    if world.rank == world.size // nodes * (nodes - 1):
+        worker.push(mine, torch.ones(1, DIM))
         os._exit(0)
-    with pytest.raises(PeerLostError, match="which serves node 0, has died") as raised:
-        _push_for_ever(worker, torch.tensor([world.rank]))
-    return raised.value.ranks
+    with pytest.raises(PeerLostError) as raised:
+        _push_for_ever(worker, mine)
+    return str(raised.value), raised.value.ranks
 
 
-def test_a_leader_that_exits_is_noticed_by_the_processes_of_its_host(
-    run_processes: Callable[..., list[object]],
-) -> None:
-    for result in run_processes(_exit_as_leader, 3, environ=PATIENT)[1:]:
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_a_leader_that_exits_is_named_by_all(run_processes: Callable[..., list[object]], nodes: int) -> None:
+    """In seconds: where connections are refused, nobody waits for the silence to become long."""
+    results = run_processes(_exit_as_leader, 4, environ=PATIENT, nodes=nodes)
+    leader = 4 // nodes * (nodes - 1)
+    for rank, result in enumerate(results):
+        if rank == leader:
+            continue
         assert result.ok, result.error  # type: ignore[attr-defined]
-        assert result.value == (0,)  # type: ignore[attr-defined]
+        message, ranks = result.value  # type: ignore[attr-defined]
+        assert ranks == (nodes - 1,), message
+        own = rank * nodes // 4 == nodes - 1
+        assert (f"which serves node {nodes - 1}, has died" if own else "it died") in message or (
+            own and "is lost" in message
+        )
 
 
 def _leave_with_an_error(world: World, nodes: int) -> tuple[int, str, tuple[int, ...]]:
@@ -64,7 +74,7 @@ def _leave_with_an_error(world: World, nodes: int) -> tuple[int, str, tuple[int,
     return os.getpid(), str(raised.value), raised.value.ranks
 
 
-@pytest.mark.parametrize("nodes", [1])
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_a_process_that_leaves_with_an_error_is_named_at_once(
     run_processes: Callable[..., list[object]], nodes: int
 ) -> None:

@@ -132,9 +132,12 @@ class Channel {
   void round_intents();
   void step_intents(WorkerIntents& intents, std::int64_t clock);
   void beat();
+  void look_for_dead(std::uint32_t node);
+  void lose(std::uint32_t node);
+  void report_loss();
+  void take_loss(const Message& message);
   void goodbye();
-  void take_goodbye(std::uint32_t sender, std::uint32_t lost);
-  void lose(std::uint32_t node_and_how);
+  void take_goodbye(std::uint32_t sender);
   void put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes);
   void send_outbox(std::uint32_t node);
   void send_outboxes();
@@ -238,6 +241,8 @@ class Channel {
   std::vector<Outbox> outboxes_;                                 // by node
   std::vector<Clock::time_point> last_heard_;                    // of a node's channels, by node
   std::vector<bool> gone_;                                       // by node: said goodbye
+  std::vector<bool> refused_;      // by node: its host refused a connection at the last beat
+  bool has_reported_loss_ = false;
   Clock::time_point next_round_, last_round_, next_beat_, next_look_;
   Clock::time_point last_refresh_all_;
   Clock::duration in_rounds_{}, refresh_age_{};  // sums

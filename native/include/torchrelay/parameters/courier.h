@@ -40,6 +40,8 @@ class Courier {
 
   // A peer whose next message has been missing for longer than `timeout` though later ones came; -1: none.
   std::int64_t stuck_peer(std::chrono::milliseconds timeout) const;
+  // See Endpoint::is_refused.
+  bool is_refused(std::uint32_t peer) const { return endpoint_->is_refused(peer); }
   // Starts the time of missing messages anew: this process was stopped.
   void forgive_gaps();
 

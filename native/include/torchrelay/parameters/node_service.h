@@ -15,7 +15,7 @@ namespace torchrelay::parameters {
 class NodeService {
  public:
   NodeService(std::shared_ptr<Store> store, std::shared_ptr<Network> network, const ChannelOptions& options);
-  ~NodeService();  // stops
+  ~NodeService();  // stops; the others are told that they may still need this node, unless stop() came first
   NodeService(const NodeService&) = delete;
   NodeService& operator=(const NodeService&) = delete;
 

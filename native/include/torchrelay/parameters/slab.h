@@ -27,7 +27,6 @@ constexpr std::uint32_t kMaxWorkers = 256;
 constexpr std::uint32_t kMaxUsers = kMaxChannels + kMaxWorkers;  // channels first, then workers
 constexpr std::uint32_t kMaxNodes = 1024;
 constexpr std::uint32_t kNoSlot = 0xffffffffu;
-constexpr std::uint32_t kLeft = 0x80000000u;   // in SlabHeader::lost_node
 constexpr std::int64_t kFinished = INT64_MAX;  // the clock of a worker that will not come back
 
 enum class State : std::uint8_t {
@@ -44,6 +43,23 @@ enum Flag : std::uint8_t {
   kPinned = 16,   // dynamic tables: a worker of this node has announced to use it
   kLeaving = 32,  // replica: its last update has been sent; it is still read, but takes no more pushes
 };
+
+// Why nobody can work on: the first that died, or left while others still needed it.
+struct Loss {
+  enum How : std::uint16_t {
+    kNone,
+    kUnreachable,  // the node died, or cannot be reached
+    kLeft,         // the process left on purpose, or with an error
+    kKilled,       // the process died, and no other took its place
+    kFailed,       // the node's threads cannot go on; SlabHeader::failure says why
+  };
+  How how = kNone;
+  std::uint16_t node = 0;
+  std::int32_t process = 0;  // 0: not known
+
+  bool operator==(const Loss&) const = default;
+};
+static_assert(sizeof(Loss) == 8 && std::atomic<Loss>::is_always_lock_free);
 
 // 16 bytes, so that four share a cache line and one never straddles two.
 struct Entry {
@@ -137,13 +153,13 @@ struct SlabHeader : Geometry {
   std::atomic<std::uint32_t> index_lock;  // dynamic tables: making and removing keys
   std::uint64_t eviction_hand;            // under index_lock, as are the next two
   std::uint64_t live_entries;
-  std::uint32_t first_counter;           // of a key made at its home: none made there before had a larger one
-  std::atomic<std::uint32_t> lost_node;  // number + 1 of the first node found dead; kLeft if it said goodbye
+  std::uint32_t first_counter;  // of a key made at its home: none made there before had a larger one
+  std::atomic<Loss> loss;       // the first; it stays, and is passed on to the other nodes
+  std::atomic<std::uint32_t> departed_node;  // number + 1 of the first node that ended after the last barrier
   std::atomic<std::uint32_t> stopping;
   std::atomic<std::uint32_t> failed;  // 1: `failure` is being written, 2: it says what made a channel stop
   char failure[512];
   Code failure_code;
-  std::atomic<std::int32_t> left_process;  // the node's first that left while others were still at work
   ProcessId leader;
   std::atomic<std::uint8_t> heard[kMaxNodes];  // 1: the first channel has had a message of that node's
   ChannelBoard boards[kMaxChannels];

@@ -155,12 +155,18 @@ class Store {
                             const std::uint8_t* drawable = nullptr) const;
   // A channel cannot go on; the first reason given stays.
   void fail(Code code, const char* reason) const;
-  // This process stops using the table though others have not: every process of every node is to raise.
+  // Makes every process of every node raise, and name the loss, unless there was one before.
+  void lose(const Loss& loss) const;
+  Loss loss() const { return header_->loss.load(std::memory_order_acquire); }
+  // This process stops using the table though others have not.
   void leave_in_need() const;
+  // The process of a dead worker of this node has no successor.
+  void lose_worker(std::uint32_t worker) const;
   // Is this node to serve no longer?
   bool is_stopping() const {
+    const Loss lost = loss();
     return header_->stopping.load(std::memory_order_relaxed) != 0 ||
-           header_->left_process.load(std::memory_order_relaxed) != 0;
+           (lost.how != Loss::kNone && lost.node == header_->node);
   }
   // Throws kPeerLost or kUnavailable if this node cannot work on.
   void check_peers() const;
@@ -182,7 +188,8 @@ class Store {
   void remove(std::uint32_t user, std::uint64_t place) const;
   bool take_free_slot(std::uint32_t user, std::int64_t number) const;
   [[noreturn]] void throw_full() const;
-  [[noreturn]] void throw_lost(std::uint32_t lost_node) const;
+  [[noreturn]] void throw_loss(const Loss& loss) const;
+  bool is_own_leave(const Loss& loss) const;
   void raise_and_mark(Entry& entry, std::int64_t key, std::int64_t entry_index, Flag flag) const;
   // False if the entry has become another key's meanwhile.
   bool access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,

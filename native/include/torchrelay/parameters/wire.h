@@ -16,7 +16,7 @@
 namespace torchrelay::parameters {
 
 constexpr std::uint32_t kProtocolMagic = 0x50525400;  // "\0TRP"; the lowest byte is the version
-constexpr std::uint32_t kProtocolVersion = 1;
+constexpr std::uint32_t kProtocolVersion = 2;
 
 enum class Kind : std::uint16_t {
   kHello = 1,  // the sender's address; the first message of every stream
@@ -30,7 +30,8 @@ enum class Kind : std::uint16_t {
   kFlush,      // a number: refresh all replicas of your keys, then answer
   kFlushAck,   // the number
   kHeartbeat,
-  kGoodbye,  // the sender stops on purpose
+  kLoss,     // a Loss: why the sender will stop, or has
+  kGoodbye,  // the sender stops
 };
 
 struct Header {

@@ -1,0 +1,161 @@
+"""Collective calls that not every process makes: who is named, how soon, and what else is said."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from torchrelay.errors import OperationTimeoutError, PeerLostError
+from torchrelay.parameters import Table, optim
+from torchrelay.parameters.topology import start
+from torchrelay.world import World
+
+KEYS, DIM = 8, 2
+
+
+class Reports(logging.Handler):
+    """The warnings of the component, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("torchrelay.parameters").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def wait_for_one(self) -> str:
+        while not self.messages:
+            time.sleep(0.05)
+        return self.messages.pop(0)
+
+
+CALLS: dict[str, Callable[[Table, str], Any]] = {
+    "sync": lambda table, path: table.sync(),
+    "state_dict": lambda table, path: table.state_dict(),
+    "save": lambda table, path: table.save(path),
+    "load_state_dict": lambda table, path: table.load_state_dict({"weight": table.rows()}),
+}
+
+
+def _call_late(world: World, path: str, nodes: int) -> list[str]:
+    """Rank 0 makes each call alone, until it has said who is missing; then the others make it too."""
+    dist.init_process_group("gloo")
+    reports = Reports()
+    node_of_rank = lambda rank: rank * nodes // world.size  # noqa: E731
+    said = []
+    with Table.create(KEYS, DIM, node_of_rank=node_of_rank) as table:
+        store = table.server.topology.store
+        for name, call in CALLS.items():
+            if world.rank == 0:
+                calls = threading.Thread(target=call, args=(table, f"{path}/{name}"))
+                calls.start()
+                said.append(reports.wait_for_one())
+                store.set(f"{name}/go", "")
+                calls.join()
+            else:
+                store.wait([f"{name}/go"])
+                call(table, f"{path}/{name}")
+            dist.barrier()
+            reports.messages.clear()
+    return said
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_call_of_one_rank_names_the_others_and_goes_on_when_they_come(
+    run_processes: Callable[..., list[Any]], tmp_path: Any, nodes: int
+) -> None:
+    results = run_processes(_call_late, 3, timeout_s=200, path=str(tmp_path), nodes=nodes)
+    for result in results:
+        assert result.ok, result.error
+    said = dict(zip(CALLS, results[0].value, strict=True))
+    for name in ("sync", "state_dict", "save"):
+        assert "2 of 3 did not come" in said[name] and "ranks [1, 2]" in said[name]
+        assert "none may stand under `if rank == 0:`" in said[name]
+    assert "the state to load of processes [1, 2]" in said["load_state_dict"]
+
+
+def _close_early(world: World) -> tuple[str, tuple[int, ...]]:
+    table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
+    if world.rank != 0:
+        table.close()
+        return "", ()
+    with pytest.raises(PeerLostError) as raised:
+        table.sync()
+    table.server.stop()
+    return str(raised.value), raised.value.ranks
+
+
+def test_who_closes_the_table_instead_is_an_error_at_once(run_processes: Callable[..., list[Any]]) -> None:
+    results = run_processes(_close_early, 4)
+    for result in results:
+        assert result.ok, result.error
+    message, nodes = results[0].value
+    assert message.startswith("rank 0: rank 1 is closing the table") and nodes == (0,)
+
+
+def _create(world: World) -> tuple[str, tuple[int, ...]]:
+    reports = Reports()
+    store = world.connect()
+    if world.rank == 2:
+        store.wait(["reported"])
+        return "", ()
+    try:
+        Table.create(KEYS, DIM, optimizer=optim.sgd(1.0))
+    except OperationTimeoutError as error:
+        return reports.messages[0], tuple(error.ranks)
+    finally:
+        store.set("reported", "")
+    return "", ()
+
+
+def test_a_rank_that_does_not_create_the_table_is_named(
+    run_processes: Callable[..., list[Any]],
+) -> None:
+    results = run_processes(_create, 3, environ={"TORCHRELAY_PARAMETERS_TIMEOUT_S": "8"})
+    for result in results[:2]:
+        assert result.ok, result.error
+        message, ranks = result.value
+        assert "of nodes [2] did not come" in message and "do all make this call" in message
+        assert ranks == (2,)
+
+
+def _end(world: World, error: bool) -> tuple[int, str, tuple[int, ...]]:
+    """The last rank of two nodes ends without closing the table, outside of any ``with``."""
+    place = start(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
+    place.server.topology.publish(f"pid/{world.rank}", os.getpid())
+    (process,) = place.server.topology.collect(["pid/3"], [3], "the process")
+    place.worker.barrier()
+    if world.rank == 3:
+        if error:
+            raise ValueError("the data is broken")
+        return process, "", ()
+    with pytest.raises(PeerLostError) as raised:
+        place.worker.barrier()
+    return process, str(raised.value), raised.value.ranks
+
+
+@pytest.mark.parametrize("error", [True, False])
+def test_a_process_that_ends_without_closing_is_named(
+    run_processes: Callable[..., list[Any]], error: bool
+) -> None:
+    environ = {"TORCHRELAY_TRANSPORT_SILENCE_S": "100"}
+    results = run_processes(_end, 4, environ=environ, error=error)
+    assert results[3].ok is not error
+    for rank, result in enumerate(results[:3]):
+        assert result.ok, result.error
+        process, message, ranks = result.value
+        assert ranks == (1,)
+        if not error:
+            assert "rank 3 has ended without closing the table" in message or "has left" in message
+        elif rank == 2:
+            assert f"process {process} of node 1 has left" in message
+        else:
+            assert "node 1 is lost" in message and f"process {process} has left, or shut down" in message
