@@ -52,7 +52,8 @@ void Channel::run() noexcept {
   }
   try {
     goodbye();
-  } catch (const std::exception&) {  // what made it fail may keep it from speaking: the others see its silence
+  } catch (
+      const std::exception&) {  // what made it fail may keep it from speaking: the others see its silence
   }
   store_->leave_user(number_);
 }
@@ -382,7 +383,8 @@ void Channel::report_loss() {
 }
 
 void Channel::take_loss(const Message& message) {
-  const auto loss = Reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header)).take<Loss>();
+  const auto loss =
+      Reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header)).take<Loss>();
   if (loss.how == Loss::kNone || loss.how > Loss::kFailed || loss.node >= outboxes_.size())
     throw Error(Code::kProtocol, "parameters: a loss that makes no sense");
   store_->lose(loss);
@@ -392,8 +394,7 @@ void Channel::goodbye() {
   send_outboxes();
   if (!has_reported_loss_) report_loss();
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
-    if (node != node_)
-      courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, 0, Writer(0).finish());
+    if (node != node_) courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, 0, Writer(0).finish());
 }
 
 // All leave together, after a barrier: whoever still needs a node that has left names it.

@@ -351,8 +351,8 @@ void Store::throw_loss(const Loss& loss) const {
   if (here && loss.how == Loss::kFailed) throw Error(header_->failure_code, header_->failure);
   const std::string node = "node " + std::to_string(loss.node);
   const std::string process = loss.process == 0 ? "it" : "process " + std::to_string(loss.process);
-  const std::string lost = "parameters: " + node + " is lost (noticed by node " +
-                           std::to_string(header_->node) + "): " + process;
+  const std::string lost =
+      "parameters: " + node + " is lost (noticed by node " + std::to_string(header_->node) + "): " + process;
   std::string text;
   switch (loss.how) {
     case Loss::kNone:

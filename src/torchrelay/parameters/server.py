@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -82,7 +83,8 @@ class Server:
         self.topology.agree(f"{self._table}/description", self._describe(description or {}))
         self._service: _native.NodeService | None = None
         self._barriers = 0
-        self._down = False
+        self._down = self._is_stopped = False
+        self._ended_workers: set[int] = set()
         self._ending = Ending(self, self._end_of(self.topology.process))
         self._store = self._make_store() if self.topology.member == 0 else self._attach_store()
         self.network = self.topology.open_network()
@@ -232,6 +234,7 @@ class Server:
         Raises:
             ArgumentError: the rate is not a finite number from 0 up.
         """
+        self.check_open()
         if not (math.isfinite(lr) and lr >= 0):
             raise ArgumentError(f"lr = {lr}: a learning rate is a finite number from 0 up")
         self._store.set_learning_rate(lr)
@@ -258,6 +261,7 @@ class Server:
         Raises:
             ArgumentError: a name or the range is wrong.
         """
+        self.check_open()
         high = max or self._num_keys
         if not 0 <= min < high <= self._num_keys:
             raise ArgumentError(
@@ -279,8 +283,16 @@ class Server:
     def _participants(self) -> int:
         return self.topology.num_nodes * self.topology.members
 
+    def check_open(self) -> None:
+        """Raises UnavailableError if this process has left the table, by :meth:`shutdown` or :meth:`stop`."""
+        if self._is_stopped:
+            raise UnavailableError(
+                f"node {self.node}: this process has left the table; nothing can be read or written any more"
+            )
+
     def barrier(self) -> None:
         """Waits for all processes of all nodes."""
+        self.check_open()
         self.topology.barrier(
             f"{self._table}/servers",
             self._barriers,
@@ -294,6 +306,36 @@ class Server:
 
     def _end_of(self, process: int) -> str:
         return f"{self._table}/ends/{process}"
+
+    def worker_begins(self, worker_id: int) -> None:
+        """A worker has this number from now on."""
+        if worker_id in self._ended_workers and self.topology.store is not None:
+            self._ended_workers.discard(worker_id)
+            self.topology.store.delete_key(self._end_of_worker(worker_id))
+
+    def worker_ends(self, worker_id: int) -> None:
+        """The worker with this number was not finalized, and does not exist any more: who waits for it is told."""
+        self._ended_workers.add(worker_id)
+        if not self._is_stopped:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self.topology.publish(self._end_of_worker(worker_id), "")
+
+    def _end_of_worker(self, worker_id: int) -> str:
+        return f"{self._table}/ended/{self.node * self.topology.workers_per_node + worker_id}"
+
+    def check_workers_not_ended(self, workers: Sequence[int]) -> None:
+        """Raises PeerLostError if one of the workers with these indices, or its process, has ended."""
+        topology = self.topology
+        for index in workers:
+            node, worker_id = divmod(index, topology.workers_per_node)
+            if topology.store is not None and topology.store.check([f"{self._table}/ended/{index}"]):
+                raise PeerLostError(
+                    f"{topology.name_of(topology.process)}: worker {worker_id} of node {node} has ended without "
+                    "finalize(), while this process waits for it; see that node's output for why",
+                    ranks=[node],
+                )
+        per_process = max(1, topology.workers_per_node // topology.members)
+        self.check_not_ended(list(dict.fromkeys(index // per_process for index in workers)))
 
     def check_not_ended(self, processes: Sequence[int], *, or_closing: bool = True) -> None:
         """Raises PeerLostError if one of the processes with these indices has ended, or is closing the table."""
@@ -334,6 +376,7 @@ class Server:
         self._stop_service()
 
     def _stop_service(self) -> None:
+        self._is_stopped = True
         if self._service is not None:
             self._service.stop()
             self._service = None

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,8 @@ from torchrelay.errors import (
     ArgumentError,
     ConfigError,
     MismatchError,
-    OperationTimeoutError,
     PeerLostError,
-    UnavailableError,
+    TorchRelayError,
 )
 from torchrelay.parameters._meeting import Marks, nothing_to_check, wait_for_others
 from torchrelay.parameters.contract import KeyInit, UpdateRule
@@ -145,14 +144,15 @@ class Topology:
                 f"{elapsed_s:.1f} s; did they start, did each get its own number, and do all make this call?"
             )
 
-        wait_for_others(
-            lambda: bool(store.check(list(keys))),
-            lambda: [o for key, o in zip(keys, owners, strict=True) if not store.check([key])],
-            sentence,
-            check,
-            self.settings.timeout_s,
-        )
-        return [json.loads(store.get(key)) for key in keys]
+        with self._store_in_use(f"waiting for {what}", check):
+            wait_for_others(
+                lambda: bool(store.check(list(keys))),
+                lambda: [o for key, o in zip(keys, owners, strict=True) if not store.check([key])],
+                sentence,
+                check,
+                self.settings.timeout_s,
+            )
+            return [json.loads(store.get(key)) for key in keys]
 
     def gather(
         self,
@@ -228,15 +228,14 @@ class Topology:
         assert store is not None
         counter, gate = f"{name}/{generation}", f"{name}/{generation}/open"
         marks = Marks(store, counter, index, participants)
-        per_process = participants // (self.num_nodes * self.members)
-        started_s = time.monotonic()
+        per_process = max(1, participants // (self.num_nodes * self.members))
 
         def absent() -> Sequence[int] | None:
             without = marks.missing()
             if store.check([gate]) or len(without) != participants - store.add(counter, 0):
                 return None  # some have come, and not yet waited long enough to leave a mark
-            processes = list(dict.fromkeys(i // per_process for i in without))
-            missing(processes)
+            missing(without)
+            processes = dict.fromkeys(i // per_process for i in without)
             return [self.ranks[i] if self.ranks else i // self.members for i in processes]
 
         def sentence(ranks: Sequence[int], elapsed_s: float) -> str:
@@ -247,7 +246,7 @@ class Topology:
                 "may stand under `if rank == 0:`"
             )
 
-        try:
+        with self._store_in_use(f"barrier {name}", check):
             if store.add(counter, 1) == participants:
                 store.set(gate, "1")
                 if generation > 0:  # everybody has left the one before, or could not be here
@@ -258,21 +257,25 @@ class Topology:
                 lambda: bool(store.check([gate])), absent, sentence, check, self.settings.timeout_s
             )
             marks.clear()
-        except (OperationTimeoutError, PeerLostError, UnavailableError):
+
+    @contextlib.contextmanager
+    def _store_in_use(self, what: str, check: Callable[[], None]) -> Iterator[None]:
+        """Name the cause if the store goes: its process may have left because of another, as ``check`` then says."""
+        started_s = time.monotonic()
+        try:
+            yield
+        except TorchRelayError:
             raise
         except RuntimeError as error:  # the store's errors are RuntimeErrors
-            self._wait_for_news(check)
+            elapsed_s = time.monotonic() - started_s
+            deadline_s = time.monotonic() + _NEWS_HEARTBEATS * self.transport.heartbeat_s
+            while time.monotonic() < deadline_s:
+                check()
+                time.sleep(_POLL_S)
             raise PeerLostError(
-                f"node {self.node}: the store where processes meet is gone after "
-                f"{time.monotonic() - started_s:.1f} s in barrier {name}; has its process ended? ({error})"
+                f"node {self.node}: the store where processes meet is gone after {elapsed_s:.1f} s in {what}; has its "
+                f"process ended? ({error})"
             ) from error
-
-    def _wait_for_news(self, check: Callable[[], None]) -> None:
-        """The store may be gone because its process left; why it did comes on another way, and ``check`` raises."""
-        deadline_s = time.monotonic() + _NEWS_HEARTBEATS * self.transport.heartbeat_s
-        while time.monotonic() < deadline_s:
-            check()
-            time.sleep(_POLL_S)
 
     def part(self, name: str, participants: int) -> None:
         """After the last barrier: the first process, which may serve the store, leaves when all others have."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchrelay import _native
-from torchrelay.errors import ArgumentError, PeerLostError
+from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
 from torchrelay.parameters._arrays import address_of_keys, address_of_values
 from torchrelay.parameters.sampling import Samples
 from torchrelay.parameters.server import Server
@@ -48,6 +49,8 @@ class Worker:
         self._dtype = server.dtype
         self._sums = server.rule.kind != "add"
         settings = server.topology.settings
+        server.check_open()
+        server.worker_begins(worker_id)
         self._native = _native.ParameterWorker(
             server.store,
             worker_id,
@@ -61,8 +64,18 @@ class Worker:
         self._samples: dict[int, Samples] = {}
         self._next_sample = 0
         self._finalized = False
+        self._end = weakref.finalize(self, server.worker_ends, worker_id)
+        self._end.atexit = False  # then its process ends, which is told too
+
+    def _check_open(self) -> None:
+        if self._finalized:
+            raise UnavailableError(
+                f"worker {self.worker_id} of node {self.server.node} has been finalized, and cannot be used any more"
+            )
+        self.server.check_open()
 
     def _access(self, op: int, keys: Any, values: Any, asynchronous: bool) -> int:
+        self._check_open()
         key_address, count = address_of_keys(keys)
         address, size = address_of_values(values, self._dtype, written=op in (_PULL, _PULL_ROW))
         held = (keys, values) if asynchronous else None
@@ -84,6 +97,7 @@ class Worker:
 
         Raises:
             ArgumentError: keys or values are not as described; nothing was read or written.
+            UnavailableError: this worker was finalized, or its process has left the table.
             PeerLostError: a node was lost.
             OperationTimeoutError: an owner did not answer.
         """
@@ -135,6 +149,7 @@ class Worker:
 
     def pull_if_local(self, keys: Any, values: Any) -> bool:
         """Like :meth:`pull` if all keys are at this node; else ``False``, and ``values`` is undefined."""
+        self._check_open()
         key_address, count = address_of_keys(keys)
         address, size = address_of_values(values, self._dtype, written=True)
         return self._native.pull_if_local(key_address, count, address, size)
@@ -146,14 +161,17 @@ class Worker:
             ArgumentError: this worker returned no such timestamp.
             OperationTimeoutError, PeerLostError: as :meth:`pull`.
         """
+        self._check_open()
         self._native.wait(timestamp)
 
     def waitall(self) -> None:
         """Waits until all operations of this worker are done."""
+        self._check_open()
         self._native.wait_all()
 
     def is_finished(self, timestamp: int) -> bool:
         """Is the operation done? Does not wait."""
+        self._check_open()
         return self._native.is_finished(timestamp)
 
     def intent(self, keys: Any, start: int, end: int = 0) -> int:
@@ -164,15 +182,18 @@ class Worker:
         Returns:
             -1, which :meth:`wait` takes: the announcement is made, and there is nothing to wait for.
         """
+        self._check_open()
         address, count = address_of_keys(keys)
         self._native.intent(address, count, start, end or start + 1)
         return -1
 
     def advance_clock(self) -> int:
         """Ends this worker's current clock; returns the next."""
+        self._check_open()
         return self._native.advance_clock()
 
     def current_clock(self) -> int:
+        self._check_open()
         return self._native.clock
 
     def prepare_sample(self, n: int, start: int, end: int = 0) -> int:
@@ -235,12 +256,14 @@ class Worker:
         return self._samples[sample_id]
 
     def _sampling(self) -> Any:
+        self._check_open()
         if self.server.sampling is None:
             raise ArgumentError("sampling was not enabled: call server.enable_sampling_support first")
         return self.server.sampling
 
     def owned_keys(self) -> torch.Tensor:
         """The keys whose master copy is at this node now, int64."""
+        self._check_open()
         return torch.from_numpy(np.asarray(self.server.store.owned_keys()))
 
     def begin_setup(self) -> None:
@@ -255,6 +278,7 @@ class Worker:
 
     def wait_sync(self) -> None:
         """After it, every node sees this node's earlier pushes; and all nodes' that also called it, once they did."""
+        self._check_open()
         self._native.flush_updates()
         self._native.flush_refreshes()
 
@@ -266,6 +290,7 @@ class Worker:
             PeerLostError: a node was lost, or a worker of this node has died and nobody has taken its place
                 for ``transport.silence_s``.
         """
+        self._check_open()
         topology = self.server.topology
         participants = topology.num_nodes * topology.workers_per_node
         self._check()
@@ -276,7 +301,7 @@ class Worker:
             self._check,
             index=topology.node * topology.workers_per_node + self.worker_id,
             calls="the barrier of all workers, of which Table.sync, save, load and state_dict have one",
-            missing=self.server.check_not_ended,
+            missing=self.server.check_workers_not_ended,
         )
         self._barriers += 1
 
@@ -300,6 +325,7 @@ class Worker:
         """Finishes what is unfinished; this worker's intents end. Idempotent."""
         if not self._finalized:
             self._finalized = True
+            self._end.detach()
             self._native.finalize()
 
     def get_key_size(self, key: int = 0) -> int:
@@ -314,7 +340,7 @@ class Worker:
 
 
 def _asynchronous(positional: bool, keyword: bool, reserved: dict[str, Any]) -> bool:
-    """``async`` is a word of the language: it comes by position, as ``asynchronous``, or in a dictionary."""
+    """``async`` is a reserved keyword: it comes by position, as ``asynchronous``, or in a dictionary."""
     given = reserved.pop("async", False)
     if reserved:
         raise TypeError(f"unexpected arguments: {', '.join(reserved)}")

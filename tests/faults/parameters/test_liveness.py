@@ -25,6 +25,11 @@ def _push_for_ever(worker: Worker, keys: torch.Tensor) -> None:
         worker.push(keys, torch.ones(len(keys), DIM))
 
 
+def _wait_and_push_for_ever(worker: Worker, keys: torch.Tensor) -> None:
+    worker.barrier()
+    _push_for_ever(worker, keys)
+
+
 def _wait_or_push_for_ever(worker: Worker, waits: bool) -> None:
     worker.barrier()  # may see already that another process has left it, and then the table
     if waits:
@@ -36,13 +41,11 @@ def _exit_as_leader(world: World, nodes: int) -> tuple[str, tuple[int, ...]]:
     """The first process of the last node ends without a word. The others use only what is at their node."""
     node_of = lambda rank: rank * nodes // world.size  # noqa: E731
     worker = start(KEYS, DIM, node_of_rank=node_of).worker
-    mine = torch.tensor([node_of(world.rank)])
-    worker.barrier()
     if world.rank == world.size // nodes * (nodes - 1):
-        worker.push(mine, torch.ones(1, DIM))
+        worker.barrier()
         os._exit(0)
     with pytest.raises(PeerLostError) as raised:
-        _push_for_ever(worker, mine)
+        _wait_and_push_for_ever(worker, torch.tensor([node_of(world.rank)]))
     return str(raised.value), raised.value.ranks
 
 

@@ -1,4 +1,4 @@
-"""A script written for AdaPM, on one to three nodes of two worker threads."""
+"""A script written for AdaPM, on one to three nodes of two worker threads; also where a node fails."""
 
 from __future__ import annotations
 
@@ -22,3 +22,18 @@ def test_an_original_script_runs(nodes: int) -> None:
     assert ended.returncode == 0, ended.stderr
     pulled = 2 * 6 * (2 * 2 * nodes) * 2  # elements, pushes of all, workers
     assert sorted(ended.stdout.split("\n")[:nodes]) == [f"node {node}: {pulled}" for node in range(nodes)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fault", "said"),
+    [
+        (1, "worker", "worker 0 of node 0 has ended without finalize()"),
+        (3, "worker", "worker 0 of node 2 has ended without finalize()"),
+        (2, "main", "node 1 is lost"),
+        (3, "killed", "node 2 is lost"),
+    ],
+)
+def test_a_node_that_fails_is_named_by_the_others(nodes: int, fault: str, said: str) -> None:
+    ended = run(nodes, fault)
+    assert ended.returncode != 0
+    assert "PeerLostError" in ended.stderr and said in ended.stderr, ended.stderr

@@ -13,7 +13,7 @@ import torch
 
 from nodes import eventually, on_nodes, pulled
 from torchrelay import _native, config
-from torchrelay.errors import ProtocolError
+from torchrelay.errors import PeerLostError, ProtocolError
 from torchrelay.parameters import Server, Worker
 
 TOKEN = b"the right token!"
@@ -81,13 +81,16 @@ def test_a_peer_of_another_version_is_a_protocol_error_of_every_operation() -> N
 
     def body(server: Server, worker: Worker) -> None:
         worker.barrier()
-        mine = server.addresses[server.node * len(server.addresses) // server.num_nodes]
-        host, port = mine.removeprefix("direct://").split(":")
-        with socket.create_connection((host, int(port))) as old:
-            old.sendall(b"TRLY" + struct.pack("<HH", 99, 0) + TOKEN)
-            with pytest.raises(ProtocolError, match="version 99"):
+        if server.node == 0:
+            host, port = server.addresses[0].removeprefix("direct://").split(":")
+            with socket.create_connection((host, int(port))) as old:
+                old.sendall(b"TRLY" + struct.pack("<HH", 99, 0) + TOKEN)
+                with pytest.raises(ProtocolError, match="version 99"):
+                    _push_for_ever(worker)
+        else:  # at once, not after the silence
+            with pytest.raises(PeerLostError, match=r"node 0 is lost.*cannot serve it any more"):
                 _push_for_ever(worker)
-        with contextlib.suppress(ProtocolError):  # where a push was under way
+        with contextlib.suppress(ProtocolError, PeerLostError):  # where a push was under way
             worker.finalize()
 
     on_nodes(2, body, table={"keys": 40}, network=_network(), transport=patient)

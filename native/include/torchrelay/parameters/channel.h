@@ -241,7 +241,7 @@ class Channel {
   std::vector<Outbox> outboxes_;                                 // by node
   std::vector<Clock::time_point> last_heard_;                    // of a node's channels, by node
   std::vector<bool> gone_;                                       // by node: said goodbye
-  std::vector<bool> refused_;      // by node: its host refused a connection at the last beat
+  std::vector<bool> refused_;  // by node: its host refused a connection at the last beat
   bool has_reported_loss_ = false;
   Clock::time_point next_round_, last_round_, next_beat_, next_look_;
   Clock::time_point last_refresh_all_;

@@ -7,8 +7,10 @@ original's names for arguments and TorchRelay's are accepted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 
 from torchrelay import config
-from torchrelay.errors import ArgumentError, ConfigError
+from torchrelay.errors import ArgumentError, ConfigError, PeerLostError, TorchRelayError
 from torchrelay.parameters import Server as _Server
 from torchrelay.parameters import Worker as _Worker
 from torchrelay.parameters.topology import TECHNIQUES, Topology, dmlc_variables, of_servers
@@ -27,7 +29,9 @@ from torchrelay.parameters.topology import TECHNIQUES, Topology, dmlc_variables,
 __all__ = ["Server", "Worker", "scheduler", "setup"]
 
 _SHUT_DOWN = "torchrelay/parameters/shut_down"
+_LOST = "torchrelay/parameters/lost"
 _POLL_S = 0.05
+_LEAVING_S = 10.0  # after the loss of a node, the others have this long to leave
 
 
 class _Setup:
@@ -65,14 +69,23 @@ def setup(num_keys: int, num_threads: int, use_techniques: str = "", num_channel
 
 
 def scheduler(num_keys: int, num_threads: int) -> None:
-    """Serves the address where nodes meet, ``DMLC_PS_ROOT_URI``:``DMLC_PS_ROOT_PORT``, until all have shut down."""
+    """Serves the address where nodes meet, ``DMLC_PS_ROOT_URI``:``DMLC_PS_ROOT_PORT``, until all have shut down.
+
+    Raises:
+        PeerLostError: a node was lost; names it.
+    """
     import torch.distributed as dist  # noqa: PLC0415
 
     num_nodes, address, port = dmlc_variables()
     timeout = timedelta(seconds=config.load(config.Parameters).timeout_s)
     store = dist.TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-    while store.add(_SHUT_DOWN, 0) < num_nodes:
+    give_up_s = math.inf
+    while store.add(_SHUT_DOWN, 0) < num_nodes and time.monotonic() < give_up_s:
+        if give_up_s == math.inf and store.check([_LOST]):
+            give_up_s = time.monotonic() + _LEAVING_S
         time.sleep(_POLL_S)
+    if store.check([_LOST]):
+        raise PeerLostError(store.get(_LOST).decode())
 
 
 def _with_names(method: Callable[..., Any], **names: str) -> Callable[..., Any]:
@@ -127,11 +140,32 @@ class Server(_Server):
 
     def shutdown(self) -> None:
         """Waits for all nodes, then stops."""
-        if self._down:
-            return
-        super().shutdown()
+        if not self._down:
+            try:
+                super().shutdown()
+            finally:
+                self._report_end(None)
+
+    def stop(self) -> None:
+        """Leaves at once; the other nodes raise PeerLostError."""
+        if not self._down:
+            super().stop()
+            self._report_end(f"node {self.node} has left with an error; see its own output for why")
+
+    def _report_end(self, problem: str | None) -> None:
+        """Lets the scheduler end: it waits for all nodes, and names one that is lost."""
         store: Any = self.topology.store
-        if "DMLC_NUM_SERVER" in os.environ and store is not None:
+        if "DMLC_NUM_SERVER" not in os.environ or store is None:
+            return
+        try:
+            self.store.check_leader()
+        except PeerLostError as lost:
+            problem = str(lost)
+        except TorchRelayError:
+            pass  # it has been shut down
+        with contextlib.suppress(RuntimeError):  # the scheduler has ended
+            if problem is not None:
+                store.set(_LOST, problem)
             store.add(_SHUT_DOWN, 1)
 
 

@@ -1,0 +1,85 @@
+"""Servers and workers that are used after they were closed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from nodes import on_nodes
+from torchrelay.errors import PeerLostError, UnavailableError
+from torchrelay.parameters import Server, Worker
+
+KEYS, VALUES = torch.arange(2), torch.ones(2)
+
+
+def refuse(server: Server, worker: Worker, match: str) -> None:
+    for use in (
+        lambda: worker.pull(KEYS, VALUES.clone()),
+        lambda: worker.push(KEYS, VALUES, True),
+        lambda: worker.set(KEYS, VALUES),
+        lambda: worker.pull_rows(KEYS, VALUES.clone()),
+        lambda: worker.set_rows(KEYS, VALUES),
+        lambda: worker.pull_if_local(KEYS, VALUES.clone()),
+        lambda: worker.wait(-1),
+        worker.waitall,
+        lambda: worker.is_finished(-1),
+        lambda: worker.intent(KEYS, 1),
+        worker.advance_clock,
+        worker.current_clock,
+        lambda: worker.prepare_sample(1, 1),
+        lambda: worker.pull_sample(0, KEYS.clone(), VALUES.clone()),
+        worker.owned_keys,
+        worker.begin_setup,
+        worker.wait_sync,
+        worker.barrier,
+    ):
+        with pytest.raises(UnavailableError, match=match):
+            use()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("leave", ["shutdown", "stop"])
+def test_a_server_or_worker_that_is_closed_raises(nodes: int, leave: str) -> None:
+    def body(server: Server, worker: Worker) -> None:
+        server.enable_sampling_support("naive")
+        worker.barrier()
+        if leave == "shutdown":
+            server.shutdown()  # before the worker's finalize: the mistake
+        else:
+            with contextlib.suppress(PeerLostError):  # the other may have left by now
+                server.barrier()
+            server.stop()
+        refuse(server, worker, "has left the table")
+        for use in (
+            server.barrier,
+            server.enable_sampling_support,
+            lambda: server.set_learning_rate(1.0),
+            lambda: Worker(0, server),
+        ):
+            with pytest.raises(UnavailableError, match="has left the table"):
+                use()
+        server.shutdown()
+        server.stop()
+
+    on_nodes(nodes, body, table={"keys": 4})
+
+
+def test_a_finalized_worker_raises_and_another_takes_its_place() -> None:
+    def body(server: Server, worker: Worker) -> None:
+        worker.finalize()
+        worker.finalize()
+        refuse(server, worker, "worker 0 of node 0 has been finalized")
+        server.enable_sampling_support("naive")
+        other: Any = Worker(0, server)
+        other.push(KEYS, VALUES)
+        del other
+        gc.collect()
+        other = Worker(0, server)  # though its predecessor was not finalized
+        assert other.current_clock() == 0
+        other.finalize()
+
+    on_nodes(1, body, table={"keys": 4})
