@@ -454,7 +454,7 @@ TEST(the_first_loss_is_what_all_nodes_name) {
 }
 
 TEST(a_loss_is_named_also_after_a_shutdown) {
-  Cluster cluster(2, dense(2, 1), Weather{}, {});
+  Cluster cluster(2, dense(2, 1), {}, {});
   const Store& store = *cluster.stores[0];
   cluster.services[1]->stop();
   eventually([&] { return store.header().departed_node == 2; });
@@ -476,7 +476,7 @@ TEST(a_round_leaves_the_keys_of_other_channels_alone) {
   spec.num_channels = 2;
   ChannelOptions options;
   options.techniques = Techniques::kReplicationOnly;
-  Cluster cluster(2, spec, Weather{}, options);
+  Cluster cluster(2, spec, {}, options);
   const auto worker = cluster.worker(1, 0);
   worker->intent(key.data(), 1, 0, 1);
   eventually([&] { return cluster.stores[1]->total(kReplicasMade) == 1; });

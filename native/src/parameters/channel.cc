@@ -85,7 +85,7 @@ void Channel::loop() {
     if (!unmet_.empty()) answer_met_workers();
     send_outboxes();
     if (Clock::now() >= next_beat_) beat();
-    if (!has_reported_loss_) report_loss();
+    report_loss();
   }
 }
 
@@ -369,10 +369,10 @@ void Channel::lose(std::uint32_t node) {
   store_->lose({Loss::kUnreachable, static_cast<std::uint16_t>(node), 0});
 }
 
-// At once, so that all name the first loss, not the nodes that leave because of it.
+// At once, so that all name the first loss, not the nodes that leave because of it; once.
 void Channel::report_loss() {
   const Loss loss = store_->loss();
-  if (loss.how == Loss::kNone) return;
+  if (has_reported_loss_ || loss.how == Loss::kNone) return;
   has_reported_loss_ = true;
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
     if (node == node_) continue;
@@ -392,7 +392,7 @@ void Channel::take_loss(const Message& message) {
 
 void Channel::goodbye() {
   send_outboxes();
-  if (!has_reported_loss_) report_loss();
+  report_loss();
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
     if (node != node_) courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, 0, Writer(0).finish());
 }

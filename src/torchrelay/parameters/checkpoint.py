@@ -18,11 +18,7 @@ from torchrelay import _torch
 from torchrelay.errors import MismatchError, TorchRelayError, UnavailableError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
-        CheckpointException,
-        StorageReader,
-        StorageWriter,
-    )
+    from torch.distributed.checkpoint import StorageReader, StorageWriter  # type: ignore[attr-defined]
 
     from torchrelay.parameters.table import Table
 
@@ -163,12 +159,8 @@ def save(table: Table, path: str, storage_writer: StorageWriter | None) -> None:
 
     state = {"table": table.state_dict()}
     group = table.process_group
-    try:
-        with _group_of(table):
-            dcp.save(state, checkpoint_id=path, storage_writer=storage_writer, process_group=group)  # type: ignore[attr-defined]
-    except dcp.CheckpointException as error:  # type: ignore[attr-defined]
-        _raise_ours(error)
-        raise
+    with _coordinated(table):
+        dcp.save(state, checkpoint_id=path, storage_writer=storage_writer, process_group=group)  # type: ignore[attr-defined]
 
 
 def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
@@ -183,10 +175,9 @@ def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
     state = {"table": table.empty_state_dict()}
     group = table.process_group
     try:
-        with _group_of(table):
+        with _coordinated(table):
             dcp.load(state, checkpoint_id=path, storage_reader=storage_reader, process_group=group)  # type: ignore[attr-defined]
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
-        _raise_ours(error)
         raise MismatchError(
             f"the checkpoint in {path} does not fit a table of {table.num_keys} rows of {table.row_length} elements "
             f"with optimizer '{table.rule.kind}': {next(iter(error.failures.values()))[0]}"
@@ -194,17 +185,14 @@ def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
     table.load_state_dict(state["table"])
 
 
-def _raise_ours(error: CheckpointException) -> None:
-    """Raise the first of the ranks' failures that has a type of ours, as a storage layer of ours gives them."""
-    for failure, _ in error.failures.values():
-        if isinstance(failure, TorchRelayError):
-            raise failure from error
-
-
 @contextmanager
-def _group_of(table: Table) -> Iterator[None]:
-    """One worker needs no process group, and DCP need not warn that there is none."""
+def _coordinated(table: Table) -> Iterator[None]:
+    """Check the process group of a call of DCP, and give its errors our types where a rank's failure has one.
+
+    One worker needs no process group, and DCP need not warn that there is none.
+    """
     import torch.distributed as dist  # noqa: PLC0415
+    from torch.distributed import checkpoint as dcp  # noqa: PLC0415
 
     size = dist.get_world_size(table.process_group) if dist.is_initialized() else 1
     if size != table.workers:
@@ -214,7 +202,13 @@ def _group_of(table: Table) -> Iterator[None]:
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        try:
+            yield
+        except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+            for failure, _ in error.failures.values():
+                if isinstance(failure, TorchRelayError):
+                    raise failure from error
+            raise
 
 
 def _pieces(start: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -64,7 +64,8 @@ class StoredModel:
 
     def storage(self, index: int) -> torch.Tensor:
         """Return the bytes of one storage as a uint8 tensor, without copying."""
-        return self.segment.tensor((self.layout.storages[index],), torch.uint8, self.offsets[index])
+        start = self.offsets[index]
+        return self.bytes(start, start + self.layout.storages[index])
 
     def bytes(self, start: int, end: int) -> torch.Tensor:
         """Return the bytes from `start` up to `end` of the segment as a uint8 tensor, without copying."""

@@ -88,22 +88,11 @@ def compare_switches(graph: Graph, dim: int, checkpoint: str, file: str) -> Swit
     inputs = dict.fromkeys(question, (torch.int64, (-1,)))
     with ModelStore() as store:
         complex_sizes = {**sizes, "dim": dim}
-        store.add(
-            "trained",
-            ServedComplEx,
-            kwargs=complex_sizes,
-            weights=checkpoint,
-            weights_prefix="model.",
-            inputs=inputs,
-        )
-        store.add(
-            "baseline",
-            MostFrequent,
-            kwargs=sizes,
-            weights=checkpoint,
-            weights_prefix="baseline.",
-            inputs=inputs,
-        )
+        for name, factory, kwargs, prefix in (
+            ("trained", ServedComplEx, complex_sizes, "model."),
+            ("baseline", MostFrequent, sizes, "baseline."),
+        ):
+            store.add(name, factory, kwargs=kwargs, weights=checkpoint, weights_prefix=prefix, inputs=inputs)
         ready = ServedComplEx(**complex_sizes)
         ready.load_state_dict(torch.load(file, weights_only=True)["model"])
         arena_bytes = sum(store.get(name).size_bytes for name in store.names()) + (1 << 20)
