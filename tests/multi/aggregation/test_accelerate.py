@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,9 +22,13 @@ ROWS = 12
 def test_accelerate_trains_over_the_group_that_it_finds(world: World) -> None:
     """On CPUs accelerate makes groups of Gloo or MPI only, but it takes one that is there."""
     from accelerate import Accelerator
-    from accelerate.test_utils.scripts import test_distributed_data_loop as data_loop
-    from accelerate.utils import broadcast_object_list, gather_object
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 
+    with pytest.raises(ValueError, match="backend sml is not available, please use gloo"):
+        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="sml")])
+    assert not dist.is_initialized()
+    AcceleratorState._reset_state(reset_partial_state=True)
     dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=2)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert accelerator.num_processes == 2 and dist.get_backend() == "sml"
@@ -43,10 +50,23 @@ def test_accelerate_trains_over_the_group_that_it_finds(world: World) -> None:
     assert accelerator.gather(torch.tensor([world.rank])).tolist() == [0, 1]
     assert accelerator.reduce(torch.ones(2)).tolist() == [2, 2]
     assert gather_object([world.rank]) == [0, 1] and broadcast_object_list([world.rank]) == [0]
-    data_loop.test_default_ensures_even_batch_sizes()
-    data_loop.test_can_disable_even_batches()
-    loader = torch.utils.data.DataLoader(
-        data_loop.DummyDataset(), batch_size=data_loop.BATCH_SIZE, shuffle=True
-    )
-    data_loop.test_data_loader(loader, accelerator)
     accelerator.wait_for_everyone()
+    accelerates_own_test_of_data_loops()
+
+
+def accelerates_own_test_of_data_loops() -> None:
+    """The whole script. It is made for GPUs, so accelerate has to treat CPUs as it treats them."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.test_utils.scripts import test_distributed_data_loop as script
+    from accelerate.utils import DistributedType
+
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP takes no device ids for modules on CPUs
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    script.NUM_WORKERS = 0
+    if importlib.util.find_spec("torchdata") is None:
+        script.test_stateful_dataloader = script.test_stateful_dataloader_save_state = lambda _: None
+    assert dist.get_backend() == "sml"
+    script.main()
+    assert not dist.is_initialized()  # its last line ends the group
