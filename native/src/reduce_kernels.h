@@ -184,7 +184,9 @@ template <class T, template <class> class Operation, bool average>
 void run_native(const std::byte* const* sources, int count_sources, std::byte* out, std::size_t count) {
   using Array = typename Loose<T>::Type;
   alignas(64) T tile[kTile];
-  const auto divisor = static_cast<T>(count_sources);
+  // A narrow integer may not hold the number of sources.
+  using Divisor = std::conditional_t<std::is_integral_v<T> && sizeof(T) < sizeof(int), int, T>;
+  const auto divisor = static_cast<Divisor>(count_sources);
   for (std::size_t base = 0; base < count; base += kTile) {
     const std::size_t size = count - base < kTile ? count - base : kTile;
     const auto* total = reinterpret_cast<const Array*>(sources[0]) + base;

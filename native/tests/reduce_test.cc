@@ -44,6 +44,16 @@ TEST(sums_products_extremes_and_bits) {
         std::vector<std::int32_t>{1 ^ 5 ^ -2, -7 ^ 3 ^ 2, 12 ^ 10 ^ 6});
 }
 
+TEST(averages_of_narrow_integers_over_more_sources_than_they_can_count) {
+  for (const auto& set : instruction_sets()) {
+    std::vector<std::vector<std::int8_t>> in(130, {0, -1});
+    in[0] = {127, 2};
+    CHECK(reduced(Dtype::kInt8, Op::kAverage, in, set) == std::vector<std::int8_t>{0, 0});  // -127 / 130
+    const std::vector<std::vector<std::uint8_t>> zeros(256, {0});
+    CHECK(reduced(Dtype::kUint8, Op::kAverage, zeros, set) == std::vector<std::uint8_t>{0});
+  }
+}
+
 TEST(integers_wrap) {
   CHECK(reduced<std::int8_t>(Dtype::kInt8, Op::kSum, {{127}, {1}})[0] == -128);
   CHECK(reduced<std::int16_t>(Dtype::kInt16, Op::kProduct, {{-32768}, {-1}})[0] == -32768);

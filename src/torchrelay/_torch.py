@@ -23,6 +23,7 @@ from torchrelay.errors import UnsupportedError
 __all__ = [
     "BackendsAsked",
     "CheckpointShard",
+    "TimeoutOnly",
     "after_backward",
     "apply_of",
     "backends_asked",
@@ -48,6 +49,7 @@ __all__ = [
     "inner_tensors",
     "is_dcp_loading",
     "is_fsdp1_asking",
+    "is_setting_timeout",
     "is_transformed",
     "lazy_caller",
     "local_blocks",
@@ -626,6 +628,23 @@ def store_host(store: Any) -> str | None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", None)
+
+
+def is_setting_timeout() -> bool:
+    """Whether the caller's caller is c10d's function that sets the timeout of a group. Checked on 2.13."""
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    code = sys._getframe(2).f_code
+    return code is distributed_c10d._set_pg_timeout.__code__
+
+
+class TimeoutOnly:
+    """Stands for a backend where c10d sets a timeout, which it does for Gloo and NCCL only. Checked on 2.13."""
+
+    __class__ = property(lambda _: torch.distributed.ProcessGroupGloo)  # what isinstance asks
+
+    def __init__(self, set_timeout: Callable[[datetime.timedelta], None]) -> None:
+        self._set_default_timeout = set_timeout
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:

@@ -38,8 +38,12 @@ _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
+
+# srun sets it for a job step. The script of sbatch has the others, too, but runs once for the whole allocation.
+_SLURM_STEP = "SLURM_STEP_ID"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class World:
             ConfigError: a variable is no number, or rank and size contradict each other.
         """
         environ = os.environ if environ is None else environ
-        found = next((names for names in _LAUNCHERS if names[1] in environ and names[2] in environ), None)
+        found = next((names for names in _LAUNCHERS if _has_set(names, environ)), None)
         if found is None:
             return cls()
         launcher, rank_key, size_key, local_key = found
@@ -113,6 +117,11 @@ class World:
                 f"{timeout_s:g} s; is rank 0 running, and do MASTER_ADDR and MASTER_PORT name its host? ({error})",
                 ranks=(0,),
             ) from error
+
+
+def _has_set(launcher: tuple[str, str, str, str], environ: Mapping[str, str]) -> bool:
+    name, rank_key, size_key, _ = launcher
+    return rank_key in environ and size_key in environ and (name != "Slurm" or _SLURM_STEP in environ)
 
 
 def _number(environ: Mapping[str, str], key: str) -> int:

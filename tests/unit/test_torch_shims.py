@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,21 @@ def test_group_store_is_where_a_group_met_and_gloo_groups_need_no_other(tmp_path
     gathered = [torch.zeros(2)]
     group.allgather([gathered], [torch.ones(2)]).wait()
     assert torch.equal(gathered[0], torch.ones(2))
+
+
+def test_a_timeout_is_set_through_what_stands_for_a_backend() -> None:
+    given: list[timedelta] = []
+
+    class Group(dist.ProcessGroup):
+        _device_types = (torch.device("cpu"),)
+
+        def _get_backend(self, _: torch.device) -> Any:
+            return _torch.TimeoutOnly(given.append) if _torch.is_setting_timeout() else None
+
+    group = Group(0, 1)
+    assert group._get_backend(torch.device("cpu")) is None
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+    assert given == [timedelta(seconds=3)]
 
 
 def test_model_of_ddp_being_made_is_seen_by_a_module_that_is_asked_for_its_parameters() -> None:

@@ -35,7 +35,20 @@ def test_torchrun() -> None:
             "Open MPI",
         ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, "MPICH"),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "Slurm"),
+        (
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"},
+            "Slurm",
+        ),
+        (
+            {
+                "SLURM_PROCID": "1",
+                "SLURM_NTASKS": "8",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_LOCALID": "0",
+                "SLURM_STEP_ID": "3",
+            },
+            "Slurm",
+        ),
     ],
 )
 def test_other_launchers(environ: dict[str, str], launcher: str) -> None:
@@ -43,6 +56,18 @@ def test_other_launchers(environ: dict[str, str], launcher: str) -> None:
     assert (world.rank, world.size, world.local_rank, world.launcher) == (1, 2, 0, launcher)
     with pytest.raises(ConfigError, match="MASTER_PORT is not set"):
         world.connect()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},  # the script of sbatch
+        {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},  # the shell of salloc
+    ],
+)
+def test_a_shell_in_an_allocation_is_a_world_of_its_own(more: dict[str, str]) -> None:
+    environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", **more}
+    assert World.from_environment(environ).size == 1
 
 
 def test_torchrun_inside_slurm_is_torchrun() -> None:

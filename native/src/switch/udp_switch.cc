@@ -65,6 +65,13 @@ int bound_socket(const UdpSwitchOptions& options) {
   return fd;
 }
 
+std::uint16_t port_of(int fd) {
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
+  return ntohs(address.sin_port);
+}
+
 void count(SwitchCounts& counts, Verdict verdict) {
   switch (verdict) {
     case Verdict::kConsumed: break;
@@ -82,14 +89,21 @@ struct UdpSwitch::State {
   explicit State(const UdpSwitchOptions& given)
       : options(given),
         fd(bound_socket(given)),
+        port(port_of(fd)),
         wake(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
         inbox(fd),
         outbox(fd, false),
         random(given.drop_seed) {}
 
   ~State() {
+    close_socket();
     ::close(wake);
-    ::close(fd);
+  }
+
+  // Under the lock once the thread runs.
+  void close_socket() {
+    if (fd >= 0) ::close(fd);
+    fd = -1;
   }
 
   void loop() {
@@ -222,6 +236,7 @@ struct UdpSwitch::State {
 
   UdpSwitchOptions options;
   int fd;
+  const std::uint16_t port;
   int wake;
   std::thread thread;
 
@@ -254,14 +269,11 @@ void UdpSwitch::stop() {
   const std::uint64_t one = 1;
   (void)!write(state_->wake, &one, sizeof one);
   state_->thread.join();
+  const auto guard = state_->hold();
+  state_->close_socket();
 }
 
-std::uint16_t UdpSwitch::port() const noexcept {
-  sockaddr_in address{};
-  socklen_t size = sizeof address;
-  getsockname(state_->fd, reinterpret_cast<sockaddr*>(&address), &size);
-  return ntohs(address.sin_port);
-}
+std::uint16_t UdpSwitch::port() const noexcept { return state_->port; }
 
 void UdpSwitch::open_session(std::uint64_t id, const TableShape& shape) {
   auto session = std::make_unique<Session>(id, shape);
@@ -308,6 +320,7 @@ std::optional<ControlMessage> UdpSwitch::receive_control(std::chrono::millisecon
 
 void UdpSwitch::send_control(Bytes message, const Endpoint& to) {
   const auto guard = state_->hold();
+  if (state_->fd < 0) throw Error(Code::kUnavailable, "switch: it has been stopped and sends no more");
   std::copy(message.begin(), message.end(), state_->outbox.allocate(message.size()));
   state_->outbox.send_to(to);
   state_->outbox.flush();

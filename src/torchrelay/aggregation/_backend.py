@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +32,6 @@ class SmlBackend:
     def __init__(self, group: SmlGroup) -> None:
         self._group = group
 
-    # Before 2.14 no Python class can be a c10d Backend, and `_set_pg_timeout` asks only what is a Gloo backend.
-    __class__ = property(lambda self: dist.ProcessGroupGloo)
-
     def __repr__(self) -> str:
         return f"<sml backend of {self._group._name or 'a group'}>"
 
@@ -50,9 +46,6 @@ class SmlBackend:
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Ranks are connected once the group is made."""
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._group.set_timeout(timeout)
 
 
 def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchrelay._torch import dispatches_itself, watched
+from torchrelay._torch import TimeoutOnly, dispatches_itself, is_setting_timeout, watched
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._backend import SmlBackend
 from torchrelay.aggregation._calls import Tensors
@@ -121,7 +121,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device | str) -> Any:
         """What runs the calls for tensors on ``device``. Raises RuntimeError, as c10d does, if nothing does."""
         if torch.device(device).type in self._devices:
-            return self._backend
+            return TimeoutOnly(self.set_timeout) if is_setting_timeout() else self._backend
         return self._others._get_backend(torch.device(device))
 
     # --- reductions

@@ -154,6 +154,17 @@ def test_limits_and_networks() -> None:
         idle.all_reduce(torch.ones(1))
 
 
+def test_a_closed_data_plane_has_given_its_port_back() -> None:
+    plane = UdpDataPlane(port=0)
+    plane.close()
+    with UdpDataPlane(port=plane.port) as again:
+        assert again.port == plane.port
+    with pytest.raises(UnavailableError, match="stopped and sends no more"):
+        plane.send_control(b"x", "127.0.0.1", 9)
+    assert plane.stats().port == plane.port
+    plane.close()
+
+
 def test_no_switch_is_an_error_that_names_it() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))

@@ -28,13 +28,16 @@ def test_what_pytorch_asks_a_group(world: World) -> None:
     backend = group._get_backend(CPU)
     assert backend.name() == "sml" and backend.rank() == world.rank and backend.size() == 2
     assert not backend.supports_splitting and not backend.supports_coalescing
+    assert not isinstance(backend, dist.ProcessGroupGloo)
     assert not backend.supports_tensor_alloc(CPU) and not backend.supports_time_estimate
     tensor = torch.ones(3)
     backend.allreduce([tensor]).wait()
     assert tensor.eq(2).all()
     with pytest.raises(RuntimeError, match="No backend type associated with device type xpu"):
         group._get_backend(torch.device("xpu"))
-    dist.barrier()
+    with pytest.raises(ValueError, match="only implemented for GLOO backend"):
+        dist.monitored_barrier()  # it compares the backend's name before it asks the group
+    group.monitored_barrier(timedelta(seconds=60))
     c10d._set_pg_timeout(timedelta(seconds=1), group)
     if world.rank == 0:
         started = time.monotonic()

@@ -93,7 +93,7 @@ class UdpSwitch {
   // The workers that packets in progress wait for.
   std::vector<std::uint32_t> missing(std::uint64_t id) const;
 
-  // Ends the thread. The statistics stay.
+  // Ends the thread and closes the socket. The statistics stay; send_control throws kUnavailable.
   void stop();
 
  private:
