@@ -85,6 +85,36 @@ def test_overwritten_leaf_may_be_trained_afterwards() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_scripted_functions_start_communications_and_wait() -> None:
+    """The original's example, from itself to itself."""
+
+    def function(x: torch.Tensor, comm: mpi4torch.MPI_Communicator) -> torch.Tensor:
+        handle = comm.Isend(x, comm.rank, 5)
+        first = comm.Recv(mpi4torch.JoinDummies(torch.empty_like(x), [handle.dummy]), comm.rank, 5)
+        sent = comm.Wait(mpi4torch.JoinDummiesHandle(handle, [first]))
+        receiving = comm.Irecv(torch.empty_like(x), 0, 6)
+        sending = comm.Isend(3 * mpi4torch.JoinDummies(first, [sent]), 0, 6)
+        second = comm.Wait(receiving)
+        return mpi4torch.JoinDummies(second, [comm.Wait(sending)])
+
+    def twice(x: torch.Tensor, comm: mpi4torch.MPI_Communicator) -> torch.Tensor:
+        handle = comm.Irecv(torch.empty_like(x), 0, 7)
+        comm.Send(x, 0, 7)
+        return comm.Wait(handle) + comm.Wait(handle)
+
+    for run in (function, torch.jit.script(function)):
+        for _ in range(3):
+            x = torch.arange(4.0).requires_grad_()
+            y = run(x, mpi4torch.COMM_WORLD)
+            assert y.tolist() == [0.0, 3.0, 6.0, 9.0]
+            mpi.backward(y.square().sum())
+            assert x.grad is not None and x.grad.tolist() == [0.0, 18.0, 36.0, 54.0]
+    for run in (twice, torch.jit.script(twice)):
+        with torch.no_grad(), pytest.raises((ArgumentError, RuntimeError), match="already waited for"):
+            run(torch.ones(2), mpi4torch.COMM_WORLD)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_scripted_functions_take_a_communicator() -> None:
     def function(x: torch.Tensor, comm: mpi4torch.MPI_Communicator) -> torch.Tensor:
         y = comm.Allreduce(x, mpi4torch.MPI_SUM) / comm.size

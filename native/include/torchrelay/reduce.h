@@ -31,7 +31,8 @@ const char* name(Dtype dtype) noexcept;
 const char* name(Op op) noexcept;
 
 // A kernel: out[i] = sources[0][i] op ... op sources[count_sources - 1][i], for `count` elements. kAverage
-// divides the sum, which wraps in integers, by count_sources (integers: towards zero). `out` may be one of the sources.
+// divides the sum by count_sources (integers: the wrapped sum, towards zero). `out` may be one of the
+// sources.
 using Kernel = void (*)(const std::byte* const* sources, int count_sources, std::byte* out,
                         std::size_t count);
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchrelay.compat.mpi4torch._script import make_scriptable
+from torchrelay.compat.mpi4torch._script import JoinDummies, JoinDummiesHandle, make_scriptable
 from torchrelay.errors import GraphError
 from torchrelay.mpi import COMM_WORLD as _WORLD
 from torchrelay.mpi import (
@@ -29,8 +29,6 @@ from torchrelay.mpi import (
     MPI_PROD,
     MPI_SUM,
     Communicator,
-    JoinDummies,
-    JoinDummiesHandle,
     Op,
     WaitHandle,
     compiled,

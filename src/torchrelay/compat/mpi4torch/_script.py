@@ -1,14 +1,16 @@
 """mpi4torch's communicator as TorchScript sees it.
 
 Scripted code knows neither our communicators nor autograd functions in Python. It gets a class of its own, whose
-methods name the function and the communicator to one operator of ``torch.library``, which TorchScript takes to
-have side effects: calls whose result is not used are kept, and keep their order.
+methods name the function and the communicator to operators of ``torch.library``, which TorchScript takes to
+have side effects: calls whose result is not used are kept, and keep their order. A communication under way is known
+to it by a number.
 """
 
 # TorchScript compiles no casts of an operator's result.
-# mypy: disable-error-code="no-any-return"
+# mypy: disable-error-code="no-any-return,return-value,attr-defined"
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay import _torch
-from torchrelay.mpi import Communicator, Op, compiled
+from torchrelay import _torch, mpi
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi import Communicator, Op, WaitHandle, compiled
 
-__all__ = ["make_scriptable"]
+__all__ = ["JoinDummies", "JoinDummiesHandle", "make_scriptable"]
 
 _Library: Any = torch.library.Library
 _library = _Library("torchrelay_mpi4torch", "DEF")
-_SCHEMA = "call(Tensor tensor, int comm, str function, str op, int[] arguments) -> Tensor"
-_library.define(_SCHEMA, "CONSERVATIVE")  # it has side effects
+for _schema in (
+    "call(Tensor tensor, int comm, str function, str op, int[] arguments) -> Tensor",
+    "start(Tensor tensor, int comm, str function, int peer, int tag) -> (Tensor, int)",
+    "wait(Tensor dummy, int handle) -> Tensor",
+    "join(Tensor tensor, Tensor[] dummies) -> Tensor",
+):
+    _library.define(_schema, "CONSERVATIVE")  # it has side effects
+
+_started: dict[int, WaitHandle] = {}  # and not waited for, by number
+_numbers = itertools.count()
 
 
 def _call(tensor: Tensor, comm: int, function: str, op: str, arguments: Sequence[int]) -> Tensor:
@@ -32,7 +43,48 @@ def _call(tensor: Tensor, comm: int, function: str, op: str, arguments: Sequence
     return method(tensor, *([Op[op]] if op else []), *arguments)
 
 
+def _start(tensor: Tensor, comm: int, function: str, peer: int, tag: int) -> tuple[Tensor, int]:
+    handle: WaitHandle = getattr(compiled.communicator(comm), function)(tensor, peer, tag)
+    number = next(_numbers)
+    _started[number] = handle
+    return handle.dummy, number
+
+
+def _wait(dummy: Tensor, handle: int) -> Tensor:
+    started = _started.pop(handle, None)
+    if started is None:
+        raise ArgumentError("Wait: this communication was already waited for")
+    return WaitHandle(started.transfer, dummy).Wait()
+
+
 _library.impl("call", _call, "CompositeImplicitAutograd")
+_library.impl("start", _start, "CompositeImplicitAutograd")
+_library.impl("wait", _wait, "CompositeImplicitAutograd")
+_library.impl("join", mpi.JoinDummies, "CompositeImplicitAutograd")
+
+
+class _WaitHandle:
+    """A communication under way."""
+
+    def __init__(self, dummy: Tensor, number: int) -> None:
+        self.dummy = dummy
+        self.number = number
+
+
+def JoinDummies(loopthrough: Tensor, dummies: list[Tensor]) -> Tensor:
+    """``loopthrough``, which for autograd depends on the ``dummies`` too."""
+    if torch.jit.is_scripting():
+        return torch.ops.torchrelay_mpi4torch.join(loopthrough, dummies)
+    else:  # noqa: RET505 - TorchScript compiles what follows a return
+        return mpi.JoinDummies(loopthrough, dummies)
+
+
+def JoinDummiesHandle(handle: WaitHandle, dummies: list[Tensor]) -> WaitHandle:
+    """``handle``, whose ``Wait`` for autograd depends on the ``dummies`` too."""
+    if torch.jit.is_scripting():
+        return _WaitHandle(torch.ops.torchrelay_mpi4torch.join(handle.dummy, dummies), handle.number)
+    else:  # noqa: RET505 - TorchScript compiles what follows a return
+        return mpi.JoinDummiesHandle(handle, dummies)
 
 
 class _Communicator:
@@ -72,11 +124,24 @@ class _Communicator:
     def Recv(self, tensor: Tensor, source: int, tag: int) -> Tensor:
         return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Recv", "", [source, tag])
 
+    def Isend(self, tensor: Tensor, dest: int, tag: int) -> WaitHandle:
+        dummy, number = torch.ops.torchrelay_mpi4torch.start(tensor, self.number, "Isend", dest, tag)
+        return _WaitHandle(dummy, number)
+
+    def Irecv(self, tensor: Tensor, source: int, tag: int) -> WaitHandle:
+        dummy, number = torch.ops.torchrelay_mpi4torch.start(tensor, self.number, "Irecv", source, tag)
+        return _WaitHandle(dummy, number)
+
+    def Wait(self, handle: WaitHandle) -> Tensor:
+        return torch.ops.torchrelay_mpi4torch.wait(handle.dummy, handle.number)
+
 
 def make_scriptable(kind: type[Communicator]) -> None:
-    """Lets scripted functions take a ``kind``."""
+    """Let scripted functions take a ``kind``, and make and wait for handles."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is
         script: Any = torch.jit.script  # it looks for `Op` where it is called
+        script(_WaitHandle)
+        _torch.script_as(WaitHandle, _WaitHandle)
         script(_Communicator)
     _torch.script_as(kind, _Communicator)
