@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
+import pickle
 import statistics
 import tempfile
 import time
@@ -26,17 +27,19 @@ from checkpoint_shard import load_eager, load_shard, save_model
 from report import gigabytes, spread, table, write
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.multiprocessing.spawn import start_processes
 
-from torchrelay.checkpoint._assemble import Description, PartRecord, assemble
+from torchrelay.checkpoint._assemble import Description, assemble, record_of
 from torchrelay.checkpoint._load import MAX_BUFFER_BYTES
 from torchrelay.checkpoint._manifest import from_bytes
 from torchrelay.checkpoint._plan import Held, deal
 from torchrelay.checkpoint._read import segments_of
-from torchrelay.checkpoint._types import Box, Chunk, DataFile
+from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile
+from torchrelay.checkpoint._write import Part, Source
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
 PLAN_RANKS = (64, 128, 256, 512)
@@ -77,7 +80,8 @@ class Plan:
     """Seconds of planning, without communication."""
 
     save_s: float  # what rank 0 does: who writes what, and the metadata of all ranks' chunks
-    read_s: float  # what every rank does to read the metadata; not of DCP, which unpickles them
+    encode_s: float  # what rank 0 does besides to write the metadata; of ours, part of save_s
+    read_s: float  # what every rank does to read the metadata
     load_s: float  # what every rank does to find what it reads
 
 
@@ -88,19 +92,26 @@ def plan_ours(ranks: int, tensors: int) -> Plan:
     shape = (PLAN_ROWS * ranks, COLUMNS)
     files = [f"data-{rank:05d}-00000.safetensors" for rank in range(ranks)]
     boxes = [Box((PLAN_ROWS * rank, 0), (PLAN_ROWS, COLUMNS)) for rank in range(ranks)]
-    records = [
-        PartRecord(
+    parts = [
+        Part(
             {file: DataFile(512 + tensors * size_bytes, 512, 0)},
-            [((name,), Chunk(box, file, name, 512 + i * size_bytes)) for i, name in enumerate(names)],
+            [
+                (
+                    Source((name,), DTYPES["float32"], shape, box, lambda: memoryview(b"")),
+                    Chunk(box, file, name, 512 + i * size_bytes, bytes(4)),
+                )
+                for i, name in enumerate(names)
+            ],
         )
         for file, box in zip(files, boxes, strict=True)
     ]
+    others = [record_of(part) for part in parts[1:]]
     held = [Held((name,), size_bytes, (0,), name) for name in names]
     everyone = [Description(dict.fromkeys(names, ("float32", shape, "")), {}, {})]
 
     def plan_save() -> bytes:
         deal(held, 0)
-        return assemble(everyone, records, world_size=ranks)[0]
+        return assemble(everyone, [record_of(parts[0]), *others])[0]
 
     save_s, data = seconds_of(plan_save)
     read_s, manifest = seconds_of(lambda: from_bytes(data, "the manifest"))
@@ -109,7 +120,7 @@ def plan_ours(ranks: int, tensors: int) -> Plan:
         lambda: [segments_of(name, entry, wanted) for name, entry in manifest.tensors.items()]
     )
     assert all(len(segments) == 2 for segments in found)
-    return Plan(save_s, read_s, load_s)
+    return Plan(save_s, 0.0, read_s, load_s)
 
 
 def plan_dcp(ranks: int, tensors: int) -> Plan:
@@ -124,6 +135,13 @@ def plan_dcp(ranks: int, tensors: int) -> Plan:
 
     plans = [SavePlan([item(f"t{i}", rank) for i in range(tensors)]) for rank in range(ranks)]
     save_s, (_, metadata) = seconds_of(lambda: create_default_global_save_plan(dedup_save_plans(plans)))
+    metadata.storage_data = {
+        item.index: _StorageInfo(f"__{rank}_0.distcp", 512 + i * 16384, 16384)
+        for rank, plan in enumerate(plans)
+        for i, item in enumerate(plan.items)
+    }
+    encode_s, data = seconds_of(lambda: pickle.dumps(metadata))
+    read_s, metadata = seconds_of(lambda: pickle.loads(data))
     offsets = torch.Size((PLAN_ROWS * ranks // 2, 0))
     wanted = [ChunkStorageMetadata(offsets, torch.Size((2 * PLAN_ROWS, COLUMNS)))]
     stored: dict[str, Any] = metadata.state_dict_metadata
@@ -131,7 +149,7 @@ def plan_dcp(ranks: int, tensors: int) -> Plan:
         lambda: [create_read_items_for_chunk_list(name, one, wanted) for name, one in stored.items()]
     )
     assert all(len(items) == 2 for items in found)
-    return Plan(save_s, 0.0, load_s)
+    return Plan(save_s, encode_s, read_s, load_s)
 
 
 def seconds_of(function: Callable[[], Any]) -> tuple[float, Any]:

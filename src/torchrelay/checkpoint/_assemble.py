@@ -9,14 +9,15 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrelay.checkpoint import _manifest
-from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Manifest, StatePath, TensorEntry
+from torchrelay.checkpoint._boxes import tiling_fault
+from torchrelay.checkpoint._types import Box, DataFile, StatePath
 from torchrelay.checkpoint._write import Part
-from torchrelay.errors import CorruptionError, MismatchError
+from torchrelay.errors import MismatchError
 
-__all__ = ["Description", "PartRecord", "assemble", "record_of"]
+__all__ = ["ChunkRecord", "Description", "PartRecord", "assemble", "record_of"]
 
 
 @dataclass(frozen=True)
@@ -33,58 +34,75 @@ class Description:
         return hashlib.sha256(text.encode()).digest()
 
 
+class ChunkRecord(NamedTuple):
+    """A chunk that was written: the keys that share it, its place, and its entry in the manifest."""
+
+    keys: tuple[str, ...]
+    box: Box
+    text: str
+
+
 @dataclass(frozen=True)
 class PartRecord:
-    """What the coordinator needs to know of a rank's part: its files, and each chunk with its keys."""
+    """What the coordinator needs to know of a rank's part: its files, and its chunks."""
 
     files: dict[str, DataFile]
-    chunks: list[tuple[tuple[str, ...], Chunk]]
+    chunks: list[ChunkRecord]
 
 
 def record_of(part: Part) -> PartRecord:
-    return PartRecord(part.files, [(source.keys, chunk) for source, chunk in part.chunks])
+    """The record of a part; each rank encodes its own chunks, so that the coordinator need not."""
+    return PartRecord(
+        part.files,
+        [
+            ChunkRecord(source.keys, chunk.box, _manifest.chunk_text(chunk, source.size_bytes))
+            for source, chunk in part.chunks
+        ],
+    )
 
 
 def assemble(
-    everyone: Sequence[Description],
-    records: Sequence[PartRecord],
-    *,
-    world_size: int,
-    save_id: str | None = None,
+    everyone: Sequence[Description], records: Sequence[PartRecord], *, save_id: str | None = None
 ) -> tuple[bytes, dict[str, int]]:
     """The manifest of a checkpoint whose parts are written, and the sizes of its files.
+
+    Args:
+        everyone: what the ranks bring; one description if it is the same for all.
+        records: the parts of all ranks.
+        save_id: the checkpoint's id; by default a random one.
 
     Raises:
         MismatchError: the parts do not make whole tensors.
     """
-    chunks: dict[str, dict[Box, Chunk]] = defaultdict(dict)
+    chunks: dict[str, dict[Box, str]] = defaultdict(dict)
     files: dict[str, DataFile] = {}
     for record in records:
         files.update(record.files)
-        for keys, chunk in record.chunks:
+        for keys, box, text in record.chunks:
             for key in keys:
-                chunks[key].setdefault(chunk.box, chunk)
-    tensors: dict[str, TensorEntry] = {}
+                chunks[key].setdefault(box, text)
+    tensors: dict[str, str] = {}
     objects: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
     for description in everyone:
         objects.update(description.objects)
         paths.update(description.paths)
         for key, (dtype, shape, _) in description.tensors.items():
-            found = sorted(chunks[key].values(), key=lambda chunk: chunk.box.offsets)
-            tensors[key] = TensorEntry(DTYPES[dtype], tuple(shape), tuple(found))
-    manifest = Manifest(
-        id=save_id or secrets.token_hex(8),
+            if key not in tensors:
+                found = sorted(chunks[key].items())
+                fault = tiling_fault(shape, [box for box, _ in found])
+                if fault:
+                    raise MismatchError(
+                        f"the ranks together do not hold the whole tensor {key!r} of shape {list(shape)}: {fault}"
+                    )
+                tensors[key] = _manifest.tensor_text(dtype, shape, [text for _, text in found])
+    data = _manifest.to_bytes(
+        save_id=save_id or secrets.token_hex(8),
         saved_at_ns=time.time_ns(),
-        world_size=world_size,
+        world_size=len(records),
         files=files,
         tensors=tensors,
         objects=objects,
         paths=paths,
     )
-    data = _manifest.to_bytes(manifest)
-    try:
-        _manifest.from_bytes(data, "what the ranks hold")
-    except CorruptionError as error:
-        raise MismatchError(f"the ranks together do not hold whole tensors: {error}") from error
     return data, {name: file.size_bytes for name, file in files.items()}

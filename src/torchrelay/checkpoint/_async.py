@@ -225,13 +225,16 @@ def async_save(
     transaction = open_transaction(path, fsync=fsync)
     path = transaction.location
 
-    def prepare() -> tuple[list[int], bool]:
+    staged: list[tuple[list[int], bool]] = []
+
+    def stage() -> None:
         _check_size(sources, max_staging_bytes, ranks.global_rank)
-        return _state.ready().stage(sources)
+        staged.append(_state.ready().stage(sources))
 
     ranks.coordinate(transaction.begin)
     try:
-        starts, is_new = ranks.together(prepare)[ranks.rank]
+        ranks.together(stage)
+        ((starts, is_new),) = staged
         save_id = ranks.coordinate(lambda: secrets.token_hex(8))
     except BaseException:
         if ranks.is_coordinator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torchrelay.checkpoint._types import Box
@@ -61,6 +62,8 @@ def _busiest_dimension(boxes: Sequence[Box]) -> int | None:
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why ``boxes`` do not cover a tensor of ``shape`` exactly once; None if they do."""
+    if _is_nested_tiling(tuple(shape), boxes, 0):
+        return None
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
             return f"a chunk has {len(box.offsets)} dimensions, the tensor {len(shape)}"
@@ -75,6 +78,29 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
                 return f"two chunks overlap at {common.offsets}"
     covered, total = sum(box.numel for box in full), math.prod(shape)
     return None if covered == total else f"its chunks hold {covered} of {total} elements"
+
+
+def _is_nested_tiling(shape: tuple[int, ...], boxes: Sequence[Box], dim: int) -> bool:
+    """Whether ``boxes``, alike in the dimensions before ``dim``, cut the others one after another.
+
+    Every sharding over a mesh does. Linear in the number of boxes, unlike the search for overlaps.
+    """
+    if len(boxes) == 1:
+        offsets, sizes = boxes[0]
+        return len(offsets) == len(shape) and sizes[dim:] == shape[dim:] and not any(offsets[dim:])
+    if dim == len(shape):
+        return False
+    slabs: dict[tuple[int, int], list[Box]] = defaultdict(list)
+    for box in boxes:
+        if not len(box.offsets) == len(box.sizes) == len(shape):
+            return False
+        slabs[box.offsets[dim], box.sizes[dim]].append(box)
+    end = 0
+    for start, size in sorted(slabs):
+        if start != end:
+            return False
+        end += size
+    return end == shape[dim] and all(_is_nested_tiling(shape, slab, dim + 1) for slab in slabs.values())
 
 
 def contiguous_runs(inner: Box, outer: Box) -> tuple[int, int, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -33,16 +33,17 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay import _torch
-from torchrelay.checkpoint._assemble import Description, PartRecord, assemble
+from torchrelay.checkpoint._assemble import ChunkRecord, Description, PartRecord, assemble
 from torchrelay.checkpoint._catalog import retain
 from torchrelay.checkpoint._foreign import open_checkpoint
 from torchrelay.checkpoint._load import MAX_BUFFER_BYTES, check_verify
+from torchrelay.checkpoint._manifest import chunk_text
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._read import ChunkReader, Segment
 from torchrelay.checkpoint._save import check_count
 from torchrelay.checkpoint._state import dtype_of, source_data
 from torchrelay.checkpoint._storage import Folder, Transaction, open_transaction, split
-from torchrelay.checkpoint._types import Box, Manifest
+from torchrelay.checkpoint._types import Box, DataFile, Manifest
 from torchrelay.checkpoint._values import decode, encode
 from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Source, default_threads, write_part
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
@@ -175,9 +176,11 @@ class Writer(StorageWriter):
             )
         items = dict(sources)
         for source, chunk in part.chunks:
+            text = chunk_text(chunk, source.size_bytes)
             for item in items[source]:
-                record = PartRecord({chunk.file: part.files[chunk.file]}, [((item.index.fqn,), chunk)])
-                results.append(WriteResult(item.index, source.size_bytes, record))
+                record = ChunkRecord((item.index.fqn,), chunk.box, text)
+                written = _Written(chunk.file, part.files[chunk.file], record)
+                results.append(WriteResult(item.index, source.size_bytes, written))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -196,11 +199,15 @@ class Writer(StorageWriter):
         assert self._transaction is not None and self._path is not None
         objects, records = {}, []
         for rank_results in results:
+            record = PartRecord({}, [])
             for result in rank_results:
-                if isinstance(result.storage_data, PartRecord):
-                    records.append(result.storage_data)
+                data = result.storage_data
+                if isinstance(data, _Written):
+                    record.files[data.name] = data.file
+                    record.chunks.append(data.record)
                 else:
-                    objects[result.index.fqn] = result.storage_data
+                    objects[result.index.fqn] = data
+            records.append(record)
         tensors = {
             key: (str(found.properties.dtype).removeprefix("torch."), tuple(found.size), "")
             for key, found in metadata.state_dict_metadata.items()
@@ -208,11 +215,19 @@ class Writer(StorageWriter):
         }
         description = Description(tensors, objects, dict(metadata.planner_data or {}))
         try:
-            self._transaction.commit(*assemble([description], records, world_size=len(results)))
+            self._transaction.commit(*assemble([description], records))
         finally:
             self._discard()
         if self._keep is not None:
             retain(self._path, self._keep)
+
+
+class _Written(NamedTuple):
+    """A chunk that was written, and its file."""
+
+    name: str
+    file: DataFile
+    record: ChunkRecord
 
 
 def _sources(items: list[WriteItem], planner: SavePlanner) -> list[tuple[Source, list[WriteItem]]]:

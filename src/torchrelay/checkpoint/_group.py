@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "group_of"]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Group:
@@ -54,22 +55,59 @@ class Group:
         Raises:
             TorchRelayError: ``local`` raised on some rank; the first such error, on every rank.
         """
-        return self._settle(self.all_gather(_outcome(local)))
+        outcomes: list[Any] = self.all_gather(self._outcome(local))
+        for outcome in outcomes:
+            _result(outcome)
+        return outcomes
 
     def coordinate(self, local: Callable[[], T]) -> T:
         """Calls ``local`` on the coordinator, and gives every rank its result, or its error."""
-        outcome: list[Any] = [_outcome(local) if self.is_coordinator else None]
-        if self.size > 1:
-            with self._lost_peers("waiting for the coordinator"):
-                dist.broadcast_object_list(outcome, src=self.ranks[0], group=self._group)
-        result: T = self._settle(outcome, [self.ranks[0]])[0]
+        result: T = _result(self._broadcast(self._outcome(local) if self.is_coordinator else None))
         return result
 
-    def _settle(self, outcomes: list[Any], ranks: list[int] | None = None) -> list[Any]:
-        for rank, outcome in zip(ranks or self.ranks, outcomes, strict=True):
-            if isinstance(outcome, _Failure):
-                raise outcome.error(rank)
-        return outcomes
+    def conclude(self, local: Callable[[], T], finish: Callable[[list[T]], U]) -> U:
+        """Calls ``local`` on every rank, and ``finish`` with all results on the coordinator.
+
+        The results travel to the coordinator only; every rank gets what ``finish`` returns.
+
+        Raises:
+            TorchRelayError: ``local`` raised on some rank, or ``finish``; the first error, on every rank.
+        """
+        mine = self._outcome(local)
+        outcomes = self._gather(mine)
+        outcome: Any = None
+        if self.is_coordinator:
+            failed = (one for one in outcomes if isinstance(one, _Failure))
+            outcome = next(failed, None) or self._outcome(lambda: finish(outcomes))
+        outcome = self._broadcast(outcome)
+        if isinstance(outcome, _Failure) and outcome.rank == self.global_rank and isinstance(mine, _Failure):
+            outcome = mine
+        result: U = _result(outcome)
+        return result
+
+    def _outcome(self, local: Callable[[], T]) -> T | _Failure:
+        try:
+            return local()
+        except Exception as error:
+            return _Failure(error, self.global_rank)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the group's order; empty on all ranks but the coordinator."""
+        if self.size == 1:
+            return [value]
+        found = [None] * self.size if self.is_coordinator else None
+        with self._lost_peers("gathering"):
+            dist.gather_object(value, found, dst=self.ranks[0], group=self._group)
+        return found or []
+
+    def _broadcast(self, value: Any) -> Any:
+        """The coordinator's value."""
+        if self.size == 1:
+            return value
+        found = [value]
+        with self._lost_peers("waiting for the coordinator"):
+            dist.broadcast_object_list(found, src=self.ranks[0], group=self._group)
+        return found[0]
 
     @contextmanager
     def _lost_peers(self, what: str) -> Iterator[None]:
@@ -87,22 +125,23 @@ class Group:
 class _Failure:
     """An error as it goes to other ranks; the rank that raised it raises the very same."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, rank: int) -> None:
+        self.rank = rank
         self._mine: Exception | None = error
         self._described = describe(error)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mine": None}
 
-    def error(self, rank: int) -> Exception:
-        return self._mine or rebuild(self._described, rank)
+    @property
+    def error(self) -> Exception:
+        return self._mine or rebuild(self._described, self.rank)
 
 
-def _outcome(local: Callable[[], T]) -> T | _Failure:
-    try:
-        return local()
-    except Exception as error:
-        return _Failure(error)
+def _result(outcome: T | _Failure) -> T:
+    if isinstance(outcome, _Failure):
+        raise outcome.error
+    return outcome
 
 
 def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:

@@ -85,8 +85,7 @@ def save(
 
     ranks.coordinate(transaction.begin)
     try:
-        records = ranks.together(write)
-        ranks.coordinate(lambda: transaction.commit(*assemble(everyone, records, world_size=ranks.size)))
+        ranks.conclude(write, lambda records: transaction.commit(*assemble(everyone, records)))
     finally:
         if ranks.is_coordinator:
             transaction.discard()  # does nothing after a commit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "BLOCK_BYTES",
@@ -73,8 +73,7 @@ def _dtypes() -> dict[str, Dtype]:
 DTYPES: Mapping[str, Dtype] = _dtypes()
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A block of a tensor: its first element in each dimension, and its extent."""
 
     offsets: tuple[int, ...]
@@ -89,8 +88,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, stored contiguously in row-major order.
 
     ``name`` is the tensor's name inside the data file, ``start`` the byte of ``file`` at which it begins.

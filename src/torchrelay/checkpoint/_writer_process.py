@@ -19,11 +19,11 @@ from dataclasses import asdict
 from typing import Any
 
 from torchrelay import _native
-from torchrelay.checkpoint._assemble import Description, PartRecord, assemble, record_of
+from torchrelay.checkpoint._assemble import ChunkRecord, Description, PartRecord, assemble, record_of
 from torchrelay.checkpoint._catalog import retain
 from torchrelay.checkpoint._failures import describe, rebuild
 from torchrelay.checkpoint._storage import Transaction, open_transaction
-from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile
+from torchrelay.checkpoint._types import DTYPES, Box, DataFile
 from torchrelay.checkpoint._write import Source, write_part
 from torchrelay.errors import OperationTimeoutError, PeerLostError
 
@@ -134,7 +134,7 @@ class _Job:
                 raise rebuild(outcome["error"], self._job["ranks"][index])
         records = [_record(outcomes[index]) for index in range(len(self._job["ranks"]))]
         everyone = [_description(described) for described in self._job["everyone"]]
-        manifest, files = assemble(everyone, records, world_size=len(records), save_id=self._job["id"])
+        manifest, files = assemble(everyone, records, save_id=self._job["id"])
         self._transaction.commit(manifest, files)
 
     def _outcome(self) -> dict[str, Any]:
@@ -192,27 +192,13 @@ class _Job:
 
 
 def _record_json(record: PartRecord) -> dict[str, Any]:
-    return {
-        "files": {name: asdict(file) for name, file in record.files.items()},
-        "chunks": [
-            [
-                keys,
-                chunk.box.offsets,
-                chunk.box.sizes,
-                chunk.file,
-                chunk.name,
-                chunk.start,
-                chunk.checksums.hex(),
-            ]
-            for keys, chunk in record.chunks
-        ],
-    }
+    return {"files": {name: asdict(file) for name, file in record.files.items()}, "chunks": record.chunks}
 
 
 def _record(outcome: dict[str, Any]) -> PartRecord:
     chunks = [
-        (tuple(keys), Chunk(Box(tuple(offsets), tuple(sizes)), file, name, start, bytes.fromhex(checksums)))
-        for keys, offsets, sizes, file, name, start, checksums in outcome["chunks"]
+        ChunkRecord(tuple(keys), Box(tuple(offsets), tuple(sizes)), text)
+        for keys, (offsets, sizes), text in outcome["chunks"]
     ]
     return PartRecord({name: DataFile(**file) for name, file in outcome["files"].items()}, chunks)
 
