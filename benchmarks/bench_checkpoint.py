@@ -4,20 +4,24 @@
     python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
 
 Rivals run in the same run, interleaved, with fsync wherever ours has it; every result is checked before it is timed.
-``--folder`` names the disk; by default the one of the temporary folder.
+``--folder`` names a folder on the disk to measure, which keeps checkpoints and figures; by default a temporary one.
+With it, ``--parts save,load`` runs only some parts; the results are written once the folder has the figures of all.
+``load``, ``cold`` and ``reshard`` need what ``save`` left.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing as mp
+import os
 import pickle
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +164,10 @@ def seconds_of(function: Callable[[], Any]) -> tuple[float, Any]:
 
 def plan_rows(plans: dict[int, tuple[Plan, Plan]], tensors: int) -> Iterator[list[str]]:
     for ranks, (ours, theirs) in plans.items():
-        figures = (ours.save_s, theirs.save_s, ours.read_s, ours.load_s, theirs.load_s)
+        saves = (ours.save_s, theirs.save_s, theirs.encode_s)
+        loads = (ours.read_s, theirs.read_s, ours.load_s, theirs.load_s)
         per_chunk = 1e6 * (ours.save_s + ours.read_s + ours.load_s) / (ranks * tensors)
-        yield [str(ranks), *(f"{figure:.2f}" for figure in figures), f"{per_chunk:.1f}"]
+        yield [str(ranks), *(f"{figure:.2f}" for figure in (*saves, *loads)), f"{per_chunk:.1f}"]
 
 
 # --- The results --------------------------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ def rank_rows(figures: Figures, size_bytes: int, with_peak: bool) -> Iterator[li
         yield [name, *times, f"{size_bytes / median / 1e9:.2f}", f"{median / ours:.2f}", *peak]
 
 
-def reached_rows(found: dict[str, Figures]) -> Iterator[list[str]]:
+def reached_rows(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]]) -> Iterator[list[str]]:
     """The figures that were to be reached, each against the rival that it names, at the best of its settings."""
 
     def fastest(case: str, *starts: str) -> float:
@@ -204,6 +209,15 @@ def reached_rows(found: dict[str, Figures]) -> Iterator[list[str]]:
     yield ["load, other layout", "peak memory beside the tensors", f"{peak / 1e6:.0f} MB", limit]
     yield ["stall", "ours / DCP's", f"{ours('stall') / fastest('stall', 'DCP'):.2f}", "≤ 0.2"]
     yield ["stall", "one memcpy's time / ours", f"{fastest('stall', 'floor') / ours('stall'):.2f}", "≥ 0.8"]
+    for ranks in (min(plans), max(plans)):
+        mine, theirs_plan = plans[ranks]
+        ratios = (theirs_plan.save_s / mine.save_s, theirs_plan.load_s / mine.load_s)
+        yield [
+            f"plan for {ranks} ranks",
+            "DCP's planner's time / ours, save and load",
+            " and ".join(f"{ratio:.1f}" for ratio in ratios),
+            "linear",
+        ]
 
 
 def plot(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]], tensors: int, image: Path) -> None:
@@ -245,25 +259,91 @@ def plot(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]], tensors
     figure.savefig(image, dpi=120)
 
 
-def measure_ranks(folder: str, size_mb: int, repeats: int) -> tuple[dict[str, Figures], list[str]]:
-    """Every case of several ranks, and its part of the results."""
-    rows = size_mb * (1 << 20) // (TENSORS * COLUMNS * 4) // 6 * 6
-    found: dict[str, Figures] = {}
-    parts = []
+@dataclass(frozen=True)
+class Setup:
+    """What is measured, and where."""
+
+    folder: str
+    size_mb: int
+    repeats: int
+    model: str
+    tensors: int
+    plan_ranks: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Of each tensor; divisible by 2 and 3 ranks."""
+        return self.size_mb * (1 << 20) // (TENSORS * COLUMNS * 4) // 6 * 6
+
+    def figures(self, part: str) -> Path:
+        return Path(self.folder) / f"{part}.figures"
+
+
+def measure(setup: Setup, parts: list[str]) -> None:
+    """Leaves the figures of ``parts`` in the folder."""
     for ranks in sorted({case.ranks for case in CASES.values()}):
-        start_processes(run_rank, (ranks, folder, rows, repeats), ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+        names = [part for part in parts if part in CASES and CASES[part].ranks == ranks]
+        if names:
+            arguments = (ranks, names, setup.folder, setup.rows, setup.repeats)
+            start_processes(run_rank, arguments, ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+    if "shard" in parts:
+        rows = list(shard_rows(setup.model, setup.folder, min(setup.repeats, 3)))
+        setup.figures("shard").write_text(json.dumps(rows))
+    if "plan" in parts:
+        plans = {
+            ranks: [asdict(plan(ranks, setup.tensors)) for plan in (plan_ours, plan_dcp)]
+            for ranks in setup.plan_ranks
+        }
+        setup.figures("plan").write_text(json.dumps(plans))
+
+
+def report(setup: Setup, image: Path) -> list[str]:
+    """The results, from the figures of all parts."""
+    found: dict[str, Figures] = {name: json.loads(setup.figures(name).read_text()) for name in CASES}
+    shards = json.loads(setup.figures("shard").read_text())
+    plans = {
+        int(ranks): (Plan(**ours), Plan(**theirs))
+        for ranks, (ours, theirs) in json.loads(setup.figures("plan").read_text()).items()
+    }
+    plot(found, plans, setup.tensors, image)
+    sections = []
     for name, case in CASES.items():
-        found[name] = torch.load(f"{folder}/{name}.figures")
-        heads = [
-            "",
-            "ms",
-            "GB/s",
-            "time / ours",
-            *(["peak beside the tensors, MB"] if case.with_peak else []),
-        ]
-        lines = list(rank_rows(found[name], rows * COLUMNS * 4 * TENSORS, case.with_peak))
-        parts += [f"## {case.title}", table(heads, lines)]
-    return found, parts
+        heads = ["", "ms", "GB/s", "time / ours"]
+        if case.with_peak:
+            heads.append("peak beside the tensors, MB")
+        lines = list(rank_rows(found[name], setup.rows * COLUMNS * 4 * TENSORS, case.with_peak))
+        sections += [f"## {case.title}", table(heads, lines)]
+    return [
+        table(["case", "figure", "reached", "to reach"], list(reached_rows(found, plans))),
+        f"A state of {setup.size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each rank. Times are of the "
+        f"slowest rank, medians (least to most) of {setup.repeats} interleaved runs after one that warms up. The floors write "
+        "zeros with the same fsync (what `dd bs=16M conv=fsync` does), read one file on each rank, and copy the state "
+        "once.",
+        *sections,
+        f"## Load 1/16 of {setup.model} in a fresh process, files in the page cache",
+        table(["", "time", "peak memory", "the shard", "peak / shard"], shards),
+        f"## Planning for {setup.tensors} tensors, without communication",
+        "Seconds on one core. Save: what rank 0 does, for ours all of it until the bytes of the manifest, for DCP its planner, "
+        "and besides the pickling of its metadata. Read: what each rank does to parse and check the manifest, or to unpickle "
+        "the metadata, unchecked. Load: what each rank does to find what it reads.",
+        table(
+            [
+                "ranks",
+                "save",
+                "save, DCP's planner",
+                "and its pickling",
+                "read",
+                "read, DCP",
+                "load",
+                "load, DCP",
+                "ours, µs for each chunk",
+            ],
+            list(plan_rows(plans, setup.tensors)),
+        ),
+    ]
+
+
+PARTS = (*CASES, "shard", "plan")
 
 
 def main() -> None:
@@ -273,40 +353,32 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=2048, help="of the state, over all ranks")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--model", default="gpt2-xl", help="of bench_deferred.py")
-    parser.add_argument("--folder", help="where to write; by default the temporary folder")
+    parser.add_argument("--folder", help="where to write, and to keep figures; by default a temporary folder")
+    parser.add_argument("--parts", default=",".join(PARTS), help="only these of %(default)s")
     parser.add_argument("--smoke", action="store_true", help="small, one iteration, nothing written")
     options = parser.parse_args()
-    smoke = options.smoke
-    size_mb, repeats, model = (12, 1, "tiny") if smoke else (options.size_mb, options.repeats, options.model)
-    tensors, plan_ranks = (20, (4, 8)) if smoke else (1000, PLAN_RANKS)
+    parts = options.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts {options.parts}: they are {', '.join(PARTS)}")
 
     # A clean process imports what takes long once; the others are forked from it.
     mp.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found, parts = measure_ranks(folder, size_mb, repeats)
-        shards = list(shard_rows(model, folder, min(repeats, 3)))
-        plans = {ranks: (plan_ours(ranks, tensors), plan_dcp(ranks, tensors)) for ranks in plan_ranks}
-        plot(found, plans, tensors, Path(folder) / "plot.png" if smoke else IMAGE)
-    parts = [
-        table(["case", "figure", "reached", "to reach"], list(reached_rows(found))),
-        f"A state of {size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each rank. Times are of the slowest rank, "
-        f"medians (least to most) of {repeats} interleaved runs after one that warms up. The floors write zeros with the "
-        "same fsync, read one file on each rank, and copy the state once.",
-        *parts,
-        f"## Load 1/16 of {model} in a fresh process, files in the page cache",
-        table(["", "time", "peak memory", "the shard", "peak / shard"], shards),
-        f"## Planning for {tensors} tensors, without communication",
-        "Seconds on one core. Saving: what rank 0 does, which for ours includes writing the manifest. Reading: what each rank "
-        "does to parse and check the manifest. Loading: what each rank does to find what it reads.",
-        table(
-            ["ranks", "save", "save, DCP", "read", "load", "load, DCP", "ours, µs for each chunk"],
-            list(plan_rows(plans, tensors)),
-        ),
-    ]
-    if smoke:
-        print("\n\n".join(parts))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or temporary
+        setup = Setup(folder, options.size_mb, options.repeats, options.model, 1000, PLAN_RANKS)
+        if options.smoke:
+            setup = Setup(folder, 12, 1, "tiny", 20, (4, 8))
+        os.makedirs(folder, exist_ok=True)
+        measure(setup, parts)
+        missing = [part for part in PARTS if not setup.figures(part).exists()]
+        if missing:
+            print(f"{folder}: the figures of {', '.join(missing)} are missing")
+            return
+        results = report(setup, Path(temporary) / "plot.png" if options.smoke else IMAGE)
+    if options.smoke:
+        print("\n\n".join(results))
     else:
-        write("checkpoint", "checkpoint: saving and loading", *parts)
+        write("checkpoint", "checkpoint: saving and loading", *results)
 
 
 if __name__ == "__main__":

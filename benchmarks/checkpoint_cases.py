@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
 import shutil
 import time
@@ -282,17 +283,16 @@ CASES = {
 }
 
 
-def run_rank(rank: int, ranks: int, folder: str, rows: int, repeats: int) -> None:
-    """Runs the cases of ``ranks`` ranks as one of them; rank 0 leaves their :data:`Figures` in ``folder``."""
+def run_rank(rank: int, ranks: int, names: list[str], folder: str, rows: int, repeats: int) -> None:
+    """Runs the cases ``names`` as one of ``ranks`` ranks; rank 0 leaves their :data:`Figures` in ``folder``."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{ranks}", ranks)  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{folder}/store-{os.getppid()}-{ranks}", ranks)  # type: ignore[attr-defined]
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's writer processes meet
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    for name, case in CASES.items():
-        if case.ranks == ranks:
-            figures = _figures(case.ways(folder, rows), repeats, case.with_peak)
-            if rank == 0:
-                torch.save(figures, f"{folder}/{name}.figures")
+    for name in names:
+        figures = _figures(CASES[name].ways(folder, rows), repeats, CASES[name].with_peak)
+        if rank == 0:
+            Path(folder, f"{name}.figures").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()

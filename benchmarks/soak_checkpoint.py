@@ -2,10 +2,9 @@
 
 Savers save one checkpoint after another and are killed (SIGKILL) at a random time: synchronous saves under new names
 with retention, saves that replace one another, saves after which many checkpoints are removed at once, asynchronous
-saves of which the trainer is killed, and such of which the writer process is. After each kill the newest committed checkpoint must load, verify, and be at least as new as the
-one that the saver last reported; after the next save nothing temporary may be left. Exits with an error if not.
-
-``python benchmarks/soak_checkpoint.py`` kills 200 savers in about ten minutes; ``--kills`` makes it shorter.
+saves whose trainer is killed (the writer process goes on and commits), and asynchronous saves whose writer is. After
+each kill the newest committed checkpoint must load, verify, and be at least as new as the one that the saver last
+reported; after the next save nothing temporary may be left. Exits with an error if not.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import write
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
 from torchrelay.checkpoint._async import _state
@@ -40,18 +39,21 @@ def _path(folder: str, mode: str, step: int) -> str:
 
 def _save_until_killed(folder: str, mode: str, first: int) -> None:
     """The saver: prints the pid to kill, then each step once it is committed."""
-    torch.set_num_threads(1)
     victim = os.getpid()
     if mode == "async, writer killed":
         victim = _state.ready().pid
-    print(victim, flush=True)
+    _report(victim)
     for step in range(first, first + 10_000):
         if mode.startswith("async"):
             async_save(_values(step), _path(folder, mode, step), keep=2).result()
         else:  # where many are removed at once, most kills fall into the removal
             keep = None if mode == "retention of many" and step % 8 else 2
             save(_values(step), _path(folder, mode, step), keep=keep)
-        print(step, flush=True)
+        _report(step)
+
+
+def _report(number: int) -> None:
+    os.write(sys.stdout.fileno(), b"%d\n" % number)
 
 
 def _newest(folder: str) -> int:
@@ -67,25 +69,38 @@ def _newest(folder: str) -> int:
     return step
 
 
-def _kill_one(folder: str, mode: str, first: int, after_s: float) -> int:
-    """Runs a saver and kills it; the last step that it reported as committed, ``first`` - 1 if none."""
-    command = [sys.executable, __file__, "--saver", folder, mode, str(first)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as saver:
-        assert saver.stdout is not None
-        victim = int(saver.stdout.readline())
-        time.sleep(after_s)
+def _kill_one(folder: str, mode: str, first: int, draws: random.Random) -> int:
+    """Forks a saver and kills it; the last step that it reported as committed, ``first`` - 1 if none."""
+    reader, writer = os.pipe()
+    saver = os.fork()
+    if saver == 0:
+        os.dup2(writer, sys.stdout.fileno())  # also of a writer process
+        os.close(reader)
+        os.close(writer)
+        try:
+            _save_until_killed(folder, mode, first)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with open(reader) as reports:
+        victim = int(reports.readline())
+        start, saves = time.perf_counter(), draws.randint(1, 3)
+        last = [int(reports.readline()) for _ in range(saves)][-1]
+        time.sleep(draws.random() * 1.2 * (time.perf_counter() - start) / saves)  # within a save, or the next
         os.kill(victim, signal.SIGKILL)
-        reported = [int(line) for line in saver.stdout.read().split()]
-    return reported[-1] if reported else first - 1
+        # Ends when a writer process that outlives its trainer does too.
+        reported = [int(line) for line in reports.read().split()]
+    os.waitpid(saver, 0)
+    return max([last, *reported])
 
 
-def _soak_mode(mode: str, kills: int, draws: random.Random) -> None:
+def _soak_mode(mode: str, kills: int, draws: random.Random) -> str:
     with tempfile.TemporaryDirectory() as folder:
         save(_values(0), _path(folder, mode, 0))
-        newest = 0
+        newest = torn = 0
         for _ in range(kills):
-            reported = _kill_one(folder, mode, newest + 1, draws.random() * 0.5)
-            time.sleep(0.5 if mode == "async, trainer killed" else 0.0)  # its writer goes on
+            reported = _kill_one(folder, mode, newest + 1, draws)
+            torn += any(name.startswith(".") for name in os.listdir(folder))
             found = _newest(folder)
             if found < max(newest, reported):
                 raise SystemExit(f"{mode}: step {reported} was committed, and the newest is {found}")
@@ -96,20 +111,29 @@ def _soak_mode(mode: str, kills: int, draws: random.Random) -> None:
         left = [str(path) for path in Path(folder).rglob("*") if path.name.startswith((".", "part-"))]
         if left or len(os.listdir(folder)) > 2:
             raise SystemExit(f"{mode}: left behind: {left or os.listdir(folder)}")
-        print(f"{mode}: {kills} kills, {newest} checkpoints, none lost, none torn, nothing left", flush=True)
+        return (
+            f"{mode}: {kills} kills, {torn} of which left an unfinished save or removal, {newest} checkpoints; "
+            "none lost, none torn, nothing left"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__} 200 kills take about ten minutes, and their results are kept."
+    )
     parser.add_argument("--kills", type=int, default=200, help="in all, over five modes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--saver", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.saver:
-        folder, mode, first = arguments.saver
-        _save_until_killed(folder, mode, int(first))
+    torch.set_num_threads(1)  # savers are forked
+    lines = []
     for number, mode in enumerate(MODES):
-        _soak_mode(mode, max(1, arguments.kills // len(MODES)), random.Random(arguments.seed + number))
+        kills = max(1, arguments.kills // len(MODES))
+        lines.append(f"- {_soak_mode(mode, kills, random.Random(arguments.seed + number))}")
+        print(lines[-1], flush=True)
+    if arguments.kills >= 200:
+        write(
+            "checkpoint_soak", "checkpoint: savers killed at random moments", __doc__ or "", "\n".join(lines)
+        )
 
 
 if __name__ == "__main__":

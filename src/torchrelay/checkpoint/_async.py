@@ -53,6 +53,7 @@ class SaveHandle:
         """Wait until the checkpoint is committed by all ranks; its path.
 
         Raises:
+            ArgumentError: another process has begun the save, and forked this one.
             OperationTimeoutError: it is not within ``timeout_s``; it goes on.
             PeerLostError: the writer process, or another rank's, was killed. The checkpoint is discarded.
             StorageError: it could not be written, here or on another rank.
@@ -87,6 +88,7 @@ class _Writer:
         self._staging: Segment | None = None
         self._handle: SaveHandle | None = None
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         self.pid = self._process.pid
 
     @property
@@ -119,6 +121,10 @@ class _Writer:
 
     def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
         """Waits for the answer to the job of ``handle``; whether there is one."""
+        if self._owner != os.getpid():
+            raise ArgumentError(
+                f"{handle.path}: process {self._owner} is saving, and only it knows how that ends"
+            )
         with self._lock:
             if handle is not self._handle:
                 return True
@@ -143,8 +149,14 @@ class _Writer:
 
     def close(self) -> None:
         """Lets the process end once it has written what it has."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # also if a forked child has the socket open
         self._socket.close()
         self._process.wait()
+
+    def abandon(self) -> None:
+        """Leaves the process to the one that has forked this one."""
+        self._socket.close()
+        self._process.returncode = 0  # nothing to wait for here
 
 
 class _State:
@@ -153,7 +165,6 @@ class _State:
     def __init__(self) -> None:
         self.writer: _Writer | None = None
         self.last: SaveHandle | None = None
-        self.pid = os.getpid()
 
     def finish_last(self) -> None:
         """Waits for the save before, and raises its error unless its handle has."""
@@ -162,23 +173,27 @@ class _State:
             last.result()
 
     def ready(self) -> _Writer:
-        if self.pid != os.getpid():  # forked: the writer is the parent's
-            self.pid, self.writer, self.last = os.getpid(), None, None
         if self.writer is None or not self.writer.alive:
-            if self.writer is not None:
-                self.writer.close()
+            self.close()
             self.writer = _Writer()
         return self.writer
+
+    def forget(self) -> None:
+        """In a forked child: the writer is the parent's."""
+        writer, self.writer, self.last = self.writer, None, None
+        if writer is not None:
+            writer.abandon()
 
     def close(self) -> None:
         """Lets the writer process finish and end."""
         writer, self.writer, self.last = self.writer, None, None
-        if writer is not None and self.pid == os.getpid():
+        if writer is not None:
             writer.close()
 
 
 _state = _State()
 atexit.register(_state.close)
+os.register_at_fork(after_in_child=_state.forget)
 
 
 def async_save(

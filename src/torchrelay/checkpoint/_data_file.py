@@ -16,11 +16,20 @@ from typing import Any
 from torchrelay.checkpoint._types import DTYPES, Dtype
 from torchrelay.errors import CorruptionError
 
-__all__ = ["PADDING", "Layout", "StoredTensor", "Wanted", "header_size", "lay_out", "parse_header"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "PADDING",
+    "Layout",
+    "StoredTensor",
+    "Wanted",
+    "header_size",
+    "lay_out",
+    "parse_header",
+]
 
 PADDING = "__padding__"
 _ALIGNMENT = 64
-_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
     if len(first_bytes) < 8:
         raise CorruptionError(f"{where}: {file_bytes} bytes are too few for a safetensors file")
     size = int(struct.unpack("<Q", first_bytes[:8])[0])
-    if size > _MAX_HEADER_BYTES or size + 8 > file_bytes:
+    if size + 8 > MAX_HEADER_BYTES or size + 8 > file_bytes:
         raise CorruptionError(f"{where}: not a safetensors file (it claims a header of {size} bytes)")
     return size + 8
 

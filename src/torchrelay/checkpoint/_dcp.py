@@ -265,6 +265,14 @@ def _sources(items: list[WriteItem], planner: SavePlanner) -> list[tuple[Source,
     return found
 
 
+class _Opened(NamedTuple):
+    """What a :class:`Reader` reads from, for one load."""
+
+    folder: Folder
+    manifest: Manifest
+    chunks: ChunkReader
+
+
 class Reader(StorageReader):
     """What ``dcp.load(state, storage_reader=Reader(path))`` reads: our checkpoints, DCP's, safetensors files.
 
@@ -294,7 +302,7 @@ class Reader(StorageReader):
         self._verify = verify
         self._threads = check_count("threads", threads, default_threads())
         self._max_buffer_bytes = check_count("max_buffer_bytes", max_buffer_bytes, 1)
-        self._opened: tuple[Folder, Manifest] | None = None
+        self._opened: _Opened | None = None
         self._failure: Exception | None = None
 
     @property
@@ -316,14 +324,18 @@ class Reader(StorageReader):
 
     def _close(self) -> None:
         if self._opened is not None:
-            self._opened[0].close()
+            self._opened.folder.close()
             self._opened = None
 
-    def _open(self) -> tuple[Folder, Manifest]:
+    def _open(self) -> _Opened:
         if self._opened is None:
             if self._path is None:
                 raise ArgumentError("Reader() has no path: give it one, or dcp.load() a checkpoint_id")
-            self._opened = open_checkpoint(self._path)
+            folder, manifest = open_checkpoint(self._path)
+            chunks = ChunkReader(
+                folder, manifest, threads=self._threads, max_buffer_bytes=self._max_buffer_bytes
+            )
+            self._opened = _Opened(folder, manifest, chunks)
         return self._opened
 
     def read_metadata(self, *args: Any) -> Metadata:
@@ -333,7 +345,7 @@ class Reader(StorageReader):
             CorruptionError, UnsupportedError, StorageError: it cannot be read.
         """
         try:
-            return _metadata(self._open()[1])
+            return _metadata(self._open().manifest)
         except Exception as error:
             if not _torch.is_dcp_loading(sys._getframe(1)):
                 raise
@@ -351,10 +363,7 @@ class Reader(StorageReader):
         """
         if self._failure is not None:
             raise self._failure
-        folder, manifest = self._open()
-        self._chunks = ChunkReader(
-            folder, manifest, threads=self._threads, max_buffer_bytes=self._max_buffer_bytes
-        )
+        self._open()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verifies what this rank is going to read, before any rank reads it.
@@ -363,10 +372,11 @@ class Reader(StorageReader):
             CorruptionError: it is damaged; the message names file, tensor and byte.
         """
         segments = [self._segment(item) for item in plan.items if item.type == LoadItemType.TENSOR]
+        chunks = self._open().chunks
         if self._verify != "none":
-            self._chunks.check_files(segment.chunk.file for segment in segments)
+            chunks.check_files(segment.chunk.file for segment in segments)
         if self._verify == "data":
-            self._chunks.verify(segments)
+            chunks.verify(segments)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -375,7 +385,7 @@ class Reader(StorageReader):
 
     def _segment(self, item: ReadItem) -> Segment:
         key = item.storage_index.fqn
-        entry = self._open()[1].tensors[key]
+        entry = self._open().manifest.tensors[key]
         offsets = tuple(item.storage_index.offset or ())
         hint = item.storage_index.index
         if hint is None or entry.chunks[hint].box.offsets != offsets:
@@ -389,7 +399,7 @@ class Reader(StorageReader):
         Raises:
             MismatchError: a tensor has another dtype than the checkpoint's; nothing has been changed.
         """
-        manifest = self._open()[1]
+        manifest = self._open().manifest
         targets: list[tuple[ReadItem, Segment, torch.Tensor]] = []
         for item in plan.items:
             if item.type == LoadItemType.TENSOR:
@@ -401,7 +411,7 @@ class Reader(StorageReader):
                     )
                 if segment.inner.numel:
                     targets.append((item, segment, target))
-        self._chunks.fill([(segment, target) for _, segment, target in targets])
+        self._open().chunks.fill([(segment, target) for _, segment, target in targets])
         for item, _, target in targets:
             planner.commit_tensor(item, target)
         for item in plan.items:

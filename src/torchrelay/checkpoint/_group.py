@@ -148,11 +148,16 @@ def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
     """The ranks that take part: those of ``group``, by default of the default group, alone without one.
 
     Raises:
-        ArgumentError: both ``group`` and ``no_dist`` are given.
+        ArgumentError: both ``group`` and ``no_dist`` are given, or this process is not in ``group``.
     """
     if no_dist and group is not None:
         raise ArgumentError("no_dist=True is for this process alone: give it or group=, not both")
-    if no_dist or not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized():
         return Group(None, (0,), 0)
+    if no_dist:
+        return Group(None, (dist.get_rank(),), 0)
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    if group == outside:
+        raise ArgumentError(f"rank {dist.get_rank()} is not in group=; only ranks that are take part")
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     return Group(group, ranks, ranks.index(dist.get_rank()))

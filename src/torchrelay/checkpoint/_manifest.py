@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import tiling_fault
+from torchrelay.checkpoint._data_file import MAX_HEADER_BYTES
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
     DTYPES,
@@ -47,6 +48,7 @@ FORMAT, VERSION = "torchrelay-checkpoint", 1
 MAX_MANIFEST_BYTES = 1 << 30
 _MAX_INT = (1 << 63) - 1
 _MAX_DIMS = 64
+_MAX_BLOCK_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _CHUNK_FIELDS = itemgetter("offsets", "sizes", "file", "name", "bytes", "crc32c")
 _TAIL = ',\n"crc32c":"{:08x}"}}\n'
@@ -231,8 +233,8 @@ class _Reader:
 
     def manifest(self, document: Any) -> Manifest:
         block_bytes = self.integer(document, "block_bytes")
-        if block_bytes < 1:
-            self.fail("'block_bytes' of the manifest is 0")
+        if not 1 <= block_bytes <= _MAX_BLOCK_BYTES:
+            self.fail(f"'block_bytes' of the manifest is not between 1 and {_MAX_BLOCK_BYTES}")
         files = {
             name: self.file(name, record) for name, record in self.field(document, "files", dict).items()
         }
@@ -265,8 +267,8 @@ class _Reader:
             self.integer(record, "header_bytes", what),
             self.checksum(record, "header_crc32c", what),
         )
-        if file.header_bytes > file.size_bytes:
-            self.fail(f"the header of {what} is larger than the file")
+        if file.header_bytes > min(file.size_bytes, MAX_HEADER_BYTES):
+            self.fail(f"the header of {what} is larger than the file or than {MAX_HEADER_BYTES} bytes")
         return file
 
     def tensor(self, key: str, record: Any, files: dict[str, DataFile], block_bytes: int) -> TensorEntry:

@@ -71,7 +71,9 @@ def test_a_bad_checkpoint_is_refused_and_nothing_is_changed(name: str) -> None:
     if name != "value-of-unknown-kind":
         with pytest.raises(error, match=message):
             verify(FOLDER / name)
-    metadata_error = name.startswith(("manifest", "version", "path", "chunk", "bytes", "negative", "unknown"))
+    metadata_error = name.startswith(
+        ("manifest", "version", "path", "chunk", "bytes", "negative", "unknown", "checksums", "header-claims")
+    )
     if metadata_error:
         with pytest.raises(error, match=message):
             Reader(FOLDER / name).read_metadata()

@@ -177,6 +177,31 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "CorruptionError",
         "'sizes' of a chunk of tensor 'weight'",
     ),
+    "chunk-in-unlisted-file": (
+        _edited(lambda d: _chunk(d).update(file="data-00009-00000.safetensors")),
+        "CorruptionError",
+        "'weight' lies in 'data-00009-00000.safetensors', which the manifest does not list",
+    ),
+    "chunk-without-bytes": (
+        _edited(lambda d: _chunk(d).pop("bytes")),
+        "CorruptionError",
+        "a chunk of tensor 'weight' lacks 'bytes'",
+    ),
+    "checksums-cut": (
+        _edited(lambda d: _chunk(d).update(crc32c="AAA=")),
+        "CorruptionError",
+        "'weight', the chunk at .*, has 2 bytes of checksums for 240 bytes",
+    ),
+    "checksums-not-base64": (
+        _edited(lambda d: _chunk(d).update(crc32c="####AA==")),
+        "CorruptionError",
+        "'crc32c' of a chunk of tensor 'weight' is not base64",
+    ),
+    "header-claims-gigabytes": (
+        _edited(lambda d: d["files"][DATA].update(header_bytes=10**12, size_bytes=2 * 10**12)),
+        "CorruptionError",
+        f"the header of file {DATA}",
+    ),
     "claims-terabytes": (_edited(_claims_terabytes), "MismatchError", r"shape \[1000000000000\]"),
     "unknown-dtype": (
         _edited(lambda d: d["tensors"]["weight"].update(dtype="float7")),

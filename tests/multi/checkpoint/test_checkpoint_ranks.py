@@ -1,0 +1,154 @@
+"""What ranks do wrong, and states that differ from rank to rank: every rank gets a typed error, or the same state."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrelay.errors import ArgumentError, MismatchError, PeerLostError, StorageError
+from torchrelay.world import World
+
+
+def _start(world: World) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
+
+
+def _rows(value: float) -> Any:
+    """A tensor of 4 rows, sharded over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    return distribute_tensor(torch.full((4, 3), value), mesh, [Shard(0)], src_data_rank=None)
+
+
+@pytest.mark.processes(2)
+def test_groups_and_failing_ranks(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    from torchrelay.checkpoint import async_save, load, save, verify
+
+    _start(world)
+    state = {"w": _rows(1.0)}
+    save(state, tmp_path / "good", fsync=False)
+
+    # A group of some ranks: theirs is saved, what others hold is missed, and others are refused.
+    second = dist.new_group([1])
+    if world.rank == 1:
+        save({"mine": torch.ones(3)}, tmp_path / "second", group=second)
+        with pytest.raises(
+            MismatchError, match=r"do not hold the whole tensor 'w' .*: its chunks hold 6 of 12"
+        ):
+            save(state, tmp_path / "part", group=second)
+        with pytest.raises(MismatchError, match="do not hold the whole tensor 'w'"):
+            save(state, tmp_path / "part", no_dist=True)
+    else:
+        for call in (save, load, async_save):
+            with pytest.raises(ArgumentError, match="rank 0 is not in group="):
+                call(state, tmp_path / "second", group=second)
+    dist.barrier()
+    found = {"mine": torch.zeros(3)}
+    load(found, tmp_path / "second")
+    assert bool(found["mine"].all())
+
+    # The disk of one rank is full: both have its error, and the checkpoint before is there.
+    if world.rank == 1:
+        real_open = os.open
+
+        def full(path: Any, flags: int, mode: int = 0o777, **kwargs: Any) -> int:
+            if str(path).endswith(".safetensors") and flags & os.O_CREAT:
+                return real_open("/dev/full", os.O_WRONLY)
+            return real_open(path, flags, mode, **kwargs)
+
+        monkeypatch.setattr("torchrelay.checkpoint._local.os.open", full)
+    with pytest.raises(StorageError, match="No space") as caught:
+        save({"w": _rows(2.0)}, tmp_path / "good")
+    assert str(caught.value).count("rank ") == (world.rank == 0)  # its own error, or whose it is
+    monkeypatch.undo()
+    dist.barrier()
+    verify(tmp_path / "good")
+    blank = {"w": _rows(0.0)}
+    load(blank, tmp_path / "good")
+    assert bool((blank["w"].to_local() == 1.0).all())
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.processes(2)
+def test_options_of_dcps_state_dicts(tmp_path: Path, world: World) -> None:
+    """Full state dicts that rank 0 alone has, and flattened optimizers, come back as they were."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    from torchrelay.checkpoint import load, save
+
+    _start(world)
+
+    def trained(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def values(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        return [value.full_tensor() for value in (*model.parameters(), *moments)]
+
+    saved = trained(0)
+    full, flat = StateDictOptions(full_state_dict=True), StateDictOptions(flatten_optimizer_state_dict=True)
+    on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for name, saved_as, loaded_as in (("full", on_rank_0, full), ("flat", flat, flat)):
+        model, optimizer = get_state_dict(*saved, options=saved_as)
+        assert bool(model) == (world.rank == 0 or name == "flat")
+        save({"model": model, "optimizer": optimizer}, tmp_path / name, fsync=False)
+        other = trained(1)
+        model, optimizer = get_state_dict(*other, options=loaded_as)
+        load({"model": model, "optimizer": optimizer}, tmp_path / name)
+        set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer, options=loaded_as)
+        for one, two in zip(values(*other), values(*saved), strict=True):
+            assert torch.equal(one, two), name
+
+
+def _die_while_saving(world: World, folder: str) -> str:
+    from torchrelay.checkpoint import save
+
+    _start(world)
+    save({"w": _rows(1.0)}, f"{folder}/good", fsync=False)
+    if world.rank == 1:
+        real_write = os.pwrite
+
+        def write(fd: int, data: Any, offset: int) -> int:
+            real_write(fd, data[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return 0
+
+        os.pwrite = write
+    try:
+        save({"w": _rows(2.0)}, f"{folder}/good", fsync=False)
+    except PeerLostError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_dies_while_it_saves(tmp_path: Path, run_processes: Any) -> None:
+    from torchrelay.checkpoint import load, save, verify
+
+    first, second = run_processes(_die_while_saving, 2, folder=str(tmp_path))
+    assert second.exitcode == -signal.SIGKILL
+    assert first.ok, first.error
+    assert "another rank was lost" in first.value and "unharmed" in first.value
+    verify(tmp_path / "good")
+    found = {"w": torch.zeros(4, 3)}
+    load(found, tmp_path / "good")
+    assert bool((found["w"] == 1.0).all())
+    save({"w": torch.zeros(1)}, tmp_path / "next", fsync=False)
+    assert sorted(os.listdir(tmp_path)) == ["good", "next"]
