@@ -1,14 +1,22 @@
 """Model switching: what a switch costs beside a ready model, a restarted process, and other ways to load weights.
 
-Remakes the paper's figures: the total time of a request that needs a switch (5, 6), throughput over the time
-between switches, and what each part gives: grouping, pipelining, standby, prefetch (7 to 9). Every way's
-outputs are compared with an unswitched model's before anything is timed.
+    python benchmarks/bench_switching.py                                # everything, about half an hour
+    python benchmarks/bench_switching.py --part links --models bert vit # one part, kept in --data
+    python benchmarks/bench_switching.py --part report                  # the results file and plots from --data
+    python benchmarks/bench_switching.py --smoke                        # tiny models, once; writes nothing
+
+Remakes figures 5 to 9 of the PipeSwitch paper (Bai et al., OSDI 2020): the time of a request that needs a switch
+(5), throughput and latency over the time between switches (6), and what pipelining and grouping (7), the memory
+pool (8) and the standby worker (9) are worth. Outputs are compared with an unswitched model's before anything is
+timed, and the rivals' measurements alternate.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import json
 import os
 import signal
 import statistics
@@ -16,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +34,17 @@ from report import table, write
 
 from torchrelay.switching import ModelStore, Switcher
 
+ROOT = Path(__file__).parents[1]
 MODELS_FILE = Path(__file__).with_name("hf_models.py")
-IMAGE = Path(__file__).parents[1] / "docs" / "images" / "switching.png"
+IMAGES = ROOT / "docs" / "images"
 LINKS_GBPS = (6.0, 12.0, 25.0)
+CYCLES_S = (1.0, 2.0, 5.0)
+PAIRS = (("resnet152", "bert"), ("inception", "convnext"))
+RESTARTS = 3
+BATCH_SECONDS = 12.0  # of each pair and cycle, each way
 
 Runs = dict[str, list[float]]
+Options = dict[str, Any]
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -39,15 +53,17 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def percentile(seconds: list[float], share: float) -> float:
+    return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
+
+
 def shown(seconds: list[float]) -> str:
-    ordered = sorted(seconds)
-    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return f"{1e3 * statistics.median(ordered):.2f} / {1e3 * p99:.2f}"
+    return f"{1e3 * statistics.median(seconds):.2f} / {1e3 * percentile(seconds, 0.99):.2f}"
 
 
 def first_tensor(result: Any) -> torch.Tensor:
     """The first tensor of a model's output, as both sides order them."""
-    values = result.values() if hasattr(result, "values") else [result]
+    values = [result] if isinstance(result, torch.Tensor) else result.values()
     return next(value for value in values if isinstance(value, torch.Tensor)).cpu()
 
 
@@ -131,102 +147,120 @@ def check(switcher: Switcher, rivals: Rivals, names: tuple[str, ...]) -> None:
 
 def cold(switcher: Switcher, name: str) -> Callable[[], object]:
     """A request to a model that has just lost its place in the arena."""
-    switcher._daemon.loop.call(lambda: switcher._daemon.arena.evict(name))
+    switcher._daemon.loop.call(lambda: switcher._daemon.residency.arena.evict(name))
     return lambda: switcher.infer(name, inputs_of(name))
 
 
-def resident_rows(
-    store: ModelStore, rivals: Rivals, names: tuple[str, ...], repeats: int, options: dict[str, Any]
-) -> Iterator[list[str]]:
-    threads = options["threads"]
+def requests(
+    store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
+) -> dict[str, Any]:
+    """Times of a request each way; every request of the switcher follows one to another model."""
+    rivals = Rivals(names, folder, options["device"])
+    fill(store, names, rivals)
+    runs: dict[str, Runs] = {name: {} for name in names}
     with open_switcher(store, names, **options) as switcher:
         check(switcher, rivals, names)
-        runs: dict[str, Runs] = {name: {} for name in names}
         for repeat in range(repeats):
-            for name in names:  # each request follows one to another model: a switch
+            for name in names:
                 ways: dict[str, Callable[[], object]] = {
                     "ready": lambda name=name: rivals.run(name),  # type: ignore[misc]
-                    "resident": lambda name=name: switcher.infer(name, inputs_of(name)),  # type: ignore[misc]
                     "load_state_dict": lambda name=name: rivals.load_state_dict(name),  # type: ignore[misc]
                     "mmap": lambda name=name: rivals.load_mmap(name),  # type: ignore[misc]
                 }
-                if repeat < 3:
-                    ways["restart"] = lambda name=name: restart(name, rivals.files[name], threads)  # type: ignore[misc]
+                if repeat < RESTARTS:
+                    ways["restart"] = lambda name=name: restart(  # type: ignore[misc]
+                        name, rivals.files[name], options["threads"]
+                    )
                 for way, run in ways.items():
                     runs[name].setdefault(way, []).append(timed(run))
+                start = time.perf_counter()
+                reply = switcher.submit(name, inputs_of(name)).result()
+                total_s = time.perf_counter() - start
+                runs[name].setdefault("resident", []).append(total_s)
+                runs[name].setdefault("overhead", []).append(total_s - reply.compute_s)
                 runs[name].setdefault("cold", []).append(timed(cold(switcher, name)))
     for name in names:
-        medians = {way: statistics.median(values) for way, values in runs[name].items()}
-        overhead = 1e3 * (medians["resident"] - medians["ready"])
-        yield [
-            name,
-            f"{store.get(name).size_bytes / 2**20:.0f}",
-            *(
-                shown(runs[name][way])
-                for way in ("ready", "resident", "cold", "load_state_dict", "mmap", "restart")
-            ),
-            f"{overhead:.2f}",
-            f"{medians['restart'] / medians['resident']:.0f}",
-        ]
+        runs[name]["bytes"] = [store.get(name).size_bytes]
+    return runs
 
 
 _MADV_REMOVE = 9
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, Options] = {
     "best": {},
-    "one group": {"grouping": "one"},
-    "a group a layer": {"grouping": "layer"},
+    "one": {"grouping": "one"},
+    "layer": {"grouping": "layer"},
 }
 
 
-def link_rows(
-    store: ModelStore, names: tuple[str, ...], links: tuple[float, ...], repeats: int, options: dict[str, Any]
-) -> Iterator[list[str]]:
-    """Cold switches over emulated links, with each part taken away."""
-    for link in links:
-        cells: dict[str, list[float]] = {name: [] for name in names}
-        bounds: dict[str, tuple[int, float]] = {}
-        for variant in VARIANTS.values():
-            with open_switcher(store, names, link_gbps=link, workers=1, **options, **variant) as switcher:
-                for name in names:
-                    cells[name].append(statistics.median(timed(cold(switcher, name)) for _ in range(repeats)))
-                    if not variant:
-                        bounds[name] = bound(switcher, store, name, link, repeats)
-        for name in names:
-            groups, bound_s = bounds[name]
-            times = [f"{1e3 * cell:.2f}" for cell in (*cells[name], bound_s)]
-            yield [f"{link:g}", name, str(groups), *times, f"{cells[name][0] / bound_s:.2f}"]
+def links(
+    store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
+) -> dict[str, Any]:
+    """Cold switches over emulated links, with the best grouping, one group, and a group for each layer."""
+    fill(store, names, Rivals(names, folder, options["device"]))
+    cells: dict[str, Any] = {}
+    for link in LINKS_GBPS:
+        with contextlib.ExitStack() as stack:
+            switchers = {
+                variant: stack.enter_context(
+                    open_switcher(
+                        store,
+                        names,
+                        link_gbps=link,
+                        workers=1,
+                        profile_folder=folder,
+                        **options,
+                        **changed,
+                    )
+                )
+                for variant, changed in VARIANTS.items()
+            }
+            for name in names:
+                runs: Runs = {}
+                for _ in range(repeats):
+                    best = switchers["best"]
+                    best.infer(name, inputs_of(name))
+                    runs.setdefault("compute", []).append(
+                        best.submit(name, inputs_of(name)).result().compute_s
+                    )
+                    for variant, switcher in switchers.items():
+                        runs.setdefault(variant, []).append(timed(cold(switcher, name)))
+                cells.setdefault(name, {})[f"{link:g}"] = {**runs, **transfer(best, name, link)}
+    return cells
 
 
-def bound(switcher: Switcher, store: ModelStore, name: str, link: float, repeats: int) -> tuple[int, float]:
-    """The number of groups, and max(copy, compute) plus the first group's copy, in seconds."""
-    compute_s = statistics.median(
-        timed(lambda: switcher.infer(name, inputs_of(name))) for _ in range(repeats)
-    )
+def transfer(switcher: Switcher, name: str, link_gbps: float) -> dict[str, float]:
+    """What the model and its first group take on the link, or in memory if that is slower."""
     status = switcher.status()
-    rate = min(link * 1e9, status["link"]["bytes_per_s"])
-    first = sum(b["bytes"] for b in status["blocks"] if (b["model"], b["group"]) == (name, 0))
-    groups = next(model["groups"] for model in status["models"] if model["name"] == name)
-    return groups, max(store.get(name).size_bytes / rate, compute_s) + first / rate
+    rate = min(link_gbps * 1e9, status["link"]["bytes_per_s"])
+    sizes = [block["bytes"] for block in status["blocks"] if block["model"] == name]
+    first = [b["bytes"] for b in status["blocks"] if (b["model"], b["group"]) == (name, 0)]
+    return {
+        "copy_s": sum(sizes) / rate,
+        "first_s": sum(first) / rate,
+        "groups": len(sizes),
+        "memory_gbps": status["link"]["bytes_per_s"] / 1e9,
+    }
 
 
-def without_rows(
-    store: ModelStore, names: tuple[str, ...], link: float, repeats: int, options: dict[str, Any]
-) -> Iterator[list[str]]:
+def without(
+    store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
+) -> dict[str, Any]:
     """Cold switches with all parts, without the pool, and without a process that stands by."""
-    with open_switcher(store, names, link_gbps=link, workers=1, **options) as switcher:
-        for name in names:
-            cells: Runs = {"all": [], "no pool": [], "no standby": []}
-            for repeat in range(repeats):
-                cells["all"].append(timed(cold(switcher, name)))
+    fill(store, names, Rivals(names, folder, options["device"]))
+    cells: dict[str, Runs] = {name: {"all": [], "pool": [], "standby": []} for name in names}
+    with open_switcher(store, names, link_gbps=LINKS_GBPS[1], workers=1, **options) as switcher:
+        for repeat in range(repeats):
+            for name in names:
+                cells[name]["all"].append(timed(cold(switcher, name)))
                 run = cold(switcher, name)
                 release_memory(switcher)
-                cells["no pool"].append(timed(run))
-                if repeat < 3:
+                cells[name]["pool"].append(timed(run))
+                if repeat < RESTARTS:
                     run = cold(switcher, name)
                     end_worker(switcher)
-                    cells["no standby"].append(timed(run))
-            yield [name, *(shown(seconds) for seconds in cells.values())]
+                    cells[name]["standby"].append(timed(run))
+    return cells
 
 
 def release_memory(switcher: Switcher) -> None:
@@ -236,7 +270,7 @@ def release_memory(switcher: Switcher) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     # The models that lie there are lost with it.
     for name in switcher.models():
-        switcher._daemon.loop.call(lambda name=name: switcher._daemon.arena.evict(name))  # type: ignore[misc]
+        switcher._daemon.loop.call(lambda name=name: switcher._daemon.residency.arena.evict(name))  # type: ignore[misc]
     if libc.madvise(start, size_bytes, _MADV_REMOVE):
         raise OSError(ctypes.get_errno(), "madvise")
 
@@ -247,114 +281,232 @@ def end_worker(switcher: Switcher) -> None:
     os.kill(worker.pid, signal.SIGKILL)
 
 
-def throughput_rows(
-    store: ModelStore, rivals: Rivals, names: tuple[str, ...], seconds: float, options: dict[str, Any]
-) -> Iterator[list[str]]:
-    """Requests per second when two models alternate every so often, beside ready ones."""
-    pair = names[:2]
-    with open_switcher(store, pair, **options) as switcher:
-        for cycle_s in (1.0, 2.0, 5.0) if seconds > 1 else (0.1,):
+def throughput(
+    store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
+) -> dict[str, Any]:
+    """Latencies of one client that calls two models in turn, so many seconds each; beside ready models."""
+    pairs = [pair for pair in PAIRS if set(pair) <= set(names)] or [(names[0], names[1])]
+    cycles, whole_s = (CYCLES_S, BATCH_SECONDS) if repeats > 1 else ((0.1,), 0.4)
+    measured: dict[str, Any] = {}
+    for pair in pairs:
+        rivals = Rivals(pair, folder, options["device"])
+        fill(store, pair, rivals)
+        with open_switcher(store, pair, **options) as switcher:
+            check(switcher, rivals, pair)
+            for cycle_s in cycles:
+                runs: Runs = {"switched": [], "ready": []}
+                # The two ways alternate, so that both see the same machine.
+                for turn in range(max(2, round(whole_s / cycle_s))):
+                    name = pair[turn % 2]
+                    runs["switched"] += repeated(lambda: switcher.infer(name, inputs_of(name)), cycle_s)  # noqa: B023
+                    runs["ready"] += repeated(lambda: rivals.run(name), cycle_s)  # noqa: B023
+                measured.setdefault(" and ".join(pair), {})[f"{cycle_s:g}"] = runs
+    return measured
 
-            def served(run: Callable[[str], object], cycle_s: float = cycle_s) -> float:
-                start, count = time.perf_counter(), 0
-                while (now := time.perf_counter() - start) < seconds * cycle_s:
-                    run(pair[int(now / cycle_s) % 2])
-                    count += 1
-                return count / (time.perf_counter() - start)
 
-            ours = served(lambda name: switcher.infer(name, inputs_of(name)))
-            ready = served(rivals.run)
-            yield [f"{cycle_s:g}", f"{ours:.2f}", f"{ready:.2f}", f"{100 * ours / ready:.1f} %"]
+def repeated(run: Callable[[], object], seconds: float) -> list[float]:
+    """Times of `run`, called for so many seconds."""
+    end, times = time.perf_counter() + seconds, []
+    while time.perf_counter() < end:
+        times.append(timed(run))
+    return times
 
 
-def plot(rows: list[list[str]]) -> None:
-    """Medians of each way for each model, to :data:`IMAGE`."""
+PARTS = {"requests": requests, "links": links, "without": without, "throughput": throughput}
+
+# --- the report -------------------------------------------------------------------------------------------------
+
+
+def report(data: dict[str, Any]) -> list[str]:
+    """The sections of the results file."""
+    parts = []
+    if "requests" in data:
+        parts += [REQUESTS, request_table(data["requests"])]
+    if "links" in data:
+        parts += [LINKS, link_table(data["links"])]
+    if "without" in data:
+        rows = [[name, *map(shown, runs.values())] for name, runs in data["without"].items()]
+        parts += [WITHOUT, table(["model", "all parts", "no pool", "no standby"], rows)]
+    if "throughput" in data:
+        parts += [THROUGHPUT, throughput_table(data["throughput"])]
+    return parts
+
+
+REQUESTS = """## A request that follows one to another model
+
+p50 / p99 in ms. *ready*: the module in this process, no switch; the floor. *resident*: the model is in the arena.
+*cold*: it is copied there first. *restart*: a new process imports torch, builds the model and loads its weights,
+3 times. *overhead*: a resident request's time less its forward pass in the worker, p50 / p99.
+*times faster*: restart over resident, and over cold."""
+
+LINKS = """## Cold switches over an emulated link (figure 7)
+
+p50 in ms over a link of 6, 12 or 25 GB/s, or memory's own rate where that is lower (second column: what the
+copies reach). *one group*: no pipelining. *a group a layer*: no grouping. The bound is max(copy, compute) and the
+first group's copy, compute being the forward pass of a model in place."""
+
+WITHOUT = f"""## Cold switches without a part, {LINKS_GBPS[1]:g} GB/s (figures 8 and 9)
+
+p50 / p99 in ms. *no pool*: the arena's memory is allocated anew for each switch. *no standby*: the request waits
+for a new worker process, 3 times."""
+
+THROUGHPUT = """## Throughput when two models alternate (figure 6)
+
+One client without pauses calls one model for so many seconds, then the other. *of ready*: the rate over that of two
+ready modules in one process, in turns of the same length."""
+
+
+def request_table(data: dict[str, Runs]) -> str:
+    ways = ("ready", "resident", "cold", "load_state_dict", "mmap", "restart")
+    rows = []
+    for name, runs in data.items():
+        p50 = {way: statistics.median(runs[way]) for way in ways}
+        rows.append(
+            [
+                name,
+                f"{runs['bytes'][0] / 2**20:.0f}",
+                *(shown(runs[way]) for way in ways),
+                shown(runs["overhead"]),
+                f"{p50['restart'] / p50['resident']:.0f}, {p50['restart'] / p50['cold']:.0f}",
+            ]
+        )
+    heads = [*ways[:4], "torch.load, mmap", "restart", "overhead", "times faster"]
+    return table(["model", "MiB", *heads], rows)
+
+
+def link_table(data: dict[str, Any]) -> str:
+    rows = []
+    for name, by_link in data.items():
+        for link, runs in by_link.items():
+            medians = [statistics.median(runs[key]) for key in VARIANTS]
+            compute_s = statistics.median(runs["compute"])
+            bound_s = max(runs["copy_s"], compute_s) + runs["first_s"]
+            times = [*medians, runs["copy_s"], compute_s, bound_s]
+            rows.append(
+                [
+                    f"{link} ({min(float(link), runs['memory_gbps']):.1f})",
+                    name,
+                    f"{runs['groups']:.0f}",
+                    *(f"{1e3 * seconds:.2f}" for seconds in times),
+                    f"{medians[0] / bound_s:.2f}",
+                ]
+            )
+    heads = ["GB/s", "model", "groups", "best", "one group", "a group a layer", "copy", "compute"]
+    return table([*heads, "bound", "best / bound"], rows)
+
+
+def throughput_table(data: dict[str, Any]) -> str:
+    rows = []
+    for pair, by_cycle in data.items():
+        for cycle, runs in by_cycle.items():
+            rates = {way: len(times) / sum(times) for way, times in runs.items()}
+            rows.append(
+                [
+                    pair,
+                    cycle,
+                    *(f"{rates[way]:.2f}" for way in ("switched", "ready")),
+                    f"{100 * rates['switched'] / rates['ready']:.1f} %",
+                    *(shown(runs[way]) for way in ("switched", "ready")),
+                ]
+            )
+    heads = ["models", "switch every, s", "switched, 1/s", "ready, 1/s", "of ready"]
+    return table([*heads, "switched, p50 / p99 ms", "ready, p50 / p99 ms"], rows)
+
+
+def plot(data: dict[str, Any]) -> None:
+    """Draw figures 5 to 9 from the same measurements as the tables."""
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
     figure, axis = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
-    ways = ("ready", "resident", "cold", "load_state_dict", "torch.load, mmap", "restart")
-    for index, way in enumerate(ways):
-        heights = [float(row[2 + index].split(" / ")[0]) for row in rows]
-        axis.bar([place + index / 8 for place in range(len(rows))], heights, 1 / 8, label=way)
-    axis.set(yscale="log", ylabel="time of a request, ms", xticks=[i + 0.3 for i in range(len(rows))])
-    axis.set_xticklabels([row[0] for row in rows])
-    axis.legend(frameon=False, ncols=3)
-    IMAGE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(IMAGE, dpi=120)
+    ways = ("ready", "resident", "cold", "load_state_dict", "mmap", "restart")
+    bars(axis, data["requests"], {way: way for way in ways})
+    axis.set(yscale="log", ylabel="time of a request, ms")
+    save(figure, "switching.png")
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for pair, by_cycle in data["throughput"].items():
+        cycles = [float(cycle) for cycle in by_cycle]
+        rates = [
+            [len(runs[way]) / sum(runs[way]) for runs in by_cycle.values()] for way in ("switched", "ready")
+        ]
+        axes[0].plot(cycles, [100 * a / b for a, b in zip(*rates, strict=True)], "o-", label=pair)
+        for way, style in (("switched", "o-"), ("ready", "--")):
+            p99 = [1e3 * percentile(runs[way], 0.99) for runs in by_cycle.values()]
+            axes[1].plot(cycles, p99, style, label=f"{pair}, {way}")
+    axes[0].set(ylim=(80, 105), xlabel="switch every, s", ylabel="throughput, % of ready")
+    axes[0].axhline(100, color="black", linewidth=0.5)
+    axes[1].set(ylim=(0, None), xlabel="switch every, s", ylabel="latency, p99, ms")
+    for axis in axes:
+        axis.legend(frameon=False, fontsize=7)
+    save(figure, "switching-throughput.png")
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    link = f"{LINKS_GBPS[1]:g}"
+    pipelining = {name: by_link[link] for name, by_link in data["links"].items()}
+    labels = {"best": "best groups", "one": "one group", "layer": "a group a layer"}
+    bars(axes[0], pipelining, {"compute": "in place, forward", **labels})
+    bars(axes[1], data["without"], {"all": "memory pool", "pool": "allocated for each switch"})
+    bars(axes[2], data["without"], {"all": "worker stands by", "standby": "new worker process"})
+    axes[2].set(yscale="log")
+    for axis, title in zip(axes, ("pipelining", "memory", "workers"), strict=True):
+        axis.set(ylabel="time of a cold request, ms", title=f"{title}, {link} GB/s")
+    save(figure, "switching-ablations.png")
+
+
+def bars(axis: Any, data: dict[str, Runs], ways: dict[str, str]) -> None:
+    """Draw medians of each way, by model."""
+    width = 0.8 / len(ways)
+    for index, (way, label) in enumerate(ways.items()):
+        heights = [1e3 * statistics.median(runs[way]) for runs in data.values()]
+        axis.bar([place + index * width for place in range(len(data))], heights, width, label=label)
+    axis.set_xticks([place + 0.4 for place in range(len(data))])
+    axis.set_xticklabels(list(data), rotation=20, fontsize=8)
+    axis.legend(frameon=False, ncols=2, fontsize=7)
+
+
+def save(figure: Any, name: str) -> None:
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    figure.savefig(IMAGES / name, dpi=120)
+
+
+def merged(data: dict[str, Any], part: str, new: dict[str, Any]) -> dict[str, Any]:
+    return {**data, part: {**data.get(part, {}), **new}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", choices=[*PARTS, "report"], help="default: all")
     parser.add_argument("--models", nargs="+", default=list(NAMES))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda on a machine with a GPU")
+    parser.add_argument("--data", type=Path, default=ROOT / "build" / "bench_switching.json")
     parser.add_argument("--smoke", action="store_true", help="tiny models, one iteration, nothing written")
     given = parser.parse_args()
     names, repeats = (SMOKE, 1) if given.smoke else (tuple(given.models), given.repeats)
     torch.set_num_threads(given.threads)
     options = {"threads": given.threads, "device": given.device}
-    with tempfile.TemporaryDirectory() as folder, ModelStore() as store:
-        rivals = Rivals(names, Path(folder), given.device)
-        fill(store, names, rivals)
-        requests = list(resident_rows(store, rivals, names, repeats, options))
-        heads = [
-            "model",
-            "MiB",
-            "ready",
-            "resident",
-            "cold",
-            "load_state_dict",
-            "torch.load, mmap",
-            "restart",
-        ]
-        parts = [
-            "Time of one request, p50 / p99 in ms; every request follows one to another model. The overhead is the "
-            "resident switch's median over the ready model's; the last column is restart over resident.",
-            table([*heads, "overhead, ms", "times faster"], requests),
-        ]
-        if given.device == "cpu":
-            rates = LINKS_GBPS[:1] if given.smoke else LINKS_GBPS
-            links = list(link_rows(store, names, rates, repeats, options))
-            parts += [
-                "## Cold switches over an emulated link, and ablations",
-                "Medians in ms. The bound is max(copy, compute) and the first group's copy.",
-                table(
-                    [
-                        "GB/s",
-                        "model",
-                        "groups",
-                        "best",
-                        "one group",
-                        "a group a layer",
-                        "bound",
-                        "best / bound",
-                    ],
-                    links,
-                ),
-            ]
-            lines = list(without_rows(store, names, LINKS_GBPS[1], repeats, options))
-            parts += [
-                f"## Cold switches without a part, {LINKS_GBPS[1]:g} GB/s",
-                "p50 / p99 in ms. Without the pool, memory is allocated again for each switch; without a standby, the "
-                "request waits for a new worker process, 3 times.",
-                table(["model", "all parts", "no pool", "no standby"], lines),
-            ]
-        rows = list(throughput_rows(store, rivals, names, 0.5 if given.smoke else 6.0, options))
-        parts += [
-            "## Throughput when two models alternate",
-            table(["switch every, s", "switched, 1/s", "ready, 1/s", "of ready"], rows),
-        ]
+    chosen = [given.part] if given.part else [*PARTS, "report"]
+    keeps = given.part is not None and not given.smoke and given.data.exists()
+    data: dict[str, Any] = json.loads(given.data.read_text()) if keeps else {}
+    for part in (one for one in chosen if one in PARTS):
+        if part in ("links", "without") and given.device != "cpu":
+            continue  # a GPU has its own link
+        with tempfile.TemporaryDirectory() as folder, ModelStore() as store:
+            data = merged(data, part, PARTS[part](store, names, repeats, options, Path(folder)))
+        if not given.smoke:
+            given.data.write_text(json.dumps(data))
     if given.smoke:
-        print("\n\n".join(parts))
-        return
-    plot(requests)
-    write("switching", "Model switching", *parts)
+        print("\n\n".join(report(data)))
+    elif "report" in chosen:
+        if given.device == "cpu":
+            plot(data)
+        write("switching" if given.device == "cpu" else "switching_cuda", "Model switching", *report(data))
 
 
 if __name__ == "__main__":

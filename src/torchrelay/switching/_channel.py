@@ -12,9 +12,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torchrelay.errors import PeerLostError, ProtocolError
+from torchrelay import errors
+from torchrelay.errors import (
+    ArgumentError,
+    ModelError,
+    PeerLostError,
+    ProtocolError,
+    TorchRelayError,
+)
 
-__all__ = ["Channel", "Message"]
+__all__ = ["Channel", "Message", "described", "error_of"]
 
 Message = dict[str, Any]
 
@@ -99,8 +106,27 @@ class Channel:
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        message = json.loads(self._buffer[_LENGTH.size : end])
+        try:
+            message = json.loads(self._buffer[_LENGTH.size : end])
+        except ValueError as error:
+            raise ProtocolError(f"a message is no JSON: {error}") from error
         del self._buffer[:end]
         count = message.pop("descriptors")
         taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         return message, taken
+
+
+def described(error: Exception) -> Message:
+    """Return what :func:`error_of` makes the error from again."""
+    if isinstance(error, TorchRelayError):
+        return {"error": type(error).__name__, "text": str(error)}
+    if isinstance(error, TypeError) and "argument" in str(error):
+        return {"error": ArgumentError.__name__, "text": str(error)}
+    return {"error": ModelError.__name__, "text": f"{type(error).__name__}: {error}"}
+
+
+def error_of(message: Message) -> TorchRelayError:
+    """Return the error that a worker described, of the same type."""
+    kind = getattr(errors, str(message["error"]), ModelError)
+    error: TorchRelayError = kind(str(message["text"]))
+    return error

@@ -74,10 +74,13 @@ class Link(Protocol):
         """
 
     def register(self, source: torch.Tensor) -> None:
-        """Prepare host memory for fast copies; a copy from memory that is not registered works too."""
+        """Prepare host memory for fast copies; calls for the same memory are counted.
+
+        A copy from memory that is not registered works too, more slowly.
+        """
 
     def unregister(self, source: torch.Tensor) -> None:
-        """Undo :meth:`register` once the copies in progress have ended."""
+        """Undo one :meth:`register`; no copy from the memory may be in progress."""
 
     def close(self) -> None:
         """Wait for copies in progress and free the link's resources. Idempotent."""

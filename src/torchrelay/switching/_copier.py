@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -29,6 +30,7 @@ class CopyJob:
     arrived: Callable[[CopyJob, int], object]  # called in the copier's thread, as `ended`
     ended: Callable[[CopyJob, Exception | None], object]
     cancelled: bool = False
+    seconds: float = 0.0  # on the link
     pending: set[int] = field(default_factory=set)  # owned by the daemon's thread
 
     def __post_init__(self) -> None:
@@ -60,44 +62,53 @@ class Copier:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             error: Exception | None = None
+            start = time.perf_counter()
             try:
                 self._copy(job)
             except Exception as caught:  # reported to the daemon: this thread must outlive a failed copy
                 error = caught
+            job.seconds = time.perf_counter() - start
             job.ended(job, error)
 
     def _copy(self, job: CopyJob) -> None:
         started: deque[tuple[int, Callable[[], None]]] = deque()
         groups = iter(job.groups)
-        while True:
-            while not job.cancelled and len(started) < _AHEAD:
-                following = next(groups, None)
-                if following is None:
-                    break
-                started.append((following[0], self._link.start(following[1])))
-            if not started:
-                return
-            group, wait = started.popleft()
-            wait()
-            job.arrived(job, group)
+        try:
+            while True:
+                while not job.cancelled and len(started) < _AHEAD:
+                    following = next(groups, None)
+                    if following is None:
+                        break
+                    started.append((following[0], self._link.start(following[1])))
+                if not started:
+                    return
+                group, wait = started.popleft()
+                wait()
+                job.arrived(job, group)
+        finally:
+            # After an error others may get the space of a copy that is still on the link.
+            for _, wait in started:
+                with contextlib.suppress(Exception):
+                    wait()
 
 
 def measure_link(link: Link, source: torch.Tensor) -> Costs:
     """Return the rate and overhead of copies of `source` (uint8) to the start of the arena.
 
-    The arena's contents there are lost: for an arena that nobody uses yet.
+    `source` should be larger than the processor's caches. The arena's contents there are lost: for an arena
+    that nobody uses yet.
     """
 
-    def best_s(size_bytes: int) -> float:
+    def median_s(size_bytes: int) -> float:
         times = []
         for _ in range(5):
             start = time.perf_counter()
             link.start([Copy(source[:size_bytes], 0)])()
             times.append(time.perf_counter() - start)
-        return min(times)
+        return sorted(times)[len(times) // 2]
 
     small, large = min(4096, source.numel()), source.numel()
-    overhead_s, whole_s = best_s(small), best_s(large)
+    overhead_s, whole_s = median_s(small), median_s(large)
     rate = max(large - small, 1) / max(whole_s - overhead_s, 1e-6)
     return Costs(rate, copy_overhead_s=overhead_s + _WAKE_S, group_overhead_s=_WAKE_S)
 

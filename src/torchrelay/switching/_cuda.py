@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -146,26 +148,26 @@ class CudaLink:
         _use_primary_context(self._driver, self._device)
         flag = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = _call(self._driver, "cuStreamCreate", flag)
-        self._registered: dict[int, int] = {}
+        self._registered: Counter[int] = Counter()  # by address
+        self._registering = threading.Lock()  # callers register, the daemon's thread unregisters
 
     def start(self, copies: list[Copy]) -> Callable[[], None]:
         """Queue the copies and an event behind them; the returned function waits for the event."""
         _use_primary_context(self._driver, self._device)
-        for copy in copies:
-            target, source = self._address + copy.offset_bytes, copy.source.data_ptr()
-            _call(self._driver, "cuMemcpyHtoDAsync", target, source, copy.source.numel(), self._stream)
-        # Blocking: the waiting thread sleeps instead of spinning on a core.
-        flags = self._driver.CUevent_flags
-        event = _call(
-            self._driver,
-            "cuEventCreate",
-            int(flags.CU_EVENT_BLOCKING_SYNC) | int(flags.CU_EVENT_DISABLE_TIMING),
-        )
-        try:
+        with contextlib.ExitStack() as undo:
+            # What is queued before an error must not arrive later: others may get the space.
+            undo.callback(self._driver.cuStreamSynchronize, self._stream)
+            for copy in copies:
+                target, source = self._address + copy.offset_bytes, copy.source.data_ptr()
+                size_bytes = copy.source.numel()
+                _call(self._driver, "cuMemcpyHtoDAsync", target, source, size_bytes, self._stream)
+            # Blocking: the waiting thread sleeps instead of spinning on a core.
+            flags = self._driver.CUevent_flags
+            blocking = int(flags.CU_EVENT_BLOCKING_SYNC) | int(flags.CU_EVENT_DISABLE_TIMING)
+            event = _call(self._driver, "cuEventCreate", blocking)
+            undo.callback(_call, self._driver, "cuEventDestroy", event)
             _call(self._driver, "cuEventRecord", event, self._stream)
-        except BaseException:
-            _call(self._driver, "cuEventDestroy", event)
-            raise
+            undo.pop_all()
 
         def wait() -> None:
             try:
@@ -178,16 +180,20 @@ class CudaLink:
     def register(self, source: torch.Tensor) -> None:
         """Pin `source`, so that copies from it are asynchronous and run at the link's full rate."""
         _use_primary_context(self._driver, self._device)
-        flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE
-        _call(self._driver, "cuMemHostRegister", source.data_ptr(), source.numel(), flags)
-        self._registered[source.data_ptr()] = source.numel()
+        with self._registering:
+            if not self._registered[source.data_ptr()]:
+                flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE
+                _call(self._driver, "cuMemHostRegister", source.data_ptr(), source.numel(), flags)
+            self._registered[source.data_ptr()] += 1
 
     def unregister(self, source: torch.Tensor) -> None:
-        """Unpin `source` once the copies in progress have ended."""
-        if self._registered.pop(source.data_ptr(), None) is not None:
-            _use_primary_context(self._driver, self._device)
-            _call(self._driver, "cuStreamSynchronize", self._stream)
-            _call(self._driver, "cuMemHostUnregister", source.data_ptr())
+        """Unpin `source` when nobody else has registered it."""
+        _use_primary_context(self._driver, self._device)
+        with self._registering:
+            self._registered[source.data_ptr()] -= 1
+            if not self._registered[source.data_ptr()]:
+                del self._registered[source.data_ptr()]
+                _call(self._driver, "cuMemHostUnregister", source.data_ptr())
 
     def close(self) -> None:
         if self._stream is None:

@@ -59,7 +59,7 @@ class Fleet:
     def fill(self) -> None:
         """Start workers until there are enough."""
         while len(self.workers) < self._size and not self.broken and not self.closing:
-            worker = WorkerProcess(self._cache, self._request_bytes, self._threads)
+            worker = WorkerProcess(self._cache, self._request_bytes, self._threads, self._size)
             self.workers.append(worker)
             self._loop.watch(worker.channel.fileno(), lambda worker=worker: self._read(worker))  # type: ignore[misc]
 
@@ -104,10 +104,15 @@ class Fleet:
         self.workers.clear()
 
     def _read(self, worker: WorkerProcess) -> None:
-        try:
-            while worker in self.workers and (received := worker.channel.receive(0)) is not None:
-                self._on_message(worker, *received)
-        except PeerLostError:
-            self.lose(worker)
-        except (ProtocolError, ValueError, KeyError) as error:
-            self.lose(worker, f"sent a malformed message: {error!r}")
+        while worker in self.workers:
+            try:
+                received = worker.channel.receive(0)
+            except PeerLostError:
+                self.lose(worker)
+                return
+            except ProtocolError as error:
+                self.lose(worker, f"sent a malformed message: {error}")
+                return
+            if received is None:
+                return
+            self._on_message(worker, *received)

@@ -22,9 +22,15 @@ T = TypeVar("T")
 class Loop:
     """Runs everything in one thread, so that what it owns needs no lock."""
 
-    def __init__(self, after_each: Callable[[], float | None]) -> None:
-        """`after_each` runs after every event; it returns in how many seconds to run at the latest."""
+    def __init__(self, after_each: Callable[[], float | None], crashed: Callable[[Exception], None]) -> None:
+        """Make a loop; :meth:`start` runs it.
+
+        Args:
+            after_each: runs after every event; it returns in how many seconds to run at the latest.
+            crashed: is called with an error that nobody caught; the loop ends then.
+        """
         self._after_each = after_each
+        self._crashed = crashed
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -81,13 +87,10 @@ class Loop:
 
     def _run(self) -> None:
         try:
-            while True:
-                wait_s = self._after_each()
-                if self._stopping:
-                    return
-                for key, _ in self._selector.select(wait_s):
-                    ready: Any = key.data or self._run_posted
-                    ready()
+            self._run_events()
+        except Exception as error:
+            self._crashed(error)
+            raise
         finally:
             with self._lock:
                 self._ended = True
@@ -95,6 +98,15 @@ class Loop:
                 self._posted.popleft()()
             self._selector.close()
             os.close(self._wake)
+
+    def _run_events(self) -> None:
+        while True:
+            wait_s = self._after_each()
+            if self._stopping:
+                return
+            for key, _ in self._selector.select(wait_s):
+                ready: Any = key.data or self._run_posted
+                ready()
 
     def _run_posted(self) -> None:
         with contextlib.suppress(BlockingIOError):

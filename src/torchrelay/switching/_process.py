@@ -10,33 +10,40 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
+from torchrelay import telemetry
 from torchrelay.buffers import Segment
+from torchrelay.errors import PeerLostError
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._channel import Channel
+from torchrelay.switching._channel import Channel, Message
 
 __all__ = ["WorkerProcess"]
+
+PROGRAM = ["-m", "torchrelay.switching._worker"]
 
 
 class WorkerProcess:
     """A started worker: its process, channel and request buffer. Everything else is the daemon's state."""
 
-    def __init__(self, cache: SharedCache, request_bytes: int, threads: int) -> None:
+    def __init__(self, cache: SharedCache, request_bytes: int, threads: int, workers: int) -> None:
+        """Start a process, one of `workers` that share the device."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         arena = cache.export(read_only=True)
         segment = Segment.create(request_bytes, "torchrelay-requests")
         try:
-            # The command line names inherited descriptors; -c would miss the module's __main__ guard.
+            # The command line names inherited descriptors.
             arguments = {
                 "channel": theirs.fileno(),
                 "arena": arena,
                 "requests": segment.fd,
                 "threads": threads,
+                "workers": workers,
                 "cache": json.dumps(cache.describe(read_only=True)),
             }
-            command = [sys.executable, "-m", "torchrelay.switching._worker"]
+            command = [sys.executable, *PROGRAM]
             for name, value in arguments.items():
                 command += [f"--{name}", str(value)]
             self.process = subprocess.Popen(
@@ -55,7 +62,7 @@ class WorkerProcess:
         self.requests: torch.Tensor = segment.tensor((segment.size_bytes,), torch.uint8)
         self.started = time.monotonic()
         self.ready = False
-        self.loading: set[str] = set()  # models whose modules it is building
+        self.loading = ""  # the model whose modules it is building
         self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
         self.unwanted: set[str] = set()  # unloaded models whose modules it may hold
         self.last_model = ""
@@ -69,6 +76,18 @@ class WorkerProcess:
     @property
     def idle(self) -> bool:
         return self.ready and not self.request_id and not self.loading
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send; a dead worker is noticed when its channel is read."""
+        try:
+            self.channel.send(message, descriptors)
+        except PeerLostError:
+            telemetry.event("switching.send_failed", pid=self.pid)
+
+    def release(self) -> None:
+        """Make the worker idle: what it ran has ended."""
+        self.request_id = 0
+        self.last_used = time.monotonic()
 
     def kill(self) -> None:
         """End the process, whatever it does, and reap it. Idempotent."""

@@ -35,7 +35,6 @@ class Reply:
 class Request:
     """One call of a model. Owned by the daemon's thread once it is queued."""
 
-    request_id: int
     model: str
     inputs: dict[str, torch.Tensor]
     future: Future[Reply]
@@ -43,6 +42,7 @@ class Request:
     deadline: float = math.inf  # of time.monotonic()
     client: str = ""
     profiling: bool = False
+    request_id: int = 0
     attempts: int = 0
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0

@@ -26,6 +26,7 @@ class Served:
     profiling: bool = False
     regroup: Grouped | None = None  # applied once no copy or request uses the old groups
     error: TorchRelayError | None = None
+    lost_builds: int = 0  # workers that died while they built its modules
     seconds: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     _copies: dict[int, list[Copy]] = field(default_factory=dict)
@@ -36,11 +37,18 @@ class Served:
         return self.model.version, self.plan
 
     def apply_regroup(self) -> None:
-        """Use the groups of `regroup` from now on."""
+        """Use the groups of `regroup` from now on; requests can run."""
         assert self.regroup is not None
         self.grouped, self.regroup = self.regroup, None
         self.plan += 1
         self._copies.clear()
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def fail(self, error: TorchRelayError) -> None:
+        """Wake who waits for the model to be ready."""
+        if not self.ready.done():
+            self.ready.set_exception(error)
 
     def copies(self, group: int, offset_bytes: int) -> list[Copy]:
         """Return what brings `group` to `offset_bytes` of the arena."""

@@ -9,6 +9,7 @@ from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._daemon import Daemon
 from torchrelay.switching._process import WorkerProcess
 from torchrelay.switching._served import Served
+from torchrelay.switching._tasks import Task
 
 __all__ = ["status"]
 
@@ -18,7 +19,7 @@ def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
     return {
         "time": time.time(),
         "device": str(cache.device),
-        "arena_bytes": daemon.arena.size_bytes,
+        "arena_bytes": daemon.residency.arena.size_bytes,
         "blocks": [
             {
                 "offset": block.offset_bytes,
@@ -26,9 +27,9 @@ def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
                 "model": block.model,
                 "group": block.group,
             }
-            for block in daemon.arena.blocks()
+            for block in daemon.residency.arena.blocks()
         ],
-        "models": [_model(daemon, served) for _, served in sorted(daemon.models.items())],
+        "models": [_model(daemon, served) for _, served in sorted(daemon.catalog.models.items())],
         "workers": [_worker(daemon, worker) for worker in daemon.fleet],
         "worker_deaths": daemon.fleet.deaths,
         "queue": [
@@ -40,13 +41,12 @@ def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
             }
             for request in daemon.queue.ordered()
         ],
-        "training": [_task(daemon)] if daemon.training is not None else [],
-        "paused_training": [
-            {"task": task.name, "step": task.step, "steps": task.steps} for task in daemon.tasks
-        ],
+        "training": [_task(task) for task in (daemon.training.running,) if task is not None],
+        "paused_training": [_task(task) for task in daemon.training.waiting],
         "link": {
-            "bytes_per_s": daemon.costs.bytes_per_s,
-            "copy_overhead_s": daemon.costs.copy_overhead_s,
+            "bytes_per_s": daemon.catalog.costs.bytes_per_s,
+            "copy_overhead_s": daemon.catalog.costs.copy_overhead_s,
+            "seconds_copying": daemon.residency.seconds_copying,
         },
         "counts": dict(daemon.counts),
         "switches": list(daemon.history)[::-1],
@@ -63,8 +63,8 @@ def _model(daemon: Daemon, served: Served) -> dict[str, Any]:
         "error": str(served.error) if served.error else "",
         "bytes": served.model.size_bytes,
         "groups": len(served.grouped.groups),
-        "resident": daemon.arena.is_resident(name, len(served.grouped.groups)),
-        "pinned": daemon.arena.is_pinned(name),
+        "resident": daemon.residency.is_resident(served),
+        "pinned": daemon.residency.arena.is_pinned(name),
         "priority": served.priority,
         "requests": dict(served.counts),
         "seconds": dict(served.seconds),
@@ -83,7 +83,5 @@ def _worker(daemon: Daemon, worker: WorkerProcess) -> dict[str, Any]:
     return {"pid": worker.pid, "state": state, "model": worker.last_model}
 
 
-def _task(daemon: Daemon) -> dict[str, Any]:
-    assert daemon.training is not None
-    task = daemon.training[0]
+def _task(task: Task) -> dict[str, Any]:
     return {"task": task.name, "step": task.step, "steps": task.steps}

@@ -27,7 +27,7 @@ from torchrelay.switching._tasks import Task, TrainingHandle
 __all__ = ["Switcher", "default_profile_folder"]
 
 _GROUPINGS = ("best", "one", "layer")
-_MEASURE_BYTES = 8 << 20
+_MEASURE_BYTES = 64 << 20  # more than most processors' caches
 
 
 def default_profile_folder() -> Path:
@@ -94,7 +94,7 @@ class Switcher:
         try:
             self._link = _link(self._cache, link_gbps)
             size_bytes = min(_MEASURE_BYTES, self._cache.size_bytes)
-            source = torch.zeros(size_bytes, dtype=torch.uint8)
+            source = torch.ones(size_bytes, dtype=torch.uint8)  # zeros might not be in memory yet
             self._link.register(source)
             costs = measure_link(self._link, source)
             self._link.unregister(source)
@@ -133,9 +133,13 @@ class Switcher:
             OperationTimeoutError: it was not ready after `timeout_s`.
         """
         model = self._store.get(name)
-        source = model.segment.tensor((model.size_bytes,), torch.uint8)
-        ready = self._daemon.loop.call(lambda: self._daemon.add_model(model, priority))
-        self._link.register(source)
+        source = model.bytes(0, model.size_bytes)
+        self._link.register(source)  # the catalog undoes it when it has forgotten the model
+        try:
+            ready = self._daemon.loop.call(lambda: self._daemon.catalog.add(model, priority))
+        except BaseException:
+            self._link.unregister(source)
+            raise
         try:
             ready.result(timeout_s)
         except TimeoutError as error:
@@ -149,15 +153,15 @@ class Switcher:
         Raises:
             NotFoundError: it is not loaded.
         """
-        self._daemon.loop.call(lambda: self._daemon.remove_model(name))
+        self._daemon.loop.call(lambda: self._daemon.catalog.remove(name))
 
     def models(self) -> tuple[str, ...]:
         """Return the names of the models that are loaded or loading."""
-        return tuple(sorted(self._daemon.models))
+        return tuple(sorted(self._daemon.catalog.models))
 
     def is_ready(self, name: str) -> bool:
         """Whether `name` is loaded and can answer."""
-        served = self._daemon.models.get(name)
+        served = self._daemon.catalog.models.get(name)
         return served is not None and served.ready.done() and served.error is None
 
     def submit(
@@ -187,13 +191,8 @@ class Switcher:
         self._check_inputs(name, inputs)
         deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
         plain = {key: value.detach().cpu() for key, value in inputs.items()}
-        request = Request(0, name, plain, Future(), priority, deadline, client)
-
-        def queue() -> None:
-            request.request_id = self._daemon.new_id()
-            self._daemon.submit(request)
-
-        if not self._daemon.loop.post(queue):
+        request = Request(name, plain, Future(), priority, deadline, client)
+        if not self._daemon.loop.post(lambda: self._daemon.submit(request)):
             raise UnavailableError("the switcher is closed")
         request.future.add_done_callback(self._forget_cancelled)
         return request.future
@@ -235,7 +234,7 @@ class Switcher:
             )
         task = Task(name, Factory.of(factory, kwargs, seed), steps, save_every)
         self._daemon.loop.call(lambda: self._daemon.train(task))
-        cancel = self._daemon.cancel_task
+        cancel = self._daemon.training.cancel
         return TrainingHandle(task, lambda one: self._daemon.loop.call(lambda: cancel(one)))
 
     def status(self) -> dict[str, Any]:
@@ -262,7 +261,7 @@ class Switcher:
         self.close(grace_s=10.0 if kind is None else 0.0)
 
     def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
-        served = self._daemon.models.get(name)
+        served = self._daemon.catalog.models.get(name)
         if served is None:
             return  # the daemon answers, in order with loads and unloads before
         specs = {spec.name: spec for spec in served.model.inputs}

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrelay.errors import OperationTimeoutError
+from torchrelay.errors import OperationTimeoutError, TorchRelayError
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._training import read_state
 
@@ -48,6 +48,28 @@ class Task:
         except Exception as error:
             self.future.set_exception(error)
         self.close()
+
+    def fail(self, error: TorchRelayError) -> None:
+        """Set the future to `error`, unless it is done, and close the state."""
+        if not self.future.done():
+            self.future.set_exception(error)
+        self.close()
+
+    def cancel(self) -> None:
+        """Cancel the future and close the state."""
+        self.future.cancel()
+        self.close()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a worker needs besides the state."""
+        return {
+            "task": self.name,
+            "factory": self.factory.reference,
+            "kwargs": self.factory.kwargs,
+            "seed": self.factory.seed,
+            "steps": self.steps,
+            "save_every": self.save_every,
+        }
 
     def close(self) -> None:
         if self._state >= 0:

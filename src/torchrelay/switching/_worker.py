@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from torchrelay.buffers import Segment
-from torchrelay.errors import ArgumentError, CapacityError, ModelError, PeerLostError, TorchRelayError
+from torchrelay.errors import CapacityError, ModelError, PeerLostError
 from torchrelay.switching import _training
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._channel import Channel, Message
+from torchrelay.switching._channel import Channel, Message, described
 from torchrelay.switching._contract import align
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._groups import Grouped
@@ -47,11 +47,17 @@ class _Loaded:
         self.layout = layout
         self.binding = Binding(factory.build_skeleton().eval(), layout)
         self.grouped = Grouped.one_group(layout)
+        self._offsets: list[int] = []
 
     def regroup(self, grouped: Grouped) -> None:
         self.grouped = grouped
+        self._offsets = []
 
     def bind(self, arena: torch.Tensor, offsets: list[int]) -> None:
+        """Point the module's tensors at groups that start at `offsets`; free if they lie there already."""
+        if offsets == self._offsets:
+            return
+        self._offsets = offsets
         for group, start in enumerate(offsets):
             for storage, offset in self.grouped.places(group):
                 size_bytes = self.layout.storages[storage]
@@ -100,7 +106,7 @@ class Worker:
                 loaded = _Loaded(factory, Layout.from_json(message["layout"]))
             loaded.regroup(Grouped.from_json(loaded.layout, message["groups"]))
         except Exception as error:
-            self._channel.send({"op": "load_failed", "model": name, **_described(error)})
+            self._channel.send({"op": "load_failed", "model": name, **described(error)})
             return
         self._models[name] = loaded
         self._channel.send({"op": "loaded", "model": name})
@@ -162,7 +168,7 @@ class Worker:
         except _CancelledError:
             self._channel.send({"op": "cancelled", "id": message["id"]})
         except Exception as error:
-            self._channel.send({"op": "failed", "id": message["id"], **_described(error)})
+            self._channel.send({"op": "failed", "id": message["id"], **described(error)})
 
     @contextlib.contextmanager
     def _waiting(self, loaded: _Loaded, message: Message) -> Iterator[None]:
@@ -237,19 +243,23 @@ def _to(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torc
     return {name: value.to(device) for name, value in inputs.items()}
 
 
-def _described(error: Exception) -> dict[str, str]:
-    """Return what an error is made from again in the daemon."""
-    if isinstance(error, TorchRelayError):
-        return {"error": type(error).__name__, "text": str(error)}
-    if isinstance(error, TypeError) and "argument" in str(error):
-        return {"error": ArgumentError.__name__, "text": str(error)}
-    return {"error": ModelError.__name__, "text": f"{type(error).__name__}: {error}"}
+def _prepare_cuda(device: torch.device, arena_bytes: int, workers: int) -> None:
+    """Make the context and the libraries' handles now, and bound this worker's activations.
+
+    Each worker gets the same share of what the arena leaves: none can take another's memory.
+    """
+    torch.cuda.set_device(device)
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    share = max(total_bytes - arena_bytes, 0) / total_bytes / workers
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    ones = torch.ones(8, 8, device=device)
+    (ones @ ones).cpu()
 
 
 def main() -> None:
     """Run a worker over the descriptors that the daemon left open for it."""
     parser = argparse.ArgumentParser()
-    for name in ("channel", "arena", "requests", "threads"):
+    for name in ("channel", "arena", "requests", "threads", "workers"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--cache", required=True)
     options = parser.parse_args()
@@ -264,6 +274,8 @@ def main() -> None:
         requests = Segment.from_fd(options.requests)
         os.close(options.arena)
         os.close(options.requests)
+        if cache.device.type == "cuda":
+            _prepare_cuda(cache.device, cache.size_bytes, options.workers)
         Worker(channel, cache, requests).run()
     except PeerLostError:
         sys.exit(0)  # the daemon has ended

@@ -7,13 +7,31 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+import threading
 from typing import Any
 
+import torch
 from cuda.bindings import driver as real
+
+from torchrelay import _torch
+from torchrelay.switching import _cuda
 
 GRANULE = 2 << 20
 _KEPT = ("CU", "CUDA")
+
+
+def install(fake: FakeDriver, patch: Any = setattr) -> None:
+    """Put `fake` in place of the driver, and tensors in host memory in place of torch's on CUDA."""
+
+    def host_tensor(address: int, size_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
+        assert device == torch.device("cuda", 0)
+        block = (ctypes.c_uint8 * size_bytes).from_address(address)
+        block.owner = owner
+        return torch.frombuffer(block, dtype=torch.uint8)
+
+    patch(_cuda, "load_driver", lambda: fake)
+    patch(_cuda, "_contexts", {})
+    patch(_torch, "tensor_at", host_tensor)
 
 
 class FakeDriver:
@@ -29,9 +47,10 @@ class FakeDriver:
         self.mapped: dict[int, tuple[int, int]] = {}  # address -> (handle, size)
         self.access: dict[int, Any] = {}
         self.pinned: dict[int, int] = {}
-        self.streams: dict[int, list[Callable[[], None]]] = {}
+        self.streams: dict[int, list[tuple[int, int, int]]] = {}  # target, source, size
         self.events: dict[int, int | None] = {}  # event -> operations of its stream before it
-        self.context: int | None = None
+        self._contexts = threading.local()  # current in each thread
+        self._copying = threading.Lock()
         self._next = 1000
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
@@ -78,8 +97,13 @@ class FakeDriver:
 
     def cuCtxSetCurrent(self, context: int) -> Any:
         assert context == 77
-        self.context = context
+        self._contexts.current = context
         return self._call("cuCtxSetCurrent")
+
+    @property
+    def context(self) -> int | None:
+        """What is current in this thread."""
+        return getattr(self._contexts, "current", None)
 
     # --- virtual memory
 
@@ -211,25 +235,32 @@ class FakeDriver:
         assert any(base <= source and source + size <= base + n for base, n in self.pinned.items()), (
             "not pinned"
         )
-        self.streams[stream].append(lambda: ctypes.memmove(target, source, size) and None)  # type: ignore[func-returns-value]
-        return self._call("cuMemcpyHtoDAsync")
+        result = self._call("cuMemcpyHtoDAsync")
+        if result[0] == real.CUresult.CUDA_SUCCESS:
+            self.streams[stream].append((target, source, size))
+        return result
 
     def cuMemHostRegister(self, pointer: int, size: int, flags: int) -> Any:
         assert self.context and flags == real.CU_MEMHOSTREGISTER_PORTABLE and size > 0
+        assert pointer not in self.pinned, "registered already"
         self.pinned[pointer] = size
         return self._call("cuMemHostRegister")
 
     def cuMemHostUnregister(self, pointer: int) -> Any:
-        assert not any(self.streams.values()), "copies from it may be in progress"
-        del self.pinned[pointer]
+        size = self.pinned.pop(pointer)
+        for copies in self.streams.values():
+            for _, source, _ in list(copies):
+                assert not pointer <= source < pointer + size, "a copy from it is in progress"
         return self._call("cuMemHostUnregister")
 
     def cuEventCreate(self, flags: int) -> Any:
         wanted = real.CUevent_flags
         assert flags == int(wanted.CU_EVENT_BLOCKING_SYNC) | int(wanted.CU_EVENT_DISABLE_TIMING)
         event = self._new()
-        self.events[event] = None
-        return self._call("cuEventCreate", event)
+        result = self._call("cuEventCreate", event)
+        if result[1] is not None:
+            self.events[event] = None
+        return result
 
     def cuEventRecord(self, event: int, stream: int) -> Any:
         self.events[event] = stream
@@ -246,5 +277,7 @@ class FakeDriver:
         return self._call("cuEventDestroy")
 
     def _run(self, stream: int) -> None:
-        while self.streams[stream]:
-            self.streams[stream].pop(0)()
+        with self._copying:
+            while self.streams[stream]:
+                ctypes.memmove(*self.streams[stream][0])
+                del self.streams[stream][0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib.util
 import os
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from torchrelay import _torch
 from torchrelay.buffers import Segment
 from torchrelay.errors import ArgumentError, SegmentError, UnavailableError
 from torchrelay.switching import SharedCache, _cuda
@@ -33,16 +31,7 @@ RESULT = driver_module.CUresult
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     fake = fake_driver.FakeDriver()
-
-    def host_tensor(address: int, size_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
-        assert device == torch.device("cuda", 0)
-        block = (ctypes.c_uint8 * size_bytes).from_address(address)
-        block.owner = owner
-        return torch.frombuffer(block, dtype=torch.uint8)
-
-    monkeypatch.setattr(_cuda, "load_driver", lambda: fake)
-    monkeypatch.setattr(_cuda, "_contexts", {})
-    monkeypatch.setattr(_torch, "tensor_at", host_tensor)
+    fake_driver.install(fake, monkeypatch.setattr)
     yield fake
     gc.collect()
     fake.assert_nothing_left()
@@ -127,7 +116,11 @@ def test_copies_are_queued_on_one_stream_and_waited_for_by_event(driver: Any) ->
         assert torch.equal(arena[8192:8292], source[2000:2100])
         assert driver.log.count("cuMemcpyHtoDAsync") == 3 and driver.log.count("cuEventRecord") == 2
         link.start([Copy(source[:10], 0)])()
+        link.register(source)  # counted
         link.unregister(source)
+        assert len(driver.pinned) == 1
+        link.unregister(source)
+        assert not driver.pinned
         link.register(source)
         link.close()
         link.close()
