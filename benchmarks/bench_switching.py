@@ -41,7 +41,7 @@ LINKS_GBPS = (6.0, 12.0, 25.0)
 CYCLES_S = (1.0, 2.0, 5.0)
 PAIRS = (("resnet152", "bert"), ("inception", "convnext"))
 RESTARTS = 3
-BATCH_SECONDS = 12.0  # of each pair and cycle, each way
+BATCH_SECONDS = 10.0  # of each pair and cycle, each way
 
 Runs = dict[str, list[float]]
 Options = dict[str, Any]
@@ -179,9 +179,21 @@ def requests(
                 runs[name].setdefault("resident", []).append(total_s)
                 runs[name].setdefault("overhead", []).append(total_s - reply.compute_s)
                 runs[name].setdefault("cold", []).append(timed(cold(switcher, name)))
+        for name in names:
+            runs[name]["copy_gbps"] = copy_rate(switcher, cold(switcher, name))
     for name in names:
         runs[name]["bytes"] = [store.get(name).size_bytes]
     return runs
+
+
+def copy_rate(switcher: Switcher, run: Callable[[], object]) -> list[float]:
+    """The rate of the copies that `run` needs, and of one plain copy of 64 MiB, in GB/s."""
+    before = switcher.status()
+    run()
+    after = switcher.status()
+    size_bytes = after["counts"]["copied_bytes"] - before["counts"]["copied_bytes"]
+    seconds = after["link"]["seconds_copying"] - before["link"]["seconds_copying"]
+    return [size_bytes / seconds / 1e9, after["link"]["bytes_per_s"] / 1e9]
 
 
 _MADV_REMOVE = 9
@@ -337,6 +349,7 @@ REQUESTS = """## A request that follows one to another model
 p50 / p99 in ms. *ready*: the module in this process, no switch; the floor. *resident*: the model is in the arena.
 *cold*: it is copied there first. *restart*: a new process imports torch, builds the model and loads its weights,
 3 times. *overhead*: a resident request's time less its forward pass in the worker, p50 / p99.
+*copies*: the rate of a cold request's copies, while the worker computes, and of one plain copy of 64 MiB.
 *times faster*: restart over resident, and over cold."""
 
 LINKS = """## Cold switches over an emulated link (figure 7)
@@ -367,10 +380,11 @@ def request_table(data: dict[str, Runs]) -> str:
                 f"{runs['bytes'][0] / 2**20:.0f}",
                 *(shown(runs[way]) for way in ways),
                 shown(runs["overhead"]),
+                "{:.1f}, {:.1f}".format(*runs["copy_gbps"]),
                 f"{p50['restart'] / p50['resident']:.0f}, {p50['restart'] / p50['cold']:.0f}",
             ]
         )
-    heads = [*ways[:4], "torch.load, mmap", "restart", "overhead", "times faster"]
+    heads = [*ways[:4], "torch.load, mmap", "restart", "overhead", "copies, GB/s", "times faster"]
     return table(["model", "MiB", *heads], rows)
 
 

@@ -88,6 +88,20 @@ class Faulty(nn.Module):
         return y
 
 
+class Autocast(nn.Module):
+    """Computes in bfloat16 under autocast, whose cache must not outlive a switch."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+        return x.float()
+
+
 class Training:
     """A task with dropout, momentum and data drawn from three generators."""
 
@@ -135,6 +149,23 @@ def slow() -> nn.Module:
 
 def faulty() -> nn.Module:
     return Faulty()
+
+
+def autocast() -> nn.Module:
+    return Autocast()
+
+
+def compiled() -> nn.Module:
+    """A module compiled by Dynamo, without a C++ compiler."""
+    module: Any = torch.compile(Chain(depth=2), backend="eager")
+    return module  # type: ignore[no-any-return]
+
+
+def lethal(builder: int) -> nn.Module:
+    """Kills every process that builds it but `builder`."""
+    if os.getpid() != builder:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Slow()
 
 
 def not_a_module() -> int:

@@ -42,6 +42,8 @@ class Channel:
         self._buffer = bytearray()
         self._descriptors: list[int] = []
         self._sending = threading.Lock()
+        self._poll = select.poll()  # select() refuses descriptors from 1024 on
+        self._poll.register(connection, select.POLLIN)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -76,8 +78,7 @@ class Channel:
             if message is not None:
                 return message
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            readable, _, _ = select.select([self._socket], [], [], left_s)
-            if not readable:
+            if not self._poll.poll(None if left_s is None else 1e3 * left_s):
                 return None
             self._read()
 

@@ -44,6 +44,7 @@ __all__ = ["Daemon", "Options"]
 _MAX_ATTEMPTS = 2
 _HISTORY = 100
 _PROFILE_PRIORITY = 1 << 30
+_EXIT_S = 5.0  # what workers get to end by themselves
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Daemon:
         self.loop = Loop(self._turn, self._crashed)
         self._next_id = 1
         self._draining_until: float | None = None
+        self._ended: UnavailableError | None = None
         self.residency = Residency(
             self.loop,
             link,
@@ -112,6 +114,11 @@ class Daemon:
         self.loop.post(self.fleet.fill)
         self.loop.start()
 
+    def add_model(self, model: StoredModel, priority: int) -> Future[None]:
+        """Serve `model`; the future is done when a request can run."""
+        self._check_open()
+        return self.catalog.add(model, priority)
+
     def submit(self, request: Request) -> None:
         """Queue `request`, or fail its future."""
         self._expire()  # a request whose client has gone must not count against this one
@@ -124,20 +131,23 @@ class Daemon:
             _fail(request.future, error)
 
     def train(self, task: Task) -> None:
-        """Queue a training task, or fail its future."""
-        if self._draining_until is not None:
-            task.fail(UnavailableError("the switcher is shutting down"))
-        else:
-            self.training.submit(task)
+        """Queue a training task."""
+        self._check_open()
+        self.training.submit(task)
 
     def drain(self, grace_s: float) -> None:
         """Take no more requests and end when those queued are done, or `grace_s` has passed."""
         self._draining_until = time.monotonic() + grace_s
         self.training.pause()
 
-    def _check(self, request: Request) -> None:
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise self._ended
         if self._draining_until is not None:
             raise UnavailableError("the switcher is shutting down")
+
+    def _check(self, request: Request) -> None:
+        self._check_open()
         served = self.catalog.models.get(request.model)
         if served is None:
             names = ", ".join(sorted(self.catalog.models)) or "none"
@@ -391,12 +401,13 @@ class Daemon:
         self._end(UnavailableError(f"the switcher failed: {type(error).__name__}: {error}"))
 
     def _end(self, error: UnavailableError) -> None:
+        self._ended = error
         is_busy = self.running is not None or self.training.running is not None
         self._fail_everything(error)
         if self.running is not None:
             _fail(self.running[0].future, error)
         self.training.fail_all(error)
-        self.fleet.close(timeout_s=0.0 if is_busy else 5.0)
+        self.fleet.close(timeout_s=0.0 if is_busy else _EXIT_S)
         self.residency.close()
         self.loop.stop()
 

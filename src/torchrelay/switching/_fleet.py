@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from torchrelay.errors import PeerLostError, ProtocolError, UnavailableError
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._channel import Message
-from torchrelay.switching._loop import Loop
+from torchrelay.switching._loop import Loop, seconds_until
 from torchrelay.switching._process import WorkerProcess
 
 __all__ = ["Fleet"]
@@ -96,11 +96,17 @@ class Fleet:
         self._failed_starts = 0
 
     def close(self, timeout_s: float) -> None:
+        """Ask all workers to end, and kill those that have not after `timeout_s`."""
         self.closing = True
+        deadline = time.monotonic() + timeout_s
         for worker in self.workers:
             self._loop.unwatch(worker.channel.fileno())
+            if worker.idle:
+                worker.send({"op": "exit"})
         for worker in self.workers:
-            worker.stop(timeout_s if worker.ready else 0.0)
+            if worker.idle:
+                worker.wait(seconds_until(deadline))
+            worker.kill()
         self.workers.clear()
 
     def _read(self, worker: WorkerProcess) -> None:

@@ -37,14 +37,29 @@ class Loop:
         self._posted: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # between post() and the end
         self._ended = False
+        self._pid = os.getpid()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="torchrelay-switcher", daemon=True)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process was forked from the loop's, whose thread it does not have."""
+        return os.getpid() != self._pid
 
     def start(self) -> None:
         self._thread.start()
 
     def post(self, function: Callable[[], None]) -> bool:
-        """Run `function` in the loop's thread, soon; False, and dropped, once the loop has ended."""
+        """Run `function` in the loop's thread, soon; False, and dropped, once the loop has ended.
+
+        Raises:
+            UnavailableError: this process was forked from the loop's.
+        """
+        if self.is_foreign:
+            raise UnavailableError(
+                "the switcher belongs to the process that made it, and this one was forked from "
+                "that; make a switcher here, or call the parent's over HTTP"
+            )
         with self._lock:
             if self._ended:
                 return False

@@ -97,13 +97,10 @@ class WorkerProcess:
         self.channel.close()
         self.requests = torch.empty(0, dtype=torch.uint8)  # a tensor keeps the buffer mapped
 
-    def stop(self, timeout_s: float) -> None:
-        """Ask the process to end, and kill it if it does not within `timeout_s`."""
-        with contextlib.suppress(Exception):
-            self.channel.send({"op": "exit"})
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the process to end, for at most `timeout_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-        self.kill()
 
     def exit_reason(self) -> str:
         """Describe how the process ended; its channel closes a moment before it does."""

@@ -136,7 +136,7 @@ class Switcher:
         source = model.bytes(0, model.size_bytes)
         self._link.register(source)  # the catalog undoes it when it has forgotten the model
         try:
-            ready = self._daemon.loop.call(lambda: self._daemon.catalog.add(model, priority))
+            ready = self._daemon.loop.call(lambda: self._daemon.add_model(model, priority))
         except BaseException:
             self._link.unregister(source)
             raise
@@ -244,10 +244,16 @@ class Switcher:
         return self._daemon.loop.call(lambda: status(self._daemon, self._cache))
 
     def close(self, grace_s: float = 10.0) -> None:
-        """Finish what is queued, for at most `grace_s`, then end the workers and free the arena. Idempotent."""
+        """Finish what is queued, for at most `grace_s`, then end the workers and free the arena.
+
+        Idempotent. In a process forked from the switcher's it only unmaps the arena.
+        """
         if self._closed:
             return
         self._closed = True
+        if self._daemon.loop.is_foreign:
+            self._cache.close()
+            return
         self._daemon.loop.post(lambda: self._daemon.drain(grace_s))
         self._daemon.loop.join()
         self._cache.close()
