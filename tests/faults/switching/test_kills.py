@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +92,8 @@ def test_killed_standby_workers_are_replaced(switcher: Switcher) -> None:
     before = pids(switcher, "standby")
     for pid in before:
         os.kill(pid, signal.SIGKILL)
+    until(lambda: bool(pids(switcher, "starting")))
+    os.kill(pids(switcher, "starting")[0], signal.SIGKILL)
     assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
     two_standby(switcher)
     assert not set(before) & set(pids(switcher, "standby"))
@@ -107,6 +110,47 @@ def test_a_request_that_kills_every_worker_ends_in_an_error(switcher: Switcher) 
     )
 
 
+def test_a_model_that_kills_whoever_builds_it_fails_to_load(switcher: Switcher, store: ModelStore) -> None:
+    inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
+    store.add("lethal", models.lethal, kwargs={"builder": os.getpid()}, inputs=inputs)
+    with pytest.raises(PeerLostError, match="SIGKILL while it built model 'lethal'; tried 2 times"):
+        switcher.load("lethal", timeout_s=WAIT_S)
+    with pytest.raises(PeerLostError, match="while it built"):
+        switcher.infer("lethal", slow_inputs(0.0))
+    switcher.unload("lethal")
+    store.remove("lethal")
+    assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
+
+
+def test_training_survives_the_death_of_its_worker(switcher: Switcher) -> None:
+    two_standby(switcher)
+    alone = switcher.train("alone", models.Training, steps=60, seed=5).result(WAIT_S)
+    kwargs = {"pace_s": 0.02}
+    handle = switcher.train("killed", models.Training, kwargs=kwargs, steps=60, seed=5, save_every=5)
+    until(lambda: bool(pids(switcher, "training")) and handle.step >= 5)
+    os.kill(pids(switcher, "training")[0], signal.SIGKILL)
+    state = handle.result(WAIT_S)
+    assert all(torch.equal(value, state["model"][key]) for key, value in alone["model"].items())
+
+
+def test_a_first_run_that_fails_to_copy_fails_the_load(
+    switcher: Switcher, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_standby(switcher)
+    store.add("unlucky", models.chain, kwargs={"depth": 3}, inputs={"x": X})
+    with monkeypatch.context() as patch:
+        patch.setattr(switcher._link, "start", broken)
+        with pytest.raises(SegmentError, match="the link is down"):
+            switcher.load("unlucky", timeout_s=WAIT_S)
+    switcher.load("unlucky", timeout_s=WAIT_S)
+    assert switcher.infer("unlucky", {"x": X})["output"].shape == (1, 64)
+    switcher.unload("unlucky")
+
+
+def broken(copies: object) -> Callable[[], None]:
+    raise SegmentError("the link is down")
+
+
 def test_a_copy_that_fails_is_an_error_and_the_next_request_is_served(
     switcher: Switcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,15 +159,30 @@ def test_a_copy_that_fails_is_an_error_and_the_next_request_is_served(
     switcher.load("chain", timeout_s=WAIT_S)  # profiled again: regrouped, so not in the arena
     until(lambda: all(block["model"] != "chain" for block in switcher.status()["blocks"]))
 
-    def broken(copies: object) -> Callable[[], None]:
-        raise SegmentError("the link is down")
-
     with monkeypatch.context() as patch:
         patch.setattr(switcher._link, "start", broken)
         with pytest.raises(SegmentError, match="the link is down"):
             switcher.infer("chain", {"x": X})
     assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
     assert switcher.status()["worker_deaths"] >= 0 and pids(switcher, "standby")
+
+
+def test_an_error_in_the_daemon_ends_every_wait(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: failures.append(args.exc_value))
+    with Switcher(store, arena_bytes=600 << 10, threads=1, workers=1) as switcher:
+
+        def fail() -> float:
+            raise ValueError("a mistake in the daemon")
+
+        monkeypatch.setattr(switcher._daemon.loop, "_after_each", fail)
+        # Who came before the end is told why; who comes after it, that the switcher is closed.
+        message = r"failed: ValueError: a mistake in the daemon|the switcher is closed"
+        with pytest.raises(UnavailableError, match=message):
+            switcher.load("slow", timeout_s=WAIT_S)
+        with pytest.raises(UnavailableError, match=message):
+            switcher.infer("slow", slow_inputs(0.0))
+    assert [str(error) for error in failures] == ["a mistake in the daemon"]
 
 
 def test_a_request_that_computes_too_long_is_ended(store: ModelStore) -> None:
@@ -139,24 +198,41 @@ def test_a_request_that_computes_too_long_is_ended(store: ModelStore) -> None:
 
 
 DAEMON = """
-import sys, time, torch
+import sys, threading, time, torch
 from torchrelay.switching import ModelStore, Switcher
-factory, state = sys.argv[1] + ":slow", sys.argv[2]
+models, state = sys.argv[1], sys.argv[2]
+
+def in_state(name):
+    return any(worker["state"] == name for worker in switcher.status()["workers"])
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
 with ModelStore() as store:
-    store.add("slow", factory, inputs={"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())})
-    with Switcher(store, arena_bytes=1 << 20, threads=1) as switcher:
-        if state != "starting":
-            switcher.load("slow")
+    inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
+    store.add("slow", models + ":slow", inputs=inputs)
+    store.add("chain", models + ":chain", kwargs={"depth": 30}, inputs={"x": (torch.float32, (1, 64))})
+    with Switcher(
+        store, arena_bytes=1 << 20, threads=1, workers=1, start_timeout_s=300
+    ) as switcher:
+        if state == "copying":
+            switcher._link._bytes_per_s = 1e3  # half a megabyte takes minutes
+            threading.Thread(target=switcher.load, args=["chain"], daemon=True).start()
+            until(lambda: in_state("running"))
+        if state == "training":
+            switcher.train("task", models + ":Training", kwargs={"pace_s": 600.0}, steps=2)
+            until(lambda: in_state("training"))
         if state == "running":
+            switcher.load("slow")
             switcher.submit("slow", {"x": torch.ones(1, 8), "seconds": torch.tensor(600.0)})
-            while not any(w["state"] == "running" for w in switcher.status()["workers"]):
-                time.sleep(0.01)
+            until(lambda: in_state("running"))
         print(*[worker["pid"] for worker in switcher.status()["workers"]], flush=True)
         time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("state", ["starting", "idle", "running"])
+@pytest.mark.parametrize("state", ["starting", "running", "copying", "training"])
 def test_a_killed_daemon_leaves_no_worker(state: str) -> None:
     daemon = subprocess.Popen(
         [sys.executable, "-c", DAEMON, str(MODELS), state], stdout=subprocess.PIPE, text=True
@@ -165,7 +241,7 @@ def test_a_killed_daemon_leaves_no_worker(state: str) -> None:
     workers = [int(pid) for pid in daemon.stdout.readline().split()]
     daemon.kill()
     daemon.communicate()
-    assert len(workers) == 2
+    assert len(workers) == 1
     until(lambda: not any(_alive(pid) for pid in workers))
 
 

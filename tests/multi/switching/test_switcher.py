@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,50 @@ def test_loading_again_serves_the_new_version_and_unloading_frees_the_arena(
     add(store, "chain3")
     switcher.load("chain3", timeout_s=WAIT_S)
     assert torch.equal(switcher.infer("chain3", ones)["output"], old)
+
+
+def test_compiled_and_autocast_models_keep_their_bits_over_switches(
+    switcher: Switcher, store: ModelStore
+) -> None:
+    names = ("autocast", "compiled")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have
+    references: dict[str, torch.nn.Module] = {}
+    for name in names:
+        store.add(name, getattr(models, name), inputs={"x": X})
+        switcher.load(name, timeout_s=WAIT_S)
+        torch.manual_seed(0)
+        references[name] = getattr(models, name)().eval()
+    for turn in range(6):
+        name, x = names[turn % 2], torch.randn(2, 64)
+        switcher.infer("chain0", {"x": x})
+        switcher.infer("mixed0", {"tokens": torch.ones(1, 3, dtype=torch.int64)})
+        with torch.inference_mode():
+            expected = references[name](x)
+        assert torch.equal(switcher.infer(name, {"x": x})["output"], expected)
+    torch.set_num_threads(threads)
+    for name in names:
+        switcher.unload(name)
+        store.remove(name)
+
+
+def test_a_forked_process_is_refused_and_leaves_the_switcher_alone(switcher: Switcher) -> None:
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads
+        child = os.fork()
+    if not child:
+        try:
+            switcher.infer("chain0", {"x": torch.ones(1, 64)})
+        except UnavailableError as error:
+            os.write(writer, str(error).encode())
+        switcher.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert b"this one was forked" in pipe.read()
+    assert switcher.infer("chain0", {"x": torch.ones(1, 64)})["output"].shape == (1, 64)
 
 
 def same(one: Any, other: Any) -> bool:
