@@ -311,7 +311,8 @@ def report(setup: Setup, image: Path) -> list[str]:
         heads = ["", "ms", "GB/s", "time / ours"]
         if case.with_peak:
             heads.append("peak beside the tensors, MB")
-        lines = list(rank_rows(found[name], setup.rows * COLUMNS * 4 * TENSORS, case.with_peak))
+        size_bytes = setup.rows * COLUMNS * 4 * (1 if name == "replicated" else TENSORS)
+        lines = list(rank_rows(found[name], size_bytes, case.with_peak))
         sections += [f"## {case.title}", table(heads, lines)]
     return [
         table(["case", "figure", "reached", "to reach"], list(reached_rows(found, plans))),

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import torchrelay.aggregation  # noqa: F401 - the backend "sml"
 from torchrelay.checkpoint import async_save, load, save
 from torchrelay.checkpoint._state import byte_view
 
@@ -163,13 +164,44 @@ def load_ways(folder: str, rows: int, *, dim: int, cold: bool) -> dict[str, Way]
     return ways
 
 
+def replicated_ways(folder: str, rows: int) -> dict[str, Way]:
+    """What every rank wants all of: read by each, or each byte by one rank that broadcasts it."""
+    plain = torch.zeros(rows * COLUMNS)
+    state = {"w": torch.arange(rows * COLUMNS, dtype=torch.int32).remainder(_DISTINCT).float()}
+    save(state, f"{folder}/replicated")
+    path = next(Path(folder, "replicated").glob("*.safetensors"))
+    first = plain.numel() // 2 * dist.get_rank()
+    halves = plain.chunk(2)
+    header = path.stat().st_size - plain.nbytes
+    dist.barrier()
+
+    def broadcast(group: Any) -> None:
+        _read(path, halves[dist.get_rank()], header + 4 * first)
+        for source, half in enumerate(halves):
+            dist.broadcast(half, source, group=group)
+
+    shared_memory = dist.new_group(backend="sml")
+    ways = {
+        "torchrelay": Way(lambda: load({"w": plain}, f"{folder}/replicated", verify="none")),
+        "each half read once, broadcast by gloo": Way(lambda: broadcast(None)),
+        "each half read once, broadcast by sml": Way(lambda: broadcast(shared_memory)),
+    }
+    for name, way in ways.items():
+        plain.fill_(-1)
+        way.run()
+        if not torch.equal(plain, state["w"]):
+            raise SystemExit(f"{name}: rank {dist.get_rank()} has read wrong values")
+    return ways
+
+
 def _data_file(folder: str) -> str:
     return f"{folder}/ours/data-{dist.get_rank():05d}-00000.safetensors"
 
 
-def _read(path: str, into: torch.Tensor) -> None:
+def _read(path: str | Path, into: torch.Tensor, offset: int = 0) -> None:
     view = byte_view(into)
     with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
         for start in range(0, len(view), _PIECE_BYTES):
             file.readinto(view[start : start + _PIECE_BYTES])
 
@@ -279,6 +311,7 @@ CASES = {
         functools.partial(load_ways, dim=1, cold=False),
         with_peak=True,
     ),
+    "replicated": Case("Load a replicated tensor on 2 ranks, file in the page cache", 2, replicated_ways),
     "stall": Case("Stall of an asynchronous save on 2 ranks", 2, stall_ways),
 }
 

@@ -96,7 +96,7 @@ class _Writer:
         return self._process.poll() is None
 
     def stage(self, sources: list[Source]) -> tuple[list[int], bool]:
-        """Copies the tensors; where each starts, and whether the memory is new."""
+        """Copy the tensors; where each starts, and whether the memory is new."""
         starts, end = [], 0
         for source in sources:
             starts.append(end)
@@ -120,7 +120,7 @@ class _Writer:
         self._handle = handle
 
     def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
-        """Waits for the answer to the job of ``handle``; whether there is one."""
+        """Wait for the answer to the job of ``handle``; whether there is one."""
         if self._owner != os.getpid():
             raise ArgumentError(
                 f"{handle.path}: process {self._owner} is saving, and only it knows how that ends"
@@ -148,13 +148,13 @@ class _Writer:
             return True
 
     def close(self) -> None:
-        """Lets the process end once it has written what it has."""
+        """Let the process end once it has written what it has."""
         self._socket.shutdown(socket.SHUT_RDWR)  # also if a forked child has the socket open
         self._socket.close()
         self._process.wait()
 
     def abandon(self) -> None:
-        """Leaves the process to the one that has forked this one."""
+        """Leave the process to the one that has forked this one."""
         self._socket.close()
         self._process.returncode = 0  # nothing to wait for here
 
@@ -167,7 +167,7 @@ class _State:
         self.last: SaveHandle | None = None
 
     def finish_last(self) -> None:
-        """Waits for the save before, and raises its error unless its handle has."""
+        """Wait for the save before, and raise its error unless its handle has."""
         last, self.last = self.last, None
         if last is not None and not last._raised:
             last.result()
@@ -185,7 +185,7 @@ class _State:
             writer.abandon()
 
     def close(self) -> None:
-        """Lets the writer process finish and end."""
+        """Let the writer process finish and end."""
         writer, self.writer, self.last = self.writer, None, None
         if writer is not None:
             writer.close()

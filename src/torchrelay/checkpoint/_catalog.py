@@ -82,7 +82,7 @@ def latest(parent: str | os.PathLike[str]) -> str:
 
 
 def retain(path: str | os.PathLike[str], keep: int) -> None:
-    """Removes all but the newest ``keep`` committed checkpoints beside ``path``; never ``path`` itself."""
+    """Remove all but the newest ``keep`` committed checkpoints beside ``path``; never ``path`` itself."""
     parent, name = split(path)
     for old in committed(parent)[:-keep]:
         if os.path.basename(old) == name:

@@ -108,7 +108,7 @@ class Writer(StorageWriter):
         return True
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Begins a save; one that another rank's error has ended before its commit is discarded."""
+        """Begin a save; one that another rank's error has ended before its commit is discarded."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
         self._discard()
@@ -123,7 +123,7 @@ class Writer(StorageWriter):
             self._discard()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Notes this rank's part in the save.
+        """Note this rank's part in the save.
 
         Raises:
             ArgumentError: there is no path.
@@ -142,13 +142,13 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the place to write to."""
+        """Make the place to write to."""
         assert self._transaction is not None
         self._transaction.begin()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items; blocks.
+        """Write this rank's items; blocks.
 
         Raises:
             ArgumentError: a value that JSON cannot hold; the message names its key.
@@ -195,7 +195,7 @@ class Writer(StorageWriter):
         return WriteResult(item.index, 0, encode(key, planner.lookup_object(item.index)))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits."""
+        """Commit."""
         assert self._transaction is not None and self._path is not None
         objects, records = {}, []
         for rank_results in results:
@@ -316,7 +316,7 @@ class Reader(StorageReader):
         return Writer.validate_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Begins a load."""
+        """Begin a load."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
         self._close()
@@ -356,7 +356,7 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Opens the checkpoint.
+        """Open the checkpoint.
 
         Raises:
             CorruptionError, UnsupportedError, StorageError: it cannot be read.
@@ -366,7 +366,7 @@ class Reader(StorageReader):
         self._open()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verifies what this rank is going to read, before any rank reads it.
+        """Verify what this rank is going to read, before any rank reads it.
 
         Raises:
             CorruptionError: it is damaged; the message names file, tensor and byte.
@@ -394,7 +394,7 @@ class Reader(StorageReader):
         return Segment(key, entry, entry.chunks[hint], Box(inner, tuple(item.lengths)))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads this rank's items into the planner's tensors; blocks.
+        """Read this rank's items into the planner's tensors; blocks.
 
         Raises:
             MismatchError: a tensor has another dtype than the checkpoint's; nothing has been changed.
@@ -425,7 +425,7 @@ class Reader(StorageReader):
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """A value as DCP's planner takes it: it unpickles what we have pickled this moment, in this process."""
+    """A value in the form that DCP's planner expects; it unpickles only what this process pickles here."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)

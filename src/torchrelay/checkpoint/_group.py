@@ -50,7 +50,7 @@ class Group:
         return found
 
     def together(self, local: Callable[[], T]) -> list[T]:
-        """Calls ``local`` on every rank, and gives every rank all results.
+        """Call ``local`` on every rank, and give every rank all results.
 
         Raises:
             TorchRelayError: ``local`` raised on some rank; the first such error, on every rank.
@@ -61,12 +61,12 @@ class Group:
         return outcomes
 
     def coordinate(self, local: Callable[[], T]) -> T:
-        """Calls ``local`` on the coordinator, and gives every rank its result, or its error."""
+        """Call ``local`` on the coordinator, and give every rank its result, or its error."""
         result: T = _result(self._broadcast(self._outcome(local) if self.is_coordinator else None))
         return result
 
     def conclude(self, local: Callable[[], T], finish: Callable[[list[T]], U]) -> U:
-        """Calls ``local`` on every rank, and ``finish`` with all results on the coordinator.
+        """Call ``local`` on every rank, and ``finish`` with all results on the coordinator.
 
         The results travel to the coordinator only; every rank gets what ``finish`` returns.
 

@@ -15,7 +15,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def exchange(one: str, other: str) -> None:
-    """Swaps what two names of one file system stand for, atomically.
+    """Swap what two names of one file system stand for, atomically.
 
     Raises:
         OSError: not possible; ``errno`` is EINVAL or ENOSYS if the file system cannot do it at all.
@@ -28,6 +28,6 @@ def exchange(one: str, other: str) -> None:
 
 
 def start_writeback(fd: int, offset: int, size_bytes: int) -> None:
-    """Lets the kernel begin to write a range to the disk, so that fsync has less to wait for. A hint."""
+    """Let the kernel begin to write a range to the disk, so that fsync has less to wait for. A hint."""
     if hasattr(_libc, "sync_file_range"):
         _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE)

@@ -122,7 +122,7 @@ class _Part:
         return flatten(self.state)
 
     def finish(self) -> None:
-        """Gives the owner the state that was read, unless its tensors are those that were filled."""
+        """Give the owner the state that was read, unless its tensors are those that were filled."""
         if self.owner is None:
             return
         if isinstance(self.owner, torch.nn.Module):
@@ -158,7 +158,7 @@ class _Loading:
         self._segments: list[Segment] = []
 
     def open(self, path: str | os.PathLike[str], threads: int, max_buffer_bytes: int, verify: str) -> None:
-        """Reads the manifest and compares it with the state; changes nothing."""
+        """Read the manifest and compare it with the state; changes nothing."""
         self._parts = _parts(self._root)
 
         def check(folder: Folder, manifest: Manifest) -> None:
@@ -204,7 +204,7 @@ class _Loading:
         )
 
     def _match_leaf(self, part: _Part, name: str, leaf: Leaf) -> bool:
-        """Notes what to read for a leaf; whether the checkpoint has it, or it can be initialised instead."""
+        """Note what to read for a leaf; whether the checkpoint has it, or it can be initialised instead."""
         key = self._prefix + part.prefix + name
         if isinstance(leaf.value, torch.Tensor):
             if key in self._manifest.tensors:
@@ -262,7 +262,7 @@ class _Loading:
         self._reader.verify(self._segments)
 
     def fill(self, advance: Callable[[int], None] | None) -> None:
-        """Makes the deferred tensors and reads all."""
+        """Make the deferred tensors and read all."""
         targets: list[tuple[Segment, torch.Tensor]] = []
         for part in self._parts:
             if isinstance(part.owner, torch.nn.Module) and is_deferred(part.owner):
@@ -294,7 +294,7 @@ class _Loading:
                 yield segment, shard.tensor[within]
 
     def finish(self) -> None:
-        """Puts the values in place, and lets owners take over what was read."""
+        """Put the values in place, and let owners take over what was read."""
         for part, leaf, value in self._objects:
             put(part.state if part.owner is not None else self._root, leaf.path, value)
         for part in self._parts:

@@ -35,7 +35,7 @@ _ATTEMPTS = 100  # a save that starts while others are cleaned up tries again
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Gives errors of the operating system our type, and says what was being done."""
+    """Convert errors of the operating system to :class:`StorageError`; ``what`` was being done."""
     try:
         yield
     except OSError as error:
@@ -320,7 +320,7 @@ class LocalTransaction:
         self._unlock_final()  # only now: without its lock, the folder for saving would look abandoned
 
     def _replace(self) -> None:
-        """Puts the new checkpoint in the place of the old one, of which there is one at any moment.
+        """Put the new checkpoint in the place of the old one, of which there is one at any moment.
 
         Both have our lock, so that the folder for saving stays ours until the old one is out of the way.
         """
@@ -369,13 +369,13 @@ class LocalTransaction:
 
 
 def remove(path: str) -> None:
-    """Removes a checkpoint, in one step as seen by others."""
+    """Remove a checkpoint, in one step as seen by others."""
     with storage_errors(f"removing {path}"):
         _throw_away(Path(path))
 
 
 def sweep(parent: str, spare: str = "") -> None:
-    """Removes what savers that were killed have left in ``parent``; ``spare`` is a name to leave alone."""
+    """Remove what savers that were killed have left in ``parent``; ``spare`` is a name to leave alone."""
     for name in os.listdir(parent):
         path = Path(parent, name)
         if _TEMPORARY.fullmatch(name):
@@ -386,14 +386,14 @@ def sweep(parent: str, spare: str = "") -> None:
 
 
 def _tidy(path: Path) -> None:
-    """Removes from a committed checkpoint what its saver needed; others may be doing the same."""
+    """Remove from a committed checkpoint what its saver needed; others may be doing the same."""
     for pattern in (f"{LOCK}*", "part-*.json*"):
         for left in path.glob(pattern):
             left.unlink(missing_ok=True)
 
 
 def _remove_if_abandoned(path: Path) -> bool:
-    """Removes a temporary folder; False if its owner lives.
+    """Remove a temporary folder; False if its owner lives.
 
     A folder for saving always holds its owner's lock, so that only who has the lock may take its name away.
     """
@@ -416,7 +416,7 @@ def _remove_if_abandoned(path: Path) -> bool:
 
 
 def _throw_away(path: Path) -> None:
-    """Takes a folder's name away first, so that no one sees half of it, then removes it."""
+    """Take a folder's name away first, so that no one sees half of it, then remove it."""
     trash = path
     if not path.name.endswith(_TRASH):
         trash = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.{_TRASH}")

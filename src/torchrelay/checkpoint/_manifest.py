@@ -148,7 +148,7 @@ def from_bytes(data: bytes, where: str) -> Manifest:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pauses the garbage collector, which would visit every object of the process again and again.
+    """Pause the garbage collector, which would visit every object of the process again and again.
 
     What is made meanwhile has no cycles. Reading a large manifest takes a third of the time.
     """
@@ -323,7 +323,7 @@ class _Reader:
         return Chunk(box, name, stored, start, checksums)
 
     def _fail_chunk(self, what: str, record: Any, files: dict[str, DataFile]) -> NoReturn:
-        """Raises for a chunk whose fields are not all as they must be; names the first."""
+        """Raise for a chunk whose fields are not all as they must be; names the first."""
         what = f"a chunk of {what}"
         for name in ("offsets", "sizes"):
             self.integers(record, name, what)

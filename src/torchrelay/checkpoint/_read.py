@@ -98,7 +98,7 @@ class ChunkReader:
         self._local = threading.local()
 
     def check_files(self, names: Iterable[str]) -> None:
-        """Compares sizes and headers of data files with the manifest.
+        """Compare sizes and headers of data files with the manifest.
 
         Raises:
             CorruptionError: a file is missing, cut short, damaged or another.
@@ -110,7 +110,7 @@ class ChunkReader:
         size = self._folder.size_bytes(name)
         if size != known.size_bytes:
             raise CorruptionError(
-                f"{where}: the file has {size} bytes, the manifest says {known.size_bytes}; it was "
+                f"{where}: the file has {size} bytes, and {known.size_bytes} in the manifest; it was "
                 + ("cut short" if size < known.size_bytes else "replaced or appended to")
             )
         if not self._manifest.id:  # made up from this very header
@@ -126,7 +126,7 @@ class ChunkReader:
         parse_header(bytes(header), size, where)
 
     def verify(self, segments: Iterable[Segment], progress: Callable[[int], None] | None = None) -> None:
-        """Compares with its checksum every block that a reader of ``segments`` touches.
+        """Compare with its checksum every block that a reader of ``segments`` touches.
 
         Raises:
             CorruptionError: one does not match; the message names file, tensor and byte.
@@ -190,7 +190,7 @@ class ChunkReader:
         targets: Sequence[tuple[Segment, torch.Tensor]],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Reads each segment into the tensor beside it, which has the segment's shape; blocks.
+        """Read each segment into the tensor beside it, which has the segment's shape; blocks.
 
         Raises:
             CorruptionError, StorageError: a file cannot be read. Some tensors may then have new values.
@@ -240,7 +240,7 @@ class ChunkReader:
             progress(part.numel * segment.entry.dtype.itemsize)
 
     def _run(self, tasks: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
-        """Runs all tasks; the first error, in their order, ends the rest."""
+        """Run all tasks; the first error, in their order, ends the rest."""
         if len(tasks) == 1:
             tasks[0][0](*tasks[0][1])
             return

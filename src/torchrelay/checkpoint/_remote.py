@@ -40,7 +40,7 @@ def open_url(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def remote_errors(what: str) -> Iterator[None]:
-    """Gives whatever a file system of fsspec raises our type."""
+    """Convert whatever a file system of fsspec raises to an error of ours."""
     try:
         yield
     except TorchRelayError:
@@ -212,7 +212,7 @@ def children(url: str) -> list[str]:
 
 
 def remove(url: str) -> None:
-    """Removes a checkpoint: its manifest first, so that no one takes what is left for one."""
+    """Remove a checkpoint: its manifest first, so that no one takes what is left for one."""
     fs, root = open_url(url)
     with remote_errors(f"removing {url}"):
         fs.rm_file(f"{root}/{MANIFEST}")

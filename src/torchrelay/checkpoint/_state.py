@@ -34,7 +34,7 @@ Path = tuple[str | int, ...]
 
 
 class Index(int):
-    """A position in a list, as told from an integer that is a key of a dictionary."""
+    """A position in a list, as distinct from an integer key of a dictionary."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def as_state(state: Any) -> dict[Any, Any]:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether ``value`` is a module, an optimizer or the like: it gives and takes a state itself."""
+    """Whether ``value`` has a state dict of its own, as modules and optimizers do."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -121,7 +121,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def put(state: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Replaces the leaf at ``path``."""
+    """Replace the leaf at ``path``."""
     for step in path[:-1]:
         state = state[step]
     state[path[-1]] = value

@@ -30,7 +30,7 @@ class Folder(Protocol):
         """
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        """Fills ``into`` with the bytes from ``offset``; blocks.
+        """Fill ``into`` with the bytes from ``offset``; blocks.
 
         Raises:
             CorruptionError: the file ends before.
@@ -44,20 +44,20 @@ class Sink(Protocol):
     """A data file that is being written."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Writes all of ``data``; blocks. Offsets ascend without gaps where ``Transaction.sequential``."""
+        """Write all of ``data``; blocks. Offsets ascend without gaps where ``Transaction.sequential``."""
 
     def close(self) -> None:
-        """Waits until the file is as durable as the storage makes it (``fsync``, the end of an upload)."""
+        """Wait until the file is as durable as the storage makes it (``fsync``, the end of an upload)."""
 
     def abort(self) -> None:
-        """Closes without waiting; what was written stays or not."""
+        """Close without waiting; what was written stays or not."""
 
 
 class Note(Protocol):
     """A message from one rank's writer to the coordinator's, left in the folder that is being written."""
 
     def finish(self, content: bytes) -> None:
-        """Lets the coordinator see it. A writer that dies before has left a broken one."""
+        """Let the coordinator see it. A writer that dies before has left a broken one."""
 
 
 class Transaction(Protocol):
@@ -68,7 +68,7 @@ class Transaction(Protocol):
     max_file_bytes: int
 
     def begin(self) -> None:
-        """Makes the place for the files, and removes what an interrupted save has left. Coordinator only.
+        """Make the place for the files, and remove what an interrupted save has left. Coordinator only.
 
         Raises:
             StorageError: another save to this path is under way, or the path cannot be written.
@@ -77,26 +77,26 @@ class Transaction(Protocol):
     def create(self, name: str) -> Sink: ...
 
     def commit(self, manifest: bytes, files: Mapping[str, int]) -> None:
-        """Makes the checkpoint valid, in one step. Coordinator only.
+        """Make the checkpoint valid, in one step. Coordinator only.
 
         Raises:
             StorageError: one of ``files`` (sizes by name) is not there, or not so long; or what a write raises.
         """
 
     def discard(self) -> None:
-        """Removes what was written. Coordinator only; does nothing after :meth:`commit`."""
+        """Remove what was written. Coordinator only; does nothing after :meth:`commit`."""
 
     def hand_over(self) -> tuple[str, tuple[int, ...]]:
         """What another process needs to go on with this save: a token, and descriptors to send it."""
 
     def release(self) -> None:
-        """Leaves the save to the process that it was handed over to."""
+        """Leave the save to the process that it was handed over to."""
 
     def take_over(self, token: str, fds: Sequence[int]) -> None:
-        """Goes on with a save that another process has begun; the descriptors are now ours."""
+        """Go on with a save that another process has begun; the descriptors are now ours."""
 
     def open_note(self, name: str) -> Note:
-        """Begins a note; the coordinator can tell whether its writer lives."""
+        """Begin a note; the coordinator can tell whether its writer lives."""
 
     def read_note(self, name: str) -> bytes | None:
         """A finished note; None if it is not there yet.

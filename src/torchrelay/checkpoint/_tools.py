@@ -91,7 +91,7 @@ def _read_torch(path: str) -> dict[str, Any]:
 
 
 def _set(state: dict[str, Any], path: StatePath, value: Any) -> None:
-    """Puts ``value`` at ``path``, making the dictionaries and lists on the way."""
+    """Put ``value`` at ``path``, making the dictionaries and lists on the way."""
     here: Any = state
     for step, following in zip(path, (*path[1:], None), strict=True):
         key: Any = step[0] if isinstance(step, tuple) else step
@@ -109,7 +109,7 @@ def _set(state: dict[str, Any], path: StatePath, value: Any) -> None:
 
 
 def convert(source: str, target: str, to: str, max_file_bytes: int) -> None:
-    """Writes the state of ``source`` to ``target`` in another format.
+    """Write the state of ``source`` to ``target`` in another format.
 
     Args:
         source: anything that :func:`read_state` reads.

@@ -1,7 +1,7 @@
 """The vocabulary that every module of this component shares. Imports no torch.
 
 A checkpoint holds *tensors*, each cut into *chunks* that lie in *data files*, and *objects* (plain values).
-The :class:`Manifest` says where everything is. Offsets and sizes count elements, ``*_bytes`` and ``start``
+The :class:`Manifest` describes where everything lies. Offsets and sizes count elements, ``*_bytes`` and ``start``
 count bytes.
 """
 

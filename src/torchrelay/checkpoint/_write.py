@@ -77,7 +77,7 @@ def write_part(
     max_staging_bytes: int = MAX_STAGING_BYTES,
     progress: Progress | None = None,
 ) -> Part:
-    """Writes ``sources`` into files of their own; returns when they are durable.
+    """Write ``sources`` into files of their own; returns when they are durable.
 
     Args:
         threads: how many write at once.
@@ -188,7 +188,7 @@ class _FileWriter:
         self._sink: Sink | None = None
 
     def start(self, pool: ThreadPoolExecutor, progress: Progress | None) -> list[Future[None]]:
-        """Begins to write; every future returned must be done before :meth:`finish`."""
+        """Begin to write; every future returned must be done before :meth:`finish`."""
         if self._transaction.sequential:
             return [pool.submit(self._write_in_order, progress)]
         self._sink = self._transaction.create(self.name)
@@ -229,7 +229,7 @@ class _FileWriter:
                 self._sink.write(end, memoryview(bytes(paddings.pop(end))))
 
     def finish(self) -> None:
-        """Waits until the file is durable."""
+        """Wait until the file is durable."""
         if self._sink is not None:
             self._sink.close()
 

@@ -34,7 +34,7 @@ _MAX_FDS = 2
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Sends a message, and descriptors that the receiver gets copies of."""
+    """Send a message, and descriptors that the receiver gets copies of."""
     data = json.dumps(message).encode()
     header = len(data).to_bytes(8, "little")
     if fds:
@@ -69,7 +69,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def main(fd: int) -> None:
-    """Serves one trainer until it closes its end."""
+    """Serve one trainer until it closes its end."""
     staging: _native.SharedMemory | None = None
     with socket.socket(fileno=fd) as sock:
         while True:

@@ -93,6 +93,25 @@ def test_the_index_finds_what_a_search_of_all_finds(data: st.DataObject) -> None
     assert found == {i: common for i, common in everything.items() if common is not None}
 
 
+@_property
+@given(st.data())
+def test_boxes_tile_exactly_if_every_element_is_covered_once(data: st.DataObject) -> None:
+    """Tilings with one box lost, doubled or replaced by another are told from whole ones."""
+    shape, boxes = data.draw(tilings())
+    victim = data.draw(st.integers(0, len(boxes) - 1))
+    change = data.draw(st.sampled_from(["none", "lost", "doubled", "replaced"]))
+    if change in ("lost", "replaced"):
+        boxes.pop(victim)
+    if change == "doubled":
+        boxes.append(boxes[victim])
+    if change == "replaced":
+        boxes.append(data.draw(boxes_in(shape)))
+    count = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        count[_slices(box)] += 1
+    assert (tiling_fault(shape, data.draw(st.permutations(boxes))) is None) == bool((count == 1).all())
+
+
 def test_what_does_not_tile_is_named() -> None:
     half = Box((0, 0), (2, 3))
     assert "3 of 6" in (tiling_fault((2, 3), [Box((0, 0), (1, 3))]) or "")
