@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
     from torchrelay.mpi.communicator import Communicator
 
-__all__ = ["Announced", "Comparison", "Counts", "announce", "compare", "compare_texts", "expect"]
+__all__ = [
+    "Announced",
+    "Comparison",
+    "Counts",
+    "announce",
+    "compare",
+    "compare_texts",
+    "exchange_counts",
+    "expect",
+]
 
 RECORD_BYTES = 256
 ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements of messages
@@ -93,9 +102,7 @@ class Counts:
         """Bytes that this rank sends to each, and expects from each."""
         self.call = call
         self.expected = np.array(expected, np.int64)
-        self.sent, self.received = np.array(sent, np.int64), np.zeros(len(sent), np.int64)
-        memory = ((self.sent, 1, MPI.INT64_T), (self.received, 1, MPI.INT64_T))
-        self.request = call.comm.meeting.Ialltoall(*memory)
+        self.sent, self.received, self.request = _exchanged(call, sent)
 
     def Test(self) -> bool:
         if not self.request.Test():
@@ -110,6 +117,20 @@ class Counts:
                 )
             )
         return True
+
+
+def exchange_counts(call: Waiting, sent: Sequence[int]) -> list[int]:
+    """What each rank sends to this one, of what all tell each other; collective, and waits for it."""
+    memory, received, request = _exchanged(call, sent)
+    finish(request, call, memory)
+    return received.tolist()  # type: ignore[no-any-return]
+
+
+def _exchanged(call: Waiting, sent: Sequence[int]) -> tuple[np.ndarray, np.ndarray, MPI.Request]:
+    """What is sent and, once the request is done, received."""
+    mine, received = np.array(sent, np.int64), np.zeros(len(sent), np.int64)
+    request = call.comm.meeting.Ialltoall((mine, 1, MPI.INT64_T), (received, 1, MPI.INT64_T))
+    return mine, received, request
 
 
 def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:

@@ -9,18 +9,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, MismatchError
-from torchrelay.mpi._check import Counts
-from torchrelay.mpi._dtypes import buffer
+from torchrelay.mpi._check import Counts, exchange_counts
 from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, parts, placed
-from torchrelay.mpi._library import MPI
 from torchrelay.mpi._meeting import MAX_DIMS, agree, exchange_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi.communicator import Communicator
@@ -55,7 +51,7 @@ class Alltoallv(Call):
         if self.comm.size > MAX_DIMS:
             headers = exchange_headers(self, x)
             agree(self, headers, self.axis)
-            self.received = self._exchange_counts()
+            self.received = exchange_counts(self, self.sent)  # which do not fit into the headers
             return self._start(x, sum([math.prod(h.shape) for h in headers]))
         headers = exchange_headers(self, x, self._inner(x), tuple(self.sent))
         if len({(h.dtype, h.number) for h in headers}) > 1:
@@ -66,15 +62,6 @@ class Alltoallv(Call):
             )
         self.received = [h.shape[self.comm.rank] for h in headers]
         return self._start(x, sum([sum(h.shape) for h in headers]) * self._inner(x))
-
-    def _exchange_counts(self) -> list[int]:
-        """How much comes from each rank, of so many that their counts do not fit into the headers."""
-        sent, received = torch.tensor(self.sent), torch.empty(self.comm.size, dtype=torch.int64)
-        request = self.comm.meeting.Ialltoall(
-            (buffer(sent)[0], 1, MPI.INT64_T), (buffer(received)[0], 1, MPI.INT64_T)
-        )
-        finish(request, self, (sent, received))
-        return received.tolist()
 
     def _inner(self, x: Tensor) -> int:
         return math.prod(x.shape[: self.axis]) * math.prod(x.shape[self.axis + 1 :])

@@ -3,6 +3,7 @@
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from multi.mpi_reference import Spread, as_one_process, inputs
 from multi.mpi_runner import mpi_test
 from torchrelay import mpi
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, GraphError
 
 SIZES = (2, 3)
 
@@ -319,3 +320,37 @@ def test_communicators_are_given_back(comm):
     with pytest.raises(ArgumentError, match="COMM_WORLD"):
         comm.Free()
     assert comm.Allreduce(x, mpi.MPI_SUM)[0] == comm.size
+
+
+@mpi_test(SIZES)
+def test_alltoallv_of_more_ranks_than_a_header_holds(comm):
+    """Their counts are exchanged apart."""
+    alltoallv = sys.modules["torchrelay.mpi.alltoallv"]
+    counts = [rank + comm.rank for rank in range(comm.size)]
+    x = torch.arange(float(sum(counts))).requires_grad_()
+    expected = comm.Alltoallv(x, counts, 0)
+    known, alltoallv.MAX_DIMS = alltoallv.MAX_DIMS, 1
+    try:
+        found = comm.Alltoallv(x, counts, 0)
+        assert torch.equal(found, expected)
+        mpi.backward(found.square().sum())
+        assert torch.equal(x.grad, 2 * x.detach())
+    finally:
+        alltoallv.MAX_DIMS = known
+
+
+@mpi_test((2,))
+def test_gradgradcheck_of_several_communications_needs_a_chain(comm):
+    """It differentiates earlier evaluations again: every rank raises, and names what would be left out."""
+    x = torch.full((1,), 0.5 + comm.rank, dtype=torch.float64, requires_grad=True)
+
+    def function(x):
+        return comm.Allgather(comm.Scan(x * x, mpi.MPI_SUM), 0)
+
+    (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    with pytest.raises(GraphError, match=r"does not reach the .* communications after it .*Scan, Allgather"):
+        torch.autograd.grad(first.sum(), x)
+    mpi.reset()
+    with pytest.raises(GraphError, match=r"does not reach the .* communications after it .*Scan, Allgather"):
+        gradgradcheck(function, x)
