@@ -18,6 +18,9 @@ import switching_models as models
 from torchrelay.errors import PeerLostError, SegmentError, UnavailableError
 from torchrelay.switching import ModelStore, Switcher
 
+# The first test of the file starts three processes that import torch: minutes where many others run.
+pytestmark = pytest.mark.timeout(400)
+
 MODELS = Path(models.__file__)
 WAIT_S = 300.0
 X = torch.ones(1, 64)

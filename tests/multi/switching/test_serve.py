@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -32,6 +33,11 @@ from torchrelay.errors import (
     UnsupportedError,
 )
 from torchrelay.switching import Client
+from torchrelay.switching._bench import print_table
+from torchrelay.switching._models_file import ModelsFile
+
+# The first test of the file starts three processes that import torch: minutes where many others run.
+pytestmark = pytest.mark.timeout(400)
 
 MODELS = Path(models.__file__)
 FILE = """
@@ -82,8 +88,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         lines = [server.stdout.readline() for _ in range(4)]
         for line, name in zip(lines, ("chain", "mixed", "slow"), strict=False):
             assert line.startswith(f"{name}: "), lines
-        yield lines[3].split()[-1]
-        server.send_signal(signal.SIGTERM)
+        address = lines[3].split()[-1]
+        yield address
+        with ThreadPoolExecutor(1) as pool:  # SIGTERM finishes what runs
+            answer = pool.submit(post, address, "/v2/models/slow/infer", slow_request(1.0))
+            until(lambda: bool(running(address)))
+            server.send_signal(signal.SIGTERM)
+            assert answer.result()[0] == 200
         assert server.wait(100) == 0
     finally:
         server.kill()
@@ -279,22 +290,23 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def running(url: str) -> list[int]:
+    """The processes that compute a request."""
+    workers = json.loads(get(url, "/status.json")[1])["workers"]
+    return [worker["pid"] for worker in workers if worker["state"] == "running"]
+
+
 @contextlib.contextmanager
 def stopped_worker(url: str) -> Iterator[None]:
     """A request that computes until the end of the block: its worker is stopped."""
-
-    def running() -> list[int]:
-        workers = json.loads(get(url, "/status.json")[1])["workers"]
-        return [worker["pid"] for worker in workers if worker["state"] == "running"]
-
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, url, "/v2/models/slow/infer", slow_request(8.0))
-        until(lambda: bool(running()))
-        (pid,) = running()
+        until(lambda: bool(running(url)))
+        (pid,) = running(url)
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
-            assert running() == [pid] and not answer.done()
+            assert running(url) == [pid] and not answer.done()
         finally:
             os.kill(pid, signal.SIGCONT)
         assert answer.result()[0] == 200
@@ -308,10 +320,24 @@ def slow_request(seconds: float, client: str = "") -> bytes:
     return json.dumps({"inputs": inputs, "parameters": {"client": client}}).encode()
 
 
-def test_clients_that_are_killed_while_they_wait_free_their_places(url: str) -> None:
+def test_clients_that_are_killed_while_they_compute_or_wait_free_their_places(url: str) -> None:
     def waiting() -> int:
         return len(json.loads(get(url, "/status.json")[1])["queue"])
 
+    def counts() -> dict[str, int]:
+        status = json.loads(get(url, "/status.json")[1])
+        return {"deaths": status["worker_deaths"], "served": status["counts"]["served"]}
+
+    # Killed while its request computes: the request ends, its answer goes nowhere.
+    before = counts()
+    client = subprocess.Popen([sys.executable, "-c", WAITING_CLIENT, url, slow_request(2.0).decode()])
+    until(lambda: bool(running(url)))
+    client.kill()
+    client.wait()
+    until(lambda: counts()["served"] > before["served"])
+    assert counts()["deaths"] == before["deaths"]
+
+    # Killed while it waits.
     request = slow_request(0.0, "killed")
     with ThreadPoolExecutor(1) as pool, stopped_worker(url):
         command = [sys.executable, "-c", WAITING_CLIENT, url, request.decode()]
@@ -325,6 +351,16 @@ def test_clients_that_are_killed_while_they_wait_free_their_places(url: str) -> 
         again = pool.submit(post, url, "/v2/models/slow/infer", request)
         until(lambda: waiting() == 1)
     assert again.result()[0] == 200
+
+
+def test_bench_prints_a_row_for_each_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(MODELS, tmp_path / "models.py")
+    (tmp_path / "models.toml").write_text(FILE.replace("[models.slow]", "[models.slow]\nload = false"))
+    file = ModelsFile.read(tmp_path / "models.toml")
+    print_table(dataclasses.replace(file, server=dataclasses.replace(file.server, workers=1)), 2)
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [row[0].strip() for row in rows] == ["chain", "mixed"]
+    assert all(float(cell) >= 0 for row in rows for cell in row[1:5])
 
 
 def test_metrics_count_what_was_served(url: str) -> None:

@@ -26,6 +26,9 @@ from torchrelay.errors import (
 )
 from torchrelay.switching import ModelStore, Switcher
 
+# The first test of the file starts three processes that import torch: minutes where many others run.
+pytestmark = pytest.mark.timeout(400)
+
 WAIT_S = 300.0
 
 
@@ -217,6 +220,26 @@ def test_loading_again_serves_the_new_version_and_unloading_frees_the_arena(
     add(store, "chain3")
     switcher.load("chain3", timeout_s=WAIT_S)
     assert torch.equal(switcher.infer("chain3", ones)["output"], old)
+
+
+def test_requests_leave_no_memory_behind(switcher: Switcher) -> None:
+    def anonymous_bytes() -> list[int]:
+        pids = [os.getpid(), *(worker["pid"] for worker in switcher.status()["workers"])]
+        texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+        return [int(text.split("RssAnon:")[1].split()[0]) << 10 for text in texts]
+
+    x = {"x": torch.ones(1000, 64)}
+    travels = 2 * x["x"].nbytes  # the input and the output
+
+    def run(count: int) -> None:
+        for turn in range(count):  # a cold one every so often
+            switcher.infer(f"chain{turn // 10 % 4}", x)
+
+    run(60)  # allocators and caches fill
+    before = anonymous_bytes()
+    run(300)
+    grown = [after - start for after, start in zip(anonymous_bytes(), before, strict=True)]
+    assert max(grown) < 60 * travels, "more than a fifth of what has passed is still there"
 
 
 def test_compiled_and_autocast_models_keep_their_bits_over_switches(

@@ -25,6 +25,9 @@ fake_driver = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = fake_driver
 spec.loader.exec_module(fake_driver)
 
+# The first test of the file starts three processes that import torch: minutes where many others run.
+pytestmark = pytest.mark.timeout(400)
+
 WAIT_S = 300.0
 ARENA_BYTES = 2 << 20  # the least on CUDA
 NAMES = ("chain0", "chain1", "chain2")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,7 +24,7 @@ from torchrelay.errors import (
     SegmentError,
     TorchRelayError,
 )
-from torchrelay.switching import SharedCache
+from torchrelay.switching import ModelStore, SharedCache
 from torchrelay.switching._host import HostMemory
 
 SIZE = 1 << 20
@@ -37,7 +39,7 @@ def send_in_thread(cache: SharedCache, address: Path, **kwargs: bool) -> threadi
 def test_what_one_process_writes_another_reads_and_a_reader_cannot_write(tmp_path: Path) -> None:
     program = """
 import sys, torch
-from torchrelay.switching import SharedCache
+from torchrelay.switching import ModelStore, SharedCache
 cache = SharedCache.recv(sys.argv[1])
 values = cache.tensor((4,), torch.float32, 512)
 if cache.read_only:
@@ -90,6 +92,44 @@ def test_the_socket_is_for_this_user_only_and_a_stale_one_is_replaced(tmp_path: 
         sender.join()
         assert received.size_bytes == SIZE and not received.read_only
         received.close()
+
+
+STRANGER = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.settimeout(60)
+    connection.connect(sys.argv[1])
+    print(len(connection.recv(4096)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: needs root")
+def test_another_user_gets_nothing_even_where_the_socket_lets_him_connect() -> None:
+    with tempfile.TemporaryDirectory() as folder, SharedCache.allocate(SIZE) as cache:
+        Path(folder).chmod(0o755)
+        address = Path(folder) / "cache.sock"
+        sender = send_in_thread(cache, address)
+        while not address.exists() or stat.S_IMODE(address.stat().st_mode) != 0o600:
+            time.sleep(0.005)
+        codes = []
+        for mode in (0o600, 0o666):
+            address.chmod(mode)
+            command = ["/usr/bin/env", "python3", "-c", STRANGER, str(address)]
+            done = subprocess.run(
+                command, user=65534, capture_output=True, text=True, check=False, timeout=100
+            )
+            codes.append((done.stdout.strip(), "PermissionError" in done.stderr))
+        assert codes == [("", True), ("0", False)]
+        received = SharedCache.recv(address, timeout_s=60)  # the stranger took nobody's place
+        sender.join()
+        received.close()
+
+
+def test_caches_and_stores_cannot_be_pickled() -> None:
+    with SharedCache.allocate(SIZE) as cache, ModelStore() as store:
+        for value in (cache, store):
+            with pytest.raises(TypeError, match="cannot pickle"):
+                pickle.dumps(value)
 
 
 def test_what_cannot_be_sent_or_received_raises(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""What a models file may say, and the sentence for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrelay.errors import ConfigError
+from torchrelay.switching._models_file import ModelsFile
+from torchrelay.switching._profile import Layer, Profile, ProfileCache
+
+INPUT = 'inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]'
+MODEL = f'[models.m]\nfactory = "folder/file.py:make"\n{INPUT}\n'
+
+
+def read(folder: Path, text: str) -> ModelsFile:
+    path = folder / "models.toml"
+    path.write_text(text)
+    return ModelsFile.read(path)
+
+
+def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
+    file = read(tmp_path, f'[server]\nlink_gbps = 6\n{MODEL}weights = "w.safetensors"\npriority = 2\n')
+    entry = file.models["m"]
+    assert entry.factory == f"{tmp_path.resolve()}/folder/file.py:make"
+    assert entry.weights == tmp_path / "w.safetensors" and entry.priority == 2 and entry.load
+    assert entry.inputs == {"x": (torch.float32, (-1, 64))}
+    assert file.server.link_gbps == 6.0 and file.server.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no models"),
+        ("[models", "not valid TOML"),
+        (f"{MODEL}[other]\n", "the unknown key other"),
+        ("models = 1\n", "models must be a table"),
+        ("[models]\nm = 1\n", r"\[models.m\] must be a table"),
+        ('[models.m]\nfactory = "a:b"\n', "needs factory, a string, and inputs"),
+        (f"{MODEL}seed = 1.5\n", "seed = 1.5: must be a int"),
+        (f"{MODEL}code = 1\n", "the unknown key code"),
+        (MODEL.replace("FP32", "FP31"), "datatype 'FP31' is not served"),
+        (MODEL.replace("name =", "nam ="), "'name'; write"),
+        (f"[server]\nport = -1\n{MODEL}", "must be a int, not negative"),
+        (f'[server]\nport = "80"\n{MODEL}', "must be a int, not negative"),
+        (f"[server]\nprot = 80\n{MODEL}", "the unknown key prot"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        ModelsFile.read(tmp_path / "none.toml")
+
+
+def test_profiles_are_kept_between_runs_and_damaged_ones_taken_anew(tmp_path: Path) -> None:
+    profile = Profile((Layer("a.b", (0, 2), 0.5), Layer("", (1,), 0.25)))
+    cache = ProfileCache(tmp_path / "cache")
+    assert cache.load("key") is None
+    cache.save("key", profile)
+    assert ProfileCache(tmp_path / "cache").load("key") == profile
+    for damage in ("", "{}", '{"layers": [{"module": 1}]}', "[]"):
+        (tmp_path / "cache" / "key.json").write_text(damage)
+        assert cache.load("key") is None
+    (tmp_path / "file").write_text("")
+    ProfileCache(tmp_path / "file").save("key", profile)  # cannot be kept: no error
+    assert ProfileCache(None).load("key") is None
