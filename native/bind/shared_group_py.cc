@@ -128,6 +128,17 @@ class Communicator {
     parts_->group.leave();
   }
 
+  // Breaks the group, as PeerLostError or OperationTimeoutError on all ranks.
+  void report(const std::string& message, const std::vector<int>& names, bool timed_out) {
+    if (is_forked()) return;
+    parts_->group.report(timed_out ? Code::kTimeout : Code::kPeerLost, message, names);
+  }
+
+  void check(const char* operation) {
+    refuse_in_child(operation);
+    parts_->group.check(begin(operation, 0.0, false));
+  }
+
   SharedGroup& group() { return parts_->group; }
 
   using Pending = std::shared_ptr<Ticket>;
@@ -343,6 +354,10 @@ void register_shared_group(nb::module_& module) {
            "spin_s"_a, "yield_s"_a)
       .def("join", &Communicator::join, "timeout_s"_a, Released())
       .def("close", &Communicator::close, Released())
+      .def("report", &Communicator::report, "message"_a, "names"_a, "timed_out"_a, Released(),
+           "Breaks the group for all ranks; the first failure counts.")
+      .def("check", &Communicator::check, "operation"_a, Released(),
+           "Raises if the group has failed or one of its ranks has died.")
       .def("all_reduce", &Communicator::all_reduce, "data"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a,
            "block"_a, Released())
       .def("reduce", &Communicator::reduce, "data"_a, "count"_a, "dtype"_a, "op"_a, "root"_a, "timeout_s"_a,

@@ -71,6 +71,11 @@ struct alignas(kLine) SharedGroup::Head {
   std::int32_t code;
   std::int32_t culprit;
   std::int32_t reporter;
+  // Of a reported failure; empty for one of the group's own.
+  std::uint32_t reason_bytes;
+  std::uint32_t reason_names;
+  char reason[kMaxReason];
+  std::int32_t names[kMaxReasonNames];
 };
 
 double Operation::elapsed_s() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -319,6 +324,13 @@ void SharedGroup::wait_for_rank(const Operation& operation, int peer, std::uint3
 void SharedGroup::hear_failure(const Operation& operation) {
   if (head().failure.load(std::memory_order_acquire) != 2) return;
   const Head& h = head();
+  if (h.reason_bytes != 0) {
+    const auto code = static_cast<Code>(h.code);
+    const std::string message = prefix(operation) + std::string(h.reason, h.reason_bytes);
+    const std::vector<int> names(h.names, h.names + h.reason_names);
+    set_broken(code, message, names);
+    throw Error(code, message, names);
+  }
   const auto culprit = static_cast<std::size_t>(h.culprit);
   const bool lost = static_cast<Code>(h.code) != Code::kTimeout;
   fail(lost ? Code::kPeerLost : Code::kTimeout,
@@ -332,19 +344,12 @@ void SharedGroup::hear_failure(const Operation& operation) {
 void SharedGroup::look_after(const Operation& operation, int peer) {
   throw_if_broken(operation);
   hear_failure(operation);
-  const Seat& other = seat(peer);
-  const auto name = std::to_string(name_of(peer));
   if (has_left(peer))
     fail(Code::kPeerLost,
-         prefix(operation) + "rank " + name +
+         prefix(operation) + "rank " + std::to_string(name_of(peer)) +
              " has left the group (destroy_process_group, or its process ended)",
          peer);
-  const std::int32_t pid = other.pid.load(std::memory_order_acquire);
-  if (pid != 0 && !alive({pid, other.start_ticks.load(std::memory_order_relaxed)}))
-    fail(Code::kPeerLost,
-         prefix(operation) + "rank " + name + " (process " + std::to_string(pid) +
-             ") has died; look at its own output for the cause",
-         peer);
+  require_alive(operation, peer);
   if (!operation.poll) return;
   try {
     operation.poll();
@@ -355,6 +360,23 @@ void SharedGroup::look_after(const Operation& operation, int peer) {
       throw error;
     }
   }
+}
+
+void SharedGroup::require_alive(const Operation& operation, int peer) {
+  const Seat& other = seat(peer);
+  const std::int32_t pid = other.pid.load(std::memory_order_acquire);
+  if (pid == 0 || alive({pid, other.start_ticks.load(std::memory_order_relaxed)})) return;
+  fail(Code::kPeerLost,
+       prefix(operation) + "rank " + std::to_string(name_of(peer)) + " (process " + std::to_string(pid) +
+           ") has died; look at its own output for the cause",
+       peer);
+}
+
+void SharedGroup::check(const Operation& operation) {
+  throw_if_broken(operation);
+  hear_failure(operation);
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank_ && !has_left(peer)) require_alive(operation, peer);
 }
 
 std::vector<int> SharedGroup::missing(std::uint32_t target) const {
@@ -369,30 +391,50 @@ std::string SharedGroup::prefix(const Operation& operation) const {
          std::to_string(call_count_) + ", after " + text("%.3g s: ", operation.elapsed_s());
 }
 
-void SharedGroup::fail(Code code, const std::string& message, int culprit) {
-  Head& h = head();
+bool SharedGroup::claim_failure() noexcept {
   std::uint32_t none = 0;
-  if (h.failure.compare_exchange_strong(none, 1)) {
+  return head().failure.compare_exchange_strong(none, 1);
+}
+
+void SharedGroup::wake_all() noexcept {
+  for (int r = 0; r < size(); ++r) {
+    seat(r).arrived.wake();
+    notify(r);
+  }
+}
+
+void SharedGroup::set_broken(Code code, const std::string& message, const std::vector<int>& names) {
+  const std::lock_guard guard(broken_lock_);
+  if (broken_.load()) return;
+  broken_code_ = code == Code::kInterrupted ? Code::kPeerLost : code;
+  broken_why_ = message;
+  broken_ranks_ = names;
+  broken_.store(true);
+}
+
+void SharedGroup::fail(Code code, const std::string& message, int culprit) {
+  if (claim_failure()) {
+    Head& h = head();
     h.code = static_cast<std::int32_t>(code);
     h.culprit = culprit;
     h.reporter = rank_;
     h.failure.store(2, std::memory_order_release);
   }
-  for (int r = 0; r < size(); ++r) {
-    seat(r).arrived.wake();
-    notify(r);
-  }
+  wake_all();
   const std::vector<int> ranks = {name_of(culprit)};
-  {
-    const std::lock_guard guard(broken_lock_);
-    if (!broken_.load()) {
-      broken_code_ = code == Code::kInterrupted ? Code::kPeerLost : code;
-      broken_why_ = message;
-      broken_ranks_ = ranks;
-      broken_.store(true);
-    }
-  }
+  set_broken(code, message, ranks);
   throw Error(code, message, ranks);
+}
+
+void SharedGroup::report(Code code, const std::string& message, const std::vector<int>& names) noexcept {
+  if (!claim_failure()) return;
+  Head& h = head();
+  h.code = static_cast<std::int32_t>(code);
+  h.reason_bytes = static_cast<std::uint32_t>(message.copy(h.reason, kMaxReason));
+  h.reason_names = static_cast<std::uint32_t>(std::min(names.size(), kMaxReasonNames));
+  std::copy_n(names.begin(), h.reason_names, h.names);
+  h.failure.store(2, std::memory_order_release);
+  wake_all();
 }
 
 void SharedGroup::throw_if_broken(const Operation& operation) {

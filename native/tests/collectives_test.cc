@@ -306,6 +306,26 @@ TEST(a_poll_that_throws_stops_a_wait_and_the_others_hear) {
   });
 }
 
+TEST(a_failure_outside_the_group_is_reported_to_all_ranks) {
+  on_ranks(2, [](SharedGroup& group, const Operation& op) {
+    if (group.rank() == 0) {
+      group.check(op);
+      group.report(Code::kTimeout, "rank 7 is cut off", {7, 9});
+      group.report(Code::kPeerLost, "comes too late", {1});
+    }
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      try {
+        barrier(group, op);
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.code() == Code::kTimeout);
+        CHECK(error.ranks() == std::vector<int>({7, 9}));
+        CHECK(std::string(error.what()).find("rank 7 is cut off") != std::string::npos);
+      }
+    }
+  });
+}
+
 // The ranks' threads inherit what the test may run on.
 TEST(ranks_that_may_use_one_core_are_crowded) {
   cpu_set_t before;

@@ -269,6 +269,12 @@ class Communicator:
 
     def close(self) -> None: ...
 
+    def report(self, message: str, names: Sequence[int], timed_out: bool) -> None:
+        """Breaks the group for all ranks; the first failure counts."""
+
+    def check(self, operation: str) -> None:
+        """Raises if the group has failed or one of its ranks has died."""
+
     def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
 
     def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...

@@ -18,6 +18,7 @@ __all__ = [
     "SECTIONS",
     "Aggregation",
     "Checkpoint",
+    "Host",
     "Mpi",
     "Parameters",
     "Section",
@@ -118,6 +119,19 @@ def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
 
 
 @section
+class Host(Section):
+    """This host."""
+
+    name = "host"
+
+    id: str = setting(
+        "",
+        "ranks of one machine with different values count as ranks of different hosts, which share no memory: for "
+        "containers without a common /proc, and for tests",
+    )
+
+
+@section
 class Mpi(Section):
     """Differentiable MPI."""
 
@@ -170,7 +184,8 @@ class Aggregation(Section):
 
     plane: str = setting(
         "auto",
-        "what carries the bytes: shared memory (what auto picks on one host), or a dummy that communicates nothing",
+        "what carries the bytes: shared memory, and TCP between hosts (auto), shared memory alone, or a dummy that "
+        "communicates nothing",
         allowed=("auto", "shm", "dummy"),
     )
     slot_bytes: int = setting(
@@ -187,6 +202,18 @@ class Aggregation(Section):
     )
     mailbox_bytes: int = setting(
         128 * 1024, "the buffer between each pair of ranks for send and recv", unit="bytes", minimum=4096
+    )
+    chunk_bytes: int = setting(
+        1 << 20,
+        "between hosts, messages go in pieces of this size: while one is on the wire, the next is added up in shared "
+        "memory; rank 0's value counts",
+        unit="bytes",
+        minimum=4096,
+    )
+    interface: str = setting(
+        "",
+        "the address or device by which other hosts' ranks reach this one; empty: GLOO_SOCKET_IFNAME if it is set, else "
+        "the way to the store's server",
     )
     spin_us: int = setting(
         50,

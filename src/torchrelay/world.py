@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrelay import config
 from torchrelay.errors import ConfigError, MismatchError, OperationTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
@@ -132,9 +133,13 @@ def _number(environ: Mapping[str, str], key: str) -> int:
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly if they can attach each other's segments: kernel, pid namespace, user."""
+    """Equal for two processes exactly if they can attach each other's segments: kernel, pid namespace, user.
+
+    ``TORCHRELAY_HOST_ID`` tells processes apart that could.
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}"
+    host_id = config.load(config.Host).id
+    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}/{host_id}"
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ class SharedGroup {
   // How often a waiter looks whether those it waits for are still alive.
   static constexpr std::chrono::milliseconds kSlice{50};
   static constexpr int kMaxSize = 1024;
+  static constexpr std::size_t kMaxReason = 1000;
+  static constexpr std::size_t kMaxReasonNames = 64;
 
   static SharedMemory create(const Shape& shape);
 
@@ -151,6 +153,14 @@ class SharedGroup {
 
   // Marks the group broken, tells the others, throws.
   [[noreturn]] void fail(Code code, const std::string& message, int culprit);
+
+  // Breaks the group for a reason that lies outside it: all ranks' waits and later calls throw `code` with
+  // this message (cut after kMaxReason bytes) and, as far as there is room for them, these names of ranks.
+  // Thread-safe. The first failure counts.
+  void report(Code code, const std::string& message, const std::vector<int>& names) noexcept;
+
+  // Throws if the group has failed, or if a rank that has not left it has died.
+  void check(const Operation& operation);
   void throw_if_broken(const Operation& operation);
 
  private:
@@ -180,6 +190,10 @@ class SharedGroup {
   void spread_out();
   void wait_for_rank(const Operation& operation, int peer, std::uint32_t target);
   void hear_failure(const Operation& operation);
+  bool claim_failure() noexcept;
+  void wake_all() noexcept;
+  void set_broken(Code code, const std::string& message, const std::vector<int>& names);
+  void require_alive(const Operation& operation, int peer);
   void compare_calls(const Operation& operation, const Call& mine);
   std::vector<int> missing(std::uint32_t target) const;
   std::string prefix(const Operation& operation) const;

@@ -6,35 +6,33 @@ Importing this module registers the backend::
     dist.init_process_group(backend="sml")   # under torchrun; also new_group(backend="sml")
 
 It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (Sapio et al., NSDI 2021). Ranks of
-one host meet in a shared segment; all collectives, dtypes and reductions of c10d are there, with timeouts and
+one host meet in a shared segment, hosts exchange over TCP; all collectives, dtypes and reductions of c10d are there, with timeouts and
 errors that name the rank they are about.
 
-Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`SmlGroup`, :func:`register`.
+Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`, :class:`SmlGroup`, :func:`register`.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from torchrelay import telemetry
 from torchrelay._torch import backends_asked
 from torchrelay.aggregation._backend import add_missing
 from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
+from torchrelay.aggregation._hosts import HostsPlane
 from torchrelay.aggregation._options import Options, resolve
-from torchrelay.aggregation._plane import Plane, PlaneStats
+from torchrelay.aggregation._plane import LinkStats, Plane, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
 from torchrelay.config import Aggregation
 from torchrelay.errors import UnavailableError
 from torchrelay.world import Meeting, Process
 
-__all__ = ["Options", "PlaneStats", "SmlGroup", "register", "stats"]
+__all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "register", "stats"]
 
 
 def register() -> None:
@@ -54,11 +52,21 @@ def stats() -> dict[str, PlaneStats]:
             sum_.jobs + mine.jobs,
             sum_.payload_bytes + mine.payload_bytes,
             sum_.waiting_s + mine.waiting_s,
+            _sum_of_links([*sum_.links, *mine.links]),
         )
     return totals
 
 
-def _create_group(given: Any, options: Options | None = None) -> SmlGroup | dist.ProcessGroupGloo:
+def _sum_of_links(links: Sequence[LinkStats]) -> tuple[LinkStats, ...]:
+    totals: dict[tuple[str, str], LinkStats] = {}
+    for link in links:
+        key = link.transport, link.reason
+        sum_ = totals.get(key, LinkStats(*key, 0, 0.0))
+        totals[key] = LinkStats(*key, sum_.sent_bytes + link.sent_bytes, sum_.busy_s + link.busy_s)
+    return tuple(totals.values())
+
+
+def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
     """What c10d calls to make a group."""
     rank, size = given.group_rank, given.group_size
     timeout_s = given.timeout.total_seconds()
@@ -76,9 +84,7 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup | dist
         plane, processes = DummyPlane(rank, size, settings), {}
     else:
         meeting = Meeting(given.store, rank, size, timeout_s, names, _known_processes())
-        if len(meeting.on_my_host()) < size:
-            return _between_hosts(given, settings)
-        plane, processes = ShmPlane(meeting, timeout_s, settings), meeting.by_name
+        plane, processes = _plane_of(meeting, given.store, timeout_s, settings), meeting.by_name
     if asked is None:
         group = SmlGroup(plane, given.store, rank, size, timeout_s)
     else:
@@ -93,23 +99,16 @@ def _known_processes() -> dict[int, Process]:
     return {name: found for group in list(LIVING) for name, found in group.processes.items()}
 
 
-def _between_hosts(given: Any, settings: Aggregation) -> dist.ProcessGroupGloo:
-    """Ranks on several hosts with no switch between them."""
+def _plane_of(meeting: Meeting, store: Any, timeout_s: float, settings: Aggregation) -> Plane:
+    """Shared memory for ranks of one host, else that and TCP."""
+    if len(meeting.on_my_host()) == meeting.size:
+        return ShmPlane(meeting, timeout_s, settings)
     if settings.plane == "shm":
         raise UnavailableError(
             "sml: plane = shm, but the ranks of this group are not all on one host, in one process namespace and "
             "of one user; leave the plane at auto"
         )
-    telemetry.event("aggregation.gloo_between_hosts", rank=given.group_rank, size=given.group_size)
-    if given.group_rank == 0:
-        _say_gloo_is_used()
-    return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, given.timeout)
-
-
-@functools.cache
-def _say_gloo_is_used() -> None:
-    """Once a process, however many groups it makes."""
-    warnings.warn("sml: the ranks are on several hosts and no switch is named: using Gloo", stacklevel=2)
+    return HostsPlane(meeting, store, timeout_s, settings)
 
 
 def _close_all() -> None:

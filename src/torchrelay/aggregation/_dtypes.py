@@ -7,7 +7,7 @@ import torch
 from torchrelay._native import Dtype, Op
 from torchrelay.errors import ArgumentError, UnsupportedError
 
-__all__ = ["NATIVE", "OPS", "as_native", "code"]
+__all__ = ["NATIVE", "OPS", "as_native", "code", "name_of"]
 
 NATIVE = {
     torch.int8: Dtype.int8,
@@ -53,6 +53,11 @@ _CODES = {
 def code(dtype: torch.dtype) -> int:
     """A number that is the same for ``dtype`` on every rank."""
     return _CODES.get(dtype, 255)
+
+
+def name_of(code_: int) -> str:
+    """The name of the dtype with this :func:`code`, for messages."""
+    return next((str(t).removeprefix("torch.") for t, number in _CODES.items() if number == code_), "bytes")
 
 
 def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:

@@ -15,20 +15,38 @@ import torch
 
 from torchrelay._native import Op
 
-__all__ = ["ANY_RANK", "Op", "Plane", "PlaneStats", "Ticket", "Transfer"]
+__all__ = ["ANY_RANK", "LinkStats", "Op", "Plane", "PlaneStats", "Ticket", "Transfer"]
 
 
 ANY_RANK = -1  # receive from whoever sends first
 
 
 @dataclass(frozen=True)
+class LinkStats:
+    """What one transport of a group has carried.
+
+    Args:
+        transport: ``shm`` within a host; between hosts ``tcp`` or ``switch``.
+        reason: why this one was chosen.
+        sent_bytes: by this rank.
+        busy_s: seconds that this rank's collectives spent in it.
+    """
+
+    transport: str
+    reason: str
+    sent_bytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
 class PlaneStats:
-    """What one group has done so far."""
+    """What one group has done so far; ``links`` where it uses several transports."""
 
     plane: str
     jobs: int
     payload_bytes: int
     waiting_s: float
+    links: tuple[LinkStats, ...] = ()
 
 
 class Ticket(Protocol):

@@ -134,6 +134,14 @@ class ShmPlane:
     def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
         return self._native.wait_transfer(transfer, timeout_s)
 
+    def report(self, message: str, ranks: Sequence[int], timed_out: bool) -> None:
+        """Break the group on all its ranks, for a reason outside it; what they raise has this message and ranks."""
+        self._native.report(message, list(ranks), timed_out)
+
+    def check(self) -> None:
+        """Raise if the group is broken or a rank of it has died; for a rank that waits for something else."""
+        self._native.check("waiting for other hosts")
+
     def stats(self) -> PlaneStats:
         native = self._native
         return PlaneStats(self.name, native.jobs, self._payload_bytes, native.waiting_ns * 1e-9)

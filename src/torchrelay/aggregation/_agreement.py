@@ -1,0 +1,157 @@
+"""What all ranks must agree on before a collective between hosts moves any bytes.
+
+Each rank describes its call in a record of fixed size. Every rank gets all records and compares them in the same way,
+so all find the same difference. A record has room for a small payload, which needs no further step then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torchrelay.aggregation._dtypes import code, name_of
+from torchrelay.aggregation._plane import Op
+from torchrelay.errors import MismatchError
+
+__all__ = [
+    "ANY_SIZE",
+    "INLINE_BYTES",
+    "RECORD_BYTES",
+    "Record",
+    "check_matrix",
+    "check_records",
+    "is_uniform",
+    "payloads",
+]
+
+INLINE_BYTES = 256
+_FIELDS = 7
+RECORD_BYTES = _FIELDS * 8 + INLINE_BYTES
+ANY_SIZE = -1  # in `mine`: each pair of ranks has its own size
+
+_FUNCTIONS = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+)
+
+
+def _digest(sizes: Sequence[int]) -> int:
+    data = np.asarray(sizes, np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rank's call.
+
+    Args:
+        function: the collective's name.
+        count: elements, where all ranks must have the same number, else 0.
+        mine: bytes of this rank's own block, where ranks may differ.
+        sizes: bytes of all ranks' blocks, as far as this rank knows them.
+    """
+
+    function: str
+    dtype: torch.dtype = torch.uint8
+    op: Op | None = None
+    root: int = -1
+    count: int = 0
+    mine: int = 0
+    sizes: Sequence[int] = ()
+
+    def pack(self, payload: torch.Tensor | None = None) -> torch.Tensor:
+        """The record as ``RECORD_BYTES`` bytes, with a flat payload of at most ``INLINE_BYTES`` bytes."""
+        row = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
+        fields = row.numpy()[: _FIELDS * 8].view(np.int64)
+        op = -1 if self.op is None else self.op.value
+        fields[:6] = _FUNCTIONS.index(self.function), code(self.dtype), op, self.root, self.count, self.mine
+        fields[6] = _digest(self.sizes) if self.sizes else 0
+        if payload is not None:
+            row[_FIELDS * 8 :][: payload.numel()] = payload
+        return row
+
+
+def payloads(table: torch.Tensor) -> torch.Tensor:
+    """The payloads of all records, one row per rank."""
+    return table[:, _FIELDS * 8 :]
+
+
+def check_records(table: torch.Tensor, rank: int, names: Sequence[int]) -> None:
+    """Compare all ranks' records: a row for each rank of the group.
+
+    Raises:
+        MismatchError: the same on every rank.
+    """
+    fields = table.numpy()[:, : _FIELDS * 8].view(np.int64)
+    calls = fields[:, :5]
+    if not (calls == calls[0]).all():
+        made = "; ".join(
+            f"rank {name} made {_describe(row, names)}" for name, row in zip(names, fields, strict=True)
+        )
+        raise MismatchError(
+            f"rank {names[rank]}, {_FUNCTIONS[fields[rank, 0]]}: the ranks made different calls: {made}. All ranks of "
+            "a group must make the same calls in the same order"
+        )
+    function = _FUNCTIONS[fields[0, 0]]
+    root = int(fields[0, 3])
+    if function in ("all_gather", "gather", "scatter"):
+        known = fields[:, 6] if function == "all_gather" else fields[root : root + 1, 6]
+        if (known != _digest(fields[:, 5].tolist())).any():
+            verb = "expects" if function == "scatter" else "sends"
+            sizes = ", ".join(
+                f"rank {name} {verb} {size} bytes" for name, size in zip(names, fields[:, 5], strict=True)
+            )
+            who = (
+                "some ranks' outputs"
+                if function == "all_gather"
+                else f"the tensors of the root, rank {names[root]},"
+            )
+            raise MismatchError(
+                f"rank {names[rank]}, {function}: the ranks do not agree on sizes: {sizes}, but {who} have other sizes; "
+                "check the shapes on all of them"
+            )
+
+
+def is_uniform(table: torch.Tensor) -> bool:
+    """Whether all pairs of ranks of an all_to_all have blocks of one size."""
+    mine = table.numpy()[:, : _FIELDS * 8].view(np.int64)[:, 5]
+    return bool((mine != ANY_SIZE).all() and (mine == mine[0]).all())
+
+
+def check_matrix(sends: torch.Tensor, receives: torch.Tensor, rank: int, names: Sequence[int]) -> None:
+    """Compare what each rank sends to each other (``sends[i, j]`` bytes from i to j) with what that one expects.
+
+    Raises:
+        MismatchError: the same on every rank.
+    """
+    different = (sends != receives.T).nonzero()
+    if len(different):
+        source, to = different[0].tolist()
+        raise MismatchError(
+            f"rank {names[rank]}, all_to_all: the ranks do not agree on sizes: rank {names[source]} sends "
+            f"{int(sends[source, to])} bytes to rank {names[to]}, which expects {int(receives[to, source])}; check the "
+            "shapes and split sizes on both"
+        )
+
+
+def _describe(row: np.ndarray, names: Sequence[int]) -> str:
+    function, dtype, op, root, count = (int(value) for value in row[:5])
+    name = _FUNCTIONS[function]
+    if name == "barrier":
+        return name
+    size = f"{count} x " if count or op >= 0 else ""
+    text = f"{name} of {size}{name_of(dtype)}"
+    if op >= 0:
+        text += f", {Op(op).name}"
+    return text if root < 0 else f"{text}, root {names[root]}"

@@ -1,0 +1,67 @@
+"""Where the ranks of a group run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Placement"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of each host, in order; the hosts in the order of their lowest ranks.
+
+    A host's *leader* is its lowest rank.
+    """
+
+    rank: int
+    hosts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, rank: int, identities: Sequence[str]) -> Placement:
+        """The placement of ranks whose hosts are called ``identities``."""
+        hosts: dict[str, list[int]] = {}
+        for each, identity in enumerate(identities):
+            hosts.setdefault(identity, []).append(each)
+        return cls(rank, tuple(map(tuple, hosts.values())))
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.hosts))
+
+    @property
+    def host(self) -> int:
+        """The index of this rank's host."""
+        return self.host_of(self.rank)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks of this host."""
+        return self.hosts[self.host]
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        return tuple(ranks[0] for ranks in self.hosts)
+
+    @property
+    def other_hosts(self) -> list[int]:
+        return [host for host in range(len(self.hosts)) if host != self.host]
+
+    def host_of(self, rank: int) -> int:
+        return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
+
+    def local_index(self, rank: int) -> int:
+        """The place of ``rank`` among the ranks of its host."""
+        return self.hosts[self.host_of(rank)].index(rank)
+
+    def leaders_for(self, root: int | None) -> tuple[int, ...]:
+        """One rank per host that exchanges with the other hosts: its leader, or ``root`` itself."""
+        if root is None:
+            return self.leaders
+        return tuple(root if root in ranks else ranks[0] for ranks in self.hosts)
+
+    def counterpart(self, host: int, rank: int) -> int:
+        """The rank of ``host`` that exchanges with ``rank`` of another host."""
+        ranks = self.hosts[host]
+        return ranks[self.local_index(rank) % len(ranks)]

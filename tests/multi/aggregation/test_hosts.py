@@ -1,0 +1,141 @@
+"""Collectives over several hosts: the tests of one host again, with ranks that count as ranks of different hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchrelay.aggregation
+from torchrelay.aggregation._placement import Placement
+from torchrelay.world import World
+
+TESTS = Path(__file__).parents[2]
+
+
+def load(name: str) -> Any:
+    """A test file, by its path below ``tests``."""
+    spec = importlib.util.spec_from_file_location(f"hosts_{Path(name).stem}", TESTS / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+COLLECTIVES = load("multi/test_aggregation_collectives.py")
+CALLS = load("multi/test_aggregation_calls.py")
+FAULTS = load("faults/test_aggregation_faults.py")
+TORCH = load("multi/test_aggregation_torch.py")
+COLLECTIVES.SIZES = (1, 3001)
+
+
+def place(world: World, hosts: str) -> None:
+    """Put this rank on its host: one letter for each rank. Pieces are small, so that there are several."""
+    os.environ.update(TORCHRELAY_HOST_ID=hosts[world.rank], TORCHRELAY_AGGREGATION_CHUNK_BYTES="4096")
+
+
+@pytest.mark.processes(4)
+def test_reductions_round_robin(world: World) -> None:
+    place(world, "abab")
+    COLLECTIVES.test_reductions_of_every_dtype_and_op(world)
+
+
+@pytest.mark.processes(4)
+def test_copies_block_wise(world: World) -> None:
+    place(world, "aabb")
+    COLLECTIVES.test_copies_of_every_dtype(world)
+
+
+def test_placements() -> None:
+    placement = Placement.of(3, ["x", "y", "y", "x", "z"])
+    assert placement.hosts == ((0, 3), (1, 2), (4,)) and placement.local == (0, 3)
+    assert placement.leaders == (0, 1, 4) and placement.leaders_for(3) == (3, 1, 4)
+    assert [placement.counterpart(host, 3) for host in placement.other_hosts] == [2, 4]
+    assert (placement.size, placement.host, placement.local_index(2)) == (5, 0, 1)
+
+
+UNEVEN: list[Callable[[World], None]] = [
+    COLLECTIVES.test_odd_tensors,
+    COLLECTIVES.test_messages,
+    COLLECTIVES.test_objects_and_barriers,
+    CALLS.test_sparse_tensors_are_added,
+]
+
+
+@pytest.mark.parametrize("index", range(len(UNEVEN)), ids=lambda i: UNEVEN[i].__name__[5:])
+@pytest.mark.processes(3)
+def test_uneven_hosts(world: World, index: int) -> None:
+    place(world, "aba")
+    UNEVEN[index](world)
+
+
+SINGLE: list[Callable[[World], None]] = [
+    COLLECTIVES.test_gloo_gives_the_same,
+    COLLECTIVES.test_premultiplied_sums,
+    COLLECTIVES.test_handles_in_any_order,
+    COLLECTIVES.test_an_async_call_does_not_wait_for_the_others,
+    COLLECTIVES.test_coalesced_forms,
+    COLLECTIVES.test_many_groups_leave_no_descriptors,
+]
+
+
+@pytest.mark.parametrize("index", range(len(SINGLE)), ids=lambda i: SINGLE[i].__name__[5:])
+@pytest.mark.processes(2)
+def test_one_rank_per_host(world: World, index: int) -> None:
+    place(world, "ab")
+    SINGLE[index](world)
+
+
+@pytest.mark.processes(3)
+def test_different_calls_raise_on_every_rank(world: World) -> None:
+    place(world, "abb")
+    FAULTS.test_different_calls_raise_on_every_rank_and_name_the_difference(world)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp1", "fsdp2", "tensor_parallel"])
+@pytest.mark.processes(2)
+def test_equals_gloo(world: World, how: str, tmp_path: Path) -> None:
+    place(world, "ab")
+    TORCH.test_equals_gloo(world, how, tmp_path)
+
+
+@pytest.mark.processes(4)
+def test_large_sums_subgroups_and_statistics(world: World) -> None:
+    """On two hosts with three ranks and one: the same bits on all ranks, every time."""
+    place(world, "aaba")
+    dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=4)
+    reference = None
+    for _ in range(2):
+        tensor = torch.randn(60_001, generator=torch.Generator().manual_seed(world.rank))
+        dist.all_reduce(tensor)
+        copies = [torch.empty_like(tensor) for _ in range(4)]
+        dist.all_gather(copies, tensor)
+        reference = tensor if reference is None else reference
+        assert all(torch.equal(copy, reference) for copy in copies)
+    inputs = [torch.randn(60_001, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    torch.testing.assert_close(reference, sum(inputs), rtol=1e-5, atol=1e-5)
+
+    stats = dist.group.WORLD.stats()
+    shm, tcp = stats.links
+    assert stats.plane == "hosts" and stats.jobs >= 4
+    assert (shm.transport, tcp.transport) == ("shm", "tcp") and "no switch" in tcp.reason
+    sends = world.rank in (0, 2) or world.rank == 1  # leaders, and those that gather for another host
+    assert not sends or tcp.sent_bytes > 0
+    assert tcp.busy_s > 0 or world.rank == 3
+
+    near, far = dist.new_group([0, 3], backend="sml"), dist.new_group([1, 2], backend="sml")
+    for group, ranks, name in ((near, (0, 3), "shm"), (far, (1, 2), "hosts")):
+        if world.rank in ranks:
+            ones = torch.ones(5000)
+            works = [dist.all_reduce(ones, group=group, async_op=True) for _ in range(3)]
+            works[2].wait()
+            assert ones.eq(8).all() and group.stats().plane == name
+    assert set(torchrelay.aggregation.stats()) == ({"hosts", "shm"} if world.rank in (0, 3) else {"hosts"})
