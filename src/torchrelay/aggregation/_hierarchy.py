@@ -329,9 +329,7 @@ class Hierarchy:
             dtype = NATIVE[own.dtype]
             _native.reduce(addresses, own.data_ptr(), own.numel(), dtype, _partial(op), INSTRUCTION_SET)
         if op is Op.AVG:
-            with torch.no_grad():
-                rounding = None if own.is_floating_point() else "trunc"
-                torch.div(own, self._at.size, rounding_mode=rounding, out=own)
+            _divide(own, self._at.size)
 
     # --- between hosts
 
@@ -361,6 +359,15 @@ class Hierarchy:
         hosts, count = len(self._at.hosts), piece.numel()
         bounds = [count * host // hosts for host in range(hosts + 1)]
         return [piece[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _divide(tensor: torch.Tensor, ranks: int) -> None:
+    """Divide in place; whole numbers are cut off towards zero, and may be narrower than ``ranks``."""
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            tensor.div_(ranks)
+        else:
+            tensor.copy_(torch.div(tensor.long(), ranks, rounding_mode="trunc"))
 
 
 def _partial(op: Op) -> Op:
