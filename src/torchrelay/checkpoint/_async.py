@@ -234,8 +234,7 @@ def async_save(
     check_count("keep", keep, 1)
     check_count("max_staging_bytes", max_staging_bytes, 1)
     ranks = group_of(group, no_dist)
-    ranks.together(_state.finish_last)
-    mine, everyone = gather_inventory(state, ranks)
+    mine, everyone = gather_inventory(state, ranks, before=_state.finish_last)
     sources = sources_of(mine, everyone, ranks)
     transaction = open_transaction(path, fsync=fsync)
     path = transaction.location
@@ -246,11 +245,14 @@ def async_save(
         _check_size(sources, max_staging_bytes, ranks.global_rank)
         staged.append(_state.ready().stage(sources))
 
-    ranks.coordinate(transaction.begin)
+    def begin() -> str:
+        transaction.begin()
+        return secrets.token_hex(8)
+
+    save_id = ranks.coordinate(begin)
     try:
         ranks.together(stage)
         ((starts, is_new),) = staged
-        save_id = ranks.coordinate(lambda: secrets.token_hex(8))
     except BaseException:
         if ranks.is_coordinator:
             transaction.discard()

@@ -82,13 +82,13 @@ def _tied(tensors: Mapping[str, TensorState]) -> dict[str, tuple[str, ...]]:
     return tied
 
 
-def agree(mine: Description, ranks: Group) -> list[Description]:
+def agree(mine: Description, fingerprints: Sequence[bytes], ranks: Group) -> list[Description]:
     """What the ranks bring: one description if it is the same for all, else each rank's, in the group's order.
 
     Raises:
         MismatchError: two ranks have different values, dtypes, shapes or layouts under one key.
     """
-    if len(set(ranks.all_gather(mine.fingerprint()))) == 1:
+    if len(set(fingerprints)) == 1:
         return [mine]
     everyone = ranks.all_gather(mine)
     seen: dict[str, tuple[int, Any]] = {}

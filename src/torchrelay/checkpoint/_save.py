@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint._assemble import Description, PartRecord, assemble, record_of
 from torchrelay.checkpoint._catalog import retain
-from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._group import Group, group_of
 from torchrelay.checkpoint._inventory import Inventory, agree, sources_of, take_inventory
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._storage import open_transaction
@@ -106,8 +107,19 @@ def check_count(name: str, value: int | None, default: int) -> int:
     return value
 
 
-def gather_inventory(state: Any, ranks: Any) -> tuple[Inventory, list[Description]]:
-    """This rank's inventory, and what all ranks bring (see :func:`agree`); an error on one is raised on all."""
+def gather_inventory(
+    state: Any, ranks: Group, before: Callable[[], None] = lambda: None
+) -> tuple[Inventory, list[Description]]:
+    """This rank's inventory, and what all ranks bring (see :func:`agree`); an error on one is raised on all.
+
+    ``before`` is called first, in the same round of messages.
+    """
     found: list[Inventory] = []
-    ranks.together(lambda: found.append(take_inventory(state)))
-    return found[0], agree(found[0].description, ranks)
+
+    def take() -> bytes:
+        before()
+        found.append(take_inventory(state))
+        return found[0].description.fingerprint()
+
+    fingerprints = ranks.together(take)
+    return found[0], agree(found[0].description, fingerprints, ranks)
