@@ -211,7 +211,7 @@ def links(
     """Cold switches over emulated links, with the best grouping, one group, and a group for each layer."""
     fill(store, names, Rivals(names, folder, options["device"]))
     cells: dict[str, Any] = {}
-    for link in LINKS_GBPS:
+    for link in LINKS_GBPS if repeats > 1 else LINKS_GBPS[:1]:
         with contextlib.ExitStack() as stack:
             switchers = {
                 variant: stack.enter_context(
