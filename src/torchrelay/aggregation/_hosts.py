@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["HostsPlane"]
 
 _logger = logging.getLogger(__name__)
-_PROBE_S = 0.5
 _MAX_LOCAL_TAG = 1 << 31
 _LONG_S = 1e9
 
@@ -87,6 +86,7 @@ class HostsPlane:
             meeting.rank,
             meeting.names,
             [(each["address"][0], each["address"][1]) for each in abouts],
+            self._at.hosts,
             listener,
             bytes.fromhex(abouts[0]["token"]),
             self._take_local,
@@ -353,32 +353,11 @@ class HostsPlane:
 
     def _explain(self, name: str, error: Failure) -> Failure:
         """What this rank raises for ``error``; breaks the group on all ranks."""
-        first = self._break(self._with_host(error))
+        first = self._break(error)
         here = f"rank {self._names[self._rank]}, {name}"
         if str(first).startswith(here):
             return first
         return type(first)(f"{here}: {first}", ranks=first.ranks)
-
-    def _with_host(self, error: Failure) -> Failure:
-        """Name also the ranks that share a lost rank's host and cannot be reached either."""
-        if self._messages.failure is not None:
-            return error
-        lost = [
-            rank
-            for rank, name in enumerate(self._names)
-            if name in error.ranks and rank not in self._at.local
-        ]
-        others = {
-            other
-            for rank in lost
-            for other in self._at.hosts[self._at.host_of(rank)]
-            if other not in lost and not self._messages.is_reachable(other, _PROBE_S)
-        }
-        if not others:
-            return error
-        names = sorted(self._names[other] for other in others)
-        text = f"{error}; nor can rank{'s' * (len(names) > 1)} {', '.join(map(str, names))} of its host be reached"
-        return type(error)(text, ranks=sorted({*error.ranks, *names}))
 
     def _break(self, error: Failure) -> Failure:
         return self._messages.fail(error, [self._at.leaders[host] for host in self._at.other_hosts])

@@ -41,6 +41,7 @@ _INLINE_BYTES = 256 * 1024  # up to so many bytes the caller tries to send
 _RECONNECT_S = 0.5  # how long a peer without a connection may have another on its way
 _CONNECT_S = 10.0
 _FLUSH_S = 2.0
+_PROBE_S = 0.5
 _DIED = "has died or cannot be reached any more (its connection ended); look at its own output for the cause"
 _LEFT = "has left the group (destroy_process_group, or its process ended)"
 
@@ -99,6 +100,7 @@ class Messages:
 
     Args:
         rank: in the group; ``addresses[r]`` is where rank r listens, ``names[r]`` how users know it.
+        hosts: the ranks of each host.
         listener: bound and listening; owned from now on.
         token: of ``TOKEN_BYTES``, equal on all ranks and secret.
         take_local: called for a message whose bytes are in shared memory, with the receive, the source and the header.
@@ -110,12 +112,14 @@ class Messages:
         rank: int,
         names: Sequence[int],
         addresses: Sequence[tuple[str, int]],
+        hosts: Sequence[Sequence[int]],
         listener: socket.socket,
         token: bytes,
         take_local: Callable[[Receive, int, Header], None],
         on_failure: Callable[[Failure], None],
     ) -> None:
         self._rank, self._names, self._addresses = rank, names, addresses
+        self._hosts = hosts
         self._listener, self._token = listener, token
         self._take_local, self._on_failure = take_local, on_failure
         self._peers = [_Peer() for _ in addresses]
@@ -125,6 +129,7 @@ class Messages:
         self._gone: dict[int, str] = {}
         self._failure: Failure | None = None
         self._closed = False
+        self._flushed = False  # after closing
         self._threads: list[threading.Thread] = []
         self.sent_bytes = self.received_bytes = 0
         self._start(self._accept, "accept")
@@ -184,14 +189,34 @@ class Messages:
             OperationTimeoutError: it is not done at ``deadline_s`` of the monotonic clock.
             PeerLostError: the peer was lost, or the group is broken.
         """
-        while not completion.wait(min(0.1, deadline_s - time.monotonic())):
+        while True:
+            try:
+                if completion.wait(min(0.1, deadline_s - time.monotonic())):
+                    return
+                if time.monotonic() >= deadline_s:
+                    raise OperationTimeoutError(
+                        f"rank {self._names[self._rank]}, {operation}: rank {self._names[peer]} did not answer in time; is "
+                        "it stuck, slow or cut off? A longer timeout can be given to init_process_group",
+                        ranks=(self._names[peer],),
+                    )
+            except (PeerLostError, OperationTimeoutError) as error:
+                raise self._with_host(error, peer) from None
             poll()
-            if time.monotonic() >= deadline_s:
-                raise OperationTimeoutError(
-                    f"rank {self._names[self._rank]}, {operation}: rank {self._names[peer]} did not answer in time; is it "
-                    "stuck, slow or cut off? A longer timeout can be given to init_process_group",
-                    ranks=(self._names[peer],),
-                )
+
+    def _with_host(self, error: Failure, peer: int) -> Failure:
+        """Name also the ranks that share a lost rank's host and cannot be reached either. Blocks."""
+        ranks = next(ranks for ranks in self._hosts if peer in ranks)
+        others = [
+            self._names[rank]
+            for rank in ranks
+            if self._failure is None and rank != peer and not self.is_reachable(rank, _PROBE_S)
+        ]
+        if not others:
+            return error
+        listed = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        return type(error)(
+            f"{error}; nor can {listed} of its host be reached", ranks=sorted([*error.ranks, *others])
+        )
 
     def cancel(self, completion: Completion, error: Exception) -> None:
         """End a receive or send that is given up. A message that comes for it later is put aside."""
@@ -249,6 +274,9 @@ class Messages:
         for peer in self._peers:
             with peer.lock:
                 peer.lock.wait_for(peer.is_idle, deadline_s - time.monotonic())
+        self._flushed = True
+        for peer in self._peers:
+            with peer.lock:
                 for connection in peer.connections:
                     _shut(connection)
                 left, peer.queue = peer.queue, deque()
@@ -339,7 +367,7 @@ class Messages:
             peer.connections.add(connection)
             if peer.out is None:
                 peer.out = connection
-            if self._closed:
+            if self._flushed:
                 _shut(connection)
 
     # --- reading
