@@ -1,0 +1,117 @@
+"""all_reduce over hosts in network namespaces: ``sml`` and plain Gloo over all ranks, and the links' own limit.
+
+Needs root and iproute2. Hosts are joined by a bridge; each link has a token bucket of the given rate each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import table, write
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import namespaces
+
+SIZE_BYTES = 16 << 20
+
+
+def limit(hosts: namespaces.Hosts, mbit: int) -> None:
+    """Limit every link to ``mbit`` Mbit/s each way."""
+    rate = f"root tbf rate {mbit}mbit burst 256kb latency 50ms".split()
+    for host, pid in enumerate(hosts.pids):
+        for inside, device in ((pid, "eth0"), (hosts.switch, f"port{host}")):
+            command = ["nsenter", f"--net=/proc/{inside}/ns/net", "tc", "qdisc", "add", "dev", device, *rate]
+            subprocess.run(command, check=True, capture_output=True)
+
+
+def rank_main(rank: int, placement: str, hosts: namespaces.Hosts, path: str, rounds: int) -> None:
+    """Time both backends in turn; rank 0 writes the seconds to ``path``.times."""
+    namespaces.enter(hosts.pids["abcdefgh".index(placement[rank])])
+    os.environ.update(
+        TORCHRELAY_HOST_ID=placement[rank],
+        TORCHRELAY_AGGREGATION_INTERFACE="eth0",
+        GLOO_SOCKET_IFNAME="eth0",
+    )
+    import torchrelay.aggregation  # noqa: F401, PLC0415 - registers the backend
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, len(placement))  # type: ignore[attr-defined]
+    dist.init_process_group("sml", store=store, rank=rank, world_size=len(placement))
+    gloo = dist.new_group(backend="gloo")
+    tensor = torch.ones(SIZE_BYTES // 4)
+    times: dict[str, list[float]] = {"sml": [], "gloo": []}
+    for round_ in range(rounds + 1):
+        for name, group in (("sml", None), ("gloo", gloo)):
+            tensor.fill_(1.0)
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(tensor, group=group)
+            dist.barrier()
+            if round_ > 0:
+                times[name].append(time.perf_counter() - started)
+            assert tensor.eq(len(placement)).all()
+    if rank == 0:
+        Path(f"{path}.times").write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def run(placement: str, mbit: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per all_reduce of each backend."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        namespaces.switched(len(set(placement))) as hosts,
+    ):
+        if mbit:
+            limit(hosts, mbit)
+        path = f"{folder}/store"
+        mp.spawn(rank_main, (placement, hosts, path, rounds), len(placement))  # type: ignore[attr-defined,no-untyped-call]
+        return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="one round, to see that it runs")
+    rounds = 1 if parser.parse_args().smoke else 7
+    if namespaces.missing():
+        print(f"bench_hosts: skipped, {namespaces.missing()}")
+        return
+    rows = []
+    for name, placement, mbit in (
+        ("2 x 2, block-wise", "aabb", 1000),
+        ("2 x 2, round-robin", "abab", 1000),
+        ("2 x 4, block-wise", "aaaabbbb", 1000),
+        ("2 x 2, block-wise", "aabb", 0),
+    ):
+        times = run(placement, mbit, rounds)
+        sml, gloo = (statistics.median(times[key]) for key in ("sml", "gloo"))
+        floor = SIZE_BYTES * 8 / (mbit * 1e6) if mbit else 0.0
+        rows.append(
+            [
+                name,
+                f"{mbit} Mbit/s" if mbit else "not limited",
+                f"{sml * 1e3:.0f} ms",
+                f"{gloo * 1e3:.0f} ms",
+                f"{sml / gloo:.2f}",
+                f"{floor * 1e3:.0f} ms" if mbit else "-",
+                f"{floor / sml:.0%}" if mbit else "-",
+            ]
+        )
+        print(*rows[-1], sep=" | ", flush=True)
+    header = ["hosts x ranks", "links", "sml", "Gloo", "sml / Gloo", "floor: U at the link's rate", "of it"]
+    notes = f"all_reduce of {SIZE_BYTES >> 20} MiB float32, median of {rounds}, backends in turn, a barrier at the end."
+    write("hosts", "all_reduce between hosts", notes, table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
