@@ -121,22 +121,25 @@ def run_script(
     return job
 
 
-def mpi_test(sizes: tuple[int, ...] = (1, 2, 3)) -> Callable[[Body], Any]:
-    """Decorator; see the module."""
+def mpi_test(
+    sizes: tuple[int, ...] = (1, 2, 3), mpich: tuple[int, ...] | None = None
+) -> Callable[[Body], Any]:
+    """Decorator; see the module. ``mpich`` are the numbers of ranks under MPICH, if not the same."""
+    jobs = [(size, "openmpi") for size in sizes]
+    jobs += [(size, "mpich") for size in (sizes if mpich is None else mpich)]
 
     def decorate(body: Body) -> Any:
         name = body.__name__
         _bodies[name] = body
 
         @pytest.mark.timeout(JOB_S + 60)
-        @pytest.mark.parametrize("library", LIBRARIES)
-        @pytest.mark.parametrize("size", sizes)
+        @pytest.mark.parametrize(("size", "library"), sorted(jobs))
         def test(library: str, size: int, request: pytest.FixtureRequest) -> None:
             prefix(library)
             check(run_file(str(request.path), library, size), name)
 
         test.__doc__ = body.__doc__
-        test.sizes = sizes  # type: ignore[attr-defined]
+        test.jobs = jobs  # type: ignore[attr-defined]
         return test
 
     return decorate
@@ -146,7 +149,7 @@ def mpi_test(sizes: tuple[int, ...] = (1, 2, 3)) -> Callable[[Body], Any]:
 def run_file(path: str, library: str, size: int) -> tuple[list[dict[str, str]], Finished]:
     """All functions of a test file on ``size`` ranks: each rank's results, and how the job ended."""
     with tempfile.TemporaryDirectory() as folder:
-        command = (__file__, path, folder, str(size))
+        command = (__file__, path, folder, library, str(size))
         job = mpirun(library, size, *command, timeout_s=JOB_S, TORCHRELAY_MPI_TIMEOUT_S="120")
         results = []
         for rank in range(size):
@@ -167,7 +170,7 @@ def check(ran: tuple[list[dict[str, str]], Finished], name: str) -> None:
         pytest.fail("\n".join(failures), pytrace=False)
 
 
-def _main(path: str, folder: str, size: int) -> None:
+def _main(path: str, folder: str, library: str, size: int) -> None:
     """One rank: runs the functions that want this many ranks, in the order of the file."""
     import importlib.util
     import warnings
@@ -193,7 +196,7 @@ def _main(path: str, folder: str, size: int) -> None:
     comm = mpi.COMM_WORLD
     with open(Path(folder) / f"{comm.rank}.json", "a", buffering=1) as results:
         for name, body in _bodies.items():
-            if size not in getattr(module, name).sizes:
+            if (size, library) not in getattr(module, name).jobs:
                 continue
             error = ""
             try:
@@ -209,4 +212,4 @@ def _main(path: str, folder: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

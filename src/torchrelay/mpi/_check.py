@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from torchrelay.errors import MismatchError
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._wait import Waiting, failed, finish
 
 if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = [
     "Announced",
@@ -143,7 +143,7 @@ def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
     _announcements.append((request, record))
 
 
-def expect(comm: Communicator, source: int, tag: int) -> Announced | None:
+def expect(comm: Comm, source: int, tag: int) -> Announced | None:
     """What ``source`` announces of its next message with ``tag``; None if that is not known yet, or none comes."""
     if source in (MPI.ANY_SOURCE, MPI.PROC_NULL) or tag == MPI.ANY_TAG:
         return None
@@ -155,7 +155,7 @@ class Announced:
 
     __slots__ = ("record", "request", "source")
 
-    def __init__(self, comm: Communicator, source: int, tag: int) -> None:
+    def __init__(self, comm: Comm, source: int, tag: int) -> None:
         self.record = np.zeros(RECORD_BYTES, np.uint8)
         self.source = source
         self.request = comm.lease.control.Irecv([self.record, MPI.BYTE], source, _announcement(comm, tag))
@@ -182,7 +182,7 @@ def _contents(memory: Tensor) -> str:
     return f"{memory.dtype} {tuple(memory.shape)}"
 
 
-def _announcement(comm: Communicator, tag: int) -> int:
+def _announcement(comm: Comm, tag: int) -> int:
     return ANNOUNCEMENTS + 2 * (tag % MOST_TAGS) + comm.is_reverse
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "pieces",
     "placed",
     "scatter_blocks",
+    "with_length",
 ]
 
 PIECE_TAG = 7
@@ -105,6 +106,13 @@ def axis_of(axis: int, ndim: int) -> int:
     if not -ndim <= axis < ndim:
         raise ArgumentError(f"axis {axis} of a tensor that has {ndim} axes")
     return axis % ndim
+
+
+def with_length(shape: Sequence[int], axis: int, length: int) -> list[int]:
+    """``shape``, but ``length`` along ``axis``."""
+    result = list(shape)
+    result[axis] = length
+    return result
 
 
 def equal_part(x: Tensor, axis: int, size: int) -> int:

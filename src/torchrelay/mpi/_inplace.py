@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from torchrelay import _torch
 from torchrelay.errors import GraphError
@@ -27,6 +28,8 @@ __all__ = ["can_overwrite", "overwrite"]
 def overwrite(in_place: Call | None, copying: Call | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Runs ``in_place`` on ``x`` where its memory and its history allow it, else ``copying``."""
     run: Callable[[Tensor], Tensor] = copying if callable(copying) else lambda t: record(copying, t)
+    if is_compiling():
+        return x.copy_(run(x))
     if in_place is None or not can_overwrite(x):
         if _is_used_leaf(x):
             return _overwrite_leaf(run, x)

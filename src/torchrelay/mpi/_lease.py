@@ -56,8 +56,8 @@ class Lease:
     __slots__ = (
         "__weakref__",
         "control",
+        "descending",
         "ended",
-        "from_the_end",
         "handles",
         "histories",
         "parent",
@@ -71,7 +71,7 @@ class Lease:
         self.parent = parent
         self.ended: set[int] = set()
         self.histories = (History(), History())
-        self.from_the_end: MPI.Intracomm | None = None
+        self.descending: MPI.Intracomm | None = None
         self.handles = _Handles()
         self.control = self.own(mpi.Dup())
         if parent is not None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.errors import MismatchError
 from torchrelay.mpi import _check
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import buffer, datatype
 from torchrelay.mpi._exchange import pieces
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._receipts import numbers
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import Waiting, abandon, failed, finish
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = ["Incoming", "Receiving", "finish_all", "start_send"]
 
@@ -68,7 +65,7 @@ class Receiving:
     __slots__ = ("header", "is_done", "memory", "number", "requests", "source", "tag")
 
     def __init__(
-        self, comm: Communicator, memory: Tensor, source: int, tag: int, request: MPI.Request | None = None
+        self, comm: Comm, memory: Tensor, source: int, tag: int, request: MPI.Request | None = None
     ) -> None:
         """Starts to receive, or joins ``request``, which does."""
         self.is_done = False
@@ -83,7 +80,7 @@ class Receiving:
         if source != MPI.ANY_SOURCE and tag != MPI.ANY_TAG:
             self._start_others(comm)
 
-    def _start_others(self, comm: Communicator) -> None:
+    def _start_others(self, comm: Comm) -> None:
         """A long message's other pieces; they come from where its first came from."""
         for (part,) in pieces(self.memory)[len(self.requests) :]:
             self.requests.append(comm.mpi.Irecv(buffer(part), self.source, self.tag))

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchrelay import _torch
+from torchrelay.mpi._comm import Comm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchrelay.mpi import _chain
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = ["Receipt", "numbers"]
 
@@ -42,7 +42,7 @@ class Receipt:
 
     __slots__ = ("chain", "grad", "group", "number", "position")
 
-    def __init__(self, link: _chain.Link, comm: Communicator, source: int, tag: int, number: int) -> None:
+    def __init__(self, link: _chain.Link, comm: Comm, source: int, tag: int, number: int) -> None:
         self.chain = link.chain
         self.position = link.position
         self.number = number

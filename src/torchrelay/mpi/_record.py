@@ -8,31 +8,50 @@ tensor with one more dimension. :func:`record` runs it in whatever mode torch is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from torchrelay import _torch, telemetry
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.mpi import _chain, _check
-from torchrelay.mpi._dtypes import is_differentiable
+from torchrelay.mpi import _chain, _check, compiled
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import Op, is_differentiable
 from torchrelay.mpi._history import Place
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._meeting import is_large, meet
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import Testable, check_usable, finish, listen
 
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
+__all__ = [
+    "Adjoint",
+    "Call",
+    "Started",
+    "Uniform",
+    "conjugate",
+    "is_differentiated",
+    "nothing_of",
+    "record",
+    "unchanged",
+]
 
-__all__ = ["Adjoint", "Call", "Started", "Uniform", "is_differentiated", "nothing_of", "record", "unchanged"]
+
+OPS = tuple(Op)
+SEQUENCES = ("known", "shape")  # arguments of some length
 
 
 def unchanged(x: Tensor) -> Tensor:
     """``x``."""
     return x
+
+
+def conjugate(kind: str) -> Callable[..., Call]:
+    """The class of the name ``kind``, for calls whose derivatives are each other: their modules cannot import both."""
+    found: Any = compiled.kinds[kind]
+    return found  # type: ignore[no-any-return]
 
 
 class Started:
@@ -74,10 +93,17 @@ class Call:
     overwrites: ClassVar[bool] = False
     """Whether the result lies in the input's memory."""
 
-    comm: Communicator
+    parameters: ClassVar[tuple[str, ...]] = ()
+    """The constructor's arguments after ``comm``: integers, ``op``, and at last one of ``SEQUENCES``."""
 
-    def __init__(self, comm: Communicator) -> None:
+    comm: Comm
+
+    def __init__(self, comm: Comm) -> None:
         self.comm = comm
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        compiled.kinds[cls.__name__] = cls
 
     def start(self, x: Tensor) -> Started:
         """Starts to communicate, and waits for nobody, unless lengths must be told first."""
@@ -110,6 +136,39 @@ class Call:
     def batched(self) -> Call:
         """The same call on tensors that have one more dimension, in front."""
         return self
+
+    def in_graph(self, x: Tensor) -> Call | None:
+        """The same call with all that its result's shape depends on, taking all ranks' tensors to have one shape.
+
+        None: it depends on what only other ranks know, so a compiled graph cannot hold it.
+        """
+        return self
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        """The result's shape on this rank, if all ranks give tensors of ``shape``."""
+        return list(shape)
+
+    def encode(self) -> list[int]:
+        """The constructor's arguments as integers, for an operator of ``torch.library``."""
+        code: list[int] = []
+        for name in self.parameters:
+            value = getattr(self, name)
+            if name == "op":
+                code.append(OPS.index(value))
+            elif name in SEQUENCES:
+                code.extend(value)
+            else:
+                code.append(value)
+        return code
+
+    @classmethod
+    def decode(cls, comm: Comm, code: Sequence[int]) -> Call:
+        """What :meth:`encode` encoded."""
+        arguments: list[Any] = [
+            OPS[code[i]] if name == "op" else list(code[i:]) if name in SEQUENCES else code[i]
+            for i, name in enumerate(cls.parameters)
+        ]
+        return cls(comm, *arguments)
 
     def differentiable(self, x: Tensor) -> bool:
         """Whether to record it; must be equal on all ranks, so it may depend on dtype and arguments alone."""
@@ -255,6 +314,8 @@ def save(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
 
 def record(call: Call, x: Tensor) -> Tensor:
     """Runs ``call`` on ``x``, recorded in autograd's graph if grad mode is on."""
+    if is_compiling():
+        return compiled.communicate(call, x, record)
     try:
         if telemetry.listening():
             with telemetry.span(f"mpi.{call.name}", comm=call.comm.name, size_bytes=x.numel() * x.itemsize):

@@ -20,7 +20,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torchrelay.errors import (
     MismatchError,
@@ -29,13 +29,10 @@ from torchrelay.errors import (
     TorchRelayError,
     UnavailableError,
 )
+from torchrelay.mpi._comm import Comm, SharedState
 from torchrelay.mpi._history import Place
 from torchrelay.mpi._library import MPI, is_worker
 from torchrelay.mpi._settings import settings
-
-if TYPE_CHECKING:
-    from torchrelay.mpi._lease import Lease
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = [
     "Named",
@@ -75,14 +72,14 @@ class Waiting(Protocol):
     """A communication that can be waited for and named."""
 
     @property
-    def comm(self) -> Communicator: ...
+    def comm(self) -> Comm: ...
 
     def describe(self) -> str: ...
     def peers(self) -> Iterable[int]: ...
     def place(self) -> Place | None: ...
 
 
-_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+_leases: weakref.WeakSet[SharedState] = weakref.WeakSet()
 _abandoned: list[Any] = []  # requests that may never complete; freeing their memory would corrupt it
 _endings = MPI.COMM_WORLD.Dup()  # for the barrier at exit
 _broken: str | None = None
@@ -92,12 +89,12 @@ _waiting: tuple[Waiting, float] | None = None
 _told = False
 
 
-def register(lease: Lease) -> None:
+def register(lease: SharedState) -> None:
     """Answers questions that arrive over its control communicator while this rank waits anywhere."""
     _leases.add(lease)
 
 
-def unregister(lease: Lease) -> None:
+def unregister(lease: SharedState) -> None:
     _leases.discard(lease)
 
 
@@ -157,7 +154,7 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
 class Named:
     """Something that all ranks of a communicator do, by its name."""
 
-    def __init__(self, comm: Communicator, name: str) -> None:
+    def __init__(self, comm: Comm, name: str) -> None:
         self.comm = comm
         self.name = name
         comm.history.count += 1
@@ -173,7 +170,7 @@ class Named:
         return self.comm.history.place(self.number, self.name, self.comm.name)
 
 
-def barrier(comm: Communicator) -> None:
+def barrier(comm: Comm) -> None:
     """Returns when all ranks have called it."""
     check_usable()
     finish(comm.mpi.Ibarrier(), Named(comm, "Barrier()"))
@@ -240,7 +237,7 @@ def _report_place(call: Waiting) -> None:
         _send(lease, rank, PLACE, text)
 
 
-def _compare_place(lease: Lease, source: int, text: str) -> None:
+def _compare_place(lease: SharedState, source: int, text: str) -> None:
     """Raises :class:`MismatchError` if what ``source`` reports to be waiting in never matches this rank's calls."""
     head, theirs = text.split("\n", 1)
     index, number, has_met, name = head.split(" ", 3)
@@ -355,7 +352,7 @@ def _send_all(tag: int, text: str) -> None:
                 _send(lease, rank, tag, text)
 
 
-def _send(lease: Lease, rank: int, tag: int, text: str) -> None:
+def _send(lease: SharedState, rank: int, tag: int, text: str) -> None:
     message = bytearray(text.encode()[: MESSAGE_BYTES - 1])
     request = lease.control.Isend([message, len(message), MPI.BYTE], rank, tag)
     if not request.Test():

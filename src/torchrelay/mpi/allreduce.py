@@ -6,21 +6,22 @@ those that hold it, in equal shares; that of a product is the product of the oth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import fresh, is_small, packed, pieces, placed
 from torchrelay.mpi._meeting import is_large, meet
-from torchrelay.mpi._record import Adjoint, Started, Uniform, record
+from torchrelay.mpi._record import Adjoint, Started, Uniform, is_differentiated, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import finish
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
+from torchrelay.mpi.allgather import allgather
+from torchrelay.mpi.replicate import own_use
 
 __all__ = ["Located", "allreduce"]
 
@@ -31,8 +32,9 @@ DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 class Allreduce(Uniform):
     __slots__ = ("op",)
     name = "Allreduce"
+    parameters = ("op",)
 
-    def __init__(self, comm: Communicator, op: Op) -> None:
+    def __init__(self, comm: Comm, op: Op) -> None:
         self.comm = comm
         self.op = op
 
@@ -64,8 +66,6 @@ class Allreduce(Uniform):
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
-            from torchrelay.mpi.replicate import own_use  # noqa: PLC0415 - each is the other's derivative
-
             return own_use(self.comm, grad)
         return Adjoint(Allreduce(self.comm.reverse, Op.SUM), grad)
 
@@ -93,17 +93,20 @@ class Located(NamedTuple):
     ranks: Tensor
 
 
-def allreduce(comm: Communicator, x: Tensor, op: Op) -> Tensor:
+def allreduce(comm: Comm, x: Tensor, op: Op) -> Tensor:
     """The element-wise reduction of all ranks' ``x``, which have one shape and dtype, on every rank.
 
     MAXLOC and MINLOC give a :class:`Located` instead.
     """
     if op in LOGICAL and x.dtype is not torch.bool:
         return record(Allreduce(comm, op), x != 0).to(x.dtype)
-    return record(Allreduce(comm, op), x)
+    call = Allreduce(comm, op)
+    if is_compiling() and is_gathered(call, x):  # an operator keeps nothing for its derivative
+        return reduce_locally(allgather(comm, x.unsqueeze(0), 0), op)
+    return record(call, x)
 
 
-def allreduce_located(comm: Communicator, x: Tensor, op: Op) -> Located:
+def allreduce_located(comm: Comm, x: Tensor, op: Op) -> Located:
     """MAXLOC or MINLOC."""
     if x.dtype.is_complex:
         raise ArgumentError(f"MPI_{op.value} is not defined for {x.dtype}")
@@ -112,13 +115,26 @@ def allreduce_located(comm: Communicator, x: Tensor, op: Op) -> Located:
     return Located(values, allreduce(comm, here, Op.MIN))
 
 
-def share(comm: Communicator, op: Op, x: Tensor, y: Tensor) -> Tensor:
+def share(comm: Comm, op: Op, x: Tensor, y: Tensor) -> Tensor:
     """The conjugate of dy/dx: for MAX and MIN 1 / (number of ranks that hold it), for PROD all others' product."""
     if op is Op.PROD:
         return product_of_others(comm, x, y).conj()
     with torch.no_grad():
         mine = (x == y).to(x.dtype)
         return mine / allreduce(comm, mine, Op.SUM)
+
+
+class Reduction(Protocol):
+    """A call that reduces."""
+
+    @property
+    def op(self) -> Op: ...
+    def differentiable(self, x: Tensor) -> bool: ...
+
+
+def is_gathered(call: Reduction, x: Tensor) -> bool:
+    """Whether to gather ``x`` and reduce it locally: a derivative is wanted, and it is not one communication."""
+    return call.op is not Op.SUM and is_differentiated() and call.differentiable(x)
 
 
 def reduce_locally(parts: Tensor, op: Op) -> Tensor:
@@ -128,11 +144,9 @@ def reduce_locally(parts: Tensor, op: Op) -> Tensor:
     return parts.amax(0) if op is Op.MAX else parts.amin(0)
 
 
-def product_of_others(comm: Communicator, x: Tensor, y: Tensor) -> Tensor:
+def product_of_others(comm: Comm, x: Tensor, y: Tensor) -> Tensor:
     """The product of all other ranks' ``x``, given ``y``, that of all."""
     if torch.is_grad_enabled():  # differentiated again: let torch.prod, which is safe at zeros, do it
-        from torchrelay.mpi.allgather import allgather  # noqa: PLC0415 - it needs this module
-
         every = allgather(comm.replace(convention="sum"), x.unsqueeze(0), 0)
         return torch.cat([every[: comm.rank], every[comm.rank + 1 :]]).prod(0)
     is_zero = x == 0

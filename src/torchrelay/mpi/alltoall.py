@@ -7,18 +7,16 @@ moves the borders between the ranks' parts. The derivative exchanges the axes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, layout, packed, placed
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, layout, packed, placed, with_length
 from torchrelay.mpi._meeting import Header, agree, exchange_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = ["alltoall"]
 
@@ -26,15 +24,16 @@ __all__ = ["alltoall"]
 class Alltoall(Call):
     __slots__ = ("gatheraxis", "length", "numelem", "scatteraxis", "uniform")
     name = "Alltoall"
+    parameters = ("gatheraxis", "scatteraxis", "numelem", "length", "uniform")
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Comm,
         gatheraxis: int,
         scatteraxis: int,
         numelem: int,
         length: int,
-        uniform: bool = False,
+        uniform: int = False,
     ) -> None:
         self.comm = comm
         self.gatheraxis = gatheraxis
@@ -87,6 +86,18 @@ class Alltoall(Call):
             self.comm, self.gatheraxis + 1, self.scatteraxis + 1, self.numelem, self.length, self.uniform
         )
 
+    def in_graph(self, x: Tensor) -> Alltoall | None:
+        g, s = self.gatheraxis, self.scatteraxis
+        if self.uniform:
+            return self
+        if g == s or self.numelem * self.comm.size != x.shape[s]:
+            return None
+        return Alltoall(self.comm, g, s, self.numelem, self.length, True)
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        gathered = with_length(shape, self.gatheraxis, shape[self.gatheraxis] * self.comm.size)
+        return with_length(gathered, self.scatteraxis, self.numelem)
+
     def signature(self, x: Tensor) -> str:
         shape = tuple(x.shape) if self.uniform else f"with {x.ndim} axes"
         return f"{self.terms()} of {x.dtype} {shape}"
@@ -103,7 +114,7 @@ def _overlap(a: list[int], b: list[int]) -> int:
     return max(0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
-def alltoall(comm: Communicator, x: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
+def alltoall(comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
     """All ranks' ``x`` along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
     gatheraxis, scatteraxis = axis_of(gatheraxis, x.ndim), axis_of(scatteraxis, x.ndim)
     return record(Alltoall(comm, gatheraxis, scatteraxis, numelem, x.shape[gatheraxis]), x)

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi._check import Counts, exchange_counts
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, parts, placed
 from torchrelay.mpi._meeting import MAX_DIMS, agree, exchange_headers
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._settings import settings
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = ["alltoallv"]
 
@@ -29,7 +26,7 @@ class Alltoallv(Call):
     name = "Alltoallv"
 
     def __init__(
-        self, comm: Communicator, sent: Sequence[int], axis: int, known: Sequence[int] | None = None
+        self, comm: Comm, sent: Sequence[int], axis: int, known: Sequence[int] | None = None
     ) -> None:
         self.comm = comm
         self.sent = list(sent)
@@ -80,6 +77,9 @@ class Alltoallv(Call):
     def batched(self) -> Alltoallv:
         return Alltoallv(self.comm, self.sent, self.axis + 1, self.known)
 
+    def in_graph(self, x: Tensor) -> None:
+        """What comes depends on the others' counts."""
+
     def signature(self, x: Tensor) -> str:
         return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
 
@@ -87,7 +87,7 @@ class Alltoallv(Call):
         return f"axis={self.axis}"
 
 
-def alltoallv(comm: Communicator, x: Tensor, sendcounts: Sequence[int], axis: int) -> Tensor:
+def alltoallv(comm: Comm, x: Tensor, sendcounts: Sequence[int], axis: int) -> Tensor:
     """``sendcounts[r]`` along ``axis`` go to rank r; what comes is joined in the order of ranks."""
     axis = axis_of(axis, x.ndim)
     if len(sendcounts) != comm.size or min(sendcounts) < 0 or sum(sendcounts) != x.shape[axis]:

@@ -5,19 +5,15 @@ The derivative sums all ranks' cotangents on root; the others' tensors have had 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, buffer
 from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._record import Adjoint, Started, Uniform, nothing_of, record, unchanged
+from torchrelay.mpi._record import Adjoint, Started, Uniform, conjugate, nothing_of, record, unchanged
 from torchrelay.mpi.replicate import own_use
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = ["bcast", "bcast_"]
 
@@ -25,8 +21,9 @@ __all__ = ["bcast", "bcast_"]
 class Bcast(Uniform):
     __slots__ = ("root",)
     name = "Bcast"
+    parameters = ("root",)
 
-    def __init__(self, comm: Communicator, root: int) -> None:
+    def __init__(self, comm: Comm, root: int) -> None:
         self.comm = comm
         self.root = root
 
@@ -41,9 +38,7 @@ class Bcast(Uniform):
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
             return own_use(self.comm, grad, unchanged if self.comm.rank == self.root else nothing_of)
-        from torchrelay.mpi.reduce import Reduce  # noqa: PLC0415 - each is the other's derivative
-
-        return Adjoint(Reduce(self.comm.reverse, Op.SUM, self.root), grad)
+        return Adjoint(conjugate("Reduce")(self.comm.reverse, Op.SUM, self.root), grad)
 
     def arguments(self) -> str:
         return f"root={self.root}"
@@ -58,12 +53,12 @@ class BcastInPlace(Bcast):
         return Started(self.requests(x), lambda: x)
 
 
-def bcast(comm: Communicator, x: Tensor, root: int) -> Tensor:
+def bcast(comm: Comm, x: Tensor, root: int) -> Tensor:
     """Root's ``x`` on every rank, in new memory; all ranks give tensors of one shape and dtype."""
     return record(Bcast(comm, comm.check_rank(root)), x)
 
 
-def bcast_(comm: Communicator, x: Tensor, root: int) -> Tensor:
+def bcast_(comm: Comm, x: Tensor, root: int) -> Tensor:
     """As :func:`bcast`, into ``x`` itself."""
     comm.check_rank(root)
     return overwrite(BcastInPlace(comm, root), Bcast(comm, root), x)

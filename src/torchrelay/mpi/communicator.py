@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _wait, compiled, persistent, point_to_point, starting
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import axis_of, equal_part
+from torchrelay.mpi._exchange import equal_part
 from torchrelay.mpi._history import History
 from torchrelay.mpi._lease import Lease
 from torchrelay.mpi._library import MPI
@@ -73,7 +72,6 @@ class Communicator:
         self.meeting = self.lease.control
         self.history = self.lease.histories[0]
         self._reverse: Communicator | None = None
-        self._straight: Communicator | None = None
         reverse = self._copy()
         reverse.mpi = reverse.meeting = self.lease.own(mpi.Dup())
         reverse.name = f"{self.name} (backward)"
@@ -120,7 +118,8 @@ class Communicator:
         if self._reverse is not None:
             other._reverse = self._reverse._copy()
             other._reverse.convention, other._reverse.unreached = convention, unreached
-        other.number = other.reverse.number = compiled.register(other)
+        if not self.is_reverse:
+            compiled.join(other)
         return other
 
     def Dup(self) -> Communicator:
@@ -182,20 +181,14 @@ class Communicator:
         if kind is None:
             self.Free()
 
-    def from_the_end(self) -> Communicator:
-        """The backward communicator with its ranks in reverse order; made at first use, by all ranks."""
-        if self._straight is not None:
-            return self._straight
-        if self.lease.from_the_end is None:
+    def descending(self) -> MPI.Intracomm:
+        """MPI's communicator with the ranks in reverse order; made at first use, by all ranks."""
+        if self.lease.descending is None:
             meet(_wait.Named(self, "Scan()"), "the first derivative of a scan")
             split = self.mpi.Split(0, -self.rank)
             assert isinstance(split, MPI.Intracomm)
-            self.lease.from_the_end = self.lease.own(split)
-        ended = self._copy()
-        ended.mpi = ended.meeting = self.lease.from_the_end
-        ended.rank = self.size - 1 - self.rank
-        ended._straight = self
-        return ended
+            self.lease.descending = self.lease.own(split)
+        return self.lease.descending
 
     def check_rank(self, rank: int) -> int:
         """Raises :class:`ArgumentError` if there is no such rank."""
@@ -227,52 +220,32 @@ class Communicator:
 
     def Allreduce(self, tensor: Tensor, op: Op) -> Any:
         """The reduction of all ranks' tensors, on every rank; for MAXLOC and MINLOC a :class:`Located`."""
-        if is_compiling():
-            return compiled.reduced(self, op.value, tensor)
         if op is Op.MAXLOC or op is Op.MINLOC:
             return allreduce_located(self, tensor, op)
         return allreduce(self, tensor, op)
 
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
         """``tensor`` with root's values, in place."""
-        if is_compiling():
-            return compiled.in_place(self, "bcast", (root,), tensor)
         return bcast_(self, tensor, root)
 
     def Reduce_(self, tensor: Tensor, op: Op, root: int) -> Tensor:
         """``tensor`` with the reduction on root and zeros on the others, in place."""
-        if is_compiling() and op is Op.SUM:
-            return compiled.in_place(self, "reduce", (root,), tensor)
         return reduce_(self, tensor, op, root)
 
     def Gather(self, tensor: Tensor, gatheraxis: int, root: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, on root; an empty tensor on the others."""
-        if is_compiling():
-            return compiled.communicate(self, "gather", (axis_of(gatheraxis, tensor.ndim), root), tensor)
         return gather(self, tensor, gatheraxis, root)
 
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, on every rank."""
-        if is_compiling():
-            return compiled.communicate(self, "allgather", (axis_of(gatheraxis, tensor.ndim),), tensor)
         return allgather(self, tensor, gatheraxis)
 
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
         """This rank's ``numelem`` along ``scatteraxis`` of root's tensor."""
-        if is_compiling():
-            axis = axis_of(scatteraxis, tensor.ndim)
-            if numelem * self.size != tensor.shape[axis]:
-                return compiled.in_unequal_parts(scatter, self, tensor, axis, numelem, root)
-            return compiled.communicate(self, "scatter", (axis, root), tensor)
         return scatter(self, tensor, scatteraxis, numelem, root)
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
         """All ranks' tensors along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
-        if is_compiling():
-            axes = axis_of(gatheraxis, tensor.ndim), axis_of(scatteraxis, tensor.ndim)
-            if axes[0] == axes[1] or numelem * self.size != tensor.shape[axes[1]]:
-                return compiled.in_unequal_parts(alltoall, self, tensor, *axes, numelem)
-            return compiled.communicate(self, "alltoall", axes, tensor)
         return alltoall(self, tensor, gatheraxis, scatteraxis, numelem)
 
     def Reduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int, numelem: int) -> Tensor:
@@ -281,26 +254,18 @@ class Communicator:
 
     def Reduce_scatter_block(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> Tensor:
         """As :meth:`Reduce_scatter`, in equal parts."""
-        if op is Op.SUM and is_compiling():
-            return compiled.communicate(self, "reduce_scatter", (axis_of(scatteraxis, tensor.ndim),), tensor)
         return reduce_scatter(self, tensor, op, scatteraxis, equal_part(tensor, scatteraxis, self.size))
 
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
         """The reduction of the tensors of ranks 0 to this one."""
-        if op is Op.SUM and is_compiling():
-            return compiled.communicate(self, "scan", (), tensor)
         return scan(self, tensor, op)
 
     def Exscan(self, tensor: Tensor, op: Op) -> Tensor:
         """The reduction of the tensors of all ranks before this one; zeros on rank 0."""
-        if op is Op.SUM and is_compiling():
-            return compiled.communicate(self, "exscan", (), tensor)
         return exscan(self, tensor, op)
 
     def Replicate(self, tensor: Tensor) -> Tensor:
         """A tensor that all ranks hold alike, from here on used by each in its own way."""
-        if is_compiling():
-            return compiled.communicate(self, "replicate", (), tensor)
         return replicate(self, tensor)
 
     # Collectives with counts
@@ -407,14 +372,10 @@ class Communicator:
 
     def Send(self, tensor: Tensor, dest: int, tag: int = 0) -> Tensor:
         """Returns when ``tensor`` may be changed again; the 0-dim result depends on it."""
-        if is_compiling():
-            return compiled.send(self, tensor, dest, tag)
         return point_to_point.send(self, tensor, dest, tag)
 
     def Recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
         """``tensor`` with the values received, in place."""
-        if is_compiling():
-            return compiled.in_place(self, "recv", (source, tag), tensor)
         return point_to_point.recv(self, tensor, source, tag)
 
     def Sendrecv(
@@ -427,8 +388,6 @@ class Communicator:
         recvtag: int = MPI.ANY_TAG,
     ) -> Tensor:
         """Sends ``tensor``, and returns what comes from ``source``, shaped as ``like`` (default: as ``tensor``)."""
-        if is_compiling() and like is None:
-            return compiled.exchange(self, tensor, dest, source, sendtag, recvtag)
         return point_to_point.sendrecv(self, tensor, dest, sendtag, like, source, recvtag)
 
     def Isend(self, tensor: Tensor, dest: int, tag: int = 0) -> WaitHandle:

@@ -6,16 +6,13 @@ The derivative scatters root's cotangent the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrelay.mpi._exchange import axis_of, gather_blocks, layout, packed, placed
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._exchange import axis_of, gather_blocks, layout, packed, placed, with_length
 from torchrelay.mpi._meeting import agree, described, exchange_headers, known_headers
-from torchrelay.mpi._record import Adjoint, Call, Started, record
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
+from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 
 __all__ = ["gather"]
 
@@ -23,9 +20,10 @@ __all__ = ["gather"]
 class Gather(Call):
     __slots__ = ("axis", "known", "length", "root")
     name = "Gather"
+    parameters = ("axis", "length", "root", "known")
 
     def __init__(
-        self, comm: Communicator, axis: int, length: int, root: int, known: Sequence[int] | None = None
+        self, comm: Comm, axis: int, length: int, root: int, known: Sequence[int] | None = None
     ) -> None:
         self.comm = comm
         self.axis = axis
@@ -43,16 +41,23 @@ class Gather(Call):
         return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
-        from torchrelay.mpi.scatter import Scatter  # noqa: PLC0415 - each is the other's derivative
-
-        if self.known and self.comm.rank != self.root:  # tell the shape of root's cotangent
-            shape = list(grad.shape)
-            shape[self.axis] = sum(self.known)
+        if self.known and self.comm.rank != self.root:  # give the shape of root's cotangent
+            shape = with_length(grad.shape, self.axis, sum(self.known))
             grad = grad.sum().expand(shape)  # zero, since it is empty
-        return Adjoint(Scatter(self.comm.reverse, self.axis, self.length, self.root, self.known), grad)
+        scatter = conjugate("Scatter")
+        return Adjoint(scatter(self.comm.reverse, self.axis, self.length, self.root, self.known), grad)
 
     def batched(self) -> Gather:
         return Gather(self.comm, self.axis + 1, self.length, self.root, self.known)
+
+    def in_graph(self, x: Tensor) -> Gather:
+        if self.known:
+            return self
+        return Gather(self.comm, self.axis, self.length, self.root, [self.length] * self.comm.size)
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        assert self.known is not None
+        return with_length(shape, self.axis, sum(self.known) if self.comm.rank == self.root else 0)
 
     def signature(self, x: Tensor) -> str:
         return f"{self.terms()} of {described(x, self.axis, self.known)}"
@@ -61,7 +66,7 @@ class Gather(Call):
         return f"axis={self.axis}, root={self.root}"
 
 
-def gather(comm: Communicator, x: Tensor, axis: int, root: int) -> Tensor:
+def gather(comm: Comm, x: Tensor, axis: int, root: int) -> Tensor:
     """All ranks' ``x`` along ``axis`` on root; on the others an empty tensor. Lengths along ``axis`` may differ."""
     axis = axis_of(axis, x.ndim)
     return record(Gather(comm, axis, x.shape[axis], comm.check_rank(root)), x)

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.mpi._comm import CartComm
 from torchrelay.mpi._dtypes import buffer
 from torchrelay.mpi._exchange import axis_of, packed, pieces, placed
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._message import Incoming
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._wait import Testable
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import CartCommunicator
 
 __all__ = ["halo_exchange", "neighbor_alltoall"]
 
@@ -35,9 +32,10 @@ class Faces(Call):
 
     __slots__ = ("dim", "lower")
     name = "Neighbor_exchange"
-    comm: CartCommunicator
+    parameters = ("dim", "lower")
+    comm: CartComm
 
-    def __init__(self, comm: CartCommunicator, dim: int, lower: int) -> None:
+    def __init__(self, comm: CartComm, dim: int, lower: int) -> None:
         self.comm = comm
         self.dim = dim
         self.lower = lower
@@ -64,7 +62,7 @@ class Faces(Call):
         return [first, x.numel() - first]
 
     def adjoint(self, grad: Tensor) -> Adjoint:
-        reverse: CartCommunicator = self.comm.reverse  # type: ignore[assignment]
+        reverse: CartComm = self.comm.reverse  # type: ignore[assignment]
         return Adjoint(Faces(reverse, self.dim, grad.numel() - self.lower), grad)
 
     def batched(self) -> Call:
@@ -77,7 +75,7 @@ class Faces(Call):
         return [peer for peer in self.comm.neighbors[self.dim] if peer != MPI.PROC_NULL]
 
 
-def exchange(comm: CartCommunicator, dim: int, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+def exchange(comm: CartComm, dim: int, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """``lower`` and ``upper`` go to the neighbours along ``dim``; returns what comes from the lower and upper one."""
     flat = torch.cat([lower.reshape(-1), upper.reshape(-1)])
     got = record(Faces(comm, dim, lower.numel()), flat)
@@ -85,7 +83,7 @@ def exchange(comm: CartCommunicator, dim: int, lower: Tensor, upper: Tensor) -> 
     return from_lower.view(upper.shape), from_upper.view(lower.shape)
 
 
-def neighbor_alltoall(comm: CartCommunicator, x: Tensor) -> Tensor:
+def neighbor_alltoall(comm: CartComm, x: Tensor) -> Tensor:
     """``x[2 * d]`` and ``x[2 * d + 1]`` go to the lower and upper neighbour along ``d``; theirs come in their place."""
     count = 2 * len(comm.dims)
     if x.ndim == 0 or x.shape[0] != count:
@@ -97,7 +95,7 @@ def neighbor_alltoall(comm: CartCommunicator, x: Tensor) -> Tensor:
 
 
 def halo_exchange(
-    comm: CartCommunicator,
+    comm: CartComm,
     x: Tensor,
     width: int | Sequence[int | tuple[int, int]],
     axes: Sequence[int] | None = None,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _chain, _check
+from torchrelay.mpi import _chain, _check, compiled
 from torchrelay.mpi._history import Place
 from torchrelay.mpi._meeting import is_large
 from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
@@ -109,6 +109,7 @@ class CollectiveHandle:
         self.dummy = dummy
         self.complete = complete
 
+    @compiled.eager_only
     def Wait(self) -> Tensor:
         """The collective's result."""
         return self.complete(record(_Wait(self.operation), self.dummy))
@@ -189,6 +190,7 @@ class _Wait(Call):
         return f"Wait for {self.operation.call.describe()}"
 
 
+@compiled.eager_only
 def start(
     call: Call, x: Tensor, complete: Callable[[Tensor], Tensor] = unchanged, begin: Start | None = None
 ) -> CollectiveHandle:

@@ -6,13 +6,13 @@ Each ``Start`` is a communication of its own, with its own place in the order, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _check, nonblocking
+from torchrelay.mpi import _check, compiled, nonblocking
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, buffer, mpi_op
 from torchrelay.mpi._exchange import placed
 from torchrelay.mpi._library import MPI
@@ -25,9 +25,6 @@ from torchrelay.mpi.bcast import Bcast
 from torchrelay.mpi.nonblocking import CollectiveHandle
 from torchrelay.mpi.point_to_point import Irecv, Isend, WaitHandle
 from torchrelay.mpi.reduce import Reduce
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = [
     "PersistentCollective",
@@ -44,7 +41,7 @@ class _Persistent:
 
     request: MPI.Prequest
 
-    def __init__(self, comm: Communicator, tensor: Tensor) -> None:
+    def __init__(self, comm: Comm, tensor: Tensor) -> None:
         if tensor.numel() > settings.max_count:
             raise ArgumentError(
                 f"a persistent request carries at most {settings.max_count} elements, not {tensor.numel()}"
@@ -68,7 +65,7 @@ class _Persistent:
 
 
 class _Message(_Persistent):
-    def __init__(self, comm: Communicator, tensor: Tensor, peer: int, tag: int) -> None:
+    def __init__(self, comm: Comm, tensor: Tensor, peer: int, tag: int) -> None:
         super().__init__(comm, tensor)
         self.peer = peer
         self.tag = tag
@@ -83,7 +80,7 @@ class _StartSend(Isend):
         self.message = message
 
     def forward(self, x: Tensor) -> Tensor:
-        self.shape, self.dtype = x.shape, x.dtype
+        self.shape = x.shape
         memory, request = self.message.load(x), self.message.request
         if settings.debug:
             _check.announce(self, memory, self.peer, self.tag)
@@ -111,10 +108,11 @@ class _StartRecv(Irecv):
 class PersistentSend(_Message):
     """Sends ``tensor``, or what ``Start`` is given."""
 
-    def __init__(self, comm: Communicator, tensor: Tensor, dest: int, tag: int) -> None:
+    def __init__(self, comm: Comm, tensor: Tensor, dest: int, tag: int) -> None:
         super().__init__(comm, tensor, *comm.check_dest(dest, tag))
         self.request = comm.mpi.Send_init(buffer(self.memory), dest, tag)
 
+    @compiled.eager_only
     def Start(self, tensor: Tensor | None = None) -> WaitHandle:
         """Starts sending ``tensor`` (default: the one it was set up with), whose shape and dtype stay the same."""
         call = _StartSend(self)
@@ -124,10 +122,11 @@ class PersistentSend(_Message):
 class PersistentRecv(_Message):
     """Receives tensors shaped as ``tensor``."""
 
-    def __init__(self, comm: Communicator, tensor: Tensor, source: int, tag: int) -> None:
+    def __init__(self, comm: Comm, tensor: Tensor, source: int, tag: int) -> None:
         super().__init__(comm, tensor, *comm.check_source(source, tag))
         self.request = comm.mpi.Recv_init(buffer(self.memory), source, tag)
 
+    @compiled.eager_only
     def Start(self) -> WaitHandle:
         """Starts receiving; ``Wait`` gives a new tensor."""
         call = _StartRecv(self)
@@ -150,6 +149,7 @@ class PersistentCollective(_Persistent):
         self.result = torch.zeros_like(self.memory)
         self.request = init(self.memory, self.result)
 
+    @compiled.eager_only
     def Start(self, tensor: Tensor | None = None) -> CollectiveHandle:
         """Starts on ``tensor`` (default: the one it was set up with), whose shape and dtype stay the same."""
         return nonblocking.start(self.call, self.tensor if tensor is None else tensor, begin=self._start)
@@ -160,7 +160,7 @@ class PersistentCollective(_Persistent):
         return Started([self.request], lambda: placed(self.result.clone(), x))
 
 
-def allreduce_init(comm: Communicator, x: Tensor, op: Op) -> PersistentCollective:
+def allreduce_init(comm: Comm, x: Tensor, op: Op) -> PersistentCollective:
     """Sets up Allreduce."""
     kind = mpi_op(x.dtype, op)
     return PersistentCollective(
@@ -168,7 +168,7 @@ def allreduce_init(comm: Communicator, x: Tensor, op: Op) -> PersistentCollectiv
     )
 
 
-def reduce_init(comm: Communicator, x: Tensor, op: Op, root: int) -> PersistentCollective:
+def reduce_init(comm: Comm, x: Tensor, op: Op, root: int) -> PersistentCollective:
     """Sets up a reduction to root, and zeros on the others."""
     kind, is_root = mpi_op(x.dtype, op), comm.check_rank(root) == comm.rank
     return PersistentCollective(
@@ -180,7 +180,7 @@ def reduce_init(comm: Communicator, x: Tensor, op: Op, root: int) -> PersistentC
     )
 
 
-def bcast_init(comm: Communicator, x: Tensor, root: int) -> PersistentCollective:
+def bcast_init(comm: Comm, x: Tensor, root: int) -> PersistentCollective:
     """Sets up giving every rank root's tensor."""
     call = Bcast(comm, comm.check_rank(root))
     persistent = PersistentCollective(call, x, lambda ours, _: comm.mpi.Bcast_init(buffer(ours), root))

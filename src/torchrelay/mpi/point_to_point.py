@@ -16,18 +16,19 @@ from torch import Tensor
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi import compiled
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import is_differentiable
 from torchrelay.mpi._exchange import fresh, packed, placed
 from torchrelay.mpi._inplace import can_overwrite, overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._message import Receiving, finish_all, start_send
 from torchrelay.mpi._receipts import Receipt
-from torchrelay.mpi._record import Call, record
+from torchrelay.mpi._record import Adjoint, Call, record
 from torchrelay.mpi._wait import abandon
 
 if TYPE_CHECKING:
     from torchrelay.mpi._chain import Link
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = [
     "WaitHandle",
@@ -48,7 +49,7 @@ class _PeerCall(Call):
     __slots__ = ("peer", "tag")
     everyone = False
 
-    def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
+    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
         self.comm = comm
         self.peer = peer
         self.tag = tag
@@ -61,17 +62,27 @@ class _PeerCall(Call):
 
 
 class Send(_PeerCall):
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("shape",)
     name = "Send"
+    parameters = ("peer", "tag", "shape")
+
+    def __init__(self, comm: Comm, peer: int, tag: int, shape: Sequence[int] = ()) -> None:
+        super().__init__(comm, peer, tag)
+        self.shape = shape  # of the tensor, once it is known
 
     def forward(self, x: Tensor) -> Tensor:
-        self.shape, self.dtype = x.shape, x.dtype
+        self.shape = x.shape
         finish_all(start_send(self, packed(x), self.peer, self.tag), self)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        memory = torch.empty(self.shape, dtype=self.dtype, device=grad.device)
-        return record(Recv(self.comm.reverse, self.peer, self.tag), memory)
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        return Adjoint(Recv(self.comm.reverse, self.peer, self.tag), grad.new_empty(self.shape))
+
+    def in_graph(self, x: Tensor) -> Send:
+        return type(self)(self.comm, self.peer, self.tag, x.shape)
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        return []
 
 
 class Post(Send):
@@ -81,7 +92,7 @@ class Post(Send):
     name = "Send"
 
     def forward(self, x: Tensor) -> Tensor:
-        self.shape, self.dtype = x.shape, x.dtype
+        self.shape = x.shape
         started = start_send(self, packed(x), self.peer, self.tag)
         if not all(request.Test() for request, _ in started):
             _torch.after_backward(lambda: finish_all(started, self))
@@ -93,7 +104,7 @@ class _Receiver(_PeerCall):
 
     __slots__ = ("number", "receipt")
 
-    def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
+    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
         super().__init__(comm, peer, tag)
         self.receipt: Receipt | None = None
 
@@ -120,8 +131,13 @@ def _sendable(tag: int) -> int:
 
 
 class Recv(_Receiver):
-    __slots__ = ()
+    __slots__ = ("shape",)
     name = "Recv"
+    parameters = ("peer", "tag", "shape")
+
+    def __init__(self, comm: Comm, peer: int, tag: int, shape: Sequence[int] = ()) -> None:
+        super().__init__(comm, peer, tag)
+        self.shape = shape  # for a compiled graph's backward pass
 
     def forward(self, x: Tensor) -> Tensor:
         memory = fresh(x.shape, x.dtype)
@@ -132,6 +148,17 @@ class Recv(_Receiver):
 
     def receive(self, memory: Tensor) -> None:
         self.finish(Receiving(self.comm, memory, self.peer, self.tag))
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        """In a compiled graph, whose receives are answered in their order."""
+        shape = self.shape
+        post = Post(self.comm.reverse, self.peer, _sendable(self.tag), shape)
+        return Adjoint(post, grad, lambda sent: sent.new_zeros(shape))
+
+    def in_graph(self, x: Tensor) -> Recv | None:
+        if self.peer == MPI.ANY_SOURCE or self.tag == MPI.ANY_TAG:
+            return None
+        return Recv(self.comm, self.peer, self.tag, x.shape)
 
 
 class RecvInPlace(Recv):
@@ -146,28 +173,30 @@ class RecvInPlace(Recv):
 class Sendrecv(_PeerCall):
     __slots__ = ("batch_dims", "dtype", "sent", "shape", "source", "source_tag")
     name = "Sendrecv"
+    parameters = ("peer", "tag", "source", "source_tag", "shape")
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Comm,
         dest: int,
         tag: int,
-        shape: Sequence[int],
-        dtype: torch.dtype,
         source: int,
         source_tag: int,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(comm, dest, tag)
         self.shape = tuple(shape)
-        self.dtype = dtype
+        self.dtype = dtype  # of what comes; None: of what is sent
         self.batch_dims = 0
         self.source = source
         self.source_tag = source_tag
+        self.sent: tuple[Sequence[int], torch.dtype | None] = (self.shape, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         self.sent = (x.shape, x.dtype)
         received = Recv(self.comm, self.source, self.source_tag)
-        memory = fresh((*x.shape[: self.batch_dims], *self.shape), self.dtype)
+        memory = fresh((*x.shape[: self.batch_dims], *self.shape), self.dtype or x.dtype)
         if self.source == MPI.PROC_NULL:
             memory.zero_()
         receiving = Receiving(self.comm, memory, self.source, self.source_tag)
@@ -181,12 +210,18 @@ class Sendrecv(_PeerCall):
         finish_all(sent, self)
         return placed(memory, x)
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+    def adjoint(self, grad: Tensor) -> Adjoint:
         back = (self.comm.reverse, self.source, _sendable(self.source_tag))
-        return record(Sendrecv(*back, *self.sent, self.peer, self.tag), grad)
+        return Adjoint(Sendrecv(*back, self.peer, self.tag, *self.sent), grad)
+
+    def in_graph(self, x: Tensor) -> Sendrecv | None:
+        if self.source == MPI.ANY_SOURCE or (*self.shape, self.dtype) != (*x.shape, x.dtype):
+            return None
+        tag = self.tag if self.source_tag == MPI.ANY_TAG else self.source_tag
+        return Sendrecv(self.comm, self.peer, self.tag, self.source, tag, self.shape)
 
     def batched(self) -> Sendrecv:
-        call = Sendrecv(self.comm, self.peer, self.tag, self.shape, self.dtype, self.source, self.source_tag)
+        call = Sendrecv(self.comm, self.peer, self.tag, self.source, self.source_tag, self.shape, self.dtype)
         call.batch_dims = self.batch_dims + 1
         return call
 
@@ -231,12 +266,12 @@ class Isend(Send):
     __slots__ = ("transfer",)
     name = "Isend"
 
-    def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
+    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
         super().__init__(comm, peer, tag)
         self.transfer = Transfer(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.shape, self.dtype = x.shape, x.dtype
+        self.shape = x.shape
         self.transfer.sending = start_send(self, packed(x), self.peer, self.tag)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
@@ -250,7 +285,7 @@ class Irecv(_PeerCall):
     name = "Irecv"
     passive = True
 
-    def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
+    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
         super().__init__(comm, peer, tag)
         self.transfer = Transfer(self)
 
@@ -295,19 +330,19 @@ class WaitRecvInPlace(WaitRecv):
     overwrites = True
 
 
-def send(comm: Communicator, x: Tensor, dest: int, tag: int) -> Tensor:
+def send(comm: Comm, x: Tensor, dest: int, tag: int) -> Tensor:
     """Returns when ``x`` may be changed again. The result is a 0-dim tensor that depends on it."""
     return record(Send(comm, *comm.check_dest(dest, tag)), x)
 
 
-def recv(comm: Communicator, x: Tensor, source: int, tag: int) -> Tensor:
+def recv(comm: Comm, x: Tensor, source: int, tag: int) -> Tensor:
     """Fills ``x``, and returns it (a new tensor, if ``x`` is a leaf that requires grad)."""
     comm.check_source(source, tag)
     return overwrite(RecvInPlace(comm, source, tag), Recv(comm, source, tag), x)
 
 
 def sendrecv(
-    comm: Communicator, x: Tensor, dest: int, sendtag: int, like: Tensor | None, source: int, recvtag: int
+    comm: Comm, x: Tensor, dest: int, sendtag: int, like: Tensor | None, source: int, recvtag: int
 ) -> Tensor:
     """Sends ``x`` and receives a tensor shaped as ``like`` (default: as ``x``), both at once."""
     like = x if like is None else like
@@ -316,16 +351,18 @@ def sendrecv(
             f"Sendrecv of {x.dtype}, with like of {like.dtype}: autograd records one and not the other; use Isend and Recv"
         )
     to, back = comm.check_dest(dest, sendtag), comm.check_source(source, recvtag)
-    return record(Sendrecv(comm, *to, like.shape, like.dtype, *back), x)
+    return record(Sendrecv(comm, *to, *back, like.shape, like.dtype), x)
 
 
-def isend(comm: Communicator, x: Tensor, dest: int, tag: int) -> WaitHandle:
+@compiled.eager_only
+def isend(comm: Comm, x: Tensor, dest: int, tag: int) -> WaitHandle:
     """Starts sending ``x``, which must not be changed until ``Wait``."""
     call = Isend(comm, *comm.check_dest(dest, tag))
     return WaitHandle(call.transfer, record(call, x))
 
 
-def irecv(comm: Communicator, x: Tensor, source: int, tag: int) -> WaitHandle:
+@compiled.eager_only
+def irecv(comm: Comm, x: Tensor, source: int, tag: int) -> WaitHandle:
     """Starts receiving into ``x``; ``Wait`` gives the result."""
     call = Irecv(comm, *comm.check_source(source, tag))
     call.transfer.target = x
@@ -333,6 +370,7 @@ def irecv(comm: Communicator, x: Tensor, source: int, tag: int) -> WaitHandle:
     return WaitHandle(call.transfer, record(call, x))
 
 
+@compiled.eager_only
 def wait(handle: WaitHandle) -> Tensor:
     """Ends what ``handle`` started. Collective handles: see :mod:`torchrelay.mpi.nonblocking`."""
     transfer = handle.transfer

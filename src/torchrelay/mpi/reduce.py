@@ -5,23 +5,19 @@ The derivative of a sum hands root's cotangent to every rank: Bcast.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
 from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._meeting import is_large, meet
-from torchrelay.mpi._record import Adjoint, Started, Uniform, is_differentiated, nothing_of, record
+from torchrelay.mpi._record import Adjoint, Started, Uniform, nothing_of, record
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi.allreduce import DIFFERENTIABLE, allreduce
+from torchrelay.mpi.allreduce import DIFFERENTIABLE, allreduce, is_gathered
 from torchrelay.mpi.bcast import Bcast
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = ["reduce", "reduce_"]
 
@@ -29,8 +25,9 @@ __all__ = ["reduce", "reduce_"]
 class Reduce(Uniform):
     __slots__ = ("op", "root")
     name = "Reduce"
+    parameters = ("op", "root")
 
-    def __init__(self, comm: Communicator, op: Op, root: int) -> None:
+    def __init__(self, comm: Comm, op: Op, root: int) -> None:
         self.comm = comm
         self.op = op
         self.root = root
@@ -91,18 +88,19 @@ class ReduceInPlace(Reduce):
         return Started(requests, lambda: x if is_root else x.zero_())
 
 
-def reduce(comm: Communicator, x: Tensor, op: Op, root: int) -> Tensor:
+def reduce(comm: Comm, x: Tensor, op: Op, root: int) -> Tensor:
     """The element-wise reduction of all ranks' ``x`` on root, zeros on the others, in new memory."""
     comm.check_rank(root)
     if op in LOGICAL and x.dtype is not torch.bool:
         return record(Reduce(comm, op, root), x != 0).to(x.dtype)
-    if op is not Op.SUM and is_differentiated() and Reduce(comm, op, root).differentiable(x):
+    call = Reduce(comm, op, root)
+    if is_gathered(call, x):
         y = allreduce(comm.replace(convention="sum"), x, op)
         return y if comm.rank == root else nothing_of(y)
-    return record(Reduce(comm, op, root), x)
+    return record(call, x)
 
 
-def reduce_(comm: Communicator, x: Tensor, op: Op, root: int) -> Tensor:
+def reduce_(comm: Comm, x: Tensor, op: Op, root: int) -> Tensor:
     """As :func:`reduce`, into ``x`` itself."""
     comm.check_rank(root)
     if op is Op.SUM:

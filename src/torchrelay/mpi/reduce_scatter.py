@@ -6,20 +6,18 @@ The derivative of a sum hands every part's cotangent to all ranks: Allgather.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import Blocks, axis_of, fresh, packed, placed
+from torchrelay.mpi._exchange import Blocks, axis_of, fresh, packed, placed, with_length
 from torchrelay.mpi._meeting import MEETING_BYTES, Header, agree, described, exchange_headers
-from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
+from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, reduce_locally
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
+from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, is_gathered, reduce_locally
+from torchrelay.mpi.alltoall import alltoall
 
 __all__ = ["reduce_scatter"]
 
@@ -27,9 +25,10 @@ __all__ = ["reduce_scatter"]
 class ReduceScatter(Call):
     __slots__ = ("axis", "known", "length", "op")
     name = "Reduce_scatter"
+    parameters = ("op", "axis", "length", "known")
 
     def __init__(
-        self, comm: Communicator, op: Op, axis: int, length: int, known: Sequence[int] | None = None
+        self, comm: Comm, op: Op, axis: int, length: int, known: Sequence[int] | None = None
     ) -> None:
         self.comm = comm
         self.op = op
@@ -67,15 +66,23 @@ class ReduceScatter(Call):
         )
 
     def adjoint(self, grad: Tensor) -> Adjoint:
-        from torchrelay.mpi.allgather import Allgather  # noqa: PLC0415 - each is the other's derivative
-
-        return Adjoint(Allgather(self.comm.reverse.replace(convention="sum"), self.axis, self.known), grad)
+        gather = conjugate("Allgather")
+        return Adjoint(gather(self.comm.reverse.replace(convention="sum"), self.axis, self.known), grad)
 
     def differentiable(self, x: Tensor) -> bool:
         return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
 
     def batched(self) -> ReduceScatter:
         return ReduceScatter(self.comm, self.op, self.axis + 1, self.length, self.known)
+
+    def in_graph(self, x: Tensor) -> ReduceScatter | None:
+        size = self.comm.size
+        if self.known or self.length * size != x.shape[self.axis]:
+            return self if self.known else None
+        return ReduceScatter(self.comm, self.op, self.axis, self.length, [self.length] * size)
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        return with_length(shape, self.axis, self.length)
 
     def signature(self, x: Tensor) -> str:
         if self.known:
@@ -86,16 +93,14 @@ class ReduceScatter(Call):
         return f"{self.op.value}, axis={self.axis}"
 
 
-def reduce_scatter(comm: Communicator, x: Tensor, op: Op, axis: int, numelem: int) -> Tensor:
+def reduce_scatter(comm: Comm, x: Tensor, op: Op, axis: int, numelem: int) -> Tensor:
     """This rank's ``numelem`` along ``axis`` of the reduction of all ranks' ``x``, which have one shape and dtype.
 
     MAX, MIN and PROD are reduced locally, after an Alltoall, where a derivative is wanted.
     """
     axis = axis_of(axis, x.ndim)
     call = ReduceScatter(comm, op, axis, numelem)
-    if op is Op.SUM or not (is_differentiated() and call.differentiable(x)):
+    if not is_gathered(call, x):
         return record(call, x)
-    from torchrelay.mpi.alltoall import alltoall  # noqa: PLC0415 - its derivative needs this module
-
     parts = alltoall(comm, x.unsqueeze(0), 0, axis + 1, numelem)
     return reduce_locally(parts, op)

@@ -7,16 +7,12 @@ sums the ranks' cotangents, so that each rank has that of the whole. Under "sum"
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record, unchanged
-from torchrelay.mpi.allreduce import Allreduce
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
+from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, is_differentiated, record, unchanged
 
 __all__ = ["own_use", "replicate"]
 
@@ -31,14 +27,14 @@ class Replicate(Call):
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "sum":
             return Adjoint(None, grad)
-        return Adjoint(Allreduce(self.comm.reverse, Op.SUM), grad)
+        return Adjoint(conjugate("Allreduce")(self.comm.reverse, Op.SUM), grad)
 
 
-def own_use(comm: Communicator, grad: Tensor, complete: Callable[[Tensor], Tensor] = unchanged) -> Adjoint:
+def own_use(comm: Comm, grad: Tensor, complete: Callable[[Tensor], Tensor] = unchanged) -> Adjoint:
     """The derivative of what gives all ranks the same: ``grad``, from here on used by each rank in its own way."""
     return Adjoint(Replicate(comm.reverse) if is_differentiated() else None, grad, complete)
 
 
-def replicate(comm: Communicator, x: Tensor) -> Tensor:
+def replicate(comm: Comm, x: Tensor) -> Tensor:
     """A copy of ``x``, which all ranks hold alike."""
     return record(Replicate(comm), x)

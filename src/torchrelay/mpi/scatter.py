@@ -6,17 +6,14 @@ The derivative gathers the parts' cotangents on root; the others' tensors have h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._exchange import Blocks, packed, parts, placed, scatter_blocks
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._exchange import Blocks, axis_of, packed, parts, placed, scatter_blocks, with_length
 from torchrelay.mpi._meeting import Header, described, exchange_headers
-from torchrelay.mpi._record import Adjoint, Call, Started, record
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
+from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 
 __all__ = ["scatter"]
 
@@ -24,16 +21,17 @@ __all__ = ["scatter"]
 class Scatter(Call):
     __slots__ = ("axis", "input_shape", "known", "length", "root")
     name = "Scatter"
+    parameters = ("axis", "length", "root", "known")
 
     def __init__(
-        self, comm: Communicator, axis: int, length: int, root: int, known: Sequence[int] | None = None
+        self, comm: Comm, axis: int, length: int, root: int, known: Sequence[int] | None = None
     ) -> None:
         self.comm = comm
         self.axis = axis
         self.length = length
         self.root = root
         self.known = known  # what each rank gets along the axis, if none need be told
-        self.input_shape: tuple[int, ...] = ()
+        self.input_shape: Sequence[int] = ()
 
     def start(self, x: Tensor) -> Started:
         self.input_shape = tuple(x.shape)
@@ -62,11 +60,10 @@ class Scatter(Call):
         return axis
 
     def adjoint(self, grad: Tensor) -> Adjoint:
-        from torchrelay.mpi.gather import Gather  # noqa: PLC0415 - each is the other's derivative
-
         axis = self.axis % grad.ndim
-        call = Gather(self.comm.reverse, axis, grad.shape[axis], self.root, self.known)
-        is_root, shape = self.comm.rank == self.root, self.input_shape
+        call = conjugate("Gather")(self.comm.reverse, axis, grad.shape[axis], self.root, self.known)
+        is_root = self.comm.rank == self.root
+        shape = with_length(grad.shape, axis, sum(self.known)) if self.known else self.input_shape
         # An empty tensor's sum is zero, and depends on it: differentiated again, all ranks reach the Gather.
         return Adjoint(call, grad, lambda gathered: gathered if is_root else gathered.sum().expand(shape))
 
@@ -75,6 +72,15 @@ class Scatter(Call):
             self.comm, self.axis + 1 if self.axis >= 0 else self.axis, self.length, self.root, self.known
         )
 
+    def in_graph(self, x: Tensor) -> Scatter | None:
+        axis, size = axis_of(self.axis, x.ndim), self.comm.size
+        if self.known or self.length * size != x.shape[axis]:
+            return self if self.known else None
+        return Scatter(self.comm, axis, self.length, self.root, [self.length] * size)
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        return with_length(shape, self.axis, self.length)
+
     def signature(self, x: Tensor) -> str:
         return f"{self.terms()} of {described(x, self.axis, self.known) if self.known else x.dtype}"
 
@@ -82,6 +88,6 @@ class Scatter(Call):
         return f"axis={self.axis}, root={self.root}"
 
 
-def scatter(comm: Communicator, x: Tensor, axis: int, numelem: int, root: int) -> Tensor:
+def scatter(comm: Comm, x: Tensor, axis: int, numelem: int, root: int) -> Tensor:
     """This rank's ``numelem`` of root's ``x`` along ``axis``; root's shape rules, the others' tensors are not read."""
     return record(Scatter(comm, axis, numelem, comm.check_rank(root)), x)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op
 from torchrelay.mpi._exchange import axis_of, equal_part
-from torchrelay.mpi._record import Call, is_differentiated
+from torchrelay.mpi._record import Call
 from torchrelay.mpi.allgather import Allgather
-from torchrelay.mpi.allreduce import Allreduce, reduce_locally
+from torchrelay.mpi.allreduce import Allreduce, is_gathered, reduce_locally
 from torchrelay.mpi.alltoall import Alltoall
 from torchrelay.mpi.alltoallv import Alltoallv
 from torchrelay.mpi.bcast import Bcast
@@ -23,9 +23,6 @@ from torchrelay.mpi.reduce import Reduce
 from torchrelay.mpi.reduce_scatter import ReduceScatter
 from torchrelay.mpi.scan import Exscan, Scan
 from torchrelay.mpi.scatter import Scatter
-
-if TYPE_CHECKING:
-    from torchrelay.mpi.communicator import Communicator
 
 __all__ = [
     "iallgather",
@@ -41,19 +38,19 @@ __all__ = [
 ]
 
 
-def iallreduce(comm: Communicator, x: Tensor, op: Op) -> CollectiveHandle:
+def iallreduce(comm: Comm, x: Tensor, op: Op) -> CollectiveHandle:
     """Starts Allreduce."""
     call = Allreduce(comm, op)
-    if not _is_gathered(call, x, op):
+    if not is_gathered(call, x):
         return _reduction(call, x, op)
     every = Allgather(comm, 0, [1] * comm.size)  # under its convention: all ranks reduce to the same
     return start(every, x.unsqueeze(0), lambda parts: reduce_locally(parts, op))
 
 
-def ireduce(comm: Communicator, x: Tensor, op: Op, root: int) -> CollectiveHandle:
+def ireduce(comm: Comm, x: Tensor, op: Op, root: int) -> CollectiveHandle:
     """Starts a reduction to ``root``, in new memory; zeros on the others."""
     call, is_root = Reduce(comm, op, comm.check_rank(root)), comm.rank == root
-    if not _is_gathered(call, x, op):
+    if not is_gathered(call, x):
         return _reduction(call, x, op)
     # the others get an empty tensor, whose sum is zero and depends on it
     every = Gather(comm, 0, 1, root, [1] * comm.size)
@@ -61,23 +58,23 @@ def ireduce(comm: Communicator, x: Tensor, op: Op, root: int) -> CollectiveHandl
 
 
 def ireduce_scatter(
-    comm: Communicator, x: Tensor, op: Op, counts: Sequence[int] | None, axis: int
+    comm: Comm, x: Tensor, op: Op, counts: Sequence[int] | None, axis: int
 ) -> CollectiveHandle:
     """Starts Reduce_scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part."""
     axis = axis_of(axis, x.ndim)
     parts = _parts(comm, x, axis) if counts is None else _checked(comm, counts, x.shape[axis])
     call = ReduceScatter(comm, op, axis, parts[comm.rank], parts)
-    if not _is_gathered(call, x, op):
+    if not is_gathered(call, x):
         return _reduction(call, x, op)
     lengths = [parts[comm.rank]] * comm.size
     every = Alltoallv(comm, parts, axis, lengths)
     return start(every, x, lambda got: reduce_locally(torch.stack(got.split_with_sizes(lengths, axis)), op))
 
 
-def iscan(comm: Communicator, x: Tensor, op: Op, exclusive: bool) -> CollectiveHandle:
+def iscan(comm: Comm, x: Tensor, op: Op, exclusive: bool) -> CollectiveHandle:
     """Starts Scan, or Exscan."""
     call = Exscan(comm, op) if exclusive else Scan(comm, op)
-    if not _is_gathered(call, x, op):
+    if not is_gathered(call, x):
         return _reduction(call, x, op)
     before = comm.rank + (not exclusive)
     every = Allgather(_sums(comm), 0, [1] * comm.size)
@@ -88,36 +85,32 @@ def iscan(comm: Communicator, x: Tensor, op: Op, exclusive: bool) -> CollectiveH
     )
 
 
-def ibcast(comm: Communicator, x: Tensor, root: int) -> CollectiveHandle:
+def ibcast(comm: Comm, x: Tensor, root: int) -> CollectiveHandle:
     """Starts to give every rank root's tensor, in new memory."""
     return start(Bcast(comm, comm.check_rank(root)), x)
 
 
-def igather(
-    comm: Communicator, x: Tensor, counts: Sequence[int] | None, axis: int, root: int
-) -> CollectiveHandle:
+def igather(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int) -> CollectiveHandle:
     """Starts Gather; rank r gives ``counts[r]`` along ``axis``, or all give as much."""
     axis = axis_of(axis, x.ndim)
     lengths = _lengths(comm, x, counts, axis)
     return start(Gather(comm, axis, x.shape[axis], comm.check_rank(root), lengths), x)
 
 
-def iallgather(comm: Communicator, x: Tensor, counts: Sequence[int] | None, axis: int) -> CollectiveHandle:
+def iallgather(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int) -> CollectiveHandle:
     """Starts Allgather; rank r gives ``counts[r]`` along ``axis``, or all give as much."""
     axis = axis_of(axis, x.ndim)
     return start(Allgather(comm, axis, _lengths(comm, x, counts, axis)), x)
 
 
-def iscatter(
-    comm: Communicator, x: Tensor, counts: Sequence[int] | None, axis: int, root: int
-) -> CollectiveHandle:
+def iscatter(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int) -> CollectiveHandle:
     """Starts Scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part; all give root's shape."""
     axis = axis_of(axis, x.ndim)
     parts = _parts(comm, x, axis) if counts is None else _checked(comm, counts, x.shape[axis])
     return start(Scatter(comm, axis, parts[comm.rank], comm.check_rank(root), parts), x)
 
 
-def ialltoall(comm: Communicator, x: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
+def ialltoall(comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
     """Starts Alltoall, in equal parts."""
     g, s = axis_of(gatheraxis, x.ndim), axis_of(scatteraxis, x.ndim)
     numelem = x.shape[s] if g == s else _parts(comm, x, s)[0]
@@ -125,7 +118,7 @@ def ialltoall(comm: Communicator, x: Tensor, gatheraxis: int, scatteraxis: int) 
 
 
 def ialltoallv(
-    comm: Communicator, x: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int
+    comm: Comm, x: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int
 ) -> CollectiveHandle:
     """Starts Alltoallv; ``recvcounts[r]`` along ``axis`` come from rank r."""
     axis = axis_of(axis, x.ndim)
@@ -139,19 +132,15 @@ def _reduction(call: Call, x: Tensor, op: Op) -> CollectiveHandle:
     return start(call, x)
 
 
-def _is_gathered(call: Call, x: Tensor, op: Op) -> bool:
-    return op is not Op.SUM and is_differentiated() and call.differentiable(x)
-
-
-def _sums(comm: Communicator) -> Communicator:
+def _sums(comm: Comm) -> Comm:
     return comm.replace(convention="sum")
 
 
-def _parts(comm: Communicator, x: Tensor, axis: int) -> list[int]:
+def _parts(comm: Comm, x: Tensor, axis: int) -> list[int]:
     return [equal_part(x, axis, comm.size)] * comm.size
 
 
-def _lengths(comm: Communicator, x: Tensor, counts: Sequence[int] | None, axis: int) -> list[int]:
+def _lengths(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int) -> list[int]:
     length = x.shape[axis]
     if counts is None:
         return [length] * comm.size
@@ -162,7 +151,7 @@ def _lengths(comm: Communicator, x: Tensor, counts: Sequence[int] | None, axis: 
     return list(counts)
 
 
-def _checked(comm: Communicator, counts: Sequence[int], total: int) -> list[int]:
+def _checked(comm: Comm, counts: Sequence[int], total: int) -> list[int]:
     if len(counts) != comm.size or min(counts) < 0 or sum(counts) != total:
         raise ArgumentError(f"{list(counts)} must be {comm.size} numbers, together {total}")
     return list(counts)
