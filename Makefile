@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Test files that run at once, 0 to run them in pytest's own process (for --pdb); each starts a few processes.
+JOBS   ?= 2
 NATIVE := $(shell find native -name '*.cc' -o -name '*.h' -o -name '*.c') CMakeLists.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -17,7 +19,7 @@ demo: $(VENV)/native
 	torchrelay demo $(ARGS)
 
 test: $(VENV)/native
-	pytest $(ARGS)
+	pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(VENV)/native
 	for script in benchmarks/bench_*.py; do python $$script $(ARGS) || exit 1; done

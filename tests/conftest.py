@@ -9,8 +9,10 @@ kill some of them.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import socket
@@ -110,11 +112,23 @@ def _rank_main(job: Job, world: World, results: Connection) -> None:
             dist.destroy_process_group()
 
 
+def _ports() -> Iterator[int]:
+    """Ports that the system gives to nobody who asks for any; those of pytest-xdist's workers are apart."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    first = 16000 + 2000 * worker
+    return itertools.cycle(range(first, first + 2000))
+
+
+_candidates = _ports()
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    while True:
+        port = next(_candidates)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def run_job(job: Job, size: int, timeout_s: float) -> list[RankResult]:
@@ -200,6 +214,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
 
 
 _PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no worker of pytest-xdist has it left at the end."""
+    items.sort(key=lambda item: item.path.name != "test_native.py")
 
 
 @pytest.hookimpl(tryfirst=True)
