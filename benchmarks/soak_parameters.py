@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from torchrelay import _native, config
 from torchrelay.parameters import Server, Topology, Worker
-from torchrelay.parameters.topology import of_world
+from torchrelay.parameters._rendezvous import topology_of
 from torchrelay.world import World
 
 Keys = np.ndarray[Any, np.dtype[np.int64]]
@@ -73,7 +73,9 @@ class Plan:
     def topology(self, rank: int, store: dist.Store) -> Topology:  # type: ignore[name-defined]
         settings = config.Parameters(timeout_s=TIMEOUT_S, max_unfinished=MOST_UNFINISHED)  # type: ignore[call-arg]
         world = World(rank, self.size, rank, "soak", "127.0.0.1", self.port)
-        topology = of_world(world, store, node_of_rank=lambda other: other // self.members, settings=settings)
+        topology = topology_of(
+            world, store, node_of_rank=lambda other: other // self.members, settings=settings
+        )
         if self.delayed and topology.network is not None:
             topology.network = _delayed(topology.network, seed=rank)
         return topology

@@ -339,9 +339,6 @@ class TransportSettings(Section):
         unit="s",
         minimum=0.1,
     )
-    high_water_mark: int = setting(
-        1000, "messages to one node that it has not taken yet; then senders wait", unit="messages", minimum=1
-    )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
     linger_s: float = setting(1.0, "how long closing waits for messages not sent yet", unit="s", minimum=0.0)
     zeromq: bool = setting(

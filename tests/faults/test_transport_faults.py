@@ -3,92 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 import socket
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchrelay import _native
-from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, ProtocolError
+from torchrelay.errors import ArgumentError, ProtocolError
 from torchrelay.transport import (
-    Transport,
-    TransportSettings,
-    connect,
-    create_key_file,
-    session_token,
     zmq_library_path,
-    zmq_network,
 )
-from torchrelay.world import World
 
 TOKEN = bytes(16)
-
-
-def join(world: World, store: Store, settings: TransportSettings) -> Transport:
-    network = zmq_network(settings, token=session_token(store, world.rank))
-    return connect(network, store, world.rank, world.size, "test", settings)
-
-
-def _lose_rank_1(world: World, how: int) -> object:
-    store = world.connect(60)
-    transport = join(world, store, TransportSettings(heartbeat_s=0.2, silence_s=3))
-    if world.rank == 1:
-        store.set("pid", str(os.getpid()))
-        if how == signal.SIGKILL:
-            os.kill(os.getpid(), how)
-        store.wait(["told"])
-        return None
-    store.wait(["pid"])
-    if how == signal.SIGSTOP and world.rank == 0:
-        os.kill(int(store.get("pid")), how)
-    start_s = time.monotonic()
-    try:
-        transport.receive(60)
-    except PeerLostError as error:
-        assert time.monotonic() - start_s < 30
-        return error.ranks
-    finally:
-        if world.rank == 0 and how == signal.SIGSTOP:
-            os.kill(int(store.get("pid")), signal.SIGCONT)
-            store.set("told", "")
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_frozen_node_is_named(run_processes: Callable[..., list[object]], how: int) -> None:
-    results = run_processes(_lose_rank_1, 3, how=int(how))
-    assert results[0].value == (1,) and results[2].value == (1,)  # type: ignore[attr-defined]
-
-
-def _join_with_key(world: World, files: list[str]) -> str:
-    settings = TransportSettings(heartbeat_s=0.2, connect_timeout_s=3, key_file=files[world.rank])
-    store = world.connect(60)
-    try:
-        join(world, store, settings).close()
-    except OperationTimeoutError as error:
-        return str(error)
-    finally:
-        store.set(f"done/{world.rank}", "")
-        if world.rank == 0:  # it serves the store
-            store.wait(["done/1"])
-    return "joined"
-
-
-def test_the_wrong_key_is_refused(run_processes: Callable[..., list[object]], tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        create_key_file(tmp_path / name)
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    assert [r.value for r in run_processes(_join_with_key, 2, files=[a, a])] == ["joined"] * 2  # type: ignore[attr-defined]
-    for files in ([a, b], [a, ""]):
-        for result in run_processes(_join_with_key, 2, files=files):
-            assert result.value, result  # type: ignore[attr-defined]
-            assert "did not answer" in result.value and "key file" in result.value  # type: ignore[attr-defined]
-            assert all(Path(f).read_text().split()[1] not in result.value for f in (a, b))  # type: ignore[attr-defined]
 
 
 def open_pair(**options: object) -> tuple[_native.ZmqNetwork, _native.Endpoint, _native.Endpoint]:

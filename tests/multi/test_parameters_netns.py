@@ -16,7 +16,7 @@ from namespaces import Hosts, enter, missing, switched
 from torchrelay import _native
 from torchrelay.errors import PeerLostError
 from torchrelay.parameters import Server, Worker
-from torchrelay.parameters.topology import of_world
+from torchrelay.parameters._rendezvous import topology_of
 from torchrelay.world import World
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -35,7 +35,7 @@ def _join(world: World, hosts: Hosts) -> tuple[Server, Worker]:
     """This rank, on its own host, as a node. Where the kernel cannot delay links, the transport does."""
     enter(hosts.pids[world.rank])
     world = dataclasses.replace(world, master_addr=hosts.addresses[0])
-    topology = of_world(world, world.connect(60), node_of_rank=lambda rank: rank)
+    topology = topology_of(world, world.connect(60), node_of_rank=lambda rank: rank)
     network = topology.network
     assert network is not None
     if not hosts.delayed:

@@ -37,7 +37,6 @@ from torchrelay.errors import DeferredError, UnsupportedError
 __all__ = ["dispatch"]
 
 aten = torch.ops.aten
-_ITEM = aten._local_scalar_dense.default
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911

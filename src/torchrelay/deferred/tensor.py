@@ -350,7 +350,7 @@ def _size_text(size: torch.Size) -> str:
     return str(tuple(size))
 
 
-def fake_from_region(region: Region, history: History, layout: torch.layout = torch.strided) -> FakeTensor:
+def fake_from_region(region: Region, history: History) -> FakeTensor:
     """A new fake tensor that is ``region``."""
     fake: FakeTensor = _wrap(
         FakeTensor,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +15,7 @@ from torch import Tensor
 from torchrelay.errors import MismatchError
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._wait import Waiting, failed, finish
-
-if TYPE_CHECKING:
-    from torchrelay.mpi._record import Call
+from torchrelay.mpi._wait import Comparable, Waiting, failed, finish
 
 __all__ = [
     "Announced",
@@ -39,7 +35,7 @@ MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apar
 _announcements: list[tuple[MPI.Request, object]] = []  # under way
 
 
-def compare(call: Call, x: Tensor) -> None:
+def compare(call: Comparable, x: Tensor) -> None:
     """Collective over ``call.comm``.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from torch.compiler import is_compiling
 
 from torchrelay import _torch
 from torchrelay.errors import GraphError
-from torchrelay.mpi._record import record
-
-if TYPE_CHECKING:
-    from torchrelay.mpi._record import Call
+from torchrelay.mpi._record import Call, record
 
 __all__ = ["can_overwrite", "overwrite"]
 

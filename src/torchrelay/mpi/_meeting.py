@@ -10,7 +10,7 @@ import functools
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,7 @@ from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import _check
 from torchrelay.mpi._dtypes import CODES, DTYPES, datatype
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._wait import Waiting, finish
-
-if TYPE_CHECKING:
-    from torchrelay.mpi._record import Call
+from torchrelay.mpi._wait import Comparable, Waiting, finish
 
 __all__ = [
     "MAX_DIMS",
@@ -88,7 +85,7 @@ def known_headers(x: Tensor, axis: int, lengths: Sequence[int]) -> list[Header]:
 
 
 def exchange_headers(
-    call: Call, x: Tensor, number: int = 0, shape: tuple[int, ...] | None = None
+    call: Comparable, x: Tensor, number: int = 0, shape: tuple[int, ...] | None = None
 ) -> list[Header]:
     """Every rank's dtype, shape (or other ``shape``), and a number of its choice. Blocks until all ranks are there.
 
@@ -125,7 +122,7 @@ def _exchange(call: Waiting, text: Callable[[], str], row: bytes) -> bytearray |
     return rows
 
 
-def agree(call: Call, headers: Sequence[Header], *free_axes: int) -> None:
+def agree(call: Comparable, headers: Sequence[Header], *free_axes: int) -> None:
     """Raises :class:`MismatchError`, on all ranks, if dtypes or shapes differ, save along ``free_axes``."""
     if headers.count(headers[0]) == len(headers):
         return

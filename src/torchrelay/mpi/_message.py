@@ -10,8 +10,8 @@ from torchrelay.errors import MismatchError
 from torchrelay.mpi import _check
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import buffer, datatype
-from torchrelay.mpi._exchange import pieces
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._memory import pieces
 from torchrelay.mpi._receipts import numbers
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import Waiting, abandon, failed, finish

@@ -22,6 +22,8 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from torchrelay.errors import (
     MismatchError,
     OperationTimeoutError,
@@ -35,6 +37,7 @@ from torchrelay.mpi._library import MPI, is_worker
 from torchrelay.mpi._settings import settings
 
 __all__ = [
+    "Comparable",
     "Named",
     "Testable",
     "Waiting",
@@ -77,6 +80,16 @@ class Waiting(Protocol):
     def describe(self) -> str: ...
     def peers(self) -> Iterable[int]: ...
     def place(self) -> Place | None: ...
+
+
+class Comparable(Waiting, Protocol):
+    """A communication whose ranks can compare what they call."""
+
+    @property
+    def everyone(self) -> bool: ...
+    def terms(self) -> str: ...
+    def signature(self, x: Tensor) -> str: ...
+    def differentiable(self, x: Tensor) -> bool: ...
 
 
 _leases: weakref.WeakSet[SharedState] = weakref.WeakSet()

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import allgather_blocks, axis_of, layout, packed, placed, with_length
+from torchrelay.mpi._exchange import allgather_blocks
+from torchrelay.mpi._layout import axis_of, layout, with_length
 from torchrelay.mpi._meeting import agree, described, exchange_headers, known_headers
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 from torchrelay.mpi.replicate import own_use
 

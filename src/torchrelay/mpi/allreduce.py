@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import fresh, is_small, packed, pieces, placed
 from torchrelay.mpi._meeting import is_large, meet
+from torchrelay.mpi._memory import fresh, is_small, packed, pieces, placed
 from torchrelay.mpi._record import Adjoint, Started, Uniform, is_differentiated, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._wait import finish

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, layout, packed, placed, with_length
+from torchrelay.mpi._exchange import alltoall_blocks
+from torchrelay.mpi._layout import Blocks, axis_of, layout, with_length
 from torchrelay.mpi._meeting import Header, agree, exchange_headers
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 __all__ = ["alltoall"]

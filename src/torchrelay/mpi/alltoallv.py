@@ -13,8 +13,10 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi._check import Counts, exchange_counts
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._exchange import Blocks, alltoall_blocks, axis_of, packed, parts, placed
+from torchrelay.mpi._exchange import alltoall_blocks
+from torchrelay.mpi._layout import Blocks, axis_of, parts
 from torchrelay.mpi._meeting import MAX_DIMS, agree, exchange_headers
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._settings import settings
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, buffer
-from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._memory import fresh, packed, pieces, placed
 from torchrelay.mpi._record import Adjoint, Started, Uniform, conjugate, nothing_of, record, unchanged
 from torchrelay.mpi.replicate import own_use
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _wait, compiled, persistent, point_to_point, starting
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import equal_part
 from torchrelay.mpi._history import History
+from torchrelay.mpi._layout import equal_part
 from torchrelay.mpi._lease import Lease
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._meeting import meet

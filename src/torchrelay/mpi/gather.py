@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._exchange import axis_of, gather_blocks, layout, packed, placed, with_length
+from torchrelay.mpi._exchange import gather_blocks
+from torchrelay.mpi._layout import axis_of, layout, with_length
 from torchrelay.mpi._meeting import agree, described, exchange_headers, known_headers
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 
 __all__ = ["gather"]

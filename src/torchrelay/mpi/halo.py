@@ -7,7 +7,6 @@ also fills the corners.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi._comm import CartComm
 from torchrelay.mpi._dtypes import buffer
-from torchrelay.mpi._exchange import axis_of, packed, pieces, placed
+from torchrelay.mpi._layout import axis_of
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._memory import packed, pieces, placed
 from torchrelay.mpi._message import Incoming
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._wait import Testable
@@ -128,8 +128,3 @@ def halo_exchange(
             )
             x = torch.cat([lower, x, upper], axis)
     return x
-
-
-def block(extent: int, parts: int, index: int) -> slice:
-    """The part ``index`` of ``extent`` elements cut into ``parts`` whose lengths differ by one at most."""
-    return slice(math.floor(extent * index / parts), math.floor(extent * (index + 1) / parts))

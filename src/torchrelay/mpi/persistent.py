@@ -14,9 +14,9 @@ from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _check, compiled, nonblocking
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, buffer, mpi_op
-from torchrelay.mpi._exchange import placed
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._meeting import meet
+from torchrelay.mpi._memory import placed
 from torchrelay.mpi._message import Receiving
 from torchrelay.mpi._record import Started, record
 from torchrelay.mpi._settings import settings

@@ -19,9 +19,9 @@ from torchrelay.errors import ArgumentError
 from torchrelay.mpi import compiled
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import is_differentiable
-from torchrelay.mpi._exchange import fresh, packed, placed
 from torchrelay.mpi._inplace import can_overwrite, overwrite
 from torchrelay.mpi._library import MPI
+from torchrelay.mpi._memory import fresh, packed, placed
 from torchrelay.mpi._message import Receiving, finish_all, start_send
 from torchrelay.mpi._receipts import Receipt
 from torchrelay.mpi._record import Adjoint, Call, record

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import fresh, packed, pieces, placed
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._meeting import is_large, meet
+from torchrelay.mpi._memory import fresh, packed, pieces, placed
 from torchrelay.mpi._record import Adjoint, Started, Uniform, nothing_of, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, allreduce, is_gathered

@@ -12,8 +12,9 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import Blocks, axis_of, fresh, packed, placed, with_length
+from torchrelay.mpi._layout import Blocks, axis_of, with_length
 from torchrelay.mpi._meeting import MEETING_BYTES, Header, agree, described, exchange_headers
+from torchrelay.mpi._memory import fresh, packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, Allreduce, is_gathered, reduce_locally

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._exchange import fresh, packed, pieces, placed
+from torchrelay.mpi._memory import fresh, packed, pieces, placed
 from torchrelay.mpi._record import Adjoint, Started, Uniform, nothing_of, record
 from torchrelay.mpi.allgather import allgather
 from torchrelay.mpi.allreduce import DIFFERENTIABLE, is_gathered, reduce_locally

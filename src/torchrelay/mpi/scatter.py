@@ -11,8 +11,10 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._exchange import Blocks, axis_of, packed, parts, placed, scatter_blocks, with_length
+from torchrelay.mpi._exchange import scatter_blocks
+from torchrelay.mpi._layout import Blocks, axis_of, parts, with_length
 from torchrelay.mpi._meeting import Header, described, exchange_headers
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 
 __all__ = ["scatter"]

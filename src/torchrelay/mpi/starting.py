@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op
-from torchrelay.mpi._exchange import axis_of, equal_part
+from torchrelay.mpi._layout import axis_of, equal_part
 from torchrelay.mpi._record import Call
 from torchrelay.mpi.allgather import Allgather
 from torchrelay.mpi.allreduce import Allreduce, is_gathered, reduce_locally

@@ -18,8 +18,9 @@ from torchrelay.parameters.embedding import Embedding, EmbeddingBag
 from torchrelay.parameters.intents import IntentLoader
 from torchrelay.parameters.metrics import Metrics
 from torchrelay.parameters.server import Server
+from torchrelay.parameters.starting import Place, start
 from torchrelay.parameters.table import Table
-from torchrelay.parameters.topology import Place, Topology, start
+from torchrelay.parameters.topology import Topology
 from torchrelay.parameters.worker import Worker
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
-from torchrelay.parameters import checkpoint, topology
+from torchrelay.parameters import checkpoint, starting
 from torchrelay.parameters._gradients import ApplyGradients, Gradients, Reduction
 from torchrelay.parameters._optimizer import TableOptimizer
 from torchrelay.parameters._weight import TableWeight
@@ -117,7 +117,7 @@ class Table:
                 f"this process has a table {name!r} already; close it first, or give each its own name"
             )
         rule = optimizer or UpdateRule()
-        place = topology.start(
+        place = starting.start(
             num_keys,
             dim,
             dtype=dtype,

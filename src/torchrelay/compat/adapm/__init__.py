@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from torchrelay import config
+from torchrelay.compat.adapm._variables import dmlc_variables, of_servers
 from torchrelay.errors import ArgumentError, ConfigError, PeerLostError, TorchRelayError
 from torchrelay.parameters import Server as _Server
 from torchrelay.parameters import Worker as _Worker
-from torchrelay.parameters.topology import TECHNIQUES, Topology, dmlc_variables, of_servers
+from torchrelay.parameters.topology import TECHNIQUES, Topology
 
 __all__ = ["Server", "Worker", "scheduler", "setup"]
 
