@@ -22,7 +22,7 @@ from parameters_model import Counts, Model, Trace
 from report import table, write
 
 from torchrelay import config
-from torchrelay.cli.demo.triples import Graph
+from torchrelay.demo.triples import Graph
 from torchrelay.parameters import Server, Topology, Worker
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

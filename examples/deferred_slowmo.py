@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend sml
-from torchrelay.deferred.training import AnyPrecisionAdamW, SlowMomentumOptimizer, SlowMoState, slowmo_hook
+from torchrelay.training import AnyPrecisionAdamW, SlowMomentumOptimizer, SlowMoState, slowmo_hook
 from torchrelay.world import World
 
 STEPS, AVERAGE_EVERY = 200, 8

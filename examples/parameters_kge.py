@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrelay.cli.demo.code_graph import prune, read_code_graph, split_facts, standard_library
-from torchrelay.cli.demo.evaluation import (
+from torchrelay.demo.code_graph import prune, read_code_graph, split_facts, standard_library
+from torchrelay.demo.evaluation import (
     Answers,
     Metrics,
     Scorer,
@@ -32,8 +32,8 @@ from torchrelay.cli.demo.evaluation import (
     sum_metrics,
     with_reciprocals,
 )
-from torchrelay.cli.demo.model import ComplEx, log_sum_exp_of_product
-from torchrelay.cli.demo.triples import Graph, read_graph, write_facts
+from torchrelay.demo.model import ComplEx, log_sum_exp_of_product
+from torchrelay.demo.triples import Graph, read_graph, write_facts
 from torchrelay.parameters import Embedding, IntentLoader, KeyInit, Table, optim
 
 BATCH_SIZE, NEGATIVES, TOGETHER, N3_WEIGHT, SHOWN = 512, 512, 8, 0.05, 6

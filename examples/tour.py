@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend sml
-from torchrelay.cli.demo.code_graph import prune, read_code_graph, split_facts, standard_library
-from torchrelay.cli.demo.evaluation import (
+from torchrelay.deferred import deferred_init, materialize_module
+from torchrelay.demo.code_graph import prune, read_code_graph, split_facts, standard_library
+from torchrelay.demo.evaluation import (
     Answers,
     Metrics,
     frequency_scorer,
@@ -25,11 +26,10 @@ from torchrelay.cli.demo.evaluation import (
     sum_metrics,
     with_reciprocals,
 )
-from torchrelay.cli.demo.model import ComplEx
-from torchrelay.cli.demo.options import Options
-from torchrelay.cli.demo.training import Batches, Trainer
-from torchrelay.cli.demo.triples import Graph, read_graph, write_facts
-from torchrelay.deferred import deferred_init, materialize_module
+from torchrelay.demo.model import ComplEx
+from torchrelay.demo.options import Options
+from torchrelay.demo.training import Batches, Trainer
+from torchrelay.demo.triples import Graph, read_graph, write_facts
 from torchrelay.parameters import Table, optim
 from torchrelay.world import World
 

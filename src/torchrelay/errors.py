@@ -28,6 +28,7 @@ A message says what failed, where (rank, peer, operation), how long it took, and
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 __all__ = [
     "ArgumentError",
@@ -55,17 +56,26 @@ __all__ = [
 class TorchRelayError(Exception):
     """The root: ``except TorchRelayError`` catches everything TorchRelay raises on purpose."""
 
+    exit_code: ClassVar[int] = 1
+    """What a command ends with after such an error: 2 if its input caused it."""
+
 
 class ArgumentError(TorchRelayError, ValueError):
     """A call's argument is wrong: its range, shape, dtype, layout or device. Nothing has been changed."""
+
+    exit_code = 2
 
 
 class ConfigError(TorchRelayError, ValueError):
     """A setting is unknown or has a bad value; the message names where it came from and what is allowed."""
 
+    exit_code = 2
+
 
 class DataError(TorchRelayError, ValueError):
     """Input data does not have the form it must have; the message names file and line."""
+
+    exit_code = 2
 
 
 class DeferredError(TorchRelayError, RuntimeError):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.cli.demo.code_graph import split_facts
-from torchrelay.cli.demo.triples import write_facts
+from torchrelay.demo.code_graph import split_facts
+from torchrelay.demo.triples import write_facts
 
 _COMMAND = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo"]
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay.deferred.training.gossip import (
+from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.training.gossip import (
     GossipGraDState,
     Topology,
     get_num_modules,
@@ -18,7 +19,6 @@ from torchrelay.deferred.training.gossip import (
     partners,
     period,
 )
-from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import World
 
 BACKENDS = ["gloo", "sml"]

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay.deferred.training.slowmo import (
+from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.training.slowmo import (
     SlowMomentumOptimizer,
     SlowMoState,
     average_parameters,
     slowmo_hook,
 )
-from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import World
 
 BACKENDS = ["gloo", "sml"]

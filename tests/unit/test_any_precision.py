@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchrelay.deferred.training.any_precision import AnyPrecisionAdamW
 from torchrelay.errors import ArgumentError
+from torchrelay.training.any_precision import AnyPrecisionAdamW
 
 FULL = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}
 

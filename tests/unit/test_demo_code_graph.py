@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.cli.demo import launch
-from torchrelay.cli.demo.code_graph import prune, read_code_graph, source_files, split_facts, standard_library
-from torchrelay.cli.demo.triples import SPLITS, Fact, read_graph
+from torchrelay.demo import launch
+from torchrelay.demo.code_graph import prune, read_code_graph, source_files, split_facts, standard_library
+from torchrelay.demo.triples import SPLITS, Fact, read_graph
 from torchrelay.errors import DataError
 
 SOURCES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.cli import main
-from torchrelay.cli.demo.options import Options
+from torchrelay.demo.options import Options
 
 
 class Demo:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrelay.cli.demo import model as model_module
-from torchrelay.cli.demo.evaluation import (
+from torchrelay.demo import model as model_module
+from torchrelay.demo.evaluation import (
     Answers,
     Metrics,
     frequency_scorer,
@@ -20,11 +20,11 @@ from torchrelay.cli.demo.evaluation import (
     sum_metrics,
     with_reciprocals,
 )
-from torchrelay.cli.demo.model import ComplEx
-from torchrelay.cli.demo.options import Options
-from torchrelay.cli.demo.predictions import predict
-from torchrelay.cli.demo.training import Batches
-from torchrelay.cli.demo.triples import Graph
+from torchrelay.demo.model import ComplEx
+from torchrelay.demo.options import Options
+from torchrelay.demo.predictions import predict
+from torchrelay.demo.training import Batches
+from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
 from torchrelay.parameters import Table, optim
 from torchrelay.world import World

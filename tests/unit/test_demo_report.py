@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from torchrelay.cli.demo.evaluation import Metrics
-from torchrelay.cli.demo.report import (
+from torchrelay.demo.evaluation import Metrics
+from torchrelay.demo.report import (
     Prediction,
     Stage,
     TrainingProgress,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.cli.demo.triples import read_graph, write_facts
+from torchrelay.demo.triples import read_graph, write_facts
 from torchrelay.errors import DataError
 
 TRAIN = [("a", "likes", "b"), ("b", "likes", "c"), ("c", "knows", "a")]

@@ -10,7 +10,6 @@ from torchrelay import __version__
 from torchrelay.cli import checkpoint
 from torchrelay.cli.demo import demo
 from torchrelay.cli.doctor import doctor
-from torchrelay.cli.exit_codes import exit_code
 from torchrelay.cli.serve import serve
 from torchrelay.cli.switch import switch
 from torchrelay.errors import TorchRelayError
@@ -54,4 +53,4 @@ def main() -> None:
         app()
     except TorchRelayError as error:
         typer.echo(f"torchrelay: {error}", err=True)
-        sys.exit(exit_code(error))
+        sys.exit(error.exit_code)

@@ -1,12 +1,12 @@
-"""torchdistX's GossipGraD, on :mod:`torchrelay.deferred.training.gossip`."""
+"""torchdistX's GossipGraD, on :mod:`torchrelay.training.gossip`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torchrelay.compat.torchdistx import _states
-from torchrelay.deferred.training import gossip
-from torchrelay.deferred.training.gossip import Topology, get_num_modules, gossip_grad_hook
+from torchrelay.training import gossip
+from torchrelay.training.gossip import Topology, get_num_modules, gossip_grad_hook
 
 __all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook"]
 

@@ -1,5 +1,5 @@
-"""See :mod:`torchrelay.deferred.training.any_precision`."""
+"""See :mod:`torchrelay.training.any_precision`."""
 
-from torchrelay.deferred.training.any_precision import AnyPrecisionAdamW
+from torchrelay.training.any_precision import AnyPrecisionAdamW
 
 __all__ = ["AnyPrecisionAdamW"]

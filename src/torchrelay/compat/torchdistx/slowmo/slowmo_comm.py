@@ -1,12 +1,12 @@
-"""The communication hook; see :mod:`torchrelay.deferred.training.slowmo`."""
+"""The communication hook; see :mod:`torchrelay.training.slowmo`."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from torchrelay.compat.torchdistx import _states
-from torchrelay.deferred.training import slowmo
-from torchrelay.deferred.training.slowmo import slowmo_hook
+from torchrelay.training import slowmo
+from torchrelay.training.slowmo import slowmo_hook
 
 __all__ = ["SlowMoState", "slowmo_hook"]
 

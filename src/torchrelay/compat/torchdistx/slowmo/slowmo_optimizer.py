@@ -1,4 +1,4 @@
-"""The optimizer; see :mod:`torchrelay.deferred.training.slowmo`."""
+"""The optimizer; see :mod:`torchrelay.training.slowmo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim.optimizer import StateDict
 
-from torchrelay.deferred.training import slowmo
+from torchrelay.training import slowmo
 
 __all__ = ["SlowMomentumOptimizer"]
 

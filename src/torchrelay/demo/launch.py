@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from torchrelay.cli.demo import code_graph
-from torchrelay.cli.demo.options import Options
-from torchrelay.cli.demo.triples import SPLITS, read_graph, write_facts
+from torchrelay.demo import code_graph
+from torchrelay.demo.options import Options
+from torchrelay.demo.triples import SPLITS, read_graph, write_facts
 from torchrelay.errors import UnavailableError
 
 __all__ = ["cached_code_graph", "run", "run_on_code_graph"]
@@ -39,7 +39,7 @@ def run(options: Options) -> NoReturn:
         "TORCHRELAY_PARAMETERS_TIMEOUT_S": str(options.timeout_s),
     }
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    worker = ["--nproc-per-node", str(options.nproc), "-m", "torchrelay.cli.demo.worker", options.to_json()]
+    worker = ["--nproc-per-node", str(options.nproc), "-m", "torchrelay.demo.worker", options.to_json()]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *torchrun, *worker], {**defaults, **os.environ})
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from torchrelay.deferred.training.comm_hooks import finished, refuse_sharded
-from torchrelay.deferred.training.host_groups import ranks_by_host, subgroup_of
 from torchrelay.errors import ArgumentError
+from torchrelay.training.comm_hooks import finished, refuse_sharded
+from torchrelay.training.host_groups import ranks_by_host, subgroup_of
 
 __all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook", "partners"]
 

@@ -17,9 +17,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from torchrelay.deferred.training.comm_hooks import finished, refuse_sharded
-from torchrelay.deferred.training.host_groups import ranks_by_host, subgroup_of
 from torchrelay.errors import ArgumentError
+from torchrelay.training.comm_hooks import finished, refuse_sharded
+from torchrelay.training.host_groups import ranks_by_host, subgroup_of
 
 __all__ = ["SlowMoState", "SlowMomentumOptimizer", "slowmo_hook"]
 

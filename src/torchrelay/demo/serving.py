@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchrelay.cli.demo.evaluation import count_answers
-from torchrelay.cli.demo.model import ComplEx
-from torchrelay.cli.demo.triples import Graph
+from torchrelay.demo.evaluation import count_answers
+from torchrelay.demo.model import ComplEx
+from torchrelay.demo.triples import Graph
 from torchrelay.switching import ModelStore, Switcher
 
 __all__ = ["MostFrequent", "ServedComplEx", "SwitchTimes", "compare_switches"]
@@ -26,7 +26,7 @@ _QUESTIONS = 16
 _RESTART = """
 import sys
 import torch
-from torchrelay.cli.demo.model import ComplEx
+from torchrelay.demo.model import ComplEx
 model = ComplEx(*map(int, sys.argv[2:]))
 model.load_state_dict(torch.load(sys.argv[1], weights_only=True)["model"])
 with torch.inference_mode():

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torchrelay.cli.demo.evaluation import HITS_AT, Metrics
+from torchrelay.demo.evaluation import HITS_AT, Metrics
 
 __all__ = ["Prediction", "Stage", "TrainingProgress", "metrics_table", "predictions_table", "stages_table"]
 

@@ -7,10 +7,10 @@ import random
 
 import torch
 
-from torchrelay.cli.demo.evaluation import Answers, rank_answers
-from torchrelay.cli.demo.model import ComplEx
-from torchrelay.cli.demo.report import Prediction
-from torchrelay.cli.demo.triples import Graph
+from torchrelay.demo.evaluation import Answers, rank_answers
+from torchrelay.demo.model import ComplEx
+from torchrelay.demo.report import Prediction
+from torchrelay.demo.triples import Graph
 
 __all__ = ["predict"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrelay.cli.demo.triples import Graph
+from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
 
 __all__ = [

@@ -1,13 +1,4 @@
-"""``torchrelay demo``: the main job, a knowledge graph learned on several processes.
-
-:func:`demo` reads and checks the data, then starts the processes with torchrun; each of them runs
-:mod:`~torchrelay.cli.demo.worker`. The stages: :mod:`~torchrelay.cli.demo.code_graph` and
-:mod:`~torchrelay.cli.demo.triples` read a graph, :mod:`~torchrelay.cli.demo.model` scores it,
-:mod:`~torchrelay.cli.demo.training` and :mod:`~torchrelay.cli.demo.evaluation` do what they say, and
-:mod:`~torchrelay.cli.demo.report` prints.
-
-This module imports torch only when the command runs.
-"""
+"""``torchrelay demo``; it imports torch only when it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchrelay.cli.demo.options import Options
+from torchrelay.demo.options import Options
 
 __all__ = ["demo"]
 
@@ -80,7 +71,7 @@ def demo(
         timeout_s=timeout,
         serve=serve,
     )
-    from torchrelay.cli.demo import launch  # noqa: PLC0415 - imports torch
+    from torchrelay.demo import launch  # noqa: PLC0415 - imports torch
 
     if data is None:
         launch.run_on_code_graph(options)

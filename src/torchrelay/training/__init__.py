@@ -4,9 +4,9 @@ Public: :class:`AnyPrecisionAdamW`; SlowMo (:class:`SlowMoState`, :func:`slowmo_
 GossipGraD (:class:`GossipGraDState`, :class:`Topology`, :func:`gossip_grad_hook`, :func:`get_num_modules`).
 """
 
-from torchrelay.deferred.training.any_precision import AnyPrecisionAdamW
-from torchrelay.deferred.training.gossip import GossipGraDState, Topology, get_num_modules, gossip_grad_hook
-from torchrelay.deferred.training.slowmo import SlowMomentumOptimizer, SlowMoState, slowmo_hook
+from torchrelay.training.any_precision import AnyPrecisionAdamW
+from torchrelay.training.gossip import GossipGraDState, Topology, get_num_modules, gossip_grad_hook
+from torchrelay.training.slowmo import SlowMomentumOptimizer, SlowMoState, slowmo_hook
 
 __all__ = [
     "AnyPrecisionAdamW",

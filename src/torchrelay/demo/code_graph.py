@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchrelay.cli.demo.triples import SPLITS, Fact
+from torchrelay.demo.triples import SPLITS, Fact
 from torchrelay.errors import DataError
 
 __all__ = ["prune", "read_code_graph", "source_files", "split_facts", "standard_library"]

@@ -1,4 +1,4 @@
-"""What each process of the main job runs, under torchrun: ``python -m torchrelay.cli.demo.worker OPTIONS``."""
+"""What each process of the main job runs, under torchrun: ``python -m torchrelay.demo.worker OPTIONS``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from rich.console import Console
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend sml
 from torchrelay.checkpoint import load, save
-from torchrelay.cli.demo import report
-from torchrelay.cli.demo.evaluation import (
+from torchrelay.deferred import deferred_init, materialize_module
+from torchrelay.demo import report
+from torchrelay.demo.evaluation import (
     Answers,
     Metrics,
     Scorer,
@@ -29,21 +30,19 @@ from torchrelay.cli.demo.evaluation import (
     sum_metrics,
     with_reciprocals,
 )
-from torchrelay.cli.demo.model import ComplEx
-from torchrelay.cli.demo.options import Options
-from torchrelay.cli.demo.predictions import predict
-from torchrelay.cli.demo.report import Stage
-from torchrelay.cli.demo.serving import MostFrequent, compare_switches
-from torchrelay.cli.demo.training import (
+from torchrelay.demo.model import ComplEx
+from torchrelay.demo.options import Options
+from torchrelay.demo.predictions import predict
+from torchrelay.demo.report import Stage
+from torchrelay.demo.serving import MostFrequent, compare_switches
+from torchrelay.demo.training import (
     Batches,
     Trainer,
     compare_all_reduce,
     compare_lookups,
     compare_steps,
 )
-from torchrelay.cli.demo.triples import Graph, read_graph
-from torchrelay.cli.exit_codes import exit_code
-from torchrelay.deferred import deferred_init, materialize_module
+from torchrelay.demo.triples import Graph, read_graph
 from torchrelay.errors import TorchRelayError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
@@ -303,7 +302,7 @@ def main() -> None:
     except TorchRelayError as error:
         # One write, so that the lines of ranks that fail at the same moment stay apart; print makes two.
         sys.stderr.write(f"torchrelay demo, rank {world.rank}: {error}\n")
-        sys.exit(exit_code(error))
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay import _torch, errors
-from torchrelay.cli.demo.evaluation import with_reciprocals
-from torchrelay.cli.demo.model import ComplEx, entities_of
-from torchrelay.cli.demo.options import Options
-from torchrelay.cli.demo.triples import Graph
+from torchrelay.demo.evaluation import with_reciprocals
+from torchrelay.demo.model import ComplEx, entities_of
+from torchrelay.demo.options import Options
+from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
 from torchrelay.parameters import Embedding, IntentLoader
 from torchrelay.world import World
