@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -228,6 +229,8 @@ def pytest_configure(config: pytest.Config) -> None:
     They are in a mount namespace of their own, so what other programs do there is not seen, and what a killed test
     run leaves there ends with it. It takes root; without it, see :func:`_left_behind`.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:  # it ignores interrupts, which processes of the tests would inherit
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_OUTER_MOUNTS] = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     if os.geteuid() == 0:
         config.stash[_IS_PRIVATE] = namespaces.hide(_PRIVATE_FOLDERS)
