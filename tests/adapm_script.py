@@ -75,14 +75,14 @@ def init_node(port):
     for thread in threads:
         thread.join()
     if FAULT and server.my_rank() == NUM_NODES - 1:
-        print(f"node {server.my_rank()} fails", flush=True)
+        print(f"node {server.my_rank()} fails\n", end="", flush=True)
         if FAULT == "main":
             raise ValueError("the data is broken")
         if FAULT == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
     server.shutdown()
     assert len(sums) == NUM_WORKERS, "a worker has failed"
-    print(f"node {server.my_rank()}: {sum(sums):g}", flush=True)
+    print(f"node {server.my_rank()}: {sum(sums):g}\n", end="", flush=True)
 
 
 def main():

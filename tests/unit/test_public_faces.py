@@ -12,10 +12,13 @@ import pytest
 
 import torchrelay
 
+OLD_NAMES = {"torchrelay.deferred.training"}
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(torchrelay.__path__, "torchrelay.")
-    if not module.name.split(".")[-1].startswith("_") and ".mpi" not in module.name
+    if not module.name.split(".")[-1].startswith("_")
+    and ".mpi" not in module.name
+    and module.name not in OLD_NAMES
 )
 
 
@@ -27,6 +30,15 @@ def test_all_is_what_it_says(name: str) -> None:
         thing = getattr(module, public)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             assert thing.__doc__, f"{name}.{public} has no docstring"
+
+
+@pytest.mark.parametrize("name", sorted(OLD_NAMES))
+def test_old_names_warn(name: str) -> None:
+    module = importlib.import_module(name)
+    new = importlib.import_module(name.replace(".deferred", ""))
+    for public in new.__all__:
+        with pytest.warns(DeprecationWarning, match=new.__name__):
+            assert getattr(module, public) is getattr(new, public)
 
 
 def _python(code: str) -> str:

@@ -5,3 +5,5 @@
 graph, :mod:`~torchrelay.demo.model` scores it, :mod:`~torchrelay.demo.training` and :mod:`~torchrelay.demo.evaluation` do
 what they say, :mod:`~torchrelay.demo.serving` serves the result, and :mod:`~torchrelay.demo.report` prints.
 """
+
+__all__: list[str] = []
