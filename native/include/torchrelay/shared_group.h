@@ -155,7 +155,7 @@ class SharedGroup {
   [[noreturn]] void fail(Code code, const std::string& message, int culprit);
 
   // Breaks the group for a reason that lies outside it: all ranks' waits and later calls throw `code` with
-  // this message (cut after kMaxReason bytes) and, as far as there is room for them, these names of ranks.
+  // this message (cut after kMaxReason bytes) and the first kMaxReasonNames of these names of ranks.
   // Thread-safe. The first failure counts.
   void report(Code code, const std::string& message, const std::vector<int>& names) noexcept;
 

@@ -1,7 +1,7 @@
 """What all ranks must agree on before a collective between hosts moves any bytes.
 
 Each rank describes its call in a record of fixed size. Every rank gets all records and compares them in the same way,
-so all find the same difference. A record has room for a small payload, which needs no further step then.
+so all find the same difference. A record can carry a small payload, which then needs no step of its own.
 """
 
 from __future__ import annotations

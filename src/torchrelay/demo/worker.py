@@ -1,4 +1,4 @@
-"""What each process of the main job runs, under torchrun: ``python -m torchrelay.demo.worker OPTIONS``."""
+"""What each process of the demo runs, under torchrun: ``python -m torchrelay.demo.worker OPTIONS``."""
 
 from __future__ import annotations
 

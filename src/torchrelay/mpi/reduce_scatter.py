@@ -78,8 +78,10 @@ class ReduceScatter(Call):
 
     def in_graph(self, x: Tensor) -> ReduceScatter | None:
         size = self.comm.size
-        if self.known or self.length * size != x.shape[self.axis]:
-            return self if self.known else None
+        if self.known:
+            return self
+        if self.length * size != x.shape[self.axis]:
+            return None
         return ReduceScatter(self.comm, self.op, self.axis, self.length, [self.length] * size)
 
     def result_shape(self, shape: Sequence[int]) -> list[int]:

@@ -75,9 +75,11 @@ class Scatter(Call):
         )
 
     def in_graph(self, x: Tensor) -> Scatter | None:
+        if self.known:
+            return self
         axis, size = axis_of(self.axis, x.ndim), self.comm.size
-        if self.known or self.length * size != x.shape[axis]:
-            return self if self.known else None
+        if self.length * size != x.shape[axis]:
+            return None
         return Scatter(self.comm, axis, self.length, self.root, [self.length] * size)
 
     def result_shape(self, shape: Sequence[int]) -> list[int]:
