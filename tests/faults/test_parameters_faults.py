@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError, UnavailableError
 from torchrelay.parameters import Table, optim
-from torchrelay.parameters.starting import start
+from torchrelay.parameters._starting import start
 from torchrelay.transport import create_key_file
 from torchrelay.world import World
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrelay.training.any_precision import AnyPrecisionAdamW
+from torchrelay.training._any_precision import AnyPrecisionAdamW
 from torchrelay.world import World
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.training.gossip import (
+from torchrelay.training._gossip import (
     GossipGraDState,
     Topology,
     get_num_modules,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchrelay.errors import PeerLostError
-from torchrelay.parameters.starting import start
+from torchrelay.parameters._starting import start
 from torchrelay.world import World
 
 PUSHES, BATCH, KEYS = 280, 60, 500  # 6 workers: 100,800 pushes

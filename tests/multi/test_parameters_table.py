@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchrelay.checkpoint import Reader, Writer
 from torchrelay.errors import ArgumentError, CorruptionError, PeerLostError
-from torchrelay.parameters import Embedding, IntentLoader, Table, intents, optim
+from torchrelay.parameters import Embedding, IntentLoader, Table, _intents, optim
 from torchrelay.world import World
 
 KEYS, DIM = 300, 4
@@ -74,7 +74,7 @@ def test_a_loader_brings_keys_home(world: World, techniques: str) -> None:
 
 @pytest.mark.processes(2)
 def test_the_first_step_has_its_keys_too_and_a_local_sample_is_here(world: World) -> None:
-    intents.FIRST_WAIT_S = 60.0  # the process is the test's own
+    _intents.FIRST_WAIT_S = 60.0  # the process is the test's own
     with Table.create(KEYS, DIM, node_of_rank=lambda rank: rank) as table:
         mine = torch.arange(world.rank * 150, world.rank * 150 + 150)
         assert not table.is_local(mine)

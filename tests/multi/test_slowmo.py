@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.training.slowmo import (
+from torchrelay.training._slowmo import (
     SlowMomentumOptimizer,
     SlowMoState,
     average_parameters,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchrelay.errors import ArgumentError
-from torchrelay.training.any_precision import AnyPrecisionAdamW
+from torchrelay.training._any_precision import AnyPrecisionAdamW
 
 FULL = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from torchrelay.deferred import deferred_init, dematerialize, from_recipe, materialize_module, plan, recipe
-from torchrelay.deferred.draws import fill_part, rule_for
-from torchrelay.deferred.twister import jump
+from torchrelay.deferred._draws import fill_part, rule_for
+from torchrelay.deferred._twister import jump
 from torchrelay.errors import CorruptionError, DeferredError, MismatchError, UnsupportedError
 
 aten = torch.ops.aten

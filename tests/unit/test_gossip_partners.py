@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.training.gossip import Topology, partners, period
+from torchrelay.training._gossip import Topology, partners, period
 
 sizes = st.integers(1, 70)
 topologies = st.sampled_from(list(Topology))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchrelay.parameters import IntentLoader, Table
-from torchrelay.parameters.intents import CALM_STEPS, LARGEST_LOOKAHEAD, REMEMBERED_STEPS
+from torchrelay.parameters._intents import CALM_STEPS, LARGEST_LOOKAHEAD, REMEMBERED_STEPS
 
 
 def test_it_shrinks_while_every_key_is_here() -> None:

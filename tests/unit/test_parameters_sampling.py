@@ -12,7 +12,7 @@ import torch
 
 from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.parameters import Server, Topology, Worker
-from torchrelay.parameters.sampling import alias_table
+from torchrelay.parameters._sampling import alias_table
 
 SCHEMES = ["naive", "preloc", "pool", "local"]
 LOW, HIGH = 10, 30

@@ -21,8 +21,8 @@ from torchrelay.checkpoint._types import Box, Manifest
 from torchrelay.checkpoint._values import decode
 from torchrelay.checkpoint._write import default_threads
 from torchrelay.deferred import is_deferred, materialize_module
-from torchrelay.deferred.shards import Shard as DeferredShard
-from torchrelay.deferred.shards import local_slices
+from torchrelay.deferred._shards import Shard as DeferredShard
+from torchrelay.deferred._shards import local_slices
 from torchrelay.errors import ArgumentError, MismatchError
 
 if TYPE_CHECKING:

@@ -5,11 +5,12 @@ Public: :mod:`.fake` (:func:`~.fake.fake_mode`, :func:`~.fake.is_fake`, :func:`~
 :func:`dematerialize`, :func:`recipe`, :func:`from_recipe`, :func:`plan`.
 """
 
+from torchrelay._deprecation import old_modules
 from torchrelay.deferred import fake
-from torchrelay.deferred.initialization import deferred_init, is_deferred
-from torchrelay.deferred.materialization import materialize_module, materialize_tensor
-from torchrelay.deferred.planning import Plan, plan
-from torchrelay.deferred.reversal import dematerialize, from_recipe, recipe
+from torchrelay.deferred._initialization import deferred_init, is_deferred
+from torchrelay.deferred._materialization import materialize_module, materialize_tensor
+from torchrelay.deferred._planning import Plan, plan
+from torchrelay.deferred._reversal import dematerialize, from_recipe, recipe
 
 __all__ = [
     "Plan",
@@ -23,3 +24,6 @@ __all__ = [
     "plan",
     "recipe",
 ]
+
+old_modules(__name__, "initialization", "materialization", "planning", "reversal")
+old_modules(__name__, "training", now="torchrelay.training")

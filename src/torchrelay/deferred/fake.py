@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-import torchrelay.deferred.callers
-import torchrelay.deferred.dispatch  # noqa: F401  (both fill in the hooks)
-from torchrelay.deferred import session as sessions
-from torchrelay.deferred.tensor import FakeTensor
+import torchrelay.deferred._callers
+import torchrelay.deferred._dispatch  # noqa: F401  (both fill in the hooks)
+from torchrelay.deferred import _session as sessions
+from torchrelay.deferred._tensor import FakeTensor
 from torchrelay.errors import ArgumentError
 
 __all__ = ["FakeTensor", "fake_mode", "is_fake", "meta_like"]

@@ -12,13 +12,14 @@ Every communication made while grad mode is on joins a chain in autograd's graph
 of a rank's communications in exactly the reverse order, and ends wherever the forward pass ended.
 """
 
+from torchrelay._deprecation import old_modules
+from torchrelay.mpi._allreduce import Located
 from torchrelay.mpi._chain import chain, reset
+from torchrelay.mpi._communicator import COMM_WORLD, CartCommunicator, Communicator, from_mpi4py
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._library import MPI as _MPI
-from torchrelay.mpi.allreduce import Located
-from torchrelay.mpi.communicator import COMM_WORLD, CartCommunicator, Communicator, from_mpi4py
-from torchrelay.mpi.passes import backward, grad
-from torchrelay.mpi.point_to_point import WaitHandle, join_dummies, join_dummies_handle
+from torchrelay.mpi._passes import backward, grad
+from torchrelay.mpi._point_to_point import JoinDummies, JoinDummiesHandle, WaitHandle
 
 __all__ = [
     "COMM_WORLD",
@@ -52,11 +53,10 @@ __all__ = [
     "reset",
 ]
 
+old_modules(__name__, "communicator", "halo", "passes")
+
 MPI_MAX, MPI_MIN, MPI_SUM, MPI_PROD = Op.MAX, Op.MIN, Op.SUM, Op.PROD
 MPI_LAND, MPI_BAND, MPI_LOR, MPI_BOR = Op.LAND, Op.BAND, Op.LOR, Op.BOR
 MPI_LXOR, MPI_BXOR, MPI_MINLOC, MPI_MAXLOC = Op.LXOR, Op.BXOR, Op.MINLOC, Op.MAXLOC
 MPI_ANY_SOURCE, MPI_ANY_TAG = _MPI.ANY_SOURCE, _MPI.ANY_TAG
 MPI_PROC_NULL, MPI_UNDEFINED = _MPI.PROC_NULL, _MPI.UNDEFINED
-
-JoinDummies = join_dummies
-JoinDummiesHandle = join_dummies_handle

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from torchrelay import _torch, telemetry
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.mpi import _chain, _check, compiled
+from torchrelay.mpi import _chain, _check, _compiled
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, is_differentiable
 from torchrelay.mpi._history import Place
@@ -50,7 +50,7 @@ def unchanged(x: Tensor) -> Tensor:
 
 def conjugate(kind: str) -> Callable[..., Call]:
     """The class of the name ``kind``, for calls whose derivatives are each other: their modules cannot import both."""
-    found: Any = compiled.kinds[kind]
+    found: Any = _compiled.kinds[kind]
     return found  # type: ignore[no-any-return]
 
 
@@ -103,7 +103,7 @@ class Call:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        compiled.kinds[cls.__name__] = cls
+        _compiled.kinds[cls.__name__] = cls
 
     def start(self, x: Tensor) -> Started:
         """Starts to communicate, and waits for nobody, unless lengths must be told first."""
@@ -315,7 +315,7 @@ def save(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
 def record(call: Call, x: Tensor) -> Tensor:
     """Runs ``call`` on ``x``, recorded in autograd's graph if grad mode is on."""
     if is_compiling():
-        return compiled.communicate(call, x, record)
+        return _compiled.communicate(call, x, record)
     try:
         if telemetry.listening():
             with telemetry.span(f"mpi.{call.name}", comm=call.comm.name, size_bytes=x.numel() * x.itemsize):

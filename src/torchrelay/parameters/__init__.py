@@ -10,18 +10,19 @@ For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`,
 launcher or over a :class:`Topology`, and :class:`UpdateRule`.
 """
 
+from torchrelay._deprecation import old_modules
 from torchrelay.parameters import optim
+from torchrelay.parameters._contract import KeyInit, UpdateRule
+from torchrelay.parameters._embedding import Embedding, EmbeddingBag
+from torchrelay.parameters._intents import IntentLoader
+from torchrelay.parameters._metrics import Metrics
 from torchrelay.parameters._optimizer import TableOptimizer
+from torchrelay.parameters._server import Server
+from torchrelay.parameters._starting import Place, start
+from torchrelay.parameters._table import Table
+from torchrelay.parameters._topology import Topology
 from torchrelay.parameters._weight import TableWeight
-from torchrelay.parameters.contract import KeyInit, UpdateRule
-from torchrelay.parameters.embedding import Embedding, EmbeddingBag
-from torchrelay.parameters.intents import IntentLoader
-from torchrelay.parameters.metrics import Metrics
-from torchrelay.parameters.server import Server
-from torchrelay.parameters.starting import Place, start
-from torchrelay.parameters.table import Table
-from torchrelay.parameters.topology import Topology
-from torchrelay.parameters.worker import Worker
+from torchrelay.parameters._worker import Worker
 
 __all__ = [
     "Embedding",
@@ -40,3 +41,17 @@ __all__ = [
     "optim",
     "start",
 ]
+
+old_modules(
+    __name__,
+    "contract",
+    "embedding",
+    "intents",
+    "metrics",
+    "sampling",
+    "server",
+    "starting",
+    "table",
+    "topology",
+    "worker",
+)

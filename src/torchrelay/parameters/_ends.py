@@ -10,7 +10,7 @@ from multiprocessing import util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchrelay.parameters.server import Server
+    from torchrelay.parameters._server import Server
 
 __all__ = ["CLOSES", "Ending", "end_with_process"]
 

@@ -14,7 +14,7 @@ from torchrelay.parameters._exchange import GradientExchange
 from torchrelay.parameters._weight import check_finite
 
 if TYPE_CHECKING:
-    from torchrelay.parameters.table import Table
+    from torchrelay.parameters._table import Table
 
 __all__ = ["ApplyGradients", "Gradients", "Reduction"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
-from torchrelay.parameters.table import Table
+from torchrelay.parameters._table import Table
 
 __all__ = ["Lookup", "look_up"]
 

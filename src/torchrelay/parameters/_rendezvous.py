@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay import _native, config, transport
 from torchrelay.errors import ArgumentError, ConfigError
-from torchrelay.parameters.topology import Topology
+from torchrelay.parameters._topology import Topology
 from torchrelay.world import World, host_identity
 
 if TYPE_CHECKING:

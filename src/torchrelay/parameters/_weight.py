@@ -13,7 +13,7 @@ from torchrelay import _torch
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
-    from torchrelay.parameters.table import Table
+    from torchrelay.parameters._table import Table
 
 __all__ = ["TableWeight", "check_finite", "sum_by_key"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from torchrelay.errors import ArgumentError
-from torchrelay.parameters.contract import UpdateRule
+from torchrelay.parameters._contract import UpdateRule
 
 __all__ = ["adagrad", "adam", "add", "rowwise_adagrad", "sgd"]
 

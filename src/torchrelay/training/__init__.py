@@ -4,9 +4,10 @@ Public: :class:`AnyPrecisionAdamW`; SlowMo (:class:`SlowMoState`, :func:`slowmo_
 GossipGraD (:class:`GossipGraDState`, :class:`Topology`, :func:`gossip_grad_hook`, :func:`get_num_modules`).
 """
 
-from torchrelay.training.any_precision import AnyPrecisionAdamW
-from torchrelay.training.gossip import GossipGraDState, Topology, get_num_modules, gossip_grad_hook
-from torchrelay.training.slowmo import SlowMomentumOptimizer, SlowMoState, slowmo_hook
+from torchrelay._deprecation import old_modules
+from torchrelay.training._any_precision import AnyPrecisionAdamW
+from torchrelay.training._gossip import GossipGraDState, Topology, get_num_modules, gossip_grad_hook
+from torchrelay.training._slowmo import SlowMomentumOptimizer, SlowMoState, slowmo_hook
 
 __all__ = [
     "AnyPrecisionAdamW",
@@ -18,3 +19,5 @@ __all__ = [
     "gossip_grad_hook",
     "slowmo_hook",
 ]
+
+old_modules(__name__, "any_precision", "gossip", "slowmo")

@@ -13,7 +13,7 @@ import torch
 
 from torchrelay.errors import PeerLostError
 from torchrelay.parameters import Worker
-from torchrelay.parameters.starting import start
+from torchrelay.parameters._starting import start
 from torchrelay.world import World
 
 KEYS, DIM = 40, 3

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.parameters import Table, optim
-from torchrelay.parameters.starting import start
+from torchrelay.parameters._starting import start
 from torchrelay.world import World
 
 KEYS, DIM = 8, 2

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchrelay.deferred import deferred_init, is_deferred, materialize_module, materialize_tensor, shapes
-from torchrelay.deferred import replay as replays
+from torchrelay.deferred import _replay as replays
+from torchrelay.deferred import _shapes, deferred_init, is_deferred, materialize_module, materialize_tensor
 from torchrelay.errors import DeferredError
 
 
@@ -157,9 +157,9 @@ def test_reading_runs_each_operation_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_shapes_of_like_operations_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, old = [], shapes._shapes_of
-    monkeypatch.setattr(shapes, "_shapes_of", lambda *call: (computed.append(call[0]), old(*call))[1])
-    monkeypatch.setattr(shapes, "_known", {})
+    computed, old = [], _shapes._shapes_of
+    monkeypatch.setattr(_shapes, "_shapes_of", lambda *call: (computed.append(call[0]), old(*call))[1])
+    monkeypatch.setattr(_shapes, "_known", {})
     deferred_init(_power_iteration)
     assert 0 < len(computed) < 10
     for build in (

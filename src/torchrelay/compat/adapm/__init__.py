@@ -25,7 +25,7 @@ from torchrelay.compat.adapm._variables import dmlc_variables, of_servers
 from torchrelay.errors import ArgumentError, ConfigError, PeerLostError, TorchRelayError
 from torchrelay.parameters import Server as _Server
 from torchrelay.parameters import Worker as _Worker
-from torchrelay.parameters.topology import TECHNIQUES, Topology
+from torchrelay.parameters._topology import TECHNIQUES, Topology
 
 __all__ = ["Server", "Worker", "scheduler", "setup"]
 

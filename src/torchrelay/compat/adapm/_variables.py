@@ -8,7 +8,7 @@ from datetime import timedelta
 from torchrelay import config
 from torchrelay.errors import ConfigError
 from torchrelay.parameters._rendezvous import interface_towards, node_network, topology_of
-from torchrelay.parameters.topology import Topology
+from torchrelay.parameters._topology import Topology
 from torchrelay.world import World
 
 __all__ = ["dmlc_variables", "of_servers"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrelay import _torch, mpi
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import Communicator, Op, WaitHandle, compiled
+from torchrelay.mpi import Communicator, Op, WaitHandle, _compiled
 
 __all__ = ["JoinDummies", "JoinDummiesHandle", "make_scriptable"]
 
@@ -39,12 +39,12 @@ _numbers = itertools.count()
 
 
 def _call(tensor: Tensor, comm: int, function: str, op: str, arguments: Sequence[int]) -> Tensor:
-    method: Any = getattr(compiled.communicator(comm), function)
+    method: Any = getattr(_compiled.communicator(comm), function)
     return method(tensor, *([Op[op]] if op else []), *arguments)
 
 
 def _start(tensor: Tensor, comm: int, function: str, peer: int, tag: int) -> tuple[Tensor, int]:
-    handle: WaitHandle = getattr(compiled.communicator(comm), function)(tensor, peer, tag)
+    handle: WaitHandle = getattr(_compiled.communicator(comm), function)(tensor, peer, tag)
     number = next(_numbers)
     _started[number] = handle
     return handle.dummy, number

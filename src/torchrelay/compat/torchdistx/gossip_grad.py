@@ -1,27 +1,27 @@
-"""torchdistX's GossipGraD, on :mod:`torchrelay.training.gossip`."""
+"""torchdistX's GossipGraD, on :mod:`torchrelay.training._gossip`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torchrelay.compat.torchdistx import _states
-from torchrelay.training import gossip
-from torchrelay.training.gossip import Topology, get_num_modules, gossip_grad_hook
+from torchrelay.training import _gossip
+from torchrelay.training._gossip import Topology, get_num_modules, gossip_grad_hook
 
 __all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook"]
 
 
-class GossipGraDState(gossip.GossipGraDState, _states.DefaultState):
+class GossipGraDState(_gossip.GossipGraDState, _states.DefaultState):
     """With the attributes of PyTorch's ``DefaultState``, of which torchdistX's state is one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        gossip.GossipGraDState.__init__(self, *args, **kwargs)
+        _gossip.GossipGraDState.__init__(self, *args, **kwargs)
         _states.DefaultState.__init__(self, _states.group_or_all(self.local_process_group))
 
     @property
     def gossip_period(self) -> int:
         """Steps after which every gradient has reached every node."""
-        return gossip.period(self.num_nodes)
+        return _gossip.period(self.num_nodes)
 
     @property
     def iter(self) -> int:

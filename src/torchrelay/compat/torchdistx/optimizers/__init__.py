@@ -1,4 +1,4 @@
-"""torchdistX's optimizers, on :mod:`torchrelay.training.any_precision`."""
+"""torchdistX's optimizers, on :mod:`torchrelay.training._any_precision`."""
 
 from torchrelay.compat.torchdistx.optimizers.anyprecision_optimizer import AnyPrecisionAdamW
 

@@ -1,5 +1,5 @@
-"""See :mod:`torchrelay.training.any_precision`."""
+"""See :mod:`torchrelay.training._any_precision`."""
 
-from torchrelay.training.any_precision import AnyPrecisionAdamW
+from torchrelay.training._any_precision import AnyPrecisionAdamW
 
 __all__ = ["AnyPrecisionAdamW"]

@@ -1,4 +1,4 @@
-"""torchdistX's SlowMo, on :mod:`torchrelay.training.slowmo`."""
+"""torchdistX's SlowMo, on :mod:`torchrelay.training._slowmo`."""
 
 from torchrelay.compat.torchdistx.slowmo import slowmo_comm, slowmo_optimizer
 

@@ -1,4 +1,4 @@
-"""The optimizer; see :mod:`torchrelay.training.slowmo`."""
+"""The optimizer; see :mod:`torchrelay.training._slowmo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim.optimizer import StateDict
 
-from torchrelay.training import slowmo
+from torchrelay.training import _slowmo
 
 __all__ = ["SlowMomentumOptimizer"]
 
@@ -29,7 +29,7 @@ class _Averager(ModelAverager):
     def average_parameters(self, params: Iterable[Any]) -> None:
         """Of parameters, or of an optimizer's groups."""
         if self.step % self.period == 0:
-            slowmo.average_parameters(_parameters(params), self.process_group)
+            _slowmo.average_parameters(_parameters(params), self.process_group)
         self.step += 1
 
 
@@ -40,7 +40,7 @@ def _parameters(params: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-class SlowMomentumOptimizer(slowmo.SlowMomentumOptimizer):
+class SlowMomentumOptimizer(_slowmo.SlowMomentumOptimizer):
     """The slow step comes where torchdistX has it: at steps f + 1, 2 f + 1 ... for ``slowmo_freq`` f.
 
     ``averager`` averages the parameters there and, without a slow step, after the first step; a script may put another

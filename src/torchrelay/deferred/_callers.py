@@ -1,0 +1,56 @@
+"""Places in torch that ask a tensor ``is_meta`` before they compute, send or make initial values.
+
+A fake tensor looks who asks, and does better than either answer would: ``trunc_normal_`` draws until nothing
+is rejected, which needs values, and becomes one recorded operation; the scatter and broadcast inside
+``distribute_tensor`` become copies, since every rank has the whole record; FSDP1, which asks before it calls
+``param_init_fn``, does call it.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred._composites import trunc_normal
+from torchrelay.deferred._hooks import hooks
+from torchrelay.deferred._operators import describe
+from torchrelay.deferred._recording import record
+from torchrelay.deferred._tensor import FakeTensor
+
+__all__ = ["is_meta"]
+
+
+def is_meta(fake: FakeTensor, frame: FrameType) -> bool:
+    """What ``fake.is_meta`` says to the function in ``frame``: False, but True if it has nothing left to do."""
+    code = frame.f_code
+    if code is _torch.trunc_normal_code:
+        return _trunc_normal(fake, frame.f_locals)
+    if code.co_name == "mesh_scatter" and code is _torch.mesh_code("mesh_scatter"):
+        return _scatter(fake, frame.f_locals)
+    if code.co_name == "<genexpr>" and frame.f_back is not None and frame.f_back.f_back is not None:
+        return (
+            _torch.is_fsdp1_asking(frame.f_back)
+            and frame.f_back.f_back.f_locals.get("param_init_fn") is not None
+        )
+    return code.co_name == "mesh_broadcast" and code is _torch.mesh_code("mesh_broadcast")
+
+
+def _trunc_normal(fake: FakeTensor, called: dict[str, Any]) -> bool:
+    if fake._region.storage.deferred:
+        args = (fake, *(float(called[name]) for name in ("mean", "std", "a", "b")))
+        kwargs = {"generator": called.get("generator")}
+        record(trunc_normal, describe(trunc_normal), args, kwargs, writes=(fake._region,))
+    return True
+
+
+def _scatter(fake: FakeTensor, called: dict[str, Any]) -> bool:
+    mesh, dim = called["mesh"], called["mesh_dim"]
+    with torch.no_grad():
+        fake.copy_(called["scatter_list"][mesh.get_local_rank(dim)])
+    return True
+
+
+hooks.is_meta = is_meta

@@ -1,0 +1,218 @@
+"""Filling a tensor with random numbers: how many words it takes from the CPU generator, and filling only a part.
+
+The CPU generator gives 32-bit words in one sequence, and a contiguous fill takes them in the order of its
+elements. So the words before any element can be counted, and skipped. What is counted here was read off the
+generator; :func:`rule_for` checks it once a process against the torch that is running, for each operation and
+dtype, and knows no rule where it does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred._composites import is_plain_normal, trunc_normal
+from torchrelay.deferred._graph import Region
+from torchrelay.deferred._twister import jump
+
+__all__ = ["Rule", "fill_part", "rule_for", "words_drawn"]
+
+aten = torch.ops.aten
+
+# A normal fill makes its numbers sixteen at a time; the last sixteen are made anew if there is a remainder.
+_GROUP = 16
+
+
+class Rule:
+    """How a contiguous fill takes its words: ``words`` of them for each element, in order."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+
+    def total(self, count: int) -> int | None:
+        """The words taken by a fill of ``count`` elements; None: not known without drawing."""
+        return count * self.words
+
+    def pieces(self, count: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """What to draw for the elements from ``start`` to ``stop``: word, number to draw, and which to keep."""
+        yield start * self.words, stop - start, 0, stop - start
+
+
+class _NormalRule(Rule):
+    """Normal numbers. Fewer than sixteen are drawn by another method, whose rest is kept for the next draw.
+
+    Args:
+        words: for each element.
+        groups_first: the remainder's own words are not taken, only those of whole groups.
+    """
+
+    def __init__(self, words: int, groups_first: bool) -> None:
+        super().__init__(words)
+        self._groups_first = groups_first
+
+    def _tail(self, count: int) -> int:
+        return (count - count % _GROUP if self._groups_first else count) * self.words
+
+    def total(self, count: int) -> int | None:
+        if 0 < count < _GROUP:
+            return None
+        return self._tail(count) + (_GROUP * self.words if count % _GROUP else 0)
+
+    def pieces(self, count: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        tail = count - _GROUP if count % _GROUP else count
+        if start < tail:
+            first = start - start % _GROUP
+            last = min(stop, tail)
+            drawn = last - first + -(last - first) % _GROUP
+            yield first * self.words, drawn, start - first, last - first
+        if stop > tail:
+            yield self._tail(count), _GROUP, max(start, tail) - tail, stop - tail
+
+
+def _uniform(dtype: torch.dtype, args: tuple[Any, ...]) -> Rule:
+    return Rule(2 if dtype is torch.float64 else 1)
+
+
+def _normal(dtype: torch.dtype, args: tuple[Any, ...]) -> Rule:
+    return _NormalRule(2 if dtype is torch.float64 else 1, dtype in (torch.bfloat16, torch.float16))
+
+
+def _two(dtype: torch.dtype, args: tuple[Any, ...]) -> Rule:
+    return Rule(2)
+
+
+def _random(dtype: torch.dtype, args: tuple[Any, ...]) -> Rule:
+    if len(args) <= 1:
+        return Rule(2 if dtype in (torch.float64, torch.int64) else 1)
+    low, high = (0, args[1]) if len(args) == 2 else (args[1], args[2])
+    return Rule(2 if high is None or high - low >= 1 << 32 else 1)
+
+
+_RULES: dict[Any, Callable[[torch.dtype, tuple[Any, ...]], Rule]] = {
+    aten.uniform_.default: _uniform,
+    aten.normal_.default: _normal,
+    aten.bernoulli_.float: _two,
+    aten.exponential_.default: _two,
+    aten.cauchy_.default: _two,
+    aten.geometric_.default: _two,
+    aten.random_.default: _random,
+    aten.random_.to: _random,
+    getattr(aten.random_, "from"): _random,
+}
+
+# The arguments with which the rules are tried out; those of random_ are the call's own.
+_DEFAULTS: dict[Any, tuple[float, ...]] = {
+    aten.uniform_.default: (),
+    aten.normal_.default: (),
+    aten.bernoulli_.float: (0.3,),
+    aten.exponential_.default: (),
+    aten.cauchy_.default: (),
+    aten.geometric_.default: (0.3,),
+}
+
+# Factories that fill what they make: the in-place fill that does the same.
+_AS_FILL: dict[Any, Any] = {
+    aten.rand.default: aten.uniform_.default,
+    aten.randn.default: aten.normal_.default,
+    aten.rand_like.default: aten.uniform_.default,
+    aten.randn_like.default: aten.normal_.default,
+    aten.rand.generator: aten.uniform_.default,
+    aten.randn.generator: aten.normal_.default,
+}
+
+
+def rule_for(func: Any, dtype: torch.dtype, args: tuple[Any, ...] = ()) -> Rule | None:
+    """How ``func`` draws for a contiguous tensor of ``dtype``; None: not known, or not so in this torch."""
+    if func is trunc_normal and is_plain_normal(dtype, *args[1:]):
+        func, args = aten.normal_.default, args[:3]
+    func = _AS_FILL.get(func, func)
+    make = _RULES.get(func)
+    if make is None:
+        return None
+    rule = make(dtype, args)
+    # How many words a fill takes can depend on the bounds of integers alone.
+    values = _DEFAULTS.get(func, ())
+    if func not in _DEFAULTS:
+        values = tuple(value for value in args[1:] if isinstance(value, int))
+    return rule if _holds(func, dtype, rule.words, values) else None
+
+
+@lru_cache(maxsize=1024)
+def _holds(func: Any, dtype: torch.dtype, words: int, values: tuple[float, ...]) -> bool:
+    """Whether the rule predicts what a fill of 100 elements does, whole and in parts."""
+    rule = _RULES[func](dtype, (None, *values))
+    generator = torch.Generator()
+    generator.manual_seed(0)
+    state = generator.get_state()
+    with _torch.plain_torch():
+        whole = func(torch.empty(100, dtype=dtype, device="cpu"), *values, generator=generator)
+        total = rule.total(100)
+        if total is None or not torch.equal(generator.get_state(), jump(state, total)):
+            return False
+
+        def at(word: int) -> torch.Generator:
+            generator.set_state(jump(state, word))
+            return generator
+
+        for start, stop in ((0, 100), (37, 75), (16, 32), (77, 95), (90, 100)):
+            part = torch.empty(stop - start, dtype=dtype, device="cpu")
+            fill_part(func, values, rule, 100, start, part, at)
+            if not torch.equal(part, whole[start:stop]):
+                return False
+    return True
+
+
+def words_drawn(func: Any, region: Region, args: tuple[Any, ...]) -> int | None:
+    """How many words the CPU generator gives to ``func`` filling ``region``; None: not known without drawing."""
+    if func is aten.randperm.default or func is aten.randperm.generator:
+        return max(0, args[0] - 1) if args[0] < _RANDPERM_SMALL else None
+    if func in (aten.normal_.default, trunc_normal) and not region.is_contiguous:
+        return None
+    if func in _RANDINT:
+        low, high = (0, args[0]) if func in _RANDINT_FROM_ZERO else args[:2]
+        return region.numel * (2 if high - low >= 1 << 32 else 1)
+    if region.numel == 0 and _AS_FILL.get(func, func) in _RULES:
+        return 0
+    rule = rule_for(func, region.dtype, args)
+    return None if rule is None else rule.total(region.numel)
+
+
+_RANDINT_FROM_ZERO = {aten.randint.default, aten.randint.generator}
+_RANDINT = _RANDINT_FROM_ZERO | {aten.randint.low, aten.randint.low_generator}
+
+# Below this, a permutation takes one word for each swap.
+_RANDPERM_SMALL = (1 << 32) // 20
+
+
+def fill_part(
+    func: Any,
+    values: tuple[Any, ...],
+    rule: Rule,
+    count: int,
+    start: int,
+    part: torch.Tensor,
+    at: Callable[[int], torch.Generator],
+) -> None:
+    """Fills ``part``, contiguous, with elements ``start`` on of a contiguous fill of ``count`` elements.
+
+    Args:
+        values: the arguments of ``func`` after the tensor.
+        at: gives a generator that stands so many words after the start of the fill.
+    """
+    if func is trunc_normal:
+        func, values = aten.normal_.default, values[:2]
+    func = _AS_FILL.get(func, func)
+    flat = part.view(-1)
+    filled = 0
+    for word, drawn, first, last in rule.pieces(count, start, start + flat.numel()):
+        size = last - first
+        if drawn == size:
+            func(flat[filled : filled + size], *values, generator=at(word))
+        else:
+            more = torch.empty(drawn, dtype=part.dtype, device=part.device)
+            flat[filled : filled + size] = func(more, *values, generator=at(word))[first:last]
+        filled += size

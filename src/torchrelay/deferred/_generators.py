@@ -1,0 +1,89 @@
+"""Putting a generator at any position of a recorded sequence, without drawing what lies before where possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from torchrelay.deferred._graph import Node
+from torchrelay.deferred._positions import Origin, Position
+from torchrelay.deferred._twister import jump
+from torchrelay.errors import UnavailableError
+
+__all__ = ["Generators"]
+
+
+class Generators:
+    """Private generators, one a device, that are moved from draw to draw.
+
+    Args:
+        run: runs a node whose draw must be made to know where the next one starts, and throws its result away.
+    """
+
+    def __init__(self, run: Callable[[Node], None]) -> None:
+        self._run = run
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._positions: dict[torch.device, Position] = {}
+        self._last: dict[Origin, tuple[int, torch.Tensor | None]] = {}
+
+    def at(self, position: Position) -> torch.Generator:
+        """A generator standing at ``position``."""
+        device = position.origin.device
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = _new_generator(device)
+        elif self._positions.get(device) == position:
+            return generator
+        generator.set_state(self.state(position))
+        self._positions[device] = position
+        return generator
+
+    def loose_at(self, position: Position) -> torch.Generator:
+        """The same, for a draw after which nothing is known of the generator."""
+        generator = self.at(position)
+        del self._positions[position.origin.device]
+        return generator
+
+    def drawn(self, device: torch.device, after: Position) -> None:
+        """The generator of ``device`` has just drawn, and stands at ``after``."""
+        if after.origin.state is None:
+            after.origin.settle(self._generators[device].get_state())
+        self._positions[device] = after
+
+    def state(self, position: Position) -> torch.Tensor:
+        """The generator's state at ``position``."""
+        origin = position.origin
+        if position.words == 0:
+            return self._origin_state(origin)
+        # From the last state asked for: the layers of a model lie at equal distances, which jump() remembers.
+        words, state = self._last.get(origin, (0, None))
+        if state is None or words > position.words:
+            words, state = 0, self._origin_state(origin)
+        state = jump(state, position.words - words)
+        self._last[origin] = position.words, state
+        return state
+
+    def _origin_state(self, origin: Origin) -> torch.Tensor:
+        pending: list[Origin] = []
+        at: Origin | None = origin
+        while at is not None and at.state is None:
+            pending.append(at)
+            assert at.before is not None
+            at = at.before.origin
+        for known in reversed(pending):
+            if known.state is None:
+                assert known.node is not None
+                self._run(known.node)
+        assert origin.state is not None
+        return origin.state
+
+
+def _new_generator(device: torch.device) -> torch.Generator:
+    try:
+        return torch.Generator(device)
+    except RuntimeError as error:
+        raise UnavailableError(
+            f"The recorded random numbers come from the generator of {device}, which this machine does not have: "
+            f"{error}. Record with another device, or materialize on a machine that has it."
+        ) from error

@@ -1,0 +1,348 @@
+"""What deferred initialisation remembers: storages, the operations that write them, and regions of them.
+
+A fake tensor is a *region* (dtype, size, stride, offset) of a :class:`Storage` that has no memory yet. Views
+are therefore not operations: they are other regions of the same storage. A :class:`Node` is one operation
+that allocates or writes storages; its tensor arguments are regions, and its place in the program is ``seq``.
+The state of a storage at a place in the program is decided by the operations before that place alone: nothing
+that is run, or changed from outside, later or earlier, has a part in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred._positions import Position
+from torchrelay.errors import DeferredError
+
+__all__ = [
+    "Constant",
+    "External",
+    "History",
+    "Node",
+    "Record",
+    "Region",
+    "Storage",
+    "map_tensors",
+    "next_seq",
+]
+
+next_seq = itertools.count(1).__next__
+
+
+class Record(list["Node"]):
+    """The operations that write one storage, in program order. Grows only; what was run stays in it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class History:
+    """The record of a storage, and memory that holds one of the states in it.
+
+    The memory is a cache: it can be dropped at any time, and any state computed again from the record. That ends
+    where it is handed out, as the memory of a materialized tensor: whoever holds the tensor may write to it, so
+    only the job that handed it out still reads it as a state of the record.
+
+    Fake tensors and the operations that read the storage own its history; those that write it do not, so that
+    a storage that nobody can reach any more frees its record and its memory at once.
+
+    Attributes:
+        record: the operations that write the storage.
+        real: the memory, or None.
+        version: the ``seq`` of the last operation whose effect is in ``real``; 0: none.
+        given: an alias of the tensor as which the memory was handed out, with its version counter; or None.
+        job: who handed it out.
+    """
+
+    __slots__ = ("__weakref__", "given", "job", "real", "record", "storage", "version")
+
+    def __init__(self, storage: Storage, record: Record) -> None:
+        self.storage = storage
+        self.record = record
+        self.real: torch.UntypedStorage | None = None
+        self.version = 0
+        self.given: torch.Tensor | None = None
+        self.job = 0
+
+    def holds(self, version: int, job: int) -> bool:
+        """Whether ``job`` can reach the state ``version`` from the memory by running later operations only."""
+        if self.real is None or self.version > version:
+            return False
+        return self.given is None or (self.job == job and self.version == version)
+
+    def hand_out(self, tensor: torch.Tensor, job: int) -> None:
+        """The memory is now that of ``tensor``, which the program may change."""
+        self.given = tensor.detach()
+        self.job = job
+
+    def drop(self) -> None:
+        """Free the memory, if it has not been handed out."""
+        if self.given is None:
+            self.real, self.version = None, 0
+
+
+class Storage:
+    """Memory that a fake tensor would have: how large, where, and which operations write it.
+
+    Attributes:
+        size_bytes: what the real storage has, in bytes.
+        device: where the real storage will be.
+        deferred: whether operations on it are recorded; a plain fake's are not.
+    """
+
+    __slots__ = ("_history", "_record", "deferred", "device", "shadow", "size_bytes")
+
+    def __init__(self, size_bytes: int, device: torch.device, deferred: bool) -> None:
+        self.size_bytes = size_bytes
+        self.device = device
+        self.deferred = deferred
+        self.shadow: torch.UntypedStorage | None = None
+        self._history: weakref.ref[History] | None = None
+        self._record: weakref.ref[Record] | None = None
+
+    def history(self) -> History:
+        """The operations that write it; a new empty one if nobody holds it."""
+        history = None if self._history is None else self._history()
+        if history is None:
+            record = None if self._record is None else self._record()
+            history = History(self, Record() if record is None else record)
+            self._history = weakref.ref(history)
+        return history
+
+    def has_memory(self) -> bool:
+        """Whether somebody still holds memory of it."""
+        history = None if self._history is None else self._history()
+        return history is not None and history.real is not None
+
+    def keep_record(self, history: History) -> Record:
+        """The record, for who needs no memory: :meth:`history` finds it as long as it is held."""
+        if self._record is None:
+            self._record = weakref.ref(history.record)
+        return history.record
+
+
+class Region:
+    """A strided part of a storage, seen as one dtype. Immutable.
+
+    Attributes:
+        conj, neg: whether its elements are the conjugates, the negatives of those in the storage.
+    """
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "size", "storage", "stride")
+
+    def __init__(
+        self,
+        storage: Storage,
+        dtype: torch.dtype,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int = 0,
+        conj: bool = False,
+        neg: bool = False,
+    ) -> None:
+        self.storage = storage
+        self.dtype = dtype
+        self.size = size
+        self.stride = stride
+        self.offset = offset
+        self.conj = conj
+        self.neg = neg
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent in self.size:
+            count *= extent
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements, each counted once."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements follow each other in memory, the last dimension fastest."""
+        expected = 1
+        for extent, step in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if extent != 1:
+                if step != expected:
+                    return False
+                expected *= extent
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it covers every byte of its storage, in any order of dimensions."""
+        if self.offset != 0 or self.size_bytes != self.storage.size_bytes:
+            return False
+        expected = 1
+        for step, extent in sorted(zip(self.stride, self.size, strict=True)):
+            if extent != 1:
+                if step != expected:
+                    return False
+                expected *= extent
+        return True
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A real tensor: this region of ``storage``."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return self.with_bits(tensor.set_(storage, self.offset, self.size, self.stride))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same, of the memory that ``tensor`` has."""
+        with _torch.plain_torch():
+            return self.over(tensor.untyped_storage())
+
+    def with_bits(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` with this region's ``conj`` and ``neg`` bits."""
+        if self.conj or self.neg:
+            _torch.set_bits(tensor, self.conj, self.neg)
+        return tensor
+
+    def meta(self) -> torch.Tensor:
+        """A meta tensor with this region's shape; regions of one storage share one meta storage."""
+        if self.offset == 0 and self.storage.shadow is None:
+            plain = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+            return self.with_bits(plain)
+        if self.storage.shadow is None:
+            flat = torch.empty(self.storage.size_bytes, dtype=torch.uint8, device="meta")
+            self.storage.shadow = flat.untyped_storage()
+        tensor = torch.empty(0, dtype=self.dtype, device="meta")
+        return self.with_bits(tensor.set_(self.storage.shadow, self.offset, self.size, self.stride))
+
+
+class External:
+    """A real tensor from outside the recording, and its version when an operation read it.
+
+    Args:
+        tensor: what is read.
+        counted: the tensor that counts the changes, if it is another with the same memory.
+    """
+
+    __slots__ = ("_counted", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        self.tensor = tensor.clone() if tensor.is_inference() else tensor
+        self._counted = self.tensor if counted is None else counted
+        self.version = self._counted._version
+
+    def freeze(self) -> None:
+        """The program is about to write to the tensor: what was read is copied first."""
+        if self._counted._version == self.version:
+            self.tensor = self._counted = self.tensor.detach().clone()
+            self.version = self._counted._version
+
+    def get(self, node: Node) -> torch.Tensor:
+        """The tensor. Raises :class:`DeferredError` if it was changed in place since."""
+        if self._counted._version != self.version:
+            raise DeferredError(
+                f"{node.func}: a real tensor of shape {tuple(self.tensor.shape)} that this operation read when it "
+                "was recorded has been changed in place since, so the result would not be that of eager "
+                "construction. Pass a clone of it, or materialize the module before changing it."
+            )
+        return self.tensor
+
+
+class Constant:
+    """Values that were known when they were recorded (``torch.tensor([1, 2])``); nobody else holds them."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Node:
+    """One recorded operation.
+
+    Attributes:
+        seq: its place in the program; operations that are run are run in this order.
+        func: the overload (``torch.ops.aten.add_.Tensor``), or a composite of :mod:`._composites`.
+        args, kwargs: its arguments; tensors are Region, External or Constant.
+        reads: the regions it reads, among its arguments; one that it also writes is only in ``writes``.
+        writes: the regions it writes in place, among its arguments.
+        outputs: the regions of newly allocated results, ``None`` where a result is not a tensor or aliases one.
+        keeps: the histories of the storages it depends on, so that what it needs stays known; once it is done,
+            only their records.
+        position, after: where its random numbers start and end in their generator's sequence; None: it draws none.
+        default_dtype: the default dtype at that time.
+        grad: whether gradients were enabled, which some kernels of the CPU ask.
+        done: whether it has been run for good.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "after",
+        "args",
+        "default_dtype",
+        "done",
+        "func",
+        "grad",
+        "keeps",
+        "kwargs",
+        "outputs",
+        "position",
+        "reads",
+        "seq",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reads: tuple[Region, ...] = (),
+        writes: tuple[Region, ...] = (),
+        outputs: tuple[Region | None, ...] = (),
+        keeps: tuple[History | Record, ...] = (),
+    ) -> None:
+        self.seq = next_seq()
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.reads = reads
+        self.writes = writes
+        self.outputs = outputs
+        self.keeps = keeps
+        self.position: Position | None = None
+        self.after: Position | None = None
+        self.default_dtype = torch.get_default_dtype()
+        self.grad = torch.is_grad_enabled()
+        self.done = False
+
+    def __repr__(self) -> str:
+        return f"Node({self.seq}, {self.func})"
+
+    def link(self) -> None:
+        """Enter it in the histories of what it writes."""
+        for region in self.targets():
+            region.storage.history().record.append(self)
+
+    def finish(self) -> None:
+        """It has been run for good: what it read is needed no more, unless it must be run again."""
+        if not self.done:
+            self.done = True
+            self.keeps = tuple(
+                kept.storage.keep_record(kept) if isinstance(kept, History) else kept for kept in self.keeps
+            )
+
+    def targets(self) -> list[Region]:
+        """The regions it writes and makes."""
+        return [*self.writes, *(region for region in self.outputs if region is not None)]
+
+
+def map_tensors(value: Any, kinds: Any, function: Any) -> Any:
+    """``value`` with ``function`` applied to each instance of ``kinds`` in it, through lists, tuples, dicts."""
+    if isinstance(value, kinds):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)([map_tensors(item, kinds, function) for item in value])
+    if type(value) is dict:
+        return {key: map_tensors(item, kinds, function) for key, item in value.items()}
+    return value

@@ -1,0 +1,70 @@
+"""Deferred initialisation: build a module without its memory, and give it its values later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+import torchrelay.deferred._callers
+import torchrelay.deferred._dispatch  # noqa: F401  (both fill in the hooks)
+from torchrelay import _torch
+from torchrelay.deferred import _escapes
+from torchrelay.deferred import _session as sessions
+from torchrelay.deferred._hooks import hooks
+from torchrelay.deferred._modules import own_tensors
+from torchrelay.deferred._tensor import FakeTensor
+from torchrelay.errors import ArgumentError
+
+__all__ = ["deferred_init", "is_deferred"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What ``fn(*args, **kwargs)`` returns, with every tensor made inside deferred.
+
+    Args:
+        fn: a module class, or any function that makes tensors or modules.
+        *args: for ``fn``.
+        **kwargs: for ``fn``.
+
+    Raises:
+        ArgumentError: ``fn`` cannot be called.
+        DeferredError, UnsupportedError: ``fn`` does what cannot be recorded; the generators are then as before.
+    """
+    if not callable(fn):
+        raise ArgumentError(f"deferred_init() takes a module class or a function, not {type(fn).__name__}.")
+    session = sessions.Session(deferred=True)
+    outer, hooks.thread.lives = hooks.thread.lives, []
+    try:
+        with sessions.enter(session):
+            result = fn(*args, **kwargs)
+        _escapes.note(hooks.thread.lives, result)
+    except BaseException:
+        session.close(done=False)
+        raise
+    finally:
+        hooks.thread.lives = outer
+    session.close(done=True)
+    return result
+
+
+def is_deferred(value: torch.Tensor | torch.nn.Module) -> bool:
+    """Whether ``value``, a tensor or any tensor of a module, waits to be materialized, or a part of it does.
+
+    Raises:
+        ArgumentError: ``value`` is neither tensor nor module.
+    """
+    if isinstance(value, torch.Tensor):
+        return any(
+            isinstance(one, FakeTensor) and one._region.storage.deferred
+            for one in _torch.inner_tensors(value)
+        )
+    if isinstance(value, torch.nn.Module):
+        return any(
+            is_deferred(tensor) for module in value.modules() for tensor in own_tensors(module).values()
+        )
+    raise ArgumentError(f"is_deferred() takes a tensor or a module, not {type(value).__name__}.")

@@ -1,0 +1,189 @@
+"""Making fake tensors: by factories, as results of operations, as views, over the memory of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred import _session as sessions
+from torchrelay.deferred import _tensor as tensors
+from torchrelay.deferred._composites import constant
+from torchrelay.deferred._graph import Constant, Node, Region, Storage, map_tensors
+from torchrelay.deferred._operators import Operator
+from torchrelay.deferred._recording import record
+from torchrelay.deferred._tensor import FakeTensor, fake_from_region
+from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
+
+__all__ = [
+    "FACTORIES", "SETS", "check_device", "constant_fake", "device_of", "explicit_device", "factory", "new_fake",
+    "reshape_in_place", "set_memory", "view_of",
+]  # fmt: skip
+
+aten = torch.ops.aten
+_CPU = torch.device("cpu")
+
+# Factories whose first argument is the size, and whose result is contiguous.
+FACTORIES = {
+    aten.empty.memory_format,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.rand.default,
+    aten.randn.default,
+}
+
+
+def factory(
+    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FakeTensor | None:
+    """What a factory of the usual kind makes, or None for another kind."""
+    session = sessions.current()
+    dtype = kwargs.get("dtype") or (None if func is aten.full.default else torch.get_default_dtype())
+    if session is None or dtype is None or kwargs.get("memory_format") is not None:
+        return None
+    device = kwargs.get("device") or _CPU
+    if device.type == "meta" or kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided):
+        return None
+    if device.type != "cpu":
+        check_device(device, session)
+    size = tuple(args[0])
+    if any(extent < 0 for extent in size):
+        return None
+    if func is aten.empty.memory_format and size == (0,) and "pin_memory" not in kwargs:
+        # Not from Python: torch.asarray(), as safetensors calls it, is about to set it to real memory.
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    lazy = _torch.lazy_caller() if func is aten.empty.memory_format else None
+    if lazy is not None and size == (0,):
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    stride, count = _contiguous(size)
+    region = Region(Storage(count * dtype.itemsize, device, session.deferred), dtype, size, stride)
+    fake = fake_from_region(region, region.storage.history())
+    if session.deferred and func is not aten.empty.memory_format:
+        record(func, operator, args, kwargs, outputs=(region,))
+    if isinstance(lazy, torch.Tensor):
+        tensors.give_shape(lazy, fake)
+    return fake
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The strides of a contiguous tensor of ``size``, and its number of elements."""
+    stride, step = [], 1
+    for extent in reversed(size):
+        stride.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(stride)), 0 if 0 in size else step
+
+
+def constant_fake(value: torch.Tensor, deferred: bool) -> FakeTensor:
+    """A fake tensor whose values are known."""
+    fake = new_fake(value, value.device, deferred)
+    if deferred:
+        known = Constant(value.clone(memory_format=torch.preserve_format))
+        Node(constant, (known,), {}, outputs=(fake._region,)).link()
+    return fake
+
+
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeTensor:
+    """A fake tensor with a storage of its own, shaped like ``like``."""
+    if like.layout is not torch.strided or like.is_nested or like.dtype in _QUANTIZED:
+        raise UnsupportedError(
+            f"A fake tensor is dense: a sparse, nested or quantized one ({like.layout}, {like.dtype}) cannot be "
+            "deferred. Make it outside deferred_init."
+        )
+    size, stride = tuple(like.shape), like.stride()
+    count = 0 if 0 in size else 1 + sum((e - 1) * s for e, s in zip(size, stride, strict=True))
+    storage = Storage(count * like.dtype.itemsize, device, deferred)
+    return fake_from_region(Region(storage, like.dtype, size, stride), storage.history())
+
+
+def view_of(base: FakeTensor, result: torch.Tensor) -> FakeTensor:
+    """Return a fake of the region of ``base`` that the meta tensor ``result`` covers."""
+    offset = int(result.storage_offset())
+    bits = result.is_conj(), result.is_neg()
+    region = Region(base._region.storage, result.dtype, tuple(result.shape), result.stride(), offset, *bits)
+    return fake_from_region(region, base._history)
+
+
+SETS = {
+    aten.set_.source_Tensor,
+    aten.set_.source_Tensor_storage_offset,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+}
+
+
+def set_memory(func: Any, fake: FakeTensor, source: Any, *place: Any) -> FakeTensor:
+    """``set_``: the same object, over other memory; over real memory it is a real tensor."""
+    if isinstance(source, FakeTensor):
+        old, region = fake._region, source._region
+        offset, size, stride = place if place else (region.offset, region.size, region.stride)
+        bits = old.conj, old.neg
+        new = Region(region.storage, old.dtype, tuple(size), tuple(stride), offset, *bits)
+        tensors.assign(fake, fake_from_region(new, source._history))
+        return fake
+    with _torch.plain_torch():
+        real = torch.empty(0, dtype=fake.dtype, device=source.device)
+        tensors.become(fake, func(real, source, *place))
+    return fake
+
+
+def reshape_in_place(fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
+    """The effect of ``t_``, ``squeeze_``, ``resize_`` ...: the same storage, seen otherwise."""
+    storage = fake._region.storage
+    size_bytes = result.untyped_storage().nbytes()
+    if size_bytes > storage.size_bytes:
+        if storage.history().record:
+            raise UnsupportedError(
+                f"Resizing a deferred tensor of {storage.size_bytes} bytes that holds values to {size_bytes} bytes "
+                "is not recorded. Make a new tensor and copy into it."
+            )
+        storage.size_bytes = size_bytes
+    tensors.assign(fake, view_of(fake, result))
+    return fake
+
+
+def explicit_device(kwargs: dict[str, Any]) -> torch.device:
+    """Return the device that a factory was asked for."""
+    return kwargs.get("device") or _CPU
+
+
+def device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where the results are: as asked, else where the arguments are.
+
+    Raises:
+        ArgumentError: arguments that are not 0-dim lie on different devices.
+    """
+    if kwargs.get("device") is not None:
+        where: torch.device = kwargs["device"]
+        session = sessions.current()
+        if session is not None:
+            check_device(where, session)
+        return where
+    devices = []
+    map_tensors((args, kwargs), torch.Tensor, lambda t: devices.append((t.device, t.dim())))
+    large = [device for device, dim in devices if dim > 0 or device.type != "cpu"]
+    if not all(_may_be_same(device, large[0]) for device in large) and "index" not in str(func):
+        names = ", ".join(sorted({str(device) for device in large}))
+        raise ArgumentError(
+            f"{func}: the arguments are on different devices ({names}). Move them to one first."
+        )
+    return large[0] if large else _CPU
+
+
+def _may_be_same(one: torch.device, other: torch.device) -> bool:
+    """Without an index, a device is whichever is the current one when memory is taken: ``cuda`` fits ``cuda:0``."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
+def check_device(device: torch.device, session: sessions.Session) -> None:
+    """Raises :class:`UnavailableError` if ``device`` is absent and must not be pretended."""
+    if session.pretend is False and not _torch.device_available(device):
+        raise UnavailableError(
+            f"device={device} is not on this machine, and fake_mode(fake_cuda=False) does not pretend it. "
+            "Leave fake_cuda out to make fake tensors for it."
+        )

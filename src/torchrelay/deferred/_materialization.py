@@ -1,0 +1,276 @@
+"""Materialization: the recorded operations are run, and fake tensors become real ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred import _escapes
+from torchrelay.deferred._graph import Storage
+from torchrelay.deferred._modules import children_first, own_tensors
+from torchrelay.deferred._parts import materialize_storage, part_of
+from torchrelay.deferred._replay import Replay
+from torchrelay.deferred._shards import Shard, Slices, check_shard, distributed, local_slices, sliced
+from torchrelay.deferred._tensor import FakeTensor, become, replacement
+from torchrelay.deferred._traces import Trace, remember
+from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
+from torchrelay.telemetry import span
+
+__all__ = ["materialize_module", "materialize_tensor"]
+
+_log = logging.getLogger(__name__)
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with its values: the same object, of its class. A real tensor is returned as it is.
+
+    Raises:
+        ArgumentError: ``tensor`` is not a tensor.
+        DeferredError: ``tensor`` is fake but was not made by :func:`deferred_init`, or a real tensor that its
+            initialisation read has been changed since.
+        UnavailableError: it was recorded for a device that this machine does not have.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"materialize_tensor() takes a tensor, not {type(tensor).__name__}.")
+    if isinstance(tensor, FakeTensor):
+        _check_deferred(tensor)
+        trace = Trace.of_fake(tensor)
+        _give(tensor, Replay())
+        remember(tensor, trace)
+    return tensor
+
+
+def _check_deferred(fake: FakeTensor) -> None:
+    if not fake._region.storage.deferred:
+        raise DeferredError(
+            f"This fake tensor was made by fake_mode(), so nothing is known of its values: {fake!r}. "
+            "Only tensors made inside deferred_init() can be materialized."
+        )
+
+
+def _whole(fake: FakeTensor, replay: Replay) -> torch.Tensor:
+    return fake._region.over(materialize_storage(fake._region.storage, fake.dtype, replay))
+
+
+def _give(fake: FakeTensor, replay: Replay, convert: Convert = lambda real: real) -> torch.Tensor:
+    """``fake`` with all of its values, after ``convert``."""
+    history = fake._history
+    with _torch.plain_torch():
+        memory = _whole(fake, replay)
+        real = convert(memory)
+    become(fake, real)
+    if real is memory:
+        history.hand_out(fake, replay.job)
+    return fake
+
+
+def materialize_module(
+    module: torch.nn.Module,
+    *,
+    buffers_only: bool = False,
+    check_fn: Callable[[torch.nn.Module], bool] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    shard: Shard | None = None,
+    uninitialized: Collection[str] = (),
+) -> None:
+    """Gives the deferred tensors of ``module`` their values, children first, one tensor at a time.
+
+    Parameters stay the objects that they are, except where a DTensor takes their place. Deferred tensors that
+    are plain attributes of a module, or in a list, tuple or dict there, are materialized too, whole.
+
+    Args:
+        buffers_only: leave parameters deferred.
+        check_fn: called with each submodule; if False, that module's own tensors are left as they are.
+        device: where the values go; also where what was recorded for an absent device is computed.
+        dtype: what floating-point tensors are converted to, after their values are computed.
+        shard: what this process makes of each tensor. A function of the qualified name and the fake tensor
+            that gives a tuple of slices (the parameter becomes that slice) or None (all of it); or a pair
+            (device_mesh, placements) where placements may be such a function, too: the parameter becomes a
+            DTensor, of which only the local part is computed.
+        uninitialized: qualified names of tensors that get memory but no values, because the caller is about to
+            fill them. Values that others are computed from are as recorded all the same.
+
+    Raises:
+        ArgumentError: an argument is of the wrong kind, or slices do not fit.
+        DeferredError, UnavailableError: as for :func:`materialize_tensor`.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"materialize_module() takes a module, not {type(module).__name__}.")
+    check_shard(shard)
+    places = list(children_first(module, ""))
+    job = _Job(Replay(None if device is None else torch.device(device)), device, dtype, shard)
+    job.note_traces(submodule for _, submodule in places)
+    job.leave_uninitialized(places, uninitialized)
+    with span("deferred.materialize_module", modules=len(places)):
+        for prefix, submodule in places:
+            if check_fn is None or check_fn(submodule):
+                job.run(submodule, prefix, buffers_only)
+    if check_fn is None and not buffers_only:
+        _materialize_escaped()
+
+
+def _materialize_escaped() -> None:
+    """Caches that were filled during deferred_init must not make later, ordinary construction fake."""
+    cached, elsewhere = _escapes.found()
+    for _, fake in cached:
+        _give(fake, Replay())
+    if cached:
+        _log.warning(
+            "materialize_module: %d tensors that deferred_init has left outside the module are materialized, too: %s",
+            len(cached),
+            _listed(cached),
+        )
+    if elsewhere:
+        _log.warning(
+            "materialize_module: %d tensors that deferred_init has made are not in the module and stay deferred; "
+            "materialize_tensor() gives them their values. They are kept by: %s",
+            len(elsewhere),
+            _listed(elsewhere),
+        )
+
+
+def _listed(found: list[tuple[str, FakeTensor]]) -> str:
+    """Where the first few are, with their shapes."""
+    names = [f"{where} {tuple(fake.shape)}" for where, fake in found[:_MOST_LISTED]]
+    return ", ".join(names) + (", ..." if len(found) > _MOST_LISTED else "")
+
+
+_MOST_LISTED = 10
+
+
+class _Job:
+    """One call of :func:`materialize_module`: its arguments, and what took the place of tied parameters."""
+
+    def __init__(self, replay: Replay, device: Any, dtype: torch.dtype | None, shard: Any) -> None:
+        self._replay = replay
+        self._device = device
+        self._dtype = dtype
+        self._shard = shard
+        self._traces: dict[int, Trace | None] = {}
+        self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._blank: set[int] = set()  # fakes that get memory only, by id
+        self._memory: dict[Storage, torch.UntypedStorage] = {}
+
+    def note_traces(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Before any operation is run, as tensors may have some in common."""
+        for module in modules:
+            for tensor in own_tensors(module).values():
+                if isinstance(tensor, FakeTensor) and id(tensor) not in self._traces:
+                    self._traces[id(tensor)] = Trace.of_fake(tensor)
+
+    def leave_uninitialized(
+        self, places: Iterable[tuple[str, torch.nn.Module]], names: Collection[str]
+    ) -> None:
+        """Notes whose values are not wanted. A storage counts only if that is so for every tensor over it."""
+        if not names:
+            return
+        wanted: set[Storage] = set()
+        named: dict[int, Storage] = {}
+        for prefix, module in places:
+            for name, tensor in own_tensors(module).items():
+                fake = tensor if isinstance(tensor, FakeTensor) else getattr(tensor, "_local_tensor", None)
+                if isinstance(fake, FakeTensor):
+                    if prefix + name in names:
+                        named[id(fake)] = fake._region.storage
+                    elif id(fake) not in named:  # not another name of a tied one
+                        wanted.add(fake._region.storage)
+        self._blank = {key for key, storage in named.items() if storage not in wanted}
+
+    def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
+        for fake in () if buffers_only else _loose_fakes(module):
+            _give(fake, self._replay, self._convert)
+        for registry in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
+            for name, tensor in list(registry.items()):
+                if tensor is not None:
+                    registry[name] = self._materialized(prefix + name, tensor)  # type: ignore[assignment]
+
+    def _materialized(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._replaced:
+            return self._replaced[id(tensor)][1]
+        if not isinstance(tensor, FakeTensor):
+            self._materialize_inner(name, tensor)
+            return tensor
+        _check_deferred(tensor)
+        trace = self._traces.get(id(tensor))
+        slices = local_slices(self._shard, name, tensor)
+        new = self._give(tensor) if slices is None else self._part(name, tensor, slices)
+        if id(tensor) not in self._blank:  # its recorded values are not those that it will have
+            remember(new, trace)
+        return new
+
+    def _materialize_inner(self, name: str, wrapper: torch.Tensor) -> None:
+        """What a tensor subclass is made of: the local tensor of a DTensor, the parts of a quantized tensor."""
+        fakes = [fake for fake in _torch.inner_tensors(wrapper) if isinstance(fake, FakeTensor)]
+        if fakes and not hasattr(wrapper, "_local_tensor"):
+            self._check_wrapper(name, wrapper)
+        for fake in fakes:
+            _check_deferred(fake)
+            self._give(fake)
+
+    def _check_wrapper(self, name: str, wrapper: torch.Tensor) -> None:
+        other_device = self._device is not None and torch.device(self._device) != wrapper.device
+        if self._shard is not None or self._dtype not in (None, wrapper.dtype) or other_device:
+            raise UnsupportedError(
+                f"{name} is a {type(wrapper).__name__}, which materialize_module() gives its values, but cannot cut or "
+                "convert with shard, dtype or device. Materialize the module first, then do that; or make it a "
+                f"{type(wrapper).__name__} afterwards."
+            )
+
+    def _part(self, name: str, fake: FakeTensor, slices: Slices) -> torch.Tensor:
+        with _torch.plain_torch():
+            local = self._convert(self._part_values(fake, slices))
+        value = distributed(self._shard, name, fake, local)
+        if value is local:
+            return become(fake, local)
+        new = replacement(fake, value)
+        self._replaced[id(fake)] = fake, new
+        return new
+
+    def _give(self, fake: FakeTensor) -> torch.Tensor:
+        if id(fake) not in self._blank:
+            return _give(fake, self._replay, self._convert)
+        storage = fake._region.storage
+        if storage not in self._memory:
+            self._memory[storage] = self._replay.empty(storage)
+        with _torch.plain_torch():
+            real = self._convert(fake._region.over(self._memory[storage]))
+        return become(fake, real)
+
+    def _part_values(self, fake: FakeTensor, slices: Slices) -> torch.Tensor:
+        region = sliced(fake, slices)
+        if id(fake) not in self._blank:
+            return part_of(region, self._replay)
+        return torch.empty(region.size, dtype=region.dtype, device=self._replay.place(region.storage.device))
+
+    def _convert(self, real: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if real.is_floating_point() else None
+        return real.to(device=self._device, dtype=dtype)
+
+
+def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:
+    """Deferred tensors that are attributes of ``module`` but not registered; results before what they are of."""
+    found: dict[int, FakeTensor] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, FakeTensor):
+            if value._region.storage.deferred:
+                found[id(value)] = value
+        elif depth and isinstance(value, (list, tuple)):
+            for item in value:
+                look(item, depth - 1)
+        elif depth and isinstance(value, dict):
+            for item in value.values():
+                look(item, depth - 1)
+
+    registered = {id(tensor) for tensor in own_tensors(module).values()}
+    for name, value in module.__dict__.items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            look(value, 2)
+    return sorted((f for key, f in found.items() if key not in registered), key=lambda fake: fake.is_leaf)

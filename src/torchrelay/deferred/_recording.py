@@ -1,0 +1,95 @@
+"""Writing operations into the record, and evaluating what the recorded program itself wants to see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred import _session as sessions
+from torchrelay.deferred._draws import words_drawn
+from torchrelay.deferred._graph import External, History, Node, Region, map_tensors
+from torchrelay.deferred._operators import Operator
+from torchrelay.deferred._session import Session
+from torchrelay.deferred._tensor import FakeTensor
+from torchrelay.errors import DeferredError
+
+__all__ = ["record"]
+
+
+def record(
+    func: Any,
+    operator: Operator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    writes: tuple[Region, ...] = (),
+    outputs: tuple[Region | None, ...] = (),
+) -> None:
+    """Appends ``func`` to the histories of the storages it writes.
+
+    Raises:
+        DeferredError: an argument is a fake tensor that has no history: one made by ``fake_mode``.
+    """
+    results = [region for region in outputs if region is not None]
+    several = len(writes) + len(results) > 1
+    reads: list[Region] = []
+    keeps: list[History] = []
+
+    def noted(external: External) -> External:
+        session = sessions.recording()
+        if session is not None:
+            session.note_read(external)
+        return external
+
+    def remember(value: torch.Tensor) -> Region | External:
+        if not isinstance(value, FakeTensor):
+            return noted(External(value))
+        region = value._region
+        if not region.storage.deferred:
+            raise DeferredError(
+                f"{func}: a fake tensor that was made outside deferred_init has no history to materialize it from, "
+                f"so it cannot be used with deferred tensors: {value!r}"
+            )
+        given = value._history.given
+        if given is not None:
+            return noted(External(region.of(given), given))
+        if not any(region is written for written in writes):
+            reads.append(region)
+            keeps.append(value._history)
+        elif several:  # who wants one of its results must be able to make the others
+            keeps.append(value._history)
+        return region
+
+    node_args = map_tensors(args, torch.Tensor, remember)
+    node_kwargs = map_tensors(kwargs, torch.Tensor, remember) if kwargs else {}
+    generator = node_kwargs.pop("generator", None)
+    node = Node(func, node_args, node_kwargs, tuple(reads), writes, outputs, tuple(keeps))
+    if operator.draws:
+        _place(node, generator, [*writes, *results])
+    node.link()
+    if operator.is_factory and results:
+        _fix_attributes(node, operator, results[0])
+
+
+def _fix_attributes(node: Node, operator: Operator, result: Region) -> None:
+    """What a factory took from the defaults of its time becomes explicit."""
+    if operator.takes_dtype:
+        node.kwargs["dtype"] = result.dtype
+    if operator.takes_device:
+        node.kwargs["device"] = result.storage.device
+
+
+def _place(node: Node, generator: torch.Generator | None, targets: list[Region]) -> None:
+    device = targets[0].storage.device if targets else torch.device("cpu")
+    counted = device.type == "cpu" or not _torch.device_available(device)
+    words = words_drawn(node.func, targets[0], node.args) if counted and targets else None
+    session = sessions.current()
+    if session is not None:
+        session.draw(node, generator, device, words)
+        return
+    alone = Session(deferred=True)
+    try:
+        alone.draw(node, generator, device, words)
+    finally:
+        alone.close(done=True)

@@ -1,0 +1,314 @@
+"""Running recorded operations, and where their results go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred._generators import Generators
+from torchrelay.deferred._graph import Constant, External, Node, Region, Storage, map_tensors
+from torchrelay.deferred._operators import describe
+from torchrelay.deferred._schedule import END, Schedule
+from torchrelay.errors import UnavailableError, UnsupportedError
+
+__all__ = ["Replay"]
+
+# Memory that may stay behind what a program has read while it was recorded.
+KEPT_BYTES = 256 << 20
+
+_next_job = itertools.count(1).__next__
+
+
+class Replay:
+    """Running operations of the record, for one materialization or for what one program reads.
+
+    Args:
+        device: where to run what was recorded for a device that this machine does not have.
+
+    Attributes:
+        job: identifies this object to the histories whose memory it hands out.
+        generators: private ones, for the random numbers.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._instead = device
+        self.job = _next_job()
+        self.generators = Generators(self._run_for_draw)
+        self._kept = _Kept()
+
+    def storage(self, storage: Storage) -> torch.UntypedStorage:
+        """The memory of ``storage`` with everything written so far; its operations are run for good."""
+        history = storage.history()
+        if history.given is None:
+            schedule = Schedule([(storage, END)], job=self.job)
+            _Run(self, schedule, keep=True).all()
+            for node in schedule.nodes:
+                node.finish()
+        if history.real is None:  # nothing was ever written
+            history.real = self.empty(storage)
+        return history.real
+
+    def values(self, region: Region, before: int = END) -> torch.Tensor:
+        """The values of ``region``, computed on the side, now or at an earlier place in the program. Read only."""
+        return self._values(region, before, keep=False)
+
+    def read(self, region: Region) -> torch.Tensor:
+        """The values of ``region`` now, for a program that is being recorded. Read only.
+
+        What was computed for them stays for the next read, up to a limit, until :meth:`forget`.
+        """
+        return self._values(region, END, keep=True)
+
+    def forget(self) -> None:
+        """Free what :meth:`read` has left."""
+        self._kept.drop(0)
+
+    def _values(self, region: Region, before: int, keep: bool) -> torch.Tensor:
+        history = region.storage.history()
+        if before == END and history.given is not None and history.real is not None:
+            return region.over(history.real)
+        run = _Run(self, Schedule([(region.storage, before)], job=self.job), keep)
+        run.all()
+        if keep:
+            self._kept.note(run.kept)
+        return region.over(run.memory(region.storage))
+
+    def empty(self, storage: Storage) -> torch.UntypedStorage:
+        """Memory for ``storage``, uninitialized."""
+        where = self.place(storage.device)
+        with _torch.plain_torch():
+            return torch.empty(storage.size_bytes, dtype=torch.uint8, device=where).untyped_storage()
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where what was recorded for ``device`` is to be.
+
+        Raises:
+            UnavailableError: it is not on this machine, and no other was given.
+        """
+        if device.type == "cpu" or _torch.device_available(device):
+            return device
+        if self._instead is None:
+            raise UnavailableError(
+                f"The tensors were recorded on {device}, which this machine does not have. "
+                "Materialize on a machine that has it, or give materialize_module(..., device='cpu')."
+            )
+        return self._instead
+
+    def _run_for_draw(self, node: Node) -> None:
+        if describe(node.func).fills and not node.reads:
+            node = _without_target(node)
+        _Run(self, Schedule(nodes=[node], job=self.job), keep=False).all()
+
+
+def _without_target(node: Node) -> Node:
+    """The same draw, into memory of its own: what a fill writes to does not matter to the generator."""
+    [old] = node.writes
+    extent = 1 + sum((n - 1) * step for n, step in zip(old.size, old.stride, strict=True))
+    storage = Storage(max(0, extent) * old.dtype.itemsize, old.storage.device, deferred=True)
+    new = Region(storage, old.dtype, old.size, old.stride)
+    args = map_tensors(node.args, Region, lambda region: new if region is old else region)
+    drawn = Node(node.func, args, node.kwargs, writes=(new,))
+    drawn.position, drawn.after = node.position, node.after
+    drawn.default_dtype, drawn.grad = node.default_dtype, node.grad
+    return drawn
+
+
+class _Run:
+    """One walk through a schedule.
+
+    Args:
+        keep: results stay with their storages. If not, all is done aside, and memory that exists is left alone.
+
+    Attributes:
+        kept: the storages with which memory was left.
+    """
+
+    def __init__(self, replay: Replay, schedule: Schedule, keep: bool) -> None:
+        self._replay = replay
+        self._schedule = schedule
+        self._keep = keep
+        self._aside: dict[Storage, torch.UntypedStorage] = {}
+        self._versions: dict[Storage, int] = {}  # of what is aside
+        # The storages in the order in which they are needed last, so that memory is freed as soon as may be.
+        self._ends = sorted(schedule.last_uses, key=schedule.last_uses.__getitem__, reverse=True)
+        self.kept: set[Storage] = set()
+
+    def all(self) -> None:
+        """Run every operation."""
+        schedule = self._schedule
+        with _torch.plain_torch():
+            for node in schedule.nodes:
+                self._run(node)
+                while self._ends and schedule.last_uses[self._ends[-1]] <= node.seq:
+                    self._release(self._ends.pop())
+        for storage in list(self._aside):
+            self._settle(storage)
+
+    def memory(self, storage: Storage) -> torch.UntypedStorage:
+        """The memory of ``storage`` in the state that the run has reached, to be read."""
+        found = self._aside.get(storage)
+        if found is None and storage not in self._schedule.afresh:
+            found = storage.history().real
+        return self._writable(storage) if found is None else found
+
+    def _writable(self, storage: Storage) -> torch.UntypedStorage:
+        found = self._aside.get(storage)
+        if found is not None:
+            return found
+        history = storage.history()
+        afresh = storage in self._schedule.afresh
+        if self._keep and not afresh:
+            if history.real is None:
+                history.real = self._replay.empty(storage)
+            return history.real
+        fresh = afresh or history.real is None
+        self._aside[storage] = self._replay.empty(storage) if fresh else history.real.clone()  # type: ignore
+        return self._aside[storage]
+
+    def _release(self, storage: Storage) -> None:
+        """No later operation needs ``storage``."""
+        self._settle(storage)
+        self._aside.pop(storage, None)
+        del self._schedule.histories[storage]
+
+    def _settle(self, storage: Storage) -> None:
+        """What was computed afresh becomes the storage's own memory, if it is a later state."""
+        history = storage.history()
+        if self._keep and storage in self._aside and history.given is None:
+            version = self._versions.get(storage, 0)
+            if version >= history.version:
+                history.real, history.version = self._aside.pop(storage), version
+                self._schedule.afresh.discard(storage)
+
+    def _run(self, node: Node) -> None:
+        # First of all, as other operations may have to be run to find out where the generator stands.
+        generator = None if node.position is None else self._replay.generators.at(node.position)
+        for region in node.writes:
+            self._writable(region.storage)
+
+        def real(value: Region | External | Constant) -> torch.Tensor:
+            if type(value) is Region:
+                return value.over(self.memory(value.storage))
+            return value.tensor.clone() if type(value) is Constant else value.get(node)  # type: ignore[union-attr]
+
+        kinds = (Region, External, Constant)
+        args, kwargs = map_tensors((node.args, node.kwargs), kinds, real)
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs["device"] = self._replay.place(kwargs["device"])
+        try:
+            with _torch.default_dtype(node.default_dtype), _torch.grad_asked(node.grad):
+                if generator is None:
+                    result = node.func(*args, **kwargs)
+                else:
+                    result = self._draw(node, args, kwargs, generator)
+            self._note(node, result)
+        except BaseException:
+            self._spoil(node)
+            raise
+
+    def _draw(self, node: Node, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
+        assert node.after is not None
+        func = describe(node.func).with_generator
+        if func is not None:
+            result = func(*args, **{**kwargs, "generator": generator})
+        else:
+            with _torch.default_generator_as(generator):
+                result = node.func(*args, **kwargs)
+        self._replay.generators.drawn(generator.device, node.after)
+        return result
+
+    def _note(self, node: Node, result: Any) -> None:
+        """Enter the results of ``node``, which was just run."""
+        for region in node.writes:
+            self._reached(region.storage, node.seq)
+        if node.outputs:
+            results = [result] if isinstance(result, torch.Tensor) else _flatten(result)
+            for output, value in zip(node.outputs, results, strict=True):
+                if output is not None and value is not None:
+                    self._bind(node, output, value)
+
+    def _reached(self, storage: Storage, version: int) -> None:
+        if storage in self._aside:
+            self._versions[storage] = version
+        else:
+            storage.history().version = version
+            self.kept.add(storage)
+
+    def _bind(self, node: Node, region: Region, value: torch.Tensor) -> None:
+        """The new tensor ``value`` is the memory of ``region``'s storage, if that is wanted."""
+        storage, version = region.storage, node.seq
+        history = storage.history()
+        asked = storage in self._schedule.last_uses
+        afresh = storage in self._schedule.afresh
+        there = history.real is not None and history.version >= version and not afresh
+        if there or not (asked or self._keep):
+            return
+        if not asked and value.shape != region.size:
+            return  # workspace of a kernel, of which only its own backward pass knows the size
+        memory = _laid_out(node, region, value).untyped_storage()
+        if self._keep and not afresh:
+            history.real = memory
+        else:
+            self._aside[storage] = memory
+        self._reached(storage, version)
+
+    def _spoil(self, node: Node) -> None:
+        """Nobody knows what ``node`` has left behind where it failed."""
+        for region in node.writes:
+            if self._aside.pop(region.storage, None) is None and self._keep:
+                region.storage.history().drop()
+
+
+def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:
+    """``value``, with the strides and in memory of the size that were recorded."""
+    if (value.shape, value.dtype) != (region.size, region.dtype):
+        raise UnsupportedError(
+            f"{node.func} was recorded with a result of shape {region.size} and {region.dtype}, as torch's meta kernel "
+            f"said, and gives {tuple(value.shape)} and {value.dtype}. Call it outside deferred_init."
+        )
+    same = (value.stride(), value.storage_offset()) == (region.stride, region.offset)
+    if same and value.untyped_storage().nbytes() == region.storage.size_bytes:
+        return value
+    laid_out = torch.empty_strided(region.size, region.stride, dtype=value.dtype, device=value.device)
+    return laid_out.copy_(value)
+
+
+def _flatten(result: Any) -> list[Any]:
+    """The results of an operation, in order, lists among them opened."""
+    if isinstance(result, (tuple, list)):
+        return [item for value in result for item in _flatten(value)]
+    return [result]
+
+
+class _Kept:
+    """Storages with memory that can be computed again, those used last at the end."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[Storage, int] = {}
+        self._total = 0
+
+    def note(self, storages: Iterable[Storage]) -> None:
+        """``storages`` have just been used."""
+        for storage in storages:
+            self._total -= self._sizes.pop(storage, 0)
+            self._sizes[storage] = max(storage.size_bytes, _LEAST_BYTES)
+            self._total += self._sizes[storage]
+        if self._total > KEPT_BYTES:
+            self.drop(KEPT_BYTES // 2)
+
+    def drop(self, limit_bytes: int) -> None:
+        """Free the memory of those used longest ago, until no more than ``limit_bytes`` are left."""
+        for storage in [one for one in self._sizes if not one.has_memory()]:
+            self._total -= self._sizes.pop(storage)
+        for storage in list(self._sizes):
+            if self._total <= limit_bytes:
+                break
+            storage.history().drop()
+            self._total -= self._sizes.pop(storage)
+
+
+_LEAST_BYTES = 512  # what a small tensor costs

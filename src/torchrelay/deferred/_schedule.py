@@ -1,0 +1,122 @@
+"""Which recorded operations decide the state of a storage at a place in the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torchrelay.deferred._graph import History, Node, Storage
+from torchrelay.deferred._operators import describe
+
+__all__ = ["END", "Schedule", "state_at", "writers"]
+
+END = 1 << 62  # a place in the program after every operation
+
+
+class Schedule:
+    """The operations to run for some states, in program order.
+
+    A state is asked for by its storage and a place in the program: that before an operation, or the last. Where the
+    memory that a storage has comes before the state, only the operations in between are run. Where it comes after
+    one of the states that are asked for, or was handed out, the storage is computed ``afresh``, beside it.
+
+    Args:
+        job: who asks; memory that the same job has handed out has not been changed since.
+        cached: whether memory that exists is used; if not, the schedule is the whole record.
+
+    Attributes:
+        nodes: the operations, in order.
+        afresh: the storages whose memory does not serve.
+        last_uses: for each storage asked for, the latest place.
+        histories: theirs, which are needed until then.
+    """
+
+    def __init__(
+        self,
+        states: Iterable[tuple[Storage, int]] = (),
+        nodes: Iterable[Node] = (),
+        *,
+        job: int = 0,
+        cached: bool = True,
+    ) -> None:
+        self._job = job
+        self._cached = cached
+        self._chosen: dict[int, Node] = {}
+        self._asked: dict[Storage, set[int]] = {}
+        self._todo: list[tuple[Storage, int]] = list(states)
+        self.afresh: set[Storage] = set()
+        self.histories: dict[Storage, History] = {}
+        for node in nodes:
+            self._choose(node)
+        while self._todo:
+            self._answer(*self._todo.pop())
+        self.nodes = [self._chosen[seq] for seq in sorted(self._chosen)]
+        self.last_uses = {storage: max(places) for storage, places in self._asked.items()}
+
+    def _choose(self, node: Node) -> None:
+        if node.seq not in self._chosen:
+            self._chosen[node.seq] = node
+            self._todo.extend((storage, node.seq) for storage in _inputs(node))
+
+    def _answer(self, storage: Storage, before: int) -> None:
+        places = self._asked.setdefault(storage, set())
+        if before in places:
+            return
+        places.add(before)
+        history = self.histories.setdefault(storage, storage.history())
+        needed = writers(storage, before)
+        if self._cached and history.real is not None and storage not in self.afresh:
+            if history.holds(needed[-1].seq if needed else 0, self._job):
+                needed = [node for node in needed if node.seq > history.version]
+            else:
+                self.afresh.add(storage)
+                self._todo.extend((storage, place) for place in places)
+                places.clear()
+                return
+        for node in needed:
+            self._choose(node)
+
+
+def writers(storage: Storage, before: int) -> list[Node]:
+    """Return the writers of ``storage`` that decide its content before ``before``, in order.
+
+    What is wholly overwritten later is not among them.
+    """
+    chosen: list[Node] = []
+    for node in reversed(storage.history().record):
+        if node.seq >= before:
+            continue
+        chosen.append(node)
+        if _overwrites(node, storage):
+            break
+    chosen.reverse()
+    return chosen
+
+
+def state_at(storage: Storage, before: int) -> int:
+    """Return the version of the state of ``storage`` before ``before``: the ``seq`` of its last writer, or 0."""
+    for node in reversed(storage.history().record):
+        if node.seq < before:
+            return node.seq
+    return 0
+
+
+def _overwrites(node: Node, storage: Storage) -> bool:
+    """Whether nothing of what ``storage`` held before ``node`` is left after it."""
+    if not describe(node.func).fills:
+        return any(region is not None and region.storage is storage for region in node.outputs)
+    target = node.writes[0]
+    return (
+        target.storage is storage
+        and target.is_whole
+        and not any(region.storage is storage for region in node.reads)
+        and sum(argument is target for argument in node.args) == 1
+    )
+
+
+def _inputs(node: Node) -> Iterator[Storage]:
+    """The storages whose content ``node`` depends on."""
+    for region in node.reads:
+        yield region.storage
+    for region in node.writes:
+        if not _overwrites(node, region.storage):
+            yield region.storage

@@ -1,0 +1,145 @@
+"""The shapes of an operation's results, from torch's own meta kernels, and its arguments and results in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred._graph import map_tensors
+from torchrelay.deferred._operators import describe
+from torchrelay.deferred._tensor import FakeTensor
+from torchrelay.errors import UnsupportedError
+
+__all__ = ["as_returned", "check_sizes", "fakes_in", "flat", "shapes_of", "tensors_at"]
+
+
+def shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of ``func`` on meta tensors. Read only: those of like arguments are computed once."""
+    try:
+        by_kind = describe(func).slices
+        key = (func, torch.get_default_dtype(), _key(args, by_kind), _key(kwargs, by_kind))
+        found = _known.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return _shapes_of(func, args, kwargs)
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        found = _known[key] = _shapes_of(func, args, kwargs)
+    return found
+
+
+_known: dict[Any, Any] = {}
+_MOST_KNOWN = 2000
+
+
+def _key(value: Any, by_kind: bool) -> Any:
+    """What the shapes of results depend on. Types are part of it: 1, 1.0 and True are equal, but not alike.
+
+    ``by_kind``: of a number, no more than its type, as for what works element by element.
+    """
+    kind = type(value)
+    if isinstance(value, FakeTensor):
+        region = value._region
+        place = region.offset, region.storage.size_bytes, region.storage.device
+        return (region.dtype, region.size, region.stride, *place, region.conj, region.neg)
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape), value.stride(), value.device)
+    if kind in (tuple, list):
+        return (kind, *[_key(item, by_kind) for item in value])
+    if kind is dict:
+        return tuple((name, _key(item, by_kind)) for name, item in value.items() if name != "generator")
+    return kind if by_kind and kind is float else (kind, value)
+
+
+def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+    def shadow(value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, FakeTensor):
+            return value._region.meta()
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+
+    meta_kwargs = {key: map_tensors(value, torch.Tensor, shadow) for key, value in kwargs.items()}
+    if "generator" in kwargs:
+        meta_kwargs["generator"] = None  # nothing is drawn
+    if "device" in meta_kwargs or (describe(func).is_factory and describe(func).takes_device):
+        meta_kwargs["device"] = torch.device("meta")
+    meta_kwargs.pop("pin_memory", None)
+    name = describe(func).name
+    with _torch.plain_torch():
+        if name.startswith(_LAID_OUT_BY_DEVICE):
+            return _torch.results_on_device(func, args, meta_kwargs, shadow)
+        results = func(*map_tensors(args, torch.Tensor, shadow), **meta_kwargs)
+        return map_tensors(results, torch.Tensor, _row_by_row) if name in _LAID_OUT_IN_ROWS else results
+
+
+def _row_by_row(result: torch.Tensor) -> torch.Tensor:
+    channels_last = torch.channels_last if result.dim() == 4 else torch.channels_last_3d
+    if result.dim() in (4, 5) and result.is_contiguous(memory_format=channels_last):
+        return result
+    return result.contiguous()
+
+
+# The meta kernels of these keep the strides of their argument; those of the CPU do not. Found by comparing the two
+# over torch's database of operators. It matters: random numbers are drawn in the order of the strides.
+_LAID_OUT_IN_ROWS = {
+    "aten::_batch_norm_with_update", "aten::_native_batch_norm_legit", "aten::native_batch_norm",
+    "aten::_standard_gamma", "aten::log_sigmoid_forward", "aten::normal.Tensor_Tensor", "aten::normal.float_Tensor",
+    "aten::poisson", "aten::rrelu_with_noise",
+}  # fmt: skip
+
+
+# The meta kernels of linear algebra lay results out as CUDA does, unless they know better.
+_LAID_OUT_BY_DEVICE = (
+    "aten::linalg_",
+    "aten::_linalg_",
+    "aten::svd",
+    "aten::qr",
+    "aten::lu",
+    "aten::cholesky",
+    "aten::_embedding_bag",
+)
+
+
+def check_sizes(func: Any, results: Any, written: list[Any]) -> None:
+    """Raise :class:`UnsupportedError` if a result does not fit what it is written to."""
+    for result, target in zip(flat(results), written, strict=False):
+        if result is not None and result.shape != target.shape:
+            raise UnsupportedError(
+                f"{func} resizes its out argument of shape {tuple(target.shape)} to {tuple(result.shape)}, which is "
+                "not recorded. Give it one of the right shape."
+            )
+
+
+def flat(results: Any) -> list[Any]:
+    """The tensors of ``results`` in order, lists among them opened; None for what is no tensor."""
+    if isinstance(results, (tuple, list)):
+        return [item for value in results for item in flat(value)]
+    return [results if isinstance(results, torch.Tensor) else None]
+
+
+def fakes_in(value: Any) -> Any:
+    """The fake tensors in ``value``, through lists, tuples and dicts."""
+    if isinstance(value, FakeTensor):
+        yield value
+    elif type(value) in (tuple, list):
+        for item in value:
+            yield from fakes_in(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from fakes_in(item)
+
+
+def tensors_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an argument is, named by its position or its name."""
+    value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+    return list(value) if isinstance(value, (tuple, list)) else [] if value is None else [value]
+
+
+def as_returned(func: Any, written: list[Any]) -> Any:
+    """What ``func`` returns where it returns the arguments that it writes."""
+    count = len(func._schema.returns)
+    if not written or count == 0:
+        return None
+    return written[0] if count == 1 else tuple(written)

@@ -1,0 +1,371 @@
+"""The fake tensor: a tensor with shape, dtype, device and autograd, but without memory.
+
+It is a wrapper subclass of our own. Its methods that need values, and those that torch would stop before they
+reach the dispatcher (``.to("cuda")`` where there is no CUDA), are overridden here, on the class; nothing of
+torch is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+import weakref
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+
+from torchrelay import _torch
+from torchrelay.deferred._graph import History, Region
+from torchrelay.deferred._hooks import hooks
+from torchrelay.errors import DeferredError
+
+__all__ = [
+    "FakeTensor",
+    "Life",
+    "assign",
+    "become",
+    "fake_from_region",
+    "give_shape",
+    "go_back",
+    "replacement",
+]
+
+_wrap = torch.Tensor._make_wrapper_subclass
+
+
+class Life:
+    """Ends with the fake tensor that has it. Torch does not swap tensors that have weak references themselves."""
+
+    __slots__ = ("__weakref__",)
+
+
+class FakeTensor(torch.Tensor):
+    """A tensor without memory. Made by :func:`.fake.fake_mode` and :func:`.deferred_init`, never directly.
+
+    Its class becomes that of the real tensor when it is materialized, and it stays the same object.
+    """
+
+    _region: Region
+    _history: History
+    _life: Life | None = None
+
+    __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return hooks.dispatch(func, args, kwargs or {})
+
+    # A subclass of Parameter stays one: its methods, its isinstance, and its class when materialized.
+
+    @property
+    def _is_param(self) -> bool:
+        return bool(self.__dict__.get("_is_param", False))
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__dict__["_is_param"] = value
+        cls = _torch.parameter_class()
+        if cls is not None and cls is not torch.nn.Parameter:
+            self.__class__ = _kind_of(cls)
+
+    # What it looks like.
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        parts = ["...", f"size={_size_text(self.shape)}"]
+        if self.dtype != torch.get_default_dtype():
+            parts.append(f"dtype={self.dtype}")
+        if self.device.type != "cpu":
+            parts.append(f"device={self.device}")
+        if self.requires_grad:
+            parts.append("requires_grad=True")
+        text = f"tensor({', '.join(parts)}, fake=True)"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0 and spec and not isinstance(self, torch.nn.Parameter):
+            return format(_real_value(self, "formatting").item(), spec)
+        if self.dim() == 0 and hooks.recording() and self._region.storage.deferred:
+            return format(hooks.value(self).item())
+        return object.__format__(self, spec)
+
+    # What needs values.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return _real_value(self, "numpy()").numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        values = _real_value(self, "numpy.asarray()").numpy(force=True)
+        return values if dtype is None else values.astype(dtype)
+
+    def tolist(self) -> Any:
+        return _real_value(self, "tolist()").tolist()
+
+    # torch.tensor([a, b]) asks its elements for numbers where no operation is dispatched.
+
+    def __float__(self) -> float:
+        return float(_number(self))
+
+    def __int__(self) -> int:
+        return int(_number(self))
+
+    def __complex__(self) -> complex:
+        return complex(_number(self))
+
+    def __bool__(self) -> bool:
+        return bool(_number(self))
+
+    def __index__(self) -> int:
+        return operator.index(_number(self))
+
+    def data_ptr(self) -> NoReturn:
+        self._no_memory("data_ptr()")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._no_memory("pickling")
+
+    def __copy__(self) -> FakeTensor:
+        alias = fake_from_region(self._region, self._history)
+        alias.requires_grad_(self.requires_grad)
+        alias.__class__ = self.__class__
+        alias.__dict__.update(user_attributes(self))
+        return alias
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._no_memory("__dlpack__()")
+
+    def share_memory_(self) -> NoReturn:
+        self._no_memory("share_memory_()")
+
+    def _no_memory(self, what: str) -> NoReturn:
+        raise DeferredError(
+            f"{what} needs the memory of a tensor, and {self!r} has none. "
+            "Materialize it first (materialize_tensor, or materialize_module for its module)."
+        )
+
+    # What torch stops on the way to the dispatcher.
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        assign(self, value)
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return hooks.is_meta(self, sys._getframe(1))
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copy = kwargs.pop("copy", False)
+        if (args and isinstance(args[0], torch.Tensor)) or "other" in kwargs:
+            other = kwargs.pop("other") if "other" in kwargs else args[0]
+            args = (other.device, other.dtype, *args[1:])
+        device, dtype, non_blocking, memory_format = _torch.parse_to(*args, **kwargs)
+        return self._convert(device, dtype, non_blocking, copy, memory_format)
+
+    def _convert(
+        self,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+        non_blocking: bool = False,
+        copy: bool = False,
+        memory_format: torch.memory_format | None = None,
+    ) -> torch.Tensor:
+        same = (device in (None, self.device)) and dtype in (None, self.dtype)
+        if same and not copy and memory_format in (None, torch.preserve_format):
+            return self
+        copied: torch.Tensor = torch.ops.aten._to_copy(
+            self, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format
+        )
+        return copied
+
+    def cuda(
+        self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+    ) -> torch.Tensor:
+        where = (
+            torch.device("cuda")
+            if device is None
+            else torch.device("cuda", torch.device(device).index)
+            if not isinstance(device, int)
+            else torch.device("cuda", device)
+        )
+        return self._convert(where, None, non_blocking, False, memory_format)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        known: torch.Tensor | None = memo.get(id(self))
+        return _deepcopy(self, memo) if known is None else known
+
+
+hooks.fake = FakeTensor
+
+
+@cache
+def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
+    """Fake tensors that are also ``cls``, a class of the program's own."""
+    meta: Any = type(cls)
+    body = {"_real_class": cls, "__module__": cls.__module__}
+    kind: type[FakeTensor] = meta(f"Fake{cls.__name__}", (FakeTensor, cls), body)
+    return kind
+
+
+class _LazyFake(FakeTensor):
+    """A lazy module's parameter while it gets its shape, at the end of which torch sets its class."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "__class__":
+            super().__setattr__(name, value)
+            return
+        object.__setattr__(self, "__class__", FakeTensor)
+        del self.__dict__["cls_to_become"]
+        if issubclass(value, torch.nn.Parameter):
+            self.__dict__["_is_param"] = True
+
+
+def give_shape(lazy: torch.Tensor, fake: FakeTensor) -> None:
+    """``lazy``, a real parameter without shape, becomes a fake one like ``fake``."""
+    twin = fake_from_region(fake._region, fake._history).requires_grad_(lazy.requires_grad)
+    twin.__dict__.update(lazy.__dict__, cls_to_become=lazy.cls_to_become)  # type: ignore[attr-defined]
+    _torch.swap_tensors(lazy, twin)
+    object.__setattr__(lazy, "__class__", _LazyFake)
+
+
+def assign(fake: FakeTensor, value: torch.Tensor) -> None:
+    """The effect of ``fake.data = value``: the same object becomes a view of ``value``'s storage."""
+    if isinstance(value, FakeTensor):
+        _set_data(fake, value)
+        fake._region, fake._history = value._region, value._history
+    else:
+        become(fake, value)
+
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
+    """A copy with its own storage; what shared a storage before does so after."""
+    if not fake.is_leaf:
+        raise DeferredError("Only tensors that are leaves of the autograd graph can be deep-copied.")
+    region = fake._region
+    storage = region.storage
+    with torch.no_grad():
+        copied: Any = memo.get(id(storage))
+        if copied is None:
+            count = storage.size_bytes // region.dtype.itemsize
+            flat = Region(storage, region.dtype, (count,), (1,))
+            copied = memo[id(storage)] = fake_from_region(flat, fake._history).clone()
+        mine = Region(copied._region.storage, region.dtype, region.size, region.stride, region.offset)
+        new = _resolved(fake_from_region(mine, copied._history), region.conj, region.neg)
+    new.__class__ = fake.__class__
+    new.__dict__.update(copy.deepcopy(user_attributes(fake), memo))
+    new.requires_grad_(fake.requires_grad)
+    memo[id(fake)] = new
+    return new
+
+
+def _resolved(copied: FakeTensor, conj: bool, neg: bool) -> FakeTensor:
+    """What torch's own deepcopy makes of a lazy conjugate or negative."""
+    values: Any = copied.conj_physical() if conj else copied
+    resolved: FakeTensor = values.neg() if neg else values
+    return resolved
+
+
+_OWN = ("_region", "_history", "_life")
+
+
+def user_attributes(fake: FakeTensor) -> dict[str, Any]:
+    """The attributes that were set on ``fake`` from outside."""
+    return {name: value for name, value in fake.__dict__.items() if name not in _OWN}
+
+
+def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
+    """Turns ``fake`` into ``real``, a detached tensor: same object, class, attributes, hooks."""
+    attributes = user_attributes(fake)
+    if attributes.pop("_is_param", False):
+        real = torch.Tensor._make_subclass(_real_class(fake), real, fake.requires_grad)
+    elif fake.requires_grad and fake.is_leaf:
+        real.requires_grad_()
+    real.__dict__.update(attributes)
+    _torch.swap_tensors(fake, real)
+    # The hooks stay with the Python object; assigning them enters them in the new tensor's autograd data.
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        registered = getattr(fake, name)
+        if registered and fake.requires_grad and fake.is_leaf:
+            setattr(fake, name, registered)
+    return fake
+
+
+def go_back(real: torch.Tensor, fake: FakeTensor) -> torch.Tensor:
+    """Turns ``real`` into ``fake``, the reverse of :func:`become`; a new object where ``real`` cannot change."""
+    if isinstance(real, FakeTensor):
+        assign(real, fake)
+        return real
+    fake.requires_grad_(real.requires_grad)
+    fake.__dict__.update(real.__dict__)
+    if isinstance(real, torch.nn.Parameter):
+        fake.__dict__["_is_param"] = True
+    if hasattr(real, "_local_tensor"):  # a DTensor has another layout in memory
+        return fake
+    if isinstance(real, torch.nn.Parameter) and type(real) is not torch.nn.Parameter:
+        fake.__class__ = _kind_of(type(real))
+    _torch.swap_tensors(real, fake)
+    return real
+
+
+def _real_class(fake: FakeTensor) -> type[torch.Tensor]:
+    return getattr(type(fake), "_real_class", torch.nn.Parameter)
+
+
+def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
+    """A new object that is to ``fake`` what :func:`become` makes of it, for a class it cannot take: DTensor."""
+    attributes = user_attributes(fake)
+    if attributes.pop("_is_param", False):
+        real = torch.nn.Parameter(real, fake.requires_grad)
+    for name, value in attributes.items():
+        setattr(real, name, value)
+    return real
+
+
+def _real_value(fake: FakeTensor, what: str) -> torch.Tensor:
+    """The values, if it is the recorded program itself that wants to see them."""
+    if not fake._region.storage.deferred or not hooks.recording():
+        fake._no_memory(what)
+    return hooks.value(fake)
+
+
+def _number(fake: FakeTensor) -> Any:
+    if not fake._region.storage.deferred:
+        fake._no_memory("a number")
+    value = hooks.value(fake)
+    if value.numel() != 1:
+        return bool(value)  # which raises what torch raises
+    return value.item()
+
+
+def _size_text(size: torch.Size) -> str:
+    return str(tuple(size))
+
+
+def fake_from_region(region: Region, history: History) -> FakeTensor:
+    """A new fake tensor that is ``region``."""
+    fake: FakeTensor = _wrap(
+        FakeTensor,
+        region.size,
+        strides=region.stride,
+        storage_offset=region.offset,
+        dtype=region.dtype,
+        device=region.storage.device,
+    )
+    fake._region = region
+    fake._history = history
+    lives = hooks.thread.lives
+    if lives is not None:
+        fake._life = life = Life()
+        lives.append(weakref.ref(life))
+    if region.conj or region.neg:
+        _torch.set_bits(fake, region.conj, region.neg)
+    return fake

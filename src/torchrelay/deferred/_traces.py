@@ -1,0 +1,131 @@
+"""What is known of a tensor's making after it has been materialized, and going back to before.
+
+A trace is the recorded operations that decide one tensor's values. It holds no memory of the tensor's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from torchrelay.deferred._graph import External, History, Node, Region, Storage, map_tensors
+from torchrelay.deferred._schedule import END, Schedule
+from torchrelay.deferred._tensor import FakeTensor, fake_from_region
+from torchrelay.errors import DeferredError
+
+__all__ = ["Trace", "rebuilt", "remember", "trace_of"]
+
+
+@dataclass
+class Trace:
+    """The operations, in order, and the region of which they decide the values; with what a tensor has beside."""
+
+    region: Region
+    nodes: list[Node]
+
+    @classmethod
+    def of_fake(cls, fake: FakeTensor) -> Trace | None:
+        """What is run to materialize ``fake`` alone; None if its memory has been handed out, with another tensor."""
+        region = fake._region
+        if region.storage.history().given is not None:
+            return None
+        return cls(region, Schedule([(region.storage, END)], cached=False).nodes)
+
+
+_traces: dict[int, tuple[Trace, int]] = {}
+
+
+def remember(tensor: torch.Tensor, trace: Trace | None) -> None:
+    """``tensor`` has just been materialized along ``trace``."""
+    if trace is None or any(_reads_outside(node) for node in trace.nodes):
+        return  # the trace would keep somebody else's memory
+    key = id(tensor)
+    _traces[key] = trace, _version(tensor)
+    weakref.finalize(tensor, _traces.pop, key, None).atexit = False
+
+
+def _reads_outside(node: Node) -> bool:
+    found: list[External] = []
+    map_tensors((node.args, node.kwargs), External, found.append)
+    return bool(found)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return -1 if local.is_inference() else local._version
+
+
+def trace_of(name: str, tensor: torch.Tensor) -> Trace:
+    """The trace of a deferred or of a materialized tensor.
+
+    Raises:
+        DeferredError: it was not made by ``deferred_init``, its making read real tensors from outside, or it has
+            been changed since it was materialized, as by training: its values are more than its recipe.
+    """
+    if isinstance(tensor, FakeTensor):
+        if not tensor._region.storage.deferred:
+            raise DeferredError(f"{name} was made by fake_mode(), which records nothing.")
+        trace, version = Trace.of_fake(tensor), _version(tensor)
+    else:
+        trace, version = _traces.get(id(tensor), (None, 0))
+    if trace is None:
+        raise DeferredError(
+            f"{name} was not made by deferred_init(), or its initialisation read real tensors from outside, or it "
+            "shares memory with a tensor that was materialized before: there is no record to go back to. Save its "
+            "values instead."
+        )
+    if version != _version(tensor):
+        raise DeferredError(
+            f"{name} has been changed since it was materialized, as by a training step, and going back to its "
+            "record would lose that. Save its values instead."
+        )
+    return trace
+
+
+def rebuilt(traces: Iterable[Trace]) -> list[FakeTensor]:
+    """New deferred tensors, one a trace, on a copy of the record: what was shared is shared again."""
+    copier = _Copier()
+    traces = list(traces)
+    nodes = {node.seq: node for trace in traces for node in trace.nodes}
+    regions = [copier.region(trace.region) for trace in traces]
+    for seq in sorted(nodes):
+        copier.node(nodes[seq])
+    return [fake_from_region(region, region.storage.history()) for region in regions]
+
+
+class _Copier:
+    """Copies nodes, regions and storages, each once."""
+
+    def __init__(self) -> None:
+        self._storages: dict[Storage, tuple[Storage, History]] = {}
+        self._regions: dict[int, tuple[Region, Region]] = {}
+
+    def _storage(self, old: Storage) -> tuple[Storage, History]:
+        found = self._storages.get(old)
+        if found is None:
+            new = Storage(old.size_bytes, old.device, deferred=True)
+            found = self._storages[old] = new, new.history()
+        return found
+
+    def region(self, old: Region) -> Region:
+        found = self._regions.get(id(old))
+        if found is None:
+            storage = self._storage(old.storage)[0]
+            new = Region(storage, old.dtype, old.size, old.stride, old.offset, old.conj, old.neg)
+            found = self._regions[id(old)] = old, new
+        return found[1]
+
+    def node(self, old: Node) -> Node:
+        args, kwargs = map_tensors((old.args, old.kwargs), Region, self.region)
+        reads = tuple(map(self.region, old.reads))
+        outputs = tuple(None if region is None else self.region(region) for region in old.outputs)
+        kept = [*old.reads, *(old.writes if len(old.targets()) > 1 else ())]
+        keeps = tuple(self._storage(region.storage)[1] for region in kept)
+        new = Node(old.func, args, kwargs, reads, tuple(map(self.region, old.writes)), outputs, keeps)
+        new.position, new.after = old.position, old.after
+        new.default_dtype, new.grad = old.default_dtype, old.grad
+        new.link()
+        return new

@@ -1,0 +1,70 @@
+"""Allgather: every rank gets all ranks' tensors, one after the other along an axis.
+
+The derivative sums, for each rank's part, the cotangents of all ranks: Reduce_scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import Op
+from torchrelay.mpi._exchange import allgather_blocks
+from torchrelay.mpi._layout import axis_of, layout, with_length
+from torchrelay.mpi._meeting import agree, described, exchange_headers, known_headers
+from torchrelay.mpi._memory import packed, placed
+from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
+from torchrelay.mpi._replicate import own_use
+
+__all__ = ["allgather"]
+
+
+class Allgather(Call):
+    __slots__ = ("axis", "known", "lengths")
+    name = "Allgather"
+    parameters = ("axis", "known")
+
+    def __init__(self, comm: Comm, axis: int, known: Sequence[int] | None = None) -> None:
+        self.comm = comm
+        self.axis = axis
+        self.known = known  # the ranks' lengths along the axis, if none need be told
+        self.lengths: Sequence[int] = known or ()  # the same, once they are known
+
+    def start(self, x: Tensor) -> Started:
+        headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
+        agree(self, headers, self.axis)
+        self.lengths = [h.shape[self.axis] for h in headers]
+        parts = layout(tuple([h.shape for h in headers]), self.axis)
+        moving = allgather_blocks(self, packed(x), parts, self.known is None)
+        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        rank, reverse = self.comm.rank, self.comm.reverse
+        if self.comm.convention == "replicated":
+            start, length = sum(self.lengths[:rank]), self.lengths[rank]
+            return own_use(self.comm, grad, lambda whole: whole.narrow(self.axis, start, length))
+        scatter = conjugate("ReduceScatter")
+        return Adjoint(scatter(reverse, Op.SUM, self.axis, self.lengths[rank], self.known), grad)
+
+    def batched(self) -> Allgather:
+        return Allgather(self.comm, self.axis + 1, self.known)
+
+    def in_graph(self, x: Tensor) -> Allgather:
+        return self if self.known else Allgather(self.comm, self.axis, [x.shape[self.axis]] * self.comm.size)
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        assert self.known is not None
+        return with_length(shape, self.axis, sum(self.known))
+
+    def signature(self, x: Tensor) -> str:
+        return f"{self.terms()} of {described(x, self.axis, self.known)}"
+
+    def arguments(self) -> str:
+        return f"axis={self.axis}"
+
+
+def allgather(comm: Comm, x: Tensor, axis: int) -> Tensor:
+    """All ranks' ``x`` along ``axis``, on every rank. Lengths along ``axis`` may differ."""
+    return record(Allgather(comm, axis_of(axis, x.ndim)), x)

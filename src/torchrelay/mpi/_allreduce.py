@@ -1,0 +1,156 @@
+"""Allreduce: every rank gets the reduction of all ranks' tensors.
+
+The derivative of a sum hands every rank's cotangent to every rank: Allreduce again. That of a maximum goes to
+those that hold it, in equal shares; that of a product is the product of the others, safe at zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._allgather import allgather
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
+from torchrelay.mpi._meeting import is_large, meet
+from torchrelay.mpi._memory import fresh, is_small, packed, pieces, placed
+from torchrelay.mpi._record import Adjoint, Started, Uniform, is_differentiated, record
+from torchrelay.mpi._replicate import own_use
+from torchrelay.mpi._settings import settings
+from torchrelay.mpi._wait import finish
+
+__all__ = ["Located", "allreduce"]
+
+STARTING_BYTES = 1 << 25  # from here on starting to reduce is again as fast as blocking
+DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
+
+
+class Allreduce(Uniform):
+    __slots__ = ("op",)
+    name = "Allreduce"
+    parameters = ("op",)
+
+    def __init__(self, comm: Comm, op: Op) -> None:
+        self.comm = comm
+        self.op = op
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_small(x) or is_large(x):
+            return self._forward_large(x)
+        result, op = torch.empty_like(x), mpi_op(x.dtype, self.op)
+        finish(self.comm.mpi.Iallreduce(buffer(x), buffer(result), op), self, (x, result))
+        return result
+
+    def _forward_large(self, x: Tensor) -> Tensor:
+        source, op = packed(x), mpi_op(x.dtype, self.op)
+        if not is_large(x) or source.nbytes >= STARTING_BYTES or source.numel() > settings.max_count:
+            return super().forward(x)
+        meet(self, self.signature(x))
+        result = fresh(source.shape, source.dtype)
+        self.comm.mpi.Allreduce(buffer(source), buffer(result), op)
+        return placed(result, x)
+
+    def start(self, x: Tensor) -> Started:
+        source = packed(x)
+        result = fresh(source.shape, source.dtype)
+        op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Iallreduce
+        requests = [start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)]
+        return Started(requests, lambda: placed(result, x), source)
+
+    def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return () if self.op is Op.SUM else (x, y)
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        if self.comm.convention == "replicated":
+            return own_use(self.comm, grad)
+        return Adjoint(Allreduce(self.comm.reverse, Op.SUM), grad)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+        call, grad, _ = self.adjoint(grad)
+        total = grad if call is None else record(call, grad)
+        return total * share(self.comm.reverse, self.op, *saved) if saved else total
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        if saved:
+            tangent = tangent * share(self.comm.reverse, self.op, *saved).conj()
+        return allreduce(self.comm, tangent, Op.SUM)
+
+    def differentiable(self, x: Tensor) -> bool:
+        return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
+
+    def arguments(self) -> str:
+        return self.op.value
+
+
+class Located(NamedTuple):
+    """What MAXLOC and MINLOC give: each element's extreme value, and the lowest rank that holds it."""
+
+    values: Tensor
+    ranks: Tensor
+
+
+def allreduce(comm: Comm, x: Tensor, op: Op) -> Tensor:
+    """The element-wise reduction of all ranks' ``x``, which have one shape and dtype, on every rank.
+
+    MAXLOC and MINLOC give a :class:`Located` instead.
+    """
+    if op in LOGICAL and x.dtype is not torch.bool:
+        return record(Allreduce(comm, op), x != 0).to(x.dtype)
+    call = Allreduce(comm, op)
+    if is_compiling() and is_gathered(call, x):  # an operator keeps nothing for its derivative
+        return reduce_locally(allgather(comm, x.unsqueeze(0), 0), op)
+    return record(call, x)
+
+
+def allreduce_located(comm: Comm, x: Tensor, op: Op) -> Located:
+    """MAXLOC or MINLOC."""
+    if x.dtype.is_complex:
+        raise ArgumentError(f"MPI_{op.value} is not defined for {x.dtype}")
+    values = allreduce(comm, x, Op.MAX if op is Op.MAXLOC else Op.MIN)
+    here = torch.where(x.detach() == values.detach(), comm.rank, comm.size)
+    return Located(values, allreduce(comm, here, Op.MIN))
+
+
+def share(comm: Comm, op: Op, x: Tensor, y: Tensor) -> Tensor:
+    """The conjugate of dy/dx: for MAX and MIN 1 / (number of ranks that hold it), for PROD all others' product."""
+    if op is Op.PROD:
+        return product_of_others(comm, x, y).conj()
+    with torch.no_grad():
+        mine = (x == y).to(x.dtype)
+        return mine / allreduce(comm, mine, Op.SUM)
+
+
+class Reduction(Protocol):
+    """A call that reduces."""
+
+    @property
+    def op(self) -> Op: ...
+    def differentiable(self, x: Tensor) -> bool: ...
+
+
+def is_gathered(call: Reduction, x: Tensor) -> bool:
+    """Whether to gather ``x`` and reduce it locally: a derivative is wanted, and it is not one communication."""
+    return call.op is not Op.SUM and is_differentiated() and call.differentiable(x)
+
+
+def reduce_locally(parts: Tensor, op: Op) -> Tensor:
+    """MAX, MIN or PROD of ``parts`` along their first axis, as torch differentiates it."""
+    if op is Op.PROD:
+        return parts.prod(0)
+    return parts.amax(0) if op is Op.MAX else parts.amin(0)
+
+
+def product_of_others(comm: Comm, x: Tensor, y: Tensor) -> Tensor:
+    """The product of all other ranks' ``x``, given ``y``, that of all."""
+    if torch.is_grad_enabled():  # differentiated again: let torch.prod, which is safe at zeros, do it
+        every = allgather(comm.replace(convention="sum"), x.unsqueeze(0), 0)
+        return torch.cat([every[: comm.rank], every[comm.rank + 1 :]]).prod(0)
+    is_zero = x == 0
+    zeros = allreduce(comm, is_zero.to(torch.int32), Op.SUM)
+    nonzero = allreduce(comm, torch.where(is_zero, torch.ones_like(x), x), Op.PROD)
+    others = torch.where(zeros == 0, y / torch.where(is_zero, torch.ones_like(x), x), torch.zeros_like(y))
+    return torch.where((zeros == 1) & is_zero, nonzero, others)

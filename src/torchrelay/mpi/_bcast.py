@@ -1,0 +1,64 @@
+"""Bcast: every rank gets root's tensor.
+
+The derivative sums all ranks' cotangents on root; the others' tensors have had no influence.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import Op, buffer
+from torchrelay.mpi._inplace import overwrite
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._memory import fresh, packed, pieces, placed
+from torchrelay.mpi._record import Adjoint, Started, Uniform, conjugate, nothing_of, record, unchanged
+from torchrelay.mpi._replicate import own_use
+
+__all__ = ["bcast", "bcast_"]
+
+
+class Bcast(Uniform):
+    __slots__ = ("root",)
+    name = "Bcast"
+    parameters = ("root",)
+
+    def __init__(self, comm: Comm, root: int) -> None:
+        self.comm = comm
+        self.root = root
+
+    def start(self, x: Tensor) -> Started:
+        source = packed(x)
+        result = source.clone() if self.comm.rank == self.root else fresh(source.shape, source.dtype)
+        return Started(self.requests(result), lambda: placed(result, x))
+
+    def requests(self, memory: Tensor) -> list[MPI.Request]:
+        return [self.comm.mpi.Ibcast(buffer(piece), self.root) for (piece,) in pieces(memory)]
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        if self.comm.convention == "replicated":
+            return own_use(self.comm, grad, unchanged if self.comm.rank == self.root else nothing_of)
+        return Adjoint(conjugate("Reduce")(self.comm.reverse, Op.SUM, self.root), grad)
+
+    def arguments(self) -> str:
+        return f"root={self.root}"
+
+
+class BcastInPlace(Bcast):
+    __slots__ = ()
+    name = "Bcast_"
+    overwrites = True
+
+    def start(self, x: Tensor) -> Started:
+        return Started(self.requests(x), lambda: x)
+
+
+def bcast(comm: Comm, x: Tensor, root: int) -> Tensor:
+    """Root's ``x`` on every rank, in new memory; all ranks give tensors of one shape and dtype."""
+    return record(Bcast(comm, comm.check_rank(root)), x)
+
+
+def bcast_(comm: Comm, x: Tensor, root: int) -> Tensor:
+    """As :func:`bcast`, into ``x`` itself."""
+    comm.check_rank(root)
+    return overwrite(BcastInPlace(comm, root), Bcast(comm, root), x)

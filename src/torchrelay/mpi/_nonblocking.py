@@ -1,0 +1,203 @@
+"""Collectives in two steps: started by ``Iallreduce`` and its kin, ended by ``Wait``.
+
+Backward the steps change places: ``Wait``'s backward starts the derivative's communication, and the start's
+backward waits for it. MPI matches collectives by the order in which they are started, and ranks may wait in
+different orders, so a cotangent that comes early is kept until those of later collectives have been started.
+
+What is not known when it starts cannot be told, since telling would have to wait: all ranks give tensors of one
+shape, or all lengths to those with counts. A sum is communicated as one. MAX, MIN and PROD gather where a derivative
+is wanted, and are reduced by ``Wait``: their derivative needs to communicate more, and ranks may wait in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchrelay import _torch
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi import _chain, _check, _compiled
+from torchrelay.mpi._history import Place
+from torchrelay.mpi._meeting import is_large
+from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
+from torchrelay.mpi._wait import Testable, abandon
+
+__all__ = ["CollectiveHandle", "start"]
+
+Start = Callable[[Tensor], Started]
+
+
+class _Operation:
+    """What start and wait share: the communication forward, and that of the running backward pass."""
+
+    __slots__ = (
+        "adjoint",
+        "back",
+        "begin",
+        "call",
+        "chain",
+        "grad",
+        "is_set_up",
+        "number",
+        "pass_id",
+        "position",
+        "shape",
+        "started",
+        "terms",
+        "twin",
+    )
+
+    def __init__(self, call: Call, begin: Start | None) -> None:
+        self.call = call
+        self.is_set_up = begin is not None  # by all ranks, which have agreed on it then
+        self.begin = begin or call.start
+        self.number = 0  # among the collectives of its communicator
+        self.terms = ""
+        self.started: Started | None = None
+        self.shape: torch.Size | None = None  # of the result
+        self.pass_id = -1  # the backward pass in which the derivative was started
+        self.grad: tuple[int, Tensor] | None = None  # the pass it came in, and the cotangent
+        self.back: CollectiveHandle | None = None
+        self.adjoint = Adjoint(None, torch.empty(0))
+        self.twin: CollectiveHandle | None = None
+        self.chain: _chain.Chain | None = None  # which holds those started before and after it
+        self.position = 0
+
+    def __del__(self) -> None:
+        if self.started is not None:  # nobody waited for it
+            abandon(self.started)
+
+    def issue(self, until: _Operation | None = None, like: Tensor | None = None) -> None:
+        """Starts the derivatives of those whose cotangent is there, last first, down to one that lacks it.
+
+        Down to ``until``, missing cotangents are zeros: their results were not waited for, or not used.
+        """
+        now = _torch.backward_id()
+        if self.chain is None:
+            return
+        for operation in reversed(self.chain.operations):
+            if operation.position > self.chain.begun:
+                continue  # started since, by this backward pass itself
+            if operation.pass_id != now and not operation._issue(now, like if until is not None else None):
+                return
+            if operation is until:
+                return
+
+    def _issue(self, now: int, like: Tensor | None) -> bool:
+        """Starts the derivative, of zeros like ``like`` if there is no cotangent. False: there is neither."""
+        if self.grad is None or self.grad[0] != now:
+            if like is None:
+                return False
+            assert self.shape is not None, f"{self.call.describe()} was never waited for"
+            self.grad = (now, like.new_zeros(self.shape))
+        self.pass_id = now
+        self.adjoint = self.call.adjoint(self.grad[1])
+        if self.adjoint.call is not None:
+            self.back = start(self.adjoint.call, self.adjoint.grad)
+        return True
+
+
+class CollectiveHandle:
+    """A collective under way: give it to ``Wait``. ``complete`` makes the result of what was communicated."""
+
+    __slots__ = ("complete", "dummy", "operation")
+
+    def __init__(self, operation: _Operation, dummy: Tensor, complete: Callable[[Tensor], Tensor]) -> None:
+        self.operation = operation
+        self.dummy = dummy
+        self.complete = complete
+
+    @_compiled.eager_only
+    def Wait(self) -> Tensor:
+        """The collective's result."""
+        return self.complete(record(_Wait(self.operation), self.dummy))
+
+
+class _Start(Call):
+    __slots__ = ("operation",)
+    name = "Istart"
+
+    def __init__(self, operation: _Operation) -> None:
+        self.comm = operation.call.comm
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        comparison: list[Testable] = []
+        operation, history = self.operation, self.comm.history
+        operation.number, operation.terms = history.count, self.signature(x)
+        if self.comm.size > 1 and (not operation.is_set_up or is_large(x)):
+            history.meet()
+            comparison.append(_check.Comparison(self, operation.terms))
+        started = operation.begin(x)
+        operation.started = Started([*comparison, *started.requests], started.result, started)
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
+        operation = self.operation
+        operation.issue(until=operation, like=grad)
+        result = operation.adjoint.grad if operation.back is None else operation.back.Wait()
+        operation.back, operation.grad = None, None
+        return operation.adjoint.complete(result)
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        self.operation.twin = start(self.operation.call, tangent)
+        return self.operation.twin.dummy
+
+    def differentiable(self, x: Tensor) -> bool:
+        return self.operation.call.differentiable(x)
+
+    def signature(self, x: Tensor) -> str:
+        return f"I{self.operation.call.signature(x)}"
+
+    def terms(self) -> str:
+        return f"I{self.operation.call.terms()}"
+
+    def describe(self) -> str:
+        return f"I{self.operation.call.describe()}"
+
+
+class _Wait(Call):
+    __slots__ = ("operation",)
+    name = "Wait"
+    everyone = False  # ranks may wait in different orders
+
+    def __init__(self, operation: _Operation) -> None:
+        self.comm = operation.call.comm
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        started, self.operation.started = self.operation.started, None
+        if started is None:
+            raise ArgumentError(f"{self.operation.call.describe()} was already waited for")
+        result = started.finish(self)
+        self.operation.shape = result.shape
+        return result
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+        self.operation.grad = (_torch.backward_id(), grad)
+        self.operation.issue()
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        assert self.operation.twin is not None
+        return self.operation.twin.Wait()
+
+    def place(self) -> Place:
+        return self.comm.history.place(self.operation.number, self.operation.terms, self.comm.name)
+
+    def describe(self) -> str:
+        return f"Wait for {self.operation.call.describe()}"
+
+
+@_compiled.eager_only
+def start(
+    call: Call, x: Tensor, complete: Callable[[Tensor], Tensor] = unchanged, begin: Start | None = None
+) -> CollectiveHandle:
+    """Starts ``call`` on ``x``, which must not be changed until ``Wait``; ``begin`` does it instead of ``call``."""
+    operation, chain = _Operation(call, begin), _chain.current()
+    dummy = record(_Start(operation), x)
+    if dummy.requires_grad:
+        operation.chain, operation.position = chain, len(chain.names)
+        chain.operations.append(operation)
+    return CollectiveHandle(operation, dummy, complete)

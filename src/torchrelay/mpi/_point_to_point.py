@@ -1,0 +1,420 @@
+"""Send and Recv, blocking or in two steps, and Sendrecv.
+
+The derivative sends the cotangent the other way: what was received is sent to where it came from, what was sent
+is received. Backward, a received tensor's cotangent is sent without waiting for its receiver, and the send
+completes at the end of the backward pass; else a forward pass that relied on MPI's buffers could deadlock
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchrelay import _torch
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi import _compiled
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import is_differentiable
+from torchrelay.mpi._inplace import can_overwrite, overwrite
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._memory import fresh, packed, placed
+from torchrelay.mpi._message import Receiving, finish_all, start_send
+from torchrelay.mpi._receipts import Receipt
+from torchrelay.mpi._record import Adjoint, Call, record
+from torchrelay.mpi._wait import abandon
+
+if TYPE_CHECKING:
+    from torchrelay.mpi._chain import Link
+
+__all__ = [
+    "JoinDummies",
+    "JoinDummiesHandle",
+    "WaitHandle",
+    "irecv",
+    "isend",
+    "recv",
+    "send",
+    "sendrecv",
+    "wait",
+]
+
+
+class _PeerCall(Call):
+    """A call between two ranks; debug mode cannot compare it, since the others do not take part."""
+
+    __slots__ = ("peer", "tag")
+    everyone = False
+
+    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
+        self.comm = comm
+        self.peer = peer
+        self.tag = tag
+
+    def arguments(self) -> str:
+        return f"rank {self.peer}, tag {self.tag}"
+
+    def peers(self) -> Iterable[int]:
+        return range(self.comm.size) if self.peer == MPI.ANY_SOURCE else (self.peer,)
+
+
+class Send(_PeerCall):
+    __slots__ = ("shape",)
+    name = "Send"
+    parameters = ("peer", "tag", "shape")
+
+    def __init__(self, comm: Comm, peer: int, tag: int, shape: Sequence[int] = ()) -> None:
+        super().__init__(comm, peer, tag)
+        self.shape = shape  # of the tensor, once it is known
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape = x.shape
+        finish_all(start_send(self, packed(x), self.peer, self.tag), self)
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        return Adjoint(Recv(self.comm.reverse, self.peer, self.tag), grad.new_empty(self.shape))
+
+    def in_graph(self, x: Tensor) -> Send:
+        return type(self)(self.comm, self.peer, self.tag, x.shape)
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        return []
+
+
+class Post(Send):
+    """A send that completes at the end of the backward pass it belongs to."""
+
+    __slots__ = ()
+    name = "Send"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape = x.shape
+        started = start_send(self, packed(x), self.peer, self.tag)
+        if not all(request.Test() for request, _ in started):
+            _torch.after_backward(lambda: finish_all(started, self))
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+
+class _Receiver(_PeerCall):
+    """Whose backward sends the cotangent to where its message came from."""
+
+    __slots__ = ("number", "receipt")
+
+    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
+        super().__init__(comm, peer, tag)
+        self.receipt: Receipt | None = None
+
+    def finish(self, receiving: Receiving) -> None:
+        receiving.finish(self)
+        self.peer, self.tag, self.number = receiving.source, receiving.tag, receiving.number
+
+    def joined(self, link: Link) -> None:
+        self.receipt = Receipt(link, self.comm.reverse, self.peer, self.tag, self.number)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+        if self.receipt is None:  # inside a transform
+            self._post(grad)
+        else:
+            self.receipt.answer(grad, self._post)
+
+    def _post(self, grad: Tensor) -> None:
+        record(Post(self.comm.reverse, self.peer, _sendable(self.tag)), grad)
+
+
+def _sendable(tag: int) -> int:
+    """The tag of the answer to a message with ``tag``; one that came from nobody has none."""
+    return 0 if tag == MPI.ANY_TAG else tag
+
+
+class Recv(_Receiver):
+    __slots__ = ("shape",)
+    name = "Recv"
+    parameters = ("peer", "tag", "shape")
+
+    def __init__(self, comm: Comm, peer: int, tag: int, shape: Sequence[int] = ()) -> None:
+        super().__init__(comm, peer, tag)
+        self.shape = shape  # for a compiled graph's backward pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = fresh(x.shape, x.dtype)
+        if self.peer == MPI.PROC_NULL:
+            memory.zero_()
+        self.receive(memory)
+        return placed(memory, x)
+
+    def receive(self, memory: Tensor) -> None:
+        self.finish(Receiving(self.comm, memory, self.peer, self.tag))
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        """In a compiled graph, whose receives are answered in their order."""
+        shape = self.shape
+        post = Post(self.comm.reverse, self.peer, _sendable(self.tag), shape)
+        return Adjoint(post, grad, lambda sent: sent.new_zeros(shape))
+
+    def in_graph(self, x: Tensor) -> Recv | None:
+        if self.peer == MPI.ANY_SOURCE or self.tag == MPI.ANY_TAG:
+            return None
+        return Recv(self.comm, self.peer, self.tag, x.shape)
+
+
+class RecvInPlace(Recv):
+    __slots__ = ()
+    overwrites = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.receive(x)
+        return x
+
+
+class Sendrecv(_PeerCall):
+    __slots__ = ("batch_dims", "dtype", "sent", "shape", "source", "source_tag")
+    name = "Sendrecv"
+    parameters = ("peer", "tag", "source", "source_tag", "shape")
+
+    def __init__(
+        self,
+        comm: Comm,
+        dest: int,
+        tag: int,
+        source: int,
+        source_tag: int,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(comm, dest, tag)
+        self.shape = tuple(shape)
+        self.dtype = dtype  # of what comes; None: of what is sent
+        self.batch_dims = 0
+        self.source = source
+        self.source_tag = source_tag
+        self.sent: tuple[Sequence[int], torch.dtype | None] = (self.shape, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sent = (x.shape, x.dtype)
+        received = Recv(self.comm, self.source, self.source_tag)
+        memory = fresh((*x.shape[: self.batch_dims], *self.shape), self.dtype or x.dtype)
+        if self.source == MPI.PROC_NULL:
+            memory.zero_()
+        receiving = Receiving(self.comm, memory, self.source, self.source_tag)
+        sent = start_send(self, packed(x), self.peer, self.tag)
+        try:
+            receiving.finish(received)
+        except BaseException:
+            abandon(sent)
+            raise
+        self.source, self.source_tag = receiving.source, receiving.tag
+        finish_all(sent, self)
+        return placed(memory, x)
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        back = (self.comm.reverse, self.source, _sendable(self.source_tag))
+        return Adjoint(Sendrecv(*back, self.peer, self.tag, *self.sent), grad)
+
+    def in_graph(self, x: Tensor) -> Sendrecv | None:
+        if self.source == MPI.ANY_SOURCE or (*self.shape, self.dtype) != (*x.shape, x.dtype):
+            return None
+        tag = self.tag if self.source_tag == MPI.ANY_TAG else self.source_tag
+        return Sendrecv(self.comm, self.peer, self.tag, self.source, tag, self.shape)
+
+    def batched(self) -> Sendrecv:
+        call = Sendrecv(self.comm, self.peer, self.tag, self.source, self.source_tag, self.shape, self.dtype)
+        call.batch_dims = self.batch_dims + 1
+        return call
+
+    def peers(self) -> Iterable[int]:
+        return (self.peer, self.source)
+
+
+class Transfer:
+    """What the two steps of a non-blocking communication share."""
+
+    __slots__ = ("call", "in_place", "keeps_memory", "receiving", "sending", "target", "twin")
+
+    def __init__(self, call: _PeerCall) -> None:
+        self.call = call
+        self.sending: Sequence[tuple[MPI.Request, Tensor]] = ()
+        self.receiving: Receiving | None = None
+        self.target: Tensor | None = None
+        self.in_place = False
+        self.keeps_memory = False  # it is received into again
+        self.twin: WaitHandle | None = None  # the tangent's communication, in forward mode
+
+    def __del__(self) -> None:
+        if self.sending:  # nobody waited for it
+            abandon(self.sending)
+
+
+class WaitHandle:
+    """A communication under way: give it to ``Wait``. ``dummy`` is a 0-dim tensor that depends on its start."""
+
+    __slots__ = ("dummy", "transfer")
+
+    def __init__(self, transfer: Transfer, dummy: Tensor) -> None:
+        self.transfer = transfer
+        self.dummy = dummy
+
+    def Wait(self) -> Tensor:
+        """The received tensor; for a send, a 0-dim tensor."""
+        return wait(self)
+
+
+class Isend(Send):
+    __slots__ = ("transfer",)
+    name = "Isend"
+
+    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
+        super().__init__(comm, peer, tag)
+        self.transfer = Transfer(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape = x.shape
+        self.transfer.sending = start_send(self, packed(x), self.peer, self.tag)
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        self.transfer.twin = isend(self.comm, tangent, self.peer, self.tag)
+        return self.transfer.twin.dummy
+
+
+class Irecv(_PeerCall):
+    __slots__ = ("transfer",)
+    name = "Irecv"
+    passive = True
+
+    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
+        super().__init__(comm, peer, tag)
+        self.transfer = Transfer(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        transfer = self.transfer
+        memory = x.detach() if transfer.in_place else torch.zeros(x.shape, dtype=x.dtype)
+        transfer.receiving = Receiving(self.comm, memory, self.peer, self.tag)
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+        return None  # what Wait's backward posted completes at the end of the backward pass
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        self.transfer.twin = irecv(self.comm, torch.zeros_like(tangent), self.peer, self.tag)
+        return self.transfer.twin.dummy
+
+
+class WaitRecv(_Receiver):
+    __slots__ = ("transfer",)
+    name = "Wait"
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__(transfer.call.comm, transfer.call.peer, transfer.call.tag)
+        self.transfer = transfer
+
+    def forward(self, x: Tensor) -> Tensor:
+        receiving, self.transfer.receiving = self.transfer.receiving, None
+        if receiving is None:
+            raise ArgumentError(f"{self.transfer.call.describe()} was already waited for")
+        self.finish(receiving)
+        if self.overwrites:
+            return x
+        return placed(receiving.memory.clone() if self.transfer.keeps_memory else receiving.memory, x)
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        assert self.transfer.twin is not None
+        return wait(self.transfer.twin)
+
+
+class WaitRecvInPlace(WaitRecv):
+    __slots__ = ()
+    overwrites = True
+
+
+def send(comm: Comm, x: Tensor, dest: int, tag: int) -> Tensor:
+    """Returns when ``x`` may be changed again. The result is a 0-dim tensor that depends on it."""
+    return record(Send(comm, *comm.check_dest(dest, tag)), x)
+
+
+def recv(comm: Comm, x: Tensor, source: int, tag: int) -> Tensor:
+    """Fills ``x``, and returns it (a new tensor, if ``x`` is a leaf that requires grad)."""
+    comm.check_source(source, tag)
+    return overwrite(RecvInPlace(comm, source, tag), Recv(comm, source, tag), x)
+
+
+def sendrecv(
+    comm: Comm, x: Tensor, dest: int, sendtag: int, like: Tensor | None, source: int, recvtag: int
+) -> Tensor:
+    """Sends ``x`` and receives a tensor shaped as ``like`` (default: as ``x``), both at once."""
+    like = x if like is None else like
+    if is_differentiable(like.dtype) != is_differentiable(x.dtype):
+        raise ArgumentError(
+            f"Sendrecv of {x.dtype}, with like of {like.dtype}: autograd records one and not the other; use Isend and Recv"
+        )
+    to, back = comm.check_dest(dest, sendtag), comm.check_source(source, recvtag)
+    return record(Sendrecv(comm, *to, *back, like.shape, like.dtype), x)
+
+
+@_compiled.eager_only
+def isend(comm: Comm, x: Tensor, dest: int, tag: int) -> WaitHandle:
+    """Starts sending ``x``, which must not be changed until ``Wait``."""
+    call = Isend(comm, *comm.check_dest(dest, tag))
+    return WaitHandle(call.transfer, record(call, x))
+
+
+@_compiled.eager_only
+def irecv(comm: Comm, x: Tensor, source: int, tag: int) -> WaitHandle:
+    """Starts receiving into ``x``; ``Wait`` gives the result."""
+    call = Irecv(comm, *comm.check_source(source, tag))
+    call.transfer.target = x
+    call.transfer.in_place = can_overwrite(x)
+    return WaitHandle(call.transfer, record(call, x))
+
+
+@_compiled.eager_only
+def wait(handle: WaitHandle) -> Tensor:
+    """Ends what ``handle`` started. Collective handles: see :mod:`torchrelay.mpi._nonblocking`."""
+    transfer = handle.transfer
+    if transfer.target is None:
+        finish_all(transfer.sending, transfer.call)
+        transfer.sending = ()
+        if transfer.twin is not None:
+            wait(transfer.twin)
+        return handle.dummy
+    if transfer.in_place:
+        return record(WaitRecvInPlace(transfer), transfer.target)
+    return overwrite(None, WaitRecv(transfer), transfer.target)
+
+
+def JoinDummies(x: Tensor, dummies: Sequence[Tensor]) -> Tensor:
+    """``x``, which autograd then takes to depend on ``dummies`` too."""
+    return _join(x, *dummies)  # type: ignore[no-any-return]
+
+
+def JoinDummiesHandle(handle: WaitHandle, dummies: Sequence[Tensor]) -> WaitHandle:
+    """``handle``, whose ``dummy`` autograd then takes to depend on ``dummies`` too."""
+    return WaitHandle(handle.transfer, JoinDummies(handle.dummy, dummies))
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, *dummies: Tensor) -> Tensor:
+        return x.data  # not a view of x for autograd, so that it may be received into
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.dummies = [(d.shape, d.dtype, d.device) for d in inputs[1:]]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros((), dtype=d, device=v).expand(s) for s, d, v in ctx.dummies)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *dummies: Tensor) -> tuple[Tensor, Any]:
+        return x.view_as(x), in_dims[0]
+
+
+_join: Any = _Join.apply

@@ -1,0 +1,109 @@
+"""Reduce_scatter: every rank gets its part of the reduction of all ranks' tensors, cut along an axis.
+
+The derivative of a sum hands every part's cotangent to all ranks: Allgather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._allreduce import DIFFERENTIABLE, Allreduce, is_gathered, reduce_locally
+from torchrelay.mpi._alltoall import alltoall
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
+from torchrelay.mpi._layout import Blocks, axis_of, with_length
+from torchrelay.mpi._meeting import MEETING_BYTES, Header, agree, described, exchange_headers
+from torchrelay.mpi._memory import fresh, packed, placed
+from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
+from torchrelay.mpi._settings import settings
+
+__all__ = ["reduce_scatter"]
+
+
+class ReduceScatter(Call):
+    __slots__ = ("axis", "known", "length", "op")
+    name = "Reduce_scatter"
+    parameters = ("op", "axis", "length", "known")
+
+    def __init__(
+        self, comm: Comm, op: Op, axis: int, length: int, known: Sequence[int] | None = None
+    ) -> None:
+        self.comm = comm
+        self.op = op
+        self.axis = axis
+        self.length = length
+        self.known = known  # what each rank gets along the axis, if none need be told
+
+    def start(self, x: Tensor) -> Started:
+        if self.known:
+            headers = [Header(length, x.dtype, tuple(x.shape)) for length in self.known]
+        else:
+            headers = exchange_headers(self, x, self.length)
+        agree(self, headers)
+        lengths = [h.number for h in headers]
+        if min(lengths) < 0 or sum(lengths) != x.shape[self.axis]:
+            raise ArgumentError(
+                f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but the tensors "
+                f"have {x.shape[self.axis]} along axis {self.axis}"
+            )
+        if x.numel() > settings.max_count:
+            total, before = Allreduce(self.comm, self.op).start(x), sum(lengths[: self.comm.rank])
+            return Started(
+                total.requests, lambda: total.result().narrow(self.axis, before, self.length).clone(), total
+            )
+        blocks = Blocks.cut(packed(x), lengths, self.axis)
+        result = fresh(headers[0].block(self.axis, self.length), x.dtype)
+        op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
+        if self.known is None and x.nbytes >= MEETING_BYTES:  # all ranks are there
+            self.comm.mpi.Reduce_scatter(buffer(blocks.memory), buffer(result), blocks.layout.counts, op)
+            return Started([], lambda: placed(result, x))
+        return Started(
+            [start(buffer(blocks.memory), buffer(result), blocks.layout.counts, op)],
+            lambda: placed(result, x),
+            blocks,
+        )
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        gather = conjugate("Allgather")
+        return Adjoint(gather(self.comm.reverse.replace(convention="sum"), self.axis, self.known), grad)
+
+    def differentiable(self, x: Tensor) -> bool:
+        return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
+
+    def batched(self) -> ReduceScatter:
+        return ReduceScatter(self.comm, self.op, self.axis + 1, self.length, self.known)
+
+    def in_graph(self, x: Tensor) -> ReduceScatter | None:
+        size = self.comm.size
+        if self.known:
+            return self
+        if self.length * size != x.shape[self.axis]:
+            return None
+        return ReduceScatter(self.comm, self.op, self.axis, self.length, [self.length] * size)
+
+    def result_shape(self, shape: Sequence[int]) -> list[int]:
+        return with_length(shape, self.axis, self.length)
+
+    def signature(self, x: Tensor) -> str:
+        if self.known:
+            return f"{self.terms()} of {described(x, self.axis, self.known)}"
+        return super().signature(x)
+
+    def arguments(self) -> str:
+        return f"{self.op.value}, axis={self.axis}"
+
+
+def reduce_scatter(comm: Comm, x: Tensor, op: Op, axis: int, numelem: int) -> Tensor:
+    """This rank's ``numelem`` along ``axis`` of the reduction of all ranks' ``x``, which have one shape and dtype.
+
+    MAX, MIN and PROD are reduced locally, after an Alltoall, where a derivative is wanted.
+    """
+    axis = axis_of(axis, x.ndim)
+    call = ReduceScatter(comm, op, axis, numelem)
+    if not is_gathered(call, x):
+        return record(call, x)
+    parts = alltoall(comm, x.unsqueeze(0), 0, axis + 1, numelem)
+    return reduce_locally(parts, op)

@@ -1,0 +1,78 @@
+"""Scan and Exscan: rank r gets the reduction of ranks 0 to r, or of those before r.
+
+The derivative of a sum is a scan from the other end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrelay.mpi._allgather import allgather
+from torchrelay.mpi._allreduce import DIFFERENTIABLE, is_gathered, reduce_locally
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
+from torchrelay.mpi._memory import fresh, packed, pieces, placed
+from torchrelay.mpi._record import Adjoint, Started, Uniform, nothing_of, record
+
+__all__ = ["exscan", "scan"]
+
+
+class Scan(Uniform):
+    __slots__ = ("descending", "op")
+    name = "Scan"
+    parameters = ("op", "descending")
+    exclusive = False
+
+    def __init__(self, comm: Comm, op: Op, descending: int = False) -> None:
+        self.comm = comm
+        self.op = op
+        self.descending = descending  # from the last rank to the first: the derivative
+
+    def start(self, x: Tensor) -> Started:
+        source = packed(x)
+        result = fresh(source.shape, source.dtype)
+        op = mpi_op(x.dtype, self.op)
+        mpi = self.comm.descending() if self.descending else self.comm.mpi
+        start = mpi.Iexscan if self.exclusive else mpi.Iscan
+        requests = [start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)]
+        undefined = self.exclusive and mpi.rank == 0
+        return Started(requests, lambda: placed(result.zero_() if undefined else result, x), source)
+
+    def adjoint(self, grad: Tensor) -> Adjoint:
+        return Adjoint(type(self)(self.comm.reverse, Op.SUM, not self.descending), grad)
+
+    def differentiable(self, x: Tensor) -> bool:
+        return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
+
+    def arguments(self) -> str:
+        return f"{self.op.value}, from the last rank" if self.descending else self.op.value
+
+
+class Exscan(Scan):
+    __slots__ = ()
+    name = "Exscan"
+    exclusive = True
+
+
+def scan(comm: Comm, x: Tensor, op: Op) -> Tensor:
+    """The element-wise reduction of the ``x`` of ranks 0 to this one."""
+    return _scan(Scan, comm, x, op)
+
+
+def exscan(comm: Comm, x: Tensor, op: Op) -> Tensor:
+    """The element-wise reduction of the ``x`` of all ranks before this one; zeros on rank 0."""
+    return _scan(Exscan, comm, x, op)
+
+
+def _scan(kind: type[Scan], comm: Comm, x: Tensor, op: Op) -> Tensor:
+    if op in LOGICAL and x.dtype is not torch.bool:
+        return record(kind(comm, op), x != 0).to(x.dtype)
+    call = kind(comm, op)
+    if not is_gathered(call, x):
+        return record(call, x)
+    every = allgather(comm.replace(convention="sum"), x.unsqueeze(0), 0)
+    before = every[: comm.rank + (not kind.exclusive)]
+    if not len(before):
+        return nothing_of(every[0])
+    return reduce_locally(before, op)

@@ -1,0 +1,444 @@
+"""Drop-in relatives of :class:`torch.nn.Embedding` and :class:`torch.nn.EmbeddingBag` whose rows live in a table.
+
+The forward pass pulls the rows that the batch names, each once. The backward pass leaves their gradient at the
+parameter ``weight``, which stands for the table's rows, until :meth:`Table.optimizer` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrelay import _torch
+from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
+from torchrelay.parameters import _checkpoint
+from torchrelay.parameters._contract import KeyInit, UpdateRule
+from torchrelay.parameters._gradients import ApplyGradients, Reduction
+from torchrelay.parameters._lookup import Lookup, look_up
+from torchrelay.parameters._table import Table
+from torchrelay.parameters._weight import TableWeight
+from torchrelay.parameters.optim import adagrad
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Embedding", "EmbeddingBag"]
+
+
+class _TableModule(nn.Module):
+    """What :class:`Embedding` and :class:`EmbeddingBag` share: the table, its weight, and rows for a batch."""
+
+    weight: TableWeight
+    # Whether state_dict() holds this process's share of the rows, for DCP, instead of all rows.
+    sharded_state_dict = False
+    # Whether gradients are taken at all; weight.requires_grad says it for all modules over the table.
+    trainable = True
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        device: Any,
+    ) -> None:
+        super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ArgumentError(f"padding_idx = {padding_idx}: there are {num_embeddings} rows")
+        if device is not None and torch.device(device).type != "cpu":
+            raise ArgumentError(
+                f"device = {device}: a table's rows are in host memory; leave device out: looked-up rows come to "
+                "the device of the keys"
+            )
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+
+    def _use(self, table: Table | None, rows: Tensor | None, freeze: bool, **new: Any) -> None:
+        """Looks up in ``table``, or in a new one made with the arguments ``new``; all rows become ``rows``."""
+        shape = (self.num_embeddings, self.embedding_dim)
+        if rows is not None and tuple(rows.shape) != shape:
+            raise ArgumentError(f"the given rows are {tuple(rows.shape)}, not {shape}")
+        self.owns_table = table is None
+        self.table = _made(shape, rows, new) if table is None else _checked(table, shape, new)
+        self.register_parameter("weight", self.table.weight)
+        if freeze:
+            self.weight.requires_grad_(False)
+        self._lookup = Lookup(
+            self.table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq
+        )
+        if rows is not None:
+            self.table.load_state_dict({"weight": rows})
+        elif self.owns_table:
+            self._zero_padding()
+
+    @property
+    def rows(self) -> TableWeight:
+        """The weight, under the name that state dicts have for the rows: DCP looks their names up."""
+        return self.weight
+
+    def close(self) -> None:
+        """Leaves the table, if this module made it; collective."""
+        if self.owns_table:
+            self.table.close()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all rows anew, as the table's ``init`` says, from torch's generator; collective."""
+        start, end = _checkpoint.key_range(self.num_embeddings, self.table.worker_index, self.table.workers)
+        rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype)
+        init = self.table.server.init
+        fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}.get(init.kind)
+        self.table.set(torch.arange(start, end), fill(rows, init.a, init.b) if fill else rows.fill_(init.a))
+        self.table.sync()
+        self._zero_padding()
+
+    def _zero_padding(self) -> None:
+        if self.padding_idx is None:
+            return
+        if self.table.worker_index == 0:
+            row = torch.zeros(1, self.table.dim, dtype=self.table.dtype)
+            self.table.set(torch.tensor([self.padding_idx]), row)
+        self.table.sync()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; but wrappers that ask for a module's own parameters get none.
+
+        So DistributedDataParallel and ``fully_shard`` leave the weight alone: the table synchronises it.
+        """
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        model = _torch.model_of_ddp_being_made()
+        if model is not None and all(isinstance(p, TableWeight) for p in model.parameters()):
+            raise UnsupportedError(
+                "DistributedDataParallel has nothing to do: all parameters of the model are tables, which "
+                "sum the gradients of all processes themselves; use the model as it is"
+            )
+
+    def _rows(self, keys: Tensor) -> Tensor:
+        """The rows of ``keys``, ``(*keys.shape, embedding_dim)``."""
+        if not torch.compiler.is_compiling():
+            self._check()
+        return look_up(self._lookup, keys, differentiable=self.trainable)
+
+    def _check(self) -> None:
+        found = self._parameters.get("weight")
+        if not isinstance(found, TableWeight) and (found is None or isinstance(found, nn.Parameter)):
+            raise UnsupportedError(
+                "a wrapper has replaced the weight of a table, whose gradients would be lost; leave this "
+                "module out of it, e.g. FullyShardedDataParallel(..., ignored_modules=[embedding])"
+            )
+        if _torch.transforms_active():
+            raise UnsupportedError("torch.func does not differentiate lookups in a table; use backward()")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        whole = not self.sharded_state_dict
+        destination[prefix + "rows"] = self.table.rows() if whole else self.table.state_dict()["rows"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        ours = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
+        if strict:
+            unexpected_keys.extend(prefix + name for name in ours - {"rows", "weight"})
+        name = next((name for name in ("rows", "weight") if name in ours), None)
+        if name is None:
+            missing_keys.append(prefix + "rows")
+            return
+        try:
+            self.table.load_state_dict({name: state_dict[prefix + name]})
+        except MismatchError as error:
+            error_msgs.append(f"{prefix}{name}: {error}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"a {type(self).__name__} over a table cannot be copied or pickled: the processes of a job share its "
+            "rows. Save the model's state_dict(); for a copy, an average (EMA) or inference elsewhere, put "
+            "to_torch() in the module's place: it has the rows in a torch module of its own"
+        )
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.num_embeddings}, {self.embedding_dim}", f"optimizer={self.table.rule.kind}"]
+        if self.padding_idx is not None:
+            parts.append(f"padding_idx={self.padding_idx}")
+        if self.max_norm is not None:
+            parts.append(f"max_norm={self.max_norm}")
+        return ", ".join(parts)
+
+
+def _made(shape: tuple[int, int], rows: Tensor | None, new: dict[str, Any]) -> Table:
+    defaults = {
+        "optimizer": adagrad(),
+        "init": KeyInit() if rows is not None else KeyInit("normal", 0.0, 1.0),
+        "dtype": torch.get_default_dtype() if rows is None else rows.dtype,
+    }
+    return Table.create(*shape, **{**defaults, **{k: v for k, v in new.items() if v is not None}})
+
+
+def _checked(table: Table, shape: tuple[int, int], new: dict[str, Any]) -> Table:
+    if (table.num_keys, table.dim) != shape:
+        raise ArgumentError(
+            f"the table holds {table.num_keys} vectors of {table.dim}, not {shape[0]} of {shape[1]}"
+        )
+    given = [name for name, value in new.items() if value not in (None, getattr(table, name, None))]
+    if given:
+        raise ArgumentError(f"{', '.join(given)}: of a new table; the one that was given has its own")
+    return table
+
+
+class Embedding(_TableModule):
+    """As :class:`torch.nn.Embedding`, over a table; arguments that are not listed are torch's.
+
+    Args:
+        sparse: accepted for torch's sake: gradients are always those of the rows that were looked up.
+        device: must be the CPU, where the rows are.
+        table: an existing table to look up in; default: a new one, which all processes make.
+        optimizer: of the new table, see :mod:`torchrelay.parameters.optim`; default: Adagrad.
+        init: of the new table; default: standard normal, as torch's.
+        name: of the new table, as of :meth:`Table.create`.
+        apply_gradients: of the new table, as of :meth:`Table.create`.
+        reduction: of the new table, as of :meth:`Table.create`.
+        process_group: of the new table, as of :meth:`Table.create`.
+
+    Raises:
+        ArgumentError: the table has another shape, or adds pushes instead of optimizing.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        table: Table | None = None,
+        optimizer: UpdateRule | None = None,
+        init: KeyInit | None = None,
+        name: str | None = None,
+        apply_gradients: ApplyGradients | None = None,
+        reduction: Reduction | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, device
+        )
+        self.sparse = sparse
+        self._use(
+            table,
+            _weight,
+            _freeze,
+            dtype=dtype,
+            optimizer=optimizer,
+            init=init,
+            name=name,
+            apply_gradients=apply_gradients,
+            reduction=reduction,
+            process_group=process_group,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **table: Any,
+    ) -> Embedding:
+        """A module over a table with the rows ``embeddings`` ``(num_embeddings, embedding_dim)``.
+
+        Every process passes the same rows. ``table``: further arguments of :class:`Embedding`.
+        """
+        rows, dim = embeddings.shape
+        return cls(
+            rows,
+            dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            embeddings,
+            freeze,
+            **table,
+        )
+
+    def to_torch(self) -> nn.Embedding:
+        """An ``nn.Embedding`` with a copy of the rows, ``(num_embeddings, embedding_dim)``, in this process.
+
+        Its state dict loads into an :class:`Embedding` again.
+        """
+        return nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            self.table.pull(torch.arange(self.num_embeddings)),
+            not self.weight.requires_grad,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(*input.shape, embedding_dim)`` in the table's dtype, on the device of ``input`` (integer keys)."""
+        return self._rows(input)
+
+
+class EmbeddingBag(_TableModule):
+    """As :class:`torch.nn.EmbeddingBag`, over a table; further arguments as of :class:`Embedding`.
+
+    Args:
+        mode: ``sum``, ``mean`` or ``max``.
+        include_last_offset: ``offsets`` ends with the number of keys, as in CSR.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        table: Table | None = None,
+        optimizer: UpdateRule | None = None,
+        init: KeyInit | None = None,
+        name: str | None = None,
+        apply_gradients: ApplyGradients | None = None,
+        reduction: Reduction | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise ArgumentError(f"mode = {mode!r}: it must be 'sum', 'mean' or 'max'")
+        if mode == "max" and scale_grad_by_freq:
+            raise UnsupportedError("torch does not scale gradients by frequency in mode 'max'")
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, device
+        )
+        self.sparse = sparse
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self._use(
+            table,
+            _weight,
+            False,
+            dtype=dtype,
+            optimizer=optimizer,
+            init=init,
+            name=name,
+            apply_gradients=apply_gradients,
+            reduction=reduction,
+            process_group=process_group,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **table: Any,
+    ) -> EmbeddingBag:
+        """As :meth:`Embedding.from_pretrained`."""
+        rows, dim = embeddings.shape
+        module = cls(
+            rows,
+            dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            embeddings,
+            include_last_offset,
+            padding_idx,
+            **table,
+        )
+        module.weight.requires_grad_(not freeze)
+        return module
+
+    def to_torch(self) -> nn.EmbeddingBag:
+        """As :meth:`Embedding.to_torch`."""
+        module = nn.EmbeddingBag(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            self.table.pull(torch.arange(self.num_embeddings)),
+            self.include_last_offset,
+            self.padding_idx,
+        )
+        module.weight.requires_grad_(self.weight.requires_grad)
+        return module
+
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """``(bags, embedding_dim)``: each bag's rows, reduced by ``mode``.
+
+        Args:
+            input: integer keys, ``(bags, n)``, or ``(n,)`` with ``offsets`` ``(bags,)`` saying where bags begin.
+            per_sample_weights: of the shape of ``input``, for mode ``sum``; receives a gradient.
+        """
+        rows = self._rows(input).reshape(-1, self.embedding_dim)
+        index = torch.arange(len(rows), device=input.device).view(input.shape)
+        padding = None
+        if self.padding_idx is not None:  # padding has no place in a bag: all of it becomes one row to skip
+            padding = len(rows)
+            index = torch.where(input == self.padding_idx, padding, index)
+            rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
+        return functional.embedding_bag(
+            index,
+            rows,
+            None if offsets is None else offsets.to(index.dtype),
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )

@@ -1,0 +1,135 @@
+"""A loader that tells the parameter manager which keys the next batches need."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from torch import Tensor
+
+from torchrelay.errors import ArgumentError
+from torchrelay.parameters._table import Table
+
+__all__ = ["IntentLoader"]
+
+Batch = TypeVar("Batch")
+
+# The automatic lookahead starts here, doubles when a batch came too early, and stops growing there. It shrinks by a
+# quarter after so many steps in a row that found all keys, but not to what was too short within so many steps.
+FIRST_LOOKAHEAD = 4
+LARGEST_LOOKAHEAD = 256
+CALM_STEPS, REMEMBERED_STEPS = 64, 1024
+
+# The first batch could not be announced early, so the first step waits for its keys, but not for longer than this:
+# where another node keeps one (relocation only), the step fetches it.
+FIRST_WAIT_S, FIRST_POLL_S = 1.0, 0.001
+
+
+@dataclass
+class _Announced(Generic[Batch]):
+    batch: Batch
+    steps_ahead: int  # when it was announced
+
+
+class IntentLoader(Generic[Batch]):
+    """Iterates over ``loader``, announces the keys of the next batches and advances the clock of each step.
+
+    Batch ``i`` is announced ``lookahead`` batches before it is yielded, for exactly its own step: the step
+    ends when the next batch is asked for. So ``for batch in IntentLoader(...)`` around an ordinary training
+    step is all that has to be done. A table takes part in one iteration at a time. The first step of an iteration
+    waits up to a second for its keys; iterate over all epochs at once to have that once.
+
+    Args:
+        loader: batches; any iterable, a ``DataLoader`` for example. Iterating again starts over.
+        keys_of: the keys a batch's step uses, per table: ``{table: keys}`` with int64 tensors of any shape,
+            or the keys alone if ``table`` is given.
+        lookahead: batches announced ahead, at least 1; ``auto`` starts with 4, doubles it, up to 256, while
+            steps still find keys that are elsewhere, and shrinks it again while they do not. How early the manager then acts is its own matter:
+            announcing earlier than needed costs memory for keys, not traffic.
+        table: the table whose keys ``keys_of`` gives.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        keys_of: Callable[[Batch], Tensor | Mapping[Table, Tensor]],
+        lookahead: int | Literal["auto"] = "auto",
+        *,
+        table: Table | None = None,
+    ) -> None:
+        if lookahead != "auto" and lookahead < 1:
+            raise ArgumentError(f"lookahead = {lookahead}: it must be at least 1, or 'auto'")
+        self.loader = loader
+        self.lookahead = FIRST_LOOKAHEAD if lookahead == "auto" else lookahead
+        self._automatic = lookahead == "auto"
+        self._too_short = 1
+        self._calm_steps = 0
+        self._keys_of = keys_of
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        source = iter(self.loader)
+        ahead: deque[_Announced[Batch]] = deque()
+        first = True
+        tables: set[Table] = set()
+        while True:
+            while len(ahead) < self.lookahead:
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    break
+                tables.update(self._announce(batch, len(ahead)))
+                ahead.append(_Announced(batch, len(ahead)))
+            if not ahead:
+                return
+            announced = ahead.popleft()
+            if first:
+                self._settle(announced.batch)
+                first = False
+            before = {table: table.metrics().remote_pulls for table in tables}
+            try:
+                yield announced.batch
+            finally:
+                for table in tables:
+                    table.advance_clock()
+            if self._automatic and announced.steps_ahead >= self.lookahead - 1:
+                self._adapt(any(table.metrics().remote_pulls > count for table, count in before.items()))
+
+    def _announce(self, batch: Batch, steps_ahead: int) -> Iterable[Table]:
+        """Announces the batch's keys for the step that begins ``steps_ahead`` clocks from now; tells the tables."""
+        keys = self._keys(batch)
+        for table, used in keys.items():
+            table.intent(used, table.clock + steps_ahead)
+        return keys.keys()
+
+    def _keys(self, batch: Batch) -> Mapping[Table, Tensor]:
+        keys = self._keys_of(batch)
+        if not isinstance(keys, Tensor):
+            return keys
+        if self._table is None:
+            raise ArgumentError("keys_of gave a tensor: pass table=..., or give {table: keys}")
+        return {self._table: keys}
+
+    def _settle(self, batch: Batch) -> None:
+        """Waits a moment until the keys of ``batch`` have come."""
+        latest = time.monotonic() + FIRST_WAIT_S
+        for table, keys in self._keys(batch).items():
+            while not table.is_local(keys) and time.monotonic() < latest:
+                time.sleep(FIRST_POLL_S)
+
+    def _adapt(self, too_late: bool) -> None:
+        if too_late:
+            self._too_short, self._calm_steps = self.lookahead, 0
+            self.lookahead = min(2 * self.lookahead, LARGEST_LOOKAHEAD)
+            return
+        self._calm_steps += 1
+        if self._calm_steps >= REMEMBERED_STEPS:
+            self._too_short, self._calm_steps = 1, 0
+        if self._calm_steps % CALM_STEPS == 0:
+            self.lookahead = min(self.lookahead, max(self._too_short + 1, 3 * self.lookahead // 4))

@@ -1,0 +1,104 @@
+"""Starting a table in all processes of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrelay import _torch, config
+from torchrelay.errors import ArgumentError, ConfigError
+from torchrelay.parameters._contract import KeyInit, UpdateRule
+from torchrelay.parameters._rendezvous import topology_of
+from torchrelay.parameters._server import Server
+from torchrelay.parameters._worker import Worker
+from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+
+__all__ = ["Place", "start"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What :func:`start` made: this process's part of a table, and its worker."""
+
+    server: Server
+    worker: Worker
+    world: World
+
+
+def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:
+    """The processes of ``group``, of the default group if there is one, or of the launcher; and their store."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    launched = World.from_environment()
+    if group is None and not dist.is_initialized():
+        return launched, launched.connect(timeout_s)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ArgumentError("this process is not in the process group that was given")
+    if group is None and launched.size > 1 and (launched.rank, launched.size) != (rank, size):
+        raise ConfigError(
+            f"this process is rank {rank} of {size} in the default process group, but rank {launched.rank} of "
+            f"{launched.size} by the variables of {launched.launcher}; pass process_group= to choose"
+        )
+    store: Store = _torch.group_store(group or dist.group.WORLD)
+    host = _torch.store_host(store) or launched.master_addr
+    return World(rank, size, launcher="a process group", master_addr=host), store
+
+
+def start(
+    num_keys: int,
+    length: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    rule: UpdateRule | None = None,
+    init: KeyInit | None = None,
+    techniques: str = "all",
+    name: str = "table",
+    world: World | None = None,
+    store: Store | None = None,
+    node_of_rank: Callable[[int], int] | None = None,
+    process_group: ProcessGroup | None = None,
+    description: Mapping[str, Any] | None = None,
+) -> Place:
+    """Makes the table ``name`` with one worker per process; collective over all processes of the job.
+
+    Args:
+        world: the job; default: that of ``process_group``, of the default process group if there is one, or of the
+            launcher.
+        store: where the processes of ``world`` meet.
+        node_of_rank: which ranks form which node; default: those of one host.
+        description: more that must be the same on every process.
+
+    Raises:
+        ArgumentError: a size, dtype, rule or technique is not served.
+        ConfigError: the default process group is not what the launcher's variables describe.
+        MismatchError: the processes describe different tables; on every process.
+        OperationTimeoutError: a process did not come.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    settings = config.load(config.Parameters)
+    if world is None:
+        world, found = _job(process_group, settings.timeout_s)
+        store = store or found
+    shared = dist.PrefixStore(name, store or world.connect(settings.timeout_s))  # type: ignore[attr-defined]
+    # A table may be made, closed and made again; the second must not meet in what the first has left.
+    use = shared.add(f"made/{world.rank}", 1)
+    shared = dist.PrefixStore(str(use), shared)  # type: ignore[attr-defined]
+    topology = topology_of(world, shared, node_of_rank=node_of_rank, techniques=techniques, settings=settings)
+    server = Server(
+        num_keys,
+        length=length,
+        dtype=dtype,
+        rule=rule,
+        init=init,
+        topology=topology,
+        description=description,
+    )
+    return Place(server, Worker(topology.member, server), world)

@@ -1,0 +1,347 @@
+"""One worker's access to the table."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay import _native
+from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
+from torchrelay.parameters._arrays import address_of_keys, address_of_values
+from torchrelay.parameters._sampling import Samples
+from torchrelay.parameters._server import Server
+from torchrelay.telemetry import span
+
+__all__ = ["Worker"]
+
+_NAMES = ("pull", "push", "set", "pull_rows", "set_rows")
+_PULL, _PUSH, _SET, _PULL_ROW, _SET_ROW = range(5)
+
+
+class Worker:
+    """Reads and writes any key of the table; used by one thread at a time.
+
+    Operations of one worker on one key take effect in the order they are called, asynchronous ones too: before it
+    begins, an operation waits for unfinished ones on its keys. Pushes that are added do not wait for each other.
+    Buffers of an asynchronous call must not change before it is finished, and are kept alive until then.
+
+    Args:
+        worker_id: this worker's number within its node, below ``setup``'s ``num_threads``.
+        server: this process's part of the table.
+
+    Raises:
+        ArgumentError: the number is in use or too large.
+    """
+
+    def __init__(self, worker_id: int, server: Server) -> None:
+        workers = server.topology.workers_per_node
+        if not 0 <= worker_id < workers:
+            raise ArgumentError(
+                f"worker_id={worker_id}: node {server.node} has the workers 0 to {workers - 1}; "
+                "setup's num_threads says how many"
+            )
+        self.worker_id = worker_id
+        self.server = server
+        self._dtype = server.dtype
+        self._sums = server.rule.kind != "add"
+        settings = server.topology.settings
+        server.check_open()
+        server.worker_begins(worker_id)
+        self._native = _native.ParameterWorker(
+            server.store,
+            worker_id,
+            server.network,
+            server.addresses,
+            settings.timeout_s,
+            settings.max_unfinished,
+        )
+        self._barriers = 0
+        self._dead_since: dict[int, float] = {}  # of workers of this node, when that was first noticed
+        self._samples: dict[int, Samples] = {}
+        self._next_sample = 0
+        self._finalized = False
+        self._end = weakref.finalize(self, server.worker_ends, worker_id)
+        self._end.atexit = False  # then its process ends, which is told too
+
+    def _check_open(self) -> None:
+        if self._finalized:
+            raise UnavailableError(
+                f"worker {self.worker_id} of node {self.server.node} has been finalized, and cannot be used any more"
+            )
+        self.server.check_open()
+
+    def _access(self, op: int, keys: Any, values: Any, asynchronous: bool) -> int:
+        self._check_open()
+        key_address, count = address_of_keys(keys)
+        address, size = address_of_values(values, self._dtype, written=op in (_PULL, _PULL_ROW))
+        held = (keys, values) if asynchronous else None
+        with span("parameters.access", operation=_NAMES[op], keys=count):
+            return self._native.access(op, key_address, count, address, size, not asynchronous, held)
+
+    def pull(
+        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+    ) -> int:
+        """Reads the values of ``keys`` into ``values``.
+
+        Args:
+            keys: int64, of shape ``(n,)``.
+            values: the table's dtype, of shape ``(n, length)`` or any other with each key's value after the other's.
+            asynchronous: return before it is done; also the third argument, and ``**{"async": True}``.
+
+        Returns:
+            -1 if it is done, else a timestamp for :meth:`wait`.
+
+        Raises:
+            ArgumentError: keys or values are not as described; nothing was read or written.
+            UnavailableError: this worker was finalized, or its process has left the table.
+            PeerLostError: a node was lost.
+            OperationTimeoutError: an owner did not answer.
+        """
+        return self._access(_PULL, keys, values, _asynchronous(async_, asynchronous, reserved))
+
+    def push(
+        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+    ) -> int:
+        """Adds ``values`` to the values of ``keys``, or applies them as gradients; see :class:`UpdateRule`.
+
+        Repeated keys accumulate; gradients of a repeated key are summed, then applied once. Arguments,
+        result and errors as in :meth:`pull`.
+        """
+        wait = not _asynchronous(async_, asynchronous, reserved)
+        if self._sums:
+            keys, values = self._summed(keys, values)
+        return self._access(_PUSH, keys, values, not wait)
+
+    def set(
+        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+    ) -> int:
+        """Overwrites the values of ``keys``; of a repeated key, the last counts. Otherwise as :meth:`pull`."""
+        return self._access(_SET, keys, values, _asynchronous(async_, asynchronous, reserved))
+
+    def pull_rows(self, keys: Any, rows: Any) -> None:
+        """Reads whole rows: values, then optimizer state; ``server.row_length(key)`` elements each."""
+        self._access(_PULL_ROW, keys, rows, False)
+
+    def set_rows(self, keys: Any, rows: Any) -> None:
+        """Overwrites whole rows."""
+        self._access(_SET_ROW, keys, rows, False)
+
+    def _summed(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        address, count = address_of_keys(keys)
+        _, size = address_of_values(values, self._dtype, written=False)
+        flat = torch.as_tensor(keys)
+        unique, inverse = torch.unique(flat, return_inverse=True)
+        if len(unique) == count:
+            return keys, values
+        elements = self.server.store.elements(False, address, count)
+        if elements * self._dtype.itemsize != size:
+            return keys, values  # the native core says what is wrong
+        if elements != count * self.get_key_size(int(flat[0])):
+            raise ArgumentError("gradients with repeated keys need keys of one length; sum them before")
+        given = torch.as_tensor(values).detach().reshape(count, -1)
+        return unique, torch.zeros(len(unique), given.shape[1], dtype=given.dtype).index_add_(
+            0, inverse, given
+        )
+
+    def pull_if_local(self, keys: Any, values: Any) -> bool:
+        """Like :meth:`pull` if all keys are at this node; else ``False``, and ``values`` is undefined."""
+        self._check_open()
+        key_address, count = address_of_keys(keys)
+        address, size = address_of_values(values, self._dtype, written=True)
+        return self._native.pull_if_local(key_address, count, address, size)
+
+    def wait(self, timestamp: int) -> None:
+        """Waits until the operation that returned ``timestamp`` is done.
+
+        Raises:
+            ArgumentError: this worker returned no such timestamp.
+            OperationTimeoutError, PeerLostError: as :meth:`pull`.
+        """
+        self._check_open()
+        self._native.wait(timestamp)
+
+    def waitall(self) -> None:
+        """Waits until all operations of this worker are done."""
+        self._check_open()
+        self._native.wait_all()
+
+    def is_finished(self, timestamp: int) -> bool:
+        """Is the operation done? Does not wait."""
+        self._check_open()
+        return self._native.is_finished(timestamp)
+
+    def intent(self, keys: Any, start: int, end: int = 0) -> int:
+        """Announces that this worker will access ``keys`` in the clocks [``start``, ``end``).
+
+        The keys, or copies of them, come to this node in time. ``end`` 0 means ``start + 1``.
+
+        Returns:
+            -1, which :meth:`wait` takes: the announcement is made, and there is nothing to wait for.
+        """
+        self._check_open()
+        address, count = address_of_keys(keys)
+        self._native.intent(address, count, start, end or start + 1)
+        return -1
+
+    def advance_clock(self) -> int:
+        """Ends this worker's current clock; returns the next."""
+        self._check_open()
+        return self._native.advance_clock()
+
+    def current_clock(self) -> int:
+        self._check_open()
+        return self._native.clock
+
+    def prepare_sample(self, n: int, start: int, end: int = 0) -> int:
+        """Gets ``n`` samples ready for the clocks [``start``, ``end``); returns their id.
+
+        Raises:
+            ArgumentError: sampling was not enabled, or ``n`` distinct keys do not exist.
+        """
+        samples = self._sampling().prepare(n)
+        announced = samples.announced()
+        if announced is not None and len(announced):
+            self.intent(announced, start, end)
+        self._samples[self._next_sample] = samples
+        self._next_sample += 1
+        return self._next_sample - 1
+
+    def pull_sample(
+        self,
+        sample_id: int,
+        keys: Any,
+        values: Any,
+        async_: bool = False,
+        *,
+        asynchronous: bool = False,
+        **reserved: Any,
+    ) -> int:
+        """Draws the next ``len(keys)`` samples of ``sample_id`` into ``keys`` and pulls them into ``values``.
+
+        May be called repeatedly until the samples are used up. Returns as :meth:`pull`.
+
+        Raises:
+            ArgumentError: there is no such sample, or it has fewer keys left.
+        """
+        wait = not _asynchronous(async_, asynchronous, reserved)
+        _, count = address_of_keys(keys)
+        address_of_values(values, self._dtype, written=True)
+        target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
+        self._sampling().draw(self._sample(sample_id), count, self.server.store, target)
+        return self._access(_PULL, keys, values, not wait)
+
+    def draw_sample(self, keys: Any, start: int, end: int = 0) -> None:
+        """Fills ``keys`` with a sample of its own, announced for [``start``, ``end``) if the scheme announces.
+
+        Raises as :meth:`prepare_sample` and :meth:`pull_sample`.
+        """
+        _, count = address_of_keys(keys)
+        sample = self.prepare_sample(count, start, end)
+        target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
+        self._sampling().draw(self._sample(sample), count, self.server.store, target)
+        self.finish_sample(sample)
+
+    def finish_sample(self, sample_id: int) -> None:
+        """The rest of the samples of ``sample_id`` is not needed."""
+        self._sample(sample_id)
+        del self._samples[sample_id]
+
+    def _sample(self, sample_id: int) -> Samples:
+        if sample_id not in self._samples:
+            raise ArgumentError(f"there is no sample {sample_id}: it was not prepared, or is finished")
+        return self._samples[sample_id]
+
+    def _sampling(self) -> Any:
+        self._check_open()
+        if self.server.sampling is None:
+            raise ArgumentError("sampling was not enabled: call server.enable_sampling_support first")
+        return self.server.sampling
+
+    def owned_keys(self) -> torch.Tensor:
+        """The keys whose master copy is at this node now, int64."""
+        self._check_open()
+        return torch.from_numpy(np.asarray(self.server.store.owned_keys()))
+
+    def begin_setup(self) -> None:
+        """Starts setting initial values. All workers call it."""
+        self.barrier()
+
+    def end_setup(self) -> None:
+        """Ends it: what any worker has set is seen by all. All workers call it."""
+        self.waitall()
+        self.wait_sync()
+        self.barrier()
+
+    def wait_sync(self) -> None:
+        """After it, every node sees this node's earlier pushes; and all nodes' that also called it, once they did."""
+        self._check_open()
+        self._native.flush_updates()
+        self._native.flush_refreshes()
+
+    def barrier(self) -> None:
+        """Waits for all workers of all nodes.
+
+        Raises:
+            OperationTimeoutError: some did not come.
+            PeerLostError: a node was lost, or a worker of this node has died and nobody has taken its place
+                for ``transport.silence_s``.
+        """
+        self._check_open()
+        topology = self.server.topology
+        participants = topology.num_nodes * topology.workers_per_node
+        self._check()
+        topology.barrier(
+            f"{self.server.table}/workers",
+            self._barriers,
+            participants,
+            self._check,
+            index=topology.node * topology.workers_per_node + self.worker_id,
+            calls="the barrier of all workers, of which Table.sync, save, load and state_dict have one",
+            missing=self.server.check_workers_not_ended,
+        )
+        self._barriers += 1
+
+    def _check(self) -> None:
+        self.server.store.check_leader()
+        now_s, silence_s = time.monotonic(), self.server.topology.transport.silence_s
+        self._dead_since = {
+            worker: self._dead_since.get(worker, now_s) for worker in self.server.store.dead_workers()
+        }
+        lost = [worker for worker, since_s in self._dead_since.items() if now_s - since_s > silence_s]
+        if lost:
+            node = self.server.node
+            self.server.store.lose_worker(lost[0])
+            raise PeerLostError(
+                f"parameters: workers {lost} of node {node} have died, and nobody has taken their places for "
+                f"{silence_s:g} s; restart from the last checkpoint",
+                ranks=[node],
+            )
+
+    def finalize(self) -> None:
+        """Finishes what is unfinished; this worker's intents end. Idempotent."""
+        if not self._finalized:
+            self._finalized = True
+            self._end.detach()
+            self._native.finalize()
+
+    def get_key_size(self, key: int = 0) -> int:
+        """Elements of the value of ``key``."""
+        if not self.server.store.valid(key):
+            raise ArgumentError(f"key {key} is out of range: the table has the keys 0 to {self.num_keys - 1}")
+        return self.server.store.length_of(key)
+
+    @property
+    def num_keys(self) -> int:
+        return self.server.num_keys
+
+
+def _asynchronous(positional: bool, keyword: bool, reserved: dict[str, Any]) -> bool:
+    """``async`` is a reserved keyword: it comes by position, as ``asynchronous``, or in a dictionary."""
+    given = reserved.pop("async", False)
+    if reserved:
+        raise TypeError(f"unexpected arguments: {', '.join(reserved)}")
+    return bool(positional or keyword or given)

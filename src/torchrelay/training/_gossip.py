@@ -1,0 +1,206 @@
+"""GossipGraD: gradients are averaged inside a node and with one other node a step, instead of with all.
+
+After Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: scalable deep learning using gossip communication based
+asynchronous gradient descent" (2018). Partners follow a dissemination or hypercube pattern: after log2(nodes) steps
+each gradient has reached every node. Then the nodes are renumbered at random, equally on all ranks, so that over time
+all pairs exchange directly (the paper's section 4, rotation of communication partners).
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from torchrelay.errors import ArgumentError
+from torchrelay.training._comm_hooks import finished, refuse_sharded
+from torchrelay.training._host_groups import ranks_by_host, subgroup_of
+
+__all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook", "partners"]
+
+
+class Topology(enum.Enum):
+    """With whom a node exchanges at step k. CUBE: pairwise, across bit k. DISSEMINATION: sends 2^k on, around a ring."""
+
+    CUBE = "cube"
+    DISSEMINATION = "dissemination"
+
+
+def partners(topology: Topology, nodes: int, position: int, step: int) -> tuple[int, int] | None:
+    """The positions that ``position`` sends to and receives from at ``step``; None if it sits this step out.
+
+    A hypercube whose number of nodes is no power of two lacks corners: their neighbours sit out.
+    """
+    distance = 2 ** (step % period(nodes))
+    if nodes == 1:
+        return None
+    if topology is Topology.DISSEMINATION:
+        return (position + distance) % nodes, (position - distance) % nodes
+    peer = position ^ distance
+    return (peer, peer) if peer < nodes else None
+
+
+def period(nodes: int) -> int:
+    """The number of steps after which every gradient has reached every node: log2(nodes), rounded up."""
+    return max(1, (nodes - 1).bit_length())
+
+
+class GossipGraDState:
+    """What :func:`gossip_grad_hook` needs to know; every rank makes one, with equal arguments (collective).
+
+    Args:
+        num_modules: calls of the hook in one backward pass under FSDP: its number of FSDP modules, see
+            :func:`get_num_modules`. DDP says itself which call is the last.
+        topology: who exchanges with whom; by default ``DISSEMINATION``.
+        local_process_group: this rank's node; by default the ranks that share a host. Goes with ``num_nodes``.
+            Nodes hold equally many ranks.
+        num_nodes: how many nodes there are.
+        master_process_group: the first ranks of all nodes, which exchange with each other; made if not given.
+        proc_per_node: ranks in a node; by default the size of ``local_process_group``.
+        random_seed: for the renumbering of nodes.
+
+    Raises:
+        ArgumentError: the nodes do not divide the ranks evenly, or only one of ``local_process_group`` and
+            ``num_nodes`` is given.
+    """
+
+    def __init__(
+        self,
+        num_modules: int = 1,
+        topology: Topology | None = None,
+        local_process_group: dist.ProcessGroup | None = None,
+        num_nodes: int | None = None,
+        master_process_group: dist.ProcessGroup | None = None,
+        proc_per_node: int | None = None,
+        random_seed: int = 2403,
+    ) -> None:
+        if num_modules < 1:
+            raise ArgumentError(f"GossipGraDState: num_modules = {num_modules}; it must be at least 1")
+        if (local_process_group is None) != (num_nodes is None):
+            raise ArgumentError("GossipGraDState: give both local_process_group and num_nodes, or neither")
+        if local_process_group is None or num_nodes is None:
+            hosts = ranks_by_host()
+            local_process_group, num_nodes = subgroup_of(hosts), len(hosts)
+        self.num_modules = num_modules
+        self.topology = topology or Topology.DISSEMINATION
+        self.local_process_group = local_process_group
+        self.num_nodes = num_nodes
+        self.proc_per_node = proc_per_node or dist.get_world_size(local_process_group)
+        self.random_seed = random_seed
+        self.calls = 0
+        self.iteration = 0
+        if self.num_nodes * self.proc_per_node != dist.get_world_size():
+            raise ArgumentError(
+                f"GossipGraDState: {num_nodes} nodes of {self.proc_per_node} ranks are not the "
+                f"{dist.get_world_size()} ranks there are; nodes must have equally many"
+            )
+        self.masters = _masters(local_process_group)
+        self.node = self.masters.index(dist.get_process_group_ranks(local_process_group)[0])
+        self.is_master = dist.get_rank(local_process_group) == 0
+        self.master_process_group = master_process_group
+        if master_process_group is None and num_nodes > 1:
+            self.master_process_group = dist.new_group(self.masters)
+
+    def numbering(self) -> list[int]:
+        """Which node stands at each position now: as given for the first log2(nodes) iterations, then shuffled."""
+        nodes, epoch = list(range(self.num_nodes)), self.iteration // period(self.num_nodes)
+        if epoch > 0:
+            random.Random(f"{self.random_seed}/{epoch}").shuffle(nodes)
+        return nodes
+
+    def peers(self) -> tuple[int, int] | None:
+        """The ranks that this node's master sends to and receives from now; None if it sits this iteration out."""
+        numbering = self.numbering()
+        step = self.iteration % period(self.num_nodes)
+        found = partners(self.topology, self.num_nodes, numbering.index(self.node), step)
+        return (
+            None if found is None else (self.masters[numbering[found[0]]], self.masters[numbering[found[1]]])
+        )
+
+    def count_call(self, is_last: bool) -> None:
+        """Notes one call of the hook; the last of a backward pass ends the iteration."""
+        self.calls = 0 if is_last else self.calls + 1
+        self.iteration += is_last
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to exchange with the same partners."""
+        return {"iteration": self.iteration, "calls": self.calls, "random_seed": self.random_seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where the saved state was."""
+        self.iteration, self.calls = state_dict["iteration"], state_dict["calls"]
+        self.random_seed = state_dict["random_seed"]
+
+
+def _masters(local_process_group: dist.ProcessGroup) -> list[int]:
+    """The first rank of every node, in order. Collective over the default group."""
+    firsts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(firsts, dist.get_process_group_ranks(local_process_group)[0])
+    return sorted(set(firsts))
+
+
+# DDP looks for the name bucket, and takes no annotation of it or of the result but its own.
+def gossip_grad_hook(state: GossipGraDState, bucket, output=None):  # type: ignore[no-untyped-def]
+    """A communication hook: averages a gradient inside the node, then with one other node.
+
+    Under DDP ``bucket`` is a ``GradBucket``, and a future of the averaged flat gradient is returned. Under FSDP with
+    ``NO_SHARD`` it is a flat gradient, averaged in place. Register it with their ``register_comm_hook``.
+
+    Raises:
+        UnsupportedError: FSDP shards its gradients.
+    """
+    refuse_sharded("gossip_grad_hook", output)
+    if isinstance(bucket, GradBucket):
+        _gossip(state, bucket.buffer())
+        state.count_call(bucket.is_last())
+        return finished(bucket.buffer())
+    _gossip(state, bucket)
+    state.count_call(state.calls + 1 == state.num_modules)
+    return None
+
+
+def _gossip(state: GossipGraDState, grad: torch.Tensor) -> None:
+    """Reduces inside the node, exchanges between masters, hands the result to the node. In place."""
+    local = state.local_process_group
+    alone = state.proc_per_node == 1
+    if not alone:
+        dist.all_reduce(grad.div_(state.proc_per_node), group=local)
+    if state.num_nodes == 1:
+        return
+    if state.is_master:
+        _exchange(state, grad)
+    if not alone:
+        dist.broadcast(grad, state.masters[state.node], group=local)
+
+
+def _exchange(state: GossipGraDState, grad: torch.Tensor) -> None:
+    peers = state.peers()
+    if peers is None:
+        return
+    received = torch.empty_like(grad)
+    sends = dist.P2POp(dist.isend, grad, peers[0], state.master_process_group)
+    receives = dist.P2POp(dist.irecv, received, peers[1], state.master_process_group)
+    for work in dist.batch_isend_irecv([sends, receives]):
+        work.wait()
+    grad.add_(received).div_(2)
+
+
+def get_num_modules(module: nn.Module) -> int:
+    """How many FSDP modules in ``module`` reduce gradients: :class:`GossipGraDState`'s ``num_modules``.
+
+    One whose parameters all belong to FSDP modules inside it reduces none.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes long, and few need it
+
+    count, owned = 0, set[nn.Parameter]()
+    for child in reversed(list(module.modules())):  # inner ones first
+        if isinstance(child, FullyShardedDataParallel):
+            mine = {param for param in child.parameters() if param.requires_grad} - owned
+            count += bool(mine)
+            owned |= mine
+    return count

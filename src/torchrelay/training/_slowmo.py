@@ -1,0 +1,254 @@
+"""SlowMo: gradients are reduced often among neighbours, parameters rarely among all, with a slow momentum.
+
+After Wang, Tantia, Ballas and Rabbat, "SlowMo: improving communication-efficient distributed SGD with slow
+momentum" (ICLR 2020), algorithm 1. :func:`slowmo_hook` with a :class:`SlowMoState` replaces the gradient reduction of
+DDP, or of FSDP without sharding, by one inside a subgroup, or by none; :class:`SlowMomentumOptimizer` wraps the
+optimizer, and every ``slowmo_freq`` steps averages the parameters over all ranks and moves them by the slow momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
+
+from torchrelay.errors import ArgumentError
+from torchrelay.training._comm_hooks import finished, refuse_sharded
+from torchrelay.training._host_groups import ranks_by_host, subgroup_of
+
+__all__ = ["SlowMoState", "SlowMomentumOptimizer", "slowmo_hook"]
+
+# Parameters are averaged in pieces of about this size, so that the copy that is sent stays small.
+_BUCKET_BYTES = 32 * 2**20
+
+
+class SlowMoState:
+    """What :func:`slowmo_hook` needs to know.
+
+    ``subgroup``: the ranks among which gradients are averaged at each step; by default those that share a host
+    (creating it is collective: every rank must make its state). ``sync_grads=False``: gradients stay local.
+    """
+
+    def __init__(self, subgroup: dist.ProcessGroup | None = None, sync_grads: bool = True) -> None:
+        self.sync_grads = sync_grads
+        self.subgroup = subgroup
+        if sync_grads and subgroup is None:
+            self.subgroup = subgroup_of(ranks_by_host())
+
+
+# DDP looks for the name bucket, and takes no annotation of it or of the result but its own.
+def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-untyped-def]
+    """A communication hook: averages gradients over ``state.subgroup``, or leaves them alone.
+
+    For ``DistributedDataParallel.register_comm_hook`` (``bucket`` is a ``GradBucket``; returns a future of the
+    averaged flat gradient) and for ``FullyShardedDataParallel.register_comm_hook`` with ``NO_SHARD`` (``bucket`` is a flat
+    gradient, averaged in place; returns None).
+
+    Raises:
+        UnsupportedError: FSDP shards its gradients.
+    """
+    refuse_sharded("slowmo_hook", output)
+    if isinstance(bucket, GradBucket):
+        return _average_bucket(state, bucket.buffer())
+    if state.sync_grads:
+        dist.all_reduce(_divide(bucket, state.subgroup), group=state.subgroup)
+    return None
+
+
+def _average_bucket(state: SlowMoState, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    if not state.sync_grads:
+        return finished(buffer)
+    work = dist.all_reduce(_divide(buffer, state.subgroup), group=state.subgroup, async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda sent: sent.value()[0])
+    return future
+
+
+def _divide(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Divided before the sum, so that a float16 gradient does not overflow."""
+    return tensor.div_(dist.get_world_size(group))
+
+
+class SlowMomentumOptimizer(Optimizer):
+    """Wraps ``base_optim``; every ``slowmo_freq`` steps, parameters are averaged and moved by a slow momentum.
+
+    With x the parameters after the last such move, y their average over ranks now and lr the base learning rate:
+    ``u = slowmo_factor * u + (x - y) / lr`` and ``x = x - slowmo_lr * lr * u``. With ``slowmo_factor=0`` and
+    ``slowmo_lr=1`` this is local SGD: plain averaging. Costs two more tensors of a parameter's size each.
+
+    ``process_group``: the ranks that average, by default all. Where FSDP shards parameters inside subgroups, give
+    the group of the ranks that hold the same shard. All ranks must start with equal parameters, as DDP sees to. A step
+    whose base learning rate is 0 averages, and leaves the momentum out of it.
+
+    Raises:
+        ArgumentError: a setting is out of range, or ``base_optim`` has a group without ``lr``.
+    """
+
+    def __init__(
+        self,
+        base_optim: Optimizer,
+        slowmo_freq: int = 48,
+        slowmo_factor: float = 0.5,
+        slowmo_lr: float = 1.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(base_optim, Optimizer):
+            raise ArgumentError(
+                f"SlowMomentumOptimizer: base_optim is a {type(base_optim).__name__}, no optimizer"
+            )
+        self._base_optim = base_optim
+        self._process_group = process_group
+        self._momentum: dict[torch.Tensor, torch.Tensor] = {}
+        self._anchor: dict[torch.Tensor, torch.Tensor] = {}
+        self._step_count_slow = 0
+        self._configure(slowmo_freq, slowmo_factor, slowmo_lr)
+        super().__init__(base_optim.param_groups, base_optim.defaults)
+        self._share_with_base()
+        self._set_anchors()
+
+    def _configure(self, slowmo_freq: int, slowmo_factor: float, slowmo_lr: float) -> None:
+        if slowmo_freq < 1:
+            raise ArgumentError(f"SlowMomentumOptimizer: slowmo_freq = {slowmo_freq}; it must be at least 1")
+        if not slowmo_factor >= 0:
+            raise ArgumentError(
+                f"SlowMomentumOptimizer: slowmo_factor = {slowmo_factor}; it must not be negative"
+            )
+        if not slowmo_lr >= 0:
+            raise ArgumentError(f"SlowMomentumOptimizer: slowmo_lr = {slowmo_lr}; it must not be negative")
+        self.slowmo_freq, self.slowmo_factor, self.slowmo_lr = slowmo_freq, slowmo_factor, slowmo_lr
+
+    def _share_with_base(self) -> None:
+        """Schedulers and users change groups here or there and mean both."""
+        self.state = self._base_optim.state
+        self.param_groups = self._base_optim.param_groups
+        if not all("lr" in group for group in self.param_groups):
+            raise ArgumentError(
+                "SlowMomentumOptimizer: a parameter group of base_optim has no learning rate 'lr'"
+            )
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        return ((param, group) for group in self.param_groups for param in group["params"])
+
+    def _set_anchors(self) -> None:
+        for param, _ in self._parameters():
+            if param not in self._anchor:
+                self._anchor[param] = param.detach().clone()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the base optimizer too."""
+        if self._anchor:
+            self._base_optim.add_param_group(param_group)
+            self._share_with_base()
+            self._set_anchors()
+        else:  # the base class's constructor hands over what base_optim has already
+            super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the base optimizer's."""
+        self._base_optim.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of the base optimizer; then, if it is time, the slow step. Returns what the former returns."""
+        loss = self._base_optim.step(closure) if closure is not None else self._base_optim.step()
+        self._step_count_slow += 1
+        self._after_step()
+        return loss
+
+    def _after_step(self) -> None:
+        if self._step_count_slow % self.slowmo_freq == 0:
+            self._average()
+            self._slow_step()
+
+    def _average(self) -> None:
+        average_parameters((param for param, _ in self._parameters()), self._process_group)
+
+    @torch.no_grad()
+    def _slow_step(self) -> None:
+        for param, group in self._parameters():
+            lr, anchor = float(group["lr"]), self._anchor[param]
+            if lr > 0:
+                if param not in self._momentum:
+                    self._momentum[param] = torch.zeros_like(param)
+                momentum = self._momentum[param].mul_(self.slowmo_factor)
+                momentum.add_(anchor, alpha=1 / lr).sub_(param, alpha=1 / lr)
+                param.copy_(anchor.sub_(momentum, alpha=self.slowmo_lr * lr))
+            else:
+                anchor.copy_(param)
+
+    def state_dict(self) -> StateDict:
+        """The base optimizer's, with the slow step's settings, its counter, and its two tensors per parameter."""
+        indexed = list(enumerate(param for param, _ in self._parameters()))
+        return {
+            **self._base_optim.state_dict(),
+            "slowmo_freq": self.slowmo_freq,
+            "slowmo_factor": self.slowmo_factor,
+            "slowmo_lr": self.slowmo_lr,
+            "step": self._step_count_slow,
+            "slow_momentum": {
+                index: self._momentum[param] for index, param in indexed if param in self._momentum
+            },
+            "slow_anchor": {index: self._anchor[param] for index, param in indexed},
+        }
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Goes on where the saved optimizer was, also between two slow steps.
+
+        Raises:
+            ArgumentError: ``state_dict`` is not from a ``SlowMomentumOptimizer``, or has bad settings.
+        """
+        own = ("slowmo_freq", "slowmo_factor", "slowmo_lr", "step", "slow_momentum", "slow_anchor")
+        missing = [key for key in own if key not in state_dict]
+        if missing:
+            raise ArgumentError(
+                f"SlowMomentumOptimizer.load_state_dict: the state has no {', '.join(missing)}"
+            )
+        self._configure(state_dict["slowmo_freq"], state_dict["slowmo_factor"], state_dict["slowmo_lr"])
+        self._base_optim.load_state_dict({key: state_dict[key] for key in state_dict if key not in own})
+        self._share_with_base()
+        self._step_count_slow = state_dict["step"]
+        params = [param for param, _ in self._parameters()]
+        self._momentum = _like(params, state_dict["slow_momentum"])
+        self._anchor = _like(params, state_dict["slow_anchor"])
+        self._set_anchors()
+
+
+def _like(params: list[torch.Tensor], saved: dict[int, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """Copies of the saved tensors, each with its parameter's type and device."""
+    return {params[i]: torch.empty_like(params[i]).copy_(tensor).detach() for i, tensor in saved.items()}
+
+
+@torch.no_grad()
+def average_parameters(params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replaces each tensor by its mean over the ranks of ``group``, all ranks bit for bit the same.
+
+    Local tensors of a DTensor are averaged with the same shard of other ranks. Every rank must give tensors of
+    the same shapes and types in the same order.
+    """
+    for bucket in _buckets(params):
+        wide = torch.promote_types(bucket[0].dtype, torch.float32)
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(wide)
+        dist.all_reduce(_divide(flat, group), group=group)
+        for tensor, mean in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
+
+def _buckets(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one type and device each, about ``_BUCKET_BYTES`` together."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for param in params:
+        tensor = _local(param.detach())
+        key = (tensor.dtype, tensor.device)
+        bucket = open_buckets.setdefault(key, [])
+        bucket.append(tensor)
+        if sum(t.nbytes for t in bucket) >= _BUCKET_BYTES:
+            yield open_buckets.pop(key)
+    yield from open_buckets.values()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor

@@ -1,0 +1,109 @@
+"""The public API: its names, their docstrings, deprecated names, and what an import costs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import torchrelay
+from torchrelay import _deprecation
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(torchrelay.__path__, "torchrelay.")
+    if not any(part.startswith("_") for part in module.name.split("."))
+)
+PUBLIC = {
+    "aggregation": "LinkStats Options PlaneStats SmlGroup register stats",
+    "aggregation.switch": "DataPlane SessionShape SessionStats SwitchClient SwitchClientStats"
+    " SwitchOptions SwitchServer SwitchStats UdpDataPlane XdpDataPlane session_from_store",
+    "checkpoint": "Reader SaveHandle Writer async_save latest load save verify",
+    "deferred": "Plan deferred_init dematerialize fake from_recipe is_deferred materialize_module"
+    " materialize_tensor plan recipe",
+    "deferred.fake": "FakeTensor fake_mode is_fake meta_like",
+    "mpi": "COMM_WORLD MPI_ANY_SOURCE MPI_ANY_TAG MPI_BAND MPI_BOR MPI_BXOR MPI_LAND MPI_LOR"
+    " MPI_LXOR MPI_MAX MPI_MAXLOC MPI_MIN MPI_MINLOC MPI_PROC_NULL MPI_PROD MPI_SUM MPI_UNDEFINED"
+    " CartCommunicator Communicator JoinDummies JoinDummiesHandle Located Op WaitHandle backward"
+    " chain from_mpi4py grad reset",
+    "parameters": "Embedding EmbeddingBag IntentLoader KeyInit Metrics Place Server Table"
+    " TableOptimizer TableWeight Topology UpdateRule Worker optim start",
+    "parameters.optim": "adagrad adam add rowwise_adagrad sgd",
+    "switching": "Client Costs Grouping InputSpec ModelStore Region Reply SharedCache StoredModel"
+    " Switcher TrainingHandle TrainingTask best_grouping pipeline_s pipelining_bound_s",
+    "training": "AnyPrecisionAdamW GossipGraDState SlowMoState SlowMomentumOptimizer Topology"
+    " get_num_modules gossip_grad_hook slowmo_hook",
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_exist_and_have_docstrings(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} has no docstring"
+    for public in module.__all__:
+        thing = getattr(module, public)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert thing.__doc__, f"{name}.{public} has no docstring"
+
+
+@pytest.mark.parametrize("component", sorted(PUBLIC))
+def test_components_export_what_they_promise_and_nothing_else(component: str) -> None:
+    """A change of ``PUBLIC`` is a change that users see: it needs a line in the changelog."""
+    module = importlib.import_module(f"torchrelay.{component}")
+    assert sorted(module.__all__) == sorted(PUBLIC[component].split())
+    if component == "aggregation":
+        return  # its __init__ registers the backend, with names of its own modules
+    own = {
+        name
+        for name, thing in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(thing) or inspect.isfunction(thing))
+        and thing.__module__.startswith(module.__name__ + ".")
+    }
+    assert own <= set(module.__all__)
+
+
+def test_only_components_and_the_foundation_have_public_modules() -> None:
+    components = {*PUBLIC, "compat", "cli", "demo"}
+    foundation = {"buffers", "config", "errors", "telemetry", "transport", "world"}
+    names = {name.removeprefix("torchrelay.") for name in MODULES}
+    inside = {name for name in names if name.split(".")[0] in ("compat", "cli", "demo")}
+    assert names - inside == (components | foundation) - {"compat", "cli", "demo"}
+
+
+@pytest.mark.parametrize("name", sorted(_deprecation.MODULES))
+def test_old_modules_warn(name: str) -> None:
+    new = importlib.import_module(_deprecation.MODULES[name])
+    sys.modules.pop(name, None)
+    with pytest.warns(DeprecationWarning, match=new.__name__):
+        old = importlib.import_module(name)
+    for public in new.__all__:
+        assert getattr(old, public) is getattr(new, public)
+
+
+def _python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    loaded = _python("import sys, torchrelay; print('torch' in sys.modules, 'numpy' in sys.modules)")
+    assert loaded == "False False"
+
+
+def test_importing_the_foundation_costs_little_beyond_torch_and_no_distributed() -> None:
+    code = """
+import sys, torch
+torch_alone = set(sys.modules)
+import torchrelay, torchrelay.buffers, torchrelay.world, torchrelay.config, torchrelay.telemetry
+added = sorted(name for name in set(sys.modules) - torch_alone if not name.startswith("torchrelay"))
+print([name for name in added if name.startswith("torch.distributed")], len(added))
+"""
+    distributed, count = _python(code).rsplit(" ", 1)
+    assert distributed == "[]"
+    assert int(count) < 10
