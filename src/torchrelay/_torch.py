@@ -21,6 +21,7 @@ import torch.autograd.forward_ad
 from torchrelay.errors import UnsupportedError
 
 __all__ = [
+    "CALLERS",
     "BackendsAsked",
     "CheckpointShard",
     "TimeoutOnly",
@@ -31,6 +32,7 @@ __all__ = [
     "backward_keeps_graph",
     "backward_will_run",
     "callback_error",
+    "caller_of",
     "default_dtype",
     "default_generator",
     "default_generator_as",
@@ -48,7 +50,6 @@ __all__ = [
     "has_fsdp2",
     "inner_tensors",
     "is_dcp_loading",
-    "is_fsdp1_asking",
     "is_setting_timeout",
     "is_transformed",
     "lazy_caller",
@@ -57,7 +58,6 @@ __all__ = [
     "local_shards",
     "lowest_mode",
     "make_ordered",
-    "mesh_code",
     "model_of_ddp_being_made",
     "operator_results",
     "parameter_class",
@@ -74,7 +74,6 @@ __all__ = [
     "tensor_at",
     "transforms_active",
     "trunc_normal",
-    "trunc_normal_code",
     "watched",
 ]
 
@@ -374,10 +373,6 @@ def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tupl
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
-# The function behind nn.init.trunc_normal_, which since 2.13 asks its tensor is_meta first. Checked on 2.13.
-trunc_normal_code = torch.nn.init._no_grad_trunc_normal_.__code__
-
-
 def trunc_normal(
     tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any
 ) -> torch.Tensor:
@@ -385,27 +380,46 @@ def trunc_normal(
     return torch.nn.init._no_grad_trunc_normal_(tensor, mean, std, a, b, generator=generator)
 
 
-def mesh_code(name: str) -> Any:
-    """The code of ``mesh_scatter`` or ``mesh_broadcast``, with which DTensor sends values. Checked on 2.13."""
-    from torch.distributed.tensor import _collective_utils  # noqa: PLC0415
-
-    return getattr(_collective_utils, name).__code__
-
-
-def is_fsdp1_asking(frame: Any) -> bool:
-    """Whether ``frame`` is FSDP1 finding out if a module's parameters wait for values. Checked on 2.13."""
-    if frame.f_code.co_name != "_need_to_materialize_module":
-        return False
-    from torch.distributed.fsdp import _init_utils  # noqa: PLC0415
-
-    return frame.f_code is _init_utils._need_to_materialize_module.__code__
-
-
-_LAZY_CODES = {
-    torch.nn.UninitializedParameter.__new__.__code__,
-    torch.nn.UninitializedBuffer.__new__.__code__,
-    torch.nn.UninitializedParameter.materialize.__code__,
+#: Every torch function that is recognized by its stack frame, with its module. Checked on 2.13.
+CALLERS = {
+    # They read is_meta before they compute, send or create initial values.
+    "trunc_normal": ("torch.nn.init", "_no_grad_trunc_normal_"),
+    "mesh_scatter": ("torch.distributed.tensor._collective_utils", "mesh_scatter"),
+    "mesh_broadcast": ("torch.distributed.tensor._collective_utils", "mesh_broadcast"),
+    "fsdp1_needs_values": ("torch.distributed.fsdp._init_utils", "_need_to_materialize_module"),
+    # They create parameters.
+    "parameter": ("torch.nn.parameter", "Parameter.__new__"),
+    "lazy_parameter": ("torch.nn.parameter", "UninitializedParameter.__new__"),
+    "lazy_buffer": ("torch.nn.parameter", "UninitializedBuffer.__new__"),
+    "lazy_materialize": ("torch.nn.parameter", "UninitializedTensorMixin.materialize"),
+    # It replaces an error by an AssertionError.
+    "dcp_load": ("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict.<locals>.local_step"),
+    # They treat backends by their type, or do not pass on what they were asked for.
+    "new_group": ("torch.distributed.distributed_c10d", "_new_process_group_helper"),
+    "set_timeout": ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
+    "ddp_parameters": (
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._build_params_for_reducer",
+    ),
 }
+_BY_FUNCTION: dict[str, list[str]] = {}
+for _caller, (_, _function) in CALLERS.items():
+    _BY_FUNCTION.setdefault(_function.rpartition(".")[2], []).append(_caller)
+
+
+def caller_of(frame: FrameType) -> str | None:
+    """Return the name in ``CALLERS`` of the function that ``frame`` executes, None if it has none."""
+    for caller in _BY_FUNCTION.get(frame.f_code.co_name, ()):
+        module, function = CALLERS[caller]
+        owner, _, method = function.rpartition(".")
+        if frame.f_globals.get("__name__") != module:
+            continue
+        if owner and not owner.endswith("<locals>"):
+            found: Any = getattr(getattr(sys.modules[module], owner), method)
+            if found.__code__ is not frame.f_code:
+                continue
+        return caller
+    return None
 
 
 def lazy_caller() -> torch.Tensor | type | None:
@@ -416,7 +430,7 @@ def lazy_caller() -> torch.Tensor | type | None:
     for _ in range(4):
         if frame is None:
             return None
-        if frame.f_code in _LAZY_CODES:
+        if caller_of(frame) in ("lazy_parameter", "lazy_buffer", "lazy_materialize"):
             found: Any = frame.f_locals.get("self", frame.f_locals.get("cls"))
             return found  # type: ignore[no-any-return]
         frame = frame.f_back
@@ -426,7 +440,7 @@ def lazy_caller() -> torch.Tensor | type | None:
 def parameter_class() -> type[torch.nn.Parameter] | None:
     """The class being made, if the caller's caller is ``Parameter.__new__``. Checked on 2.13."""
     frame = sys._getframe(2)
-    return frame.f_locals["cls"] if frame.f_code is torch.nn.Parameter.__new__.__code__ else None
+    return frame.f_locals["cls"] if caller_of(frame) == "parameter" else None
 
 
 def results_on_device(
@@ -442,15 +456,9 @@ def results_on_device(
         return func(*args, **kwargs)
 
 
-def is_dcp_loading(frame: Any) -> bool:
-    """Whether ``frame`` is ``torch.distributed.checkpoint.load`` asking for metadata. Checked on 2.13.
-
-    It replaces an error by an AssertionError.
-    """
-    from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415
-
-    code = frame.f_code
-    return bool(code.co_name == "local_step" and code.co_filename == state_dict_loader.__file__)
+def is_dcp_loading(frame: FrameType) -> bool:
+    """Whether ``frame`` is ``torch.distributed.checkpoint.load`` reading metadata."""
+    return caller_of(frame) == "dcp_load"
 
 
 def sharding_of(tensor: torch.Tensor) -> str:
@@ -606,7 +614,7 @@ def backends_asked() -> BackendsAsked | None:
         UnsupportedError: this torch makes groups in a way that is not known here.
     """
     frame = sys._getframe(2)
-    if frame.f_code.co_name != "_new_process_group_helper":
+    if caller_of(frame) != "new_group":
         return None
     found = frame.f_locals
     try:
@@ -632,10 +640,7 @@ def store_host(store: Any) -> str | None:
 
 def is_setting_timeout() -> bool:
     """Whether the caller's caller is c10d's function that sets the timeout of a group. Checked on 2.13."""
-    from torch.distributed import distributed_c10d  # noqa: PLC0415
-
-    code = sys._getframe(2).f_code
-    return code is distributed_c10d._set_pg_timeout.__code__
+    return caller_of(sys._getframe(2)) == "set_timeout"
 
 
 class TimeoutOnly:
@@ -660,7 +665,7 @@ def model_of_ddp_being_made() -> torch.nn.Module | None:
     for _ in range(4):  # a generator, a comprehension (a frame before Python 3.12), the method
         if frame is None:
             return None
-        if frame.f_code.co_name == "_build_params_for_reducer":
+        if caller_of(frame) == "ddp_parameters":
             return frame.f_locals["self"].module  # type: ignore[no-any-return]
         frame = frame.f_back
     return None

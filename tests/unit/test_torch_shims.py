@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import weakref
@@ -152,13 +153,28 @@ def test_trunc_normal_is_what_the_public_one_draws() -> None:
     assert torch.equal(mine, public)
 
 
-def test_codes_belong_to_the_functions_that_ask() -> None:
-    assert _torch.trunc_normal_code.co_name == "_no_grad_trunc_normal_"
-    for name in ("mesh_scatter", "mesh_broadcast"):
-        assert _torch.mesh_code(name).co_name == name
+@pytest.mark.parametrize("caller", _torch.CALLERS)
+def test_every_recognized_caller_exists_in_torch(caller: str) -> None:
+    name, function = _torch.CALLERS[caller]
+    found: Any = importlib.import_module(name)
+    *path, last = function.replace("<locals>.", "").split(".")
+    for part in path:
+        found = getattr(found, part)
+    if "<locals>" in function:
+        code = inspect.unwrap(found).__code__
+        assert last in [const.co_name for const in code.co_consts if inspect.iscode(const)]
+    else:
+        assert getattr(found, last).__code__.co_name == last
 
 
-def test_is_fsdp1_asking_knows_the_frame_of_fsdp() -> None:
+def test_frames_of_functions_with_the_same_name_are_not_recognized() -> None:
+    def mesh_scatter() -> str | None:
+        return _torch.caller_of(sys._getframe())
+
+    assert mesh_scatter() is None
+
+
+def test_caller_of_recognizes_fsdp1() -> None:
     frames = []
 
     class Asked(torch.nn.Linear):
@@ -168,8 +184,8 @@ def test_is_fsdp1_asking_knows_the_frame_of_fsdp() -> None:
 
     module = Asked(2, 2)
     _init_utils._need_to_materialize_module(module, set(), set())
-    assert frames and all(_torch.is_fsdp1_asking(frame) for frame in frames)
-    assert not _torch.is_fsdp1_asking(sys._getframe())
+    assert frames and all(_torch.caller_of(frame) == "fsdp1_needs_values" for frame in frames)
+    assert _torch.caller_of(sys._getframe()) is None
 
 
 def test_parameter_class_is_the_one_being_made() -> None:

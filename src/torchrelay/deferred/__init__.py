@@ -6,7 +6,11 @@ Public: :mod:`.fake` (:func:`~.fake.fake_mode`, :func:`~.fake.is_fake`, :func:`~
 """
 
 from torchrelay._deprecation import old_modules
-from torchrelay.deferred import fake
+from torchrelay.deferred import _session, fake
+from torchrelay.deferred._callers import is_meta as _is_meta
+from torchrelay.deferred._dispatch import dispatch as _dispatch_operation
+from torchrelay.deferred._dispatch import value as _value
+from torchrelay.deferred._hooks import hooks as _hooks
 from torchrelay.deferred._initialization import deferred_init, is_deferred
 from torchrelay.deferred._materialization import materialize_module, materialize_tensor
 from torchrelay.deferred._planning import Plan, plan
@@ -25,5 +29,12 @@ __all__ = [
     "recipe",
 ]
 
+_hooks.install(
+    fake=fake.FakeTensor,
+    dispatch=_dispatch_operation,
+    recording=lambda: _session.recording() is not None,
+    value=_value,
+    is_meta=_is_meta,
+)
 old_modules(__name__, "initialization", "materialization", "planning", "reversal")
 old_modules(__name__, "training", now="torchrelay.training")

@@ -15,7 +15,6 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.deferred._composites import trunc_normal
-from torchrelay.deferred._hooks import hooks
 from torchrelay.deferred._operators import describe
 from torchrelay.deferred._recording import record
 from torchrelay.deferred._tensor import FakeTensor
@@ -24,18 +23,18 @@ __all__ = ["is_meta"]
 
 
 def is_meta(fake: FakeTensor, frame: FrameType) -> bool:
-    """What ``fake.is_meta`` says to the function in ``frame``: False, but True if it has nothing left to do."""
-    code = frame.f_code
-    if code is _torch.trunc_normal_code:
+    """Return ``fake.is_meta`` for the function in ``frame``: True if that function has nothing left to do."""
+    caller = _torch.caller_of(frame)
+    if caller == "trunc_normal":
         return _trunc_normal(fake, frame.f_locals)
-    if code.co_name == "mesh_scatter" and code is _torch.mesh_code("mesh_scatter"):
+    if caller == "mesh_scatter":
         return _scatter(fake, frame.f_locals)
-    if code.co_name == "<genexpr>" and frame.f_back is not None and frame.f_back.f_back is not None:
+    if frame.f_code.co_name == "<genexpr>" and frame.f_back is not None and frame.f_back.f_back is not None:
         return (
-            _torch.is_fsdp1_asking(frame.f_back)
+            _torch.caller_of(frame.f_back) == "fsdp1_needs_values"
             and frame.f_back.f_back.f_locals.get("param_init_fn") is not None
         )
-    return code.co_name == "mesh_broadcast" and code is _torch.mesh_code("mesh_broadcast")
+    return caller == "mesh_broadcast"
 
 
 def _trunc_normal(fake: FakeTensor, called: dict[str, Any]) -> bool:
@@ -51,6 +50,3 @@ def _scatter(fake: FakeTensor, called: dict[str, Any]) -> bool:
     with torch.no_grad():
         fake.copy_(called["scatter_list"][mesh.get_local_rank(dim)])
     return True
-
-
-hooks.is_meta = is_meta

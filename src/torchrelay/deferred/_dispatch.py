@@ -13,7 +13,6 @@ import torch
 from torchrelay import _torch
 from torchrelay.deferred import _session as sessions
 from torchrelay.deferred._graph import map_tensors
-from torchrelay.deferred._hooks import hooks
 from torchrelay.deferred._making import (
     FACTORIES,
     SETS,
@@ -34,7 +33,7 @@ from torchrelay.deferred._shapes import as_returned, check_sizes, fakes_in, flat
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import DeferredError, UnsupportedError
 
-__all__ = ["dispatch"]
+__all__ = ["dispatch", "value"]
 
 aten = torch.ops.aten
 
@@ -229,12 +228,9 @@ def _by_value(
     return map_tensors(answer, torch.Tensor, lambda value: constant_fake(value, deferred=True))
 
 
-def _value(fake: FakeTensor) -> torch.Tensor:
+def value(fake: FakeTensor) -> torch.Tensor:
+    """Return a copy of the values of a deferred tensor, computed from its record."""
     session = sessions.recording()
     replay = Replay() if session is None else session.replay
     with _torch.plain_torch():
         return replay.read(fake._region).clone()
-
-
-hooks.dispatch = dispatch
-hooks.value = _value

@@ -7,8 +7,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-import torchrelay.deferred._callers
-import torchrelay.deferred._dispatch  # noqa: F401  (both fill in the hooks)
 from torchrelay import _torch
 from torchrelay.deferred import _escapes
 from torchrelay.deferred import _session as sessions

@@ -163,6 +163,3 @@ def enter(session: Session) -> Iterator[Session]:
         _stack.sessions.pop()
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-
-hooks.recording = lambda: recording() is not None

@@ -201,9 +201,6 @@ class FakeTensor(torch.Tensor):
         return _deepcopy(self, memo) if known is None else known
 
 
-hooks.fake = FakeTensor
-
-
 @cache
 def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
     """Fake tensors that are also ``cls``, a class of the program's own."""

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 import torch
 
-import torchrelay.deferred._callers
-import torchrelay.deferred._dispatch  # noqa: F401  (both fill in the hooks)
 from torchrelay.deferred import _session as sessions
 from torchrelay.deferred._tensor import FakeTensor
 from torchrelay.errors import ArgumentError
