@@ -47,7 +47,8 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         new = importlib.import_module(MODULES[module.__name__])
-        vars(module).update({name: getattr(new, name) for name in new.__all__})
+        public = [*new.__all__, *(["__getattr__"] if hasattr(new, "__getattr__") else [])]
+        vars(module).update({name: getattr(new, name) for name in public})
         _warn(f"{module.__name__} is private: import its names from {new.__name__}", stacklevel=2)
 
 

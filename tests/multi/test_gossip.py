@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.training._gossip import (
     GossipGraDState,
-    Topology,
+    GossipTopology,
     get_num_modules,
     gossip_grad_hook,
     partners,
@@ -42,7 +42,7 @@ def _state(nodes: list[list[int]], **options) -> GossipGraDState:
 
 
 def _reference(
-    grads: list[torch.Tensor], nodes, topology: Topology, iteration: int, seed: int
+    grads: list[torch.Tensor], nodes, topology: GossipTopology, iteration: int, seed: int
 ) -> list[torch.Tensor]:
     """What each rank's gradient becomes."""
     import random
@@ -72,7 +72,7 @@ def _gradient(rank: int, iteration: int, index: int) -> torch.Tensor:
 def test_whole_gradients_as_fsdp_gives_them(world: World, backend: str) -> None:
     _start(backend, world)
     for nodes in CASES.values():
-        for topology in Topology:
+        for topology in GossipTopology:
             state = _state(nodes, topology=topology, num_modules=2, random_seed=7)
             for iteration in range(9):
                 for index in range(2):
@@ -89,7 +89,7 @@ def test_whole_gradients_as_fsdp_gives_them(world: World, backend: str) -> None:
 def test_three_nodes_on_a_cube_and_a_ring(world: World, backend: str) -> None:
     _start(backend, world)
     nodes = [[0], [1], [2]]
-    for topology in Topology:
+    for topology in GossipTopology:
         state = _state(nodes, topology=topology)
         for iteration in range(6):
             grads = [_gradient(rank, iteration, 0) for rank in range(3)]
@@ -110,7 +110,7 @@ def _backward(model: nn.Module, rank: int, step: int) -> None:
     model(data).square().mean().backward()
 
 
-def _train_reference(steps: int, nodes, topology: Topology, seed: int) -> list[list[torch.Tensor]]:
+def _train_reference(steps: int, nodes, topology: GossipTopology, seed: int) -> list[list[torch.Tensor]]:
     models = [_model() for _ in range(4)]
     for step in range(steps):
         for rank, model in enumerate(models):
@@ -139,10 +139,10 @@ def test_ddp_in_several_buckets(world: World, backend: str) -> None:
     _start(backend, world)
     nodes = CASES["2x2"]
     model = DistributedDataParallel(_model(), bucket_cap_mb=1e-5)
-    state = _state(nodes, topology=Topology.CUBE, random_seed=5)
+    state = _state(nodes, topology=GossipTopology.CUBE, random_seed=5)
     model.register_comm_hook(state, gossip_grad_hook)
     _train(model, world.rank, 6)
-    _assert_close(model, _train_reference(6, nodes, Topology.CUBE, 5)[world.rank])
+    _assert_close(model, _train_reference(6, nodes, GossipTopology.CUBE, 5)[world.rank])
     assert state.iteration == 6
 
 
@@ -167,7 +167,7 @@ def test_fsdp_without_sharding(world: World, backend: str) -> None:
     state = _state(nodes, num_modules=get_num_modules(model))
     model.register_comm_hook(state, gossip_grad_hook)
     _train(model, world.rank, 6)
-    expected = _train_reference(6, nodes, Topology.DISSEMINATION, state.random_seed)
+    expected = _train_reference(6, nodes, GossipTopology.DISSEMINATION, state.random_seed)
     _assert_close(model, expected[world.rank])
     assert state.iteration == 6
 
@@ -177,7 +177,7 @@ def test_fsdp_without_sharding(world: World, backend: str) -> None:
 def test_defaults_resuming_and_refusals(world: World, backend: str) -> None:
     _start(backend, world)
     state = GossipGraDState()
-    assert (state.num_nodes, state.proc_per_node, state.topology) == (1, 2, Topology.DISSEMINATION)
+    assert (state.num_nodes, state.proc_per_node, state.topology) == (1, 2, GossipTopology.DISSEMINATION)
     grad = torch.tensor([float(world.rank)])
     gossip_grad_hook(state, grad)
     assert grad.item() == 0.5

@@ -4,13 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.training._gossip import Topology, partners, period
+from torchrelay.training._gossip import GossipTopology, partners, period
 
 sizes = st.integers(1, 70)
-topologies = st.sampled_from(list(Topology))
+topologies = st.sampled_from(list(GossipTopology))
 
 
-def _mixing(topology: Topology, nodes: int, step: int) -> np.ndarray:
+def _mixing(topology: GossipTopology, nodes: int, step: int) -> np.ndarray:
     """How one step mixes the nodes' gradients: row i holds the weights of what node i then has."""
     weights = np.eye(nodes)
     for position in range(nodes):
@@ -22,7 +22,7 @@ def _mixing(topology: Topology, nodes: int, step: int) -> np.ndarray:
 
 
 @given(topologies, sizes, st.integers(0, 1000))
-def test_who_sends_is_received_from(topology: Topology, nodes: int, step: int) -> None:
+def test_who_sends_is_received_from(topology: GossipTopology, nodes: int, step: int) -> None:
     for position in range(nodes):
         found = partners(topology, nodes, position, step)
         if found is not None:
@@ -33,7 +33,7 @@ def test_who_sends_is_received_from(topology: Topology, nodes: int, step: int) -
 
 
 @given(topologies, sizes, st.integers(0, 1000))
-def test_a_step_keeps_the_mean(topology: Topology, nodes: int, step: int) -> None:
+def test_a_step_keeps_the_mean(topology: GossipTopology, nodes: int, step: int) -> None:
     weights = _mixing(topology, nodes, step)
     assert np.all(weights.sum(0) == 1)
     assert np.all(weights.sum(1) == 1)
@@ -43,7 +43,7 @@ def test_a_step_keeps_the_mean(topology: Topology, nodes: int, step: int) -> Non
 def test_dissemination_reaches_every_node_in_a_period(nodes: int, start: int) -> None:
     mixed = np.eye(nodes)
     for step in range(start, start + period(nodes)):
-        mixed = _mixing(Topology.DISSEMINATION, nodes, step) @ mixed
+        mixed = _mixing(GossipTopology.DISSEMINATION, nodes, step) @ mixed
     assert np.all(mixed > 0)
 
 
@@ -52,5 +52,5 @@ def test_a_full_hypercube_averages_exactly_in_a_period(dimensions: int, start: i
     nodes = 2**dimensions
     mixed = np.eye(nodes)
     for step in range(start, start + period(nodes)):
-        mixed = _mixing(Topology.CUBE, nodes, step) @ mixed
+        mixed = _mixing(GossipTopology.CUBE, nodes, step) @ mixed
     assert np.all(mixed == 1 / nodes)

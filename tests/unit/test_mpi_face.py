@@ -48,6 +48,13 @@ def test_communications_are_reported_to_whoever_listens() -> None:
     assert not listening()
 
 
+def test_persistent_requests_are_freed_by_a_with_block() -> None:
+    comm = mpi.COMM_WORLD
+    with comm.Allreduce_init(torch.zeros(2), mpi.MPI_SUM) as request:
+        assert comm.Wait(request.Start(torch.ones(2))).tolist() == [1.0, 1.0]
+    assert not request.request
+
+
 def test_errors_name_the_call() -> None:
     with pytest.raises(ArgumentError, match="axis 3"):
         mpi.COMM_WORLD.Allgather(torch.ones(2), 3)

@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -35,8 +36,8 @@ PUBLIC = {
     "parameters.optim": "adagrad adam add rowwise_adagrad sgd",
     "switching": "Client Costs Grouping InputSpec ModelStore Region Reply SharedCache StoredModel"
     " Switcher TrainingHandle TrainingTask best_grouping pipeline_s pipelining_bound_s",
-    "training": "AnyPrecisionAdamW GossipGraDState SlowMoState SlowMomentumOptimizer Topology"
-    " get_num_modules gossip_grad_hook slowmo_hook",
+    "training": "AnyPrecisionAdamW GossipGraDState SlowMoState SlowMomentumOptimizer"
+    " GossipTopology get_num_modules gossip_grad_hook slowmo_hook",
 }
 
 
@@ -65,6 +66,30 @@ def test_components_export_what_they_promise_and_nothing_else(component: str) ->
         and thing.__module__.startswith(module.__name__ + ".")
     }
     assert own <= set(module.__all__)
+
+
+def test_no_two_components_export_different_things_of_one_name() -> None:
+    found: dict[str, set[str]] = {}
+    for component, names in PUBLIC.items():
+        for name in names.split():
+            found.setdefault(name, set()).add(component)
+    shared = {name: components for name, components in found.items() if len(components) > 1}
+    assert not [name for name in shared if name[0].isupper()]
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("torchrelay.training", "Topology", "GossipTopology"),
+        ("torchrelay.deferred.training", "Topology", "GossipTopology"),
+    ],
+)
+def test_old_names_warn(module: str, old: str, new: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        imported = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=new):
+        assert getattr(imported, old) is getattr(imported, new)
 
 
 def test_only_components_and_the_foundation_have_public_modules() -> None:

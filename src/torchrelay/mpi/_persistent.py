@@ -6,6 +6,7 @@ Each ``Start`` is a communication of its own, with its own place in the order, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ __all__ = [
     "reduce_init",
 ]
 
+_P = TypeVar("_P", bound="_Persistent")
+
 
 class _Persistent:
     """A communication's memory and request; at most one ``Start`` may be under way."""
@@ -60,8 +63,14 @@ class _Persistent:
         return self.memory.copy_(x)
 
     def Free(self) -> None:
-        """Gives the request back to MPI."""
+        """Return the request to MPI. It cannot be started again."""
         self.request.Free()
+
+    def __enter__(self: _P) -> _P:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.Free()
 
 
 class _Message(_Persistent):

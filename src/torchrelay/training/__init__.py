@@ -1,23 +1,26 @@
-"""What torchdistX has for training: an optimizer, and gradient reductions that communicate less.
+"""Training utilities of torchdistX: an optimizer, and gradient reductions that communicate less.
 
-Public: :class:`AnyPrecisionAdamW`; SlowMo (:class:`SlowMoState`, :func:`slowmo_hook`, :class:`SlowMomentumOptimizer`);
-GossipGraD (:class:`GossipGraDState`, :class:`Topology`, :func:`gossip_grad_hook`, :func:`get_num_modules`).
+AnyPrecision: :class:`AnyPrecisionAdamW`.
+SlowMo: :class:`SlowMoState`, :func:`slowmo_hook`, :class:`SlowMomentumOptimizer`.
+GossipGraD: :class:`GossipGraDState`, :class:`GossipTopology`, :func:`gossip_grad_hook`,
+:func:`get_num_modules`.
 """
 
-from torchrelay._deprecation import old_modules
+from torchrelay._deprecation import old_modules, old_names
 from torchrelay.training._any_precision import AnyPrecisionAdamW
-from torchrelay.training._gossip import GossipGraDState, Topology, get_num_modules, gossip_grad_hook
+from torchrelay.training._gossip import GossipGraDState, GossipTopology, get_num_modules, gossip_grad_hook
 from torchrelay.training._slowmo import SlowMomentumOptimizer, SlowMoState, slowmo_hook
 
 __all__ = [
     "AnyPrecisionAdamW",
     "GossipGraDState",
+    "GossipTopology",
     "SlowMoState",
     "SlowMomentumOptimizer",
-    "Topology",
     "get_num_modules",
     "gossip_grad_hook",
     "slowmo_hook",
 ]
 
 old_modules(__name__, "any_precision", "gossip", "slowmo")
+__getattr__ = old_names(__name__, {"Topology": "GossipTopology"})

@@ -21,17 +21,17 @@ from torchrelay.errors import ArgumentError
 from torchrelay.training._comm_hooks import finished, refuse_sharded
 from torchrelay.training._host_groups import ranks_by_host, subgroup_of
 
-__all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook", "partners"]
+__all__ = ["GossipGraDState", "GossipTopology", "get_num_modules", "gossip_grad_hook", "partners"]
 
 
-class Topology(enum.Enum):
+class GossipTopology(enum.Enum):
     """With whom a node exchanges at step k. CUBE: pairwise, across bit k. DISSEMINATION: sends 2^k on, around a ring."""
 
     CUBE = "cube"
     DISSEMINATION = "dissemination"
 
 
-def partners(topology: Topology, nodes: int, position: int, step: int) -> tuple[int, int] | None:
+def partners(topology: GossipTopology, nodes: int, position: int, step: int) -> tuple[int, int] | None:
     """The positions that ``position`` sends to and receives from at ``step``; None if it sits this step out.
 
     A hypercube whose number of nodes is no power of two lacks corners: their neighbours sit out.
@@ -39,7 +39,7 @@ def partners(topology: Topology, nodes: int, position: int, step: int) -> tuple[
     distance = 2 ** (step % period(nodes))
     if nodes == 1:
         return None
-    if topology is Topology.DISSEMINATION:
+    if topology is GossipTopology.DISSEMINATION:
         return (position + distance) % nodes, (position - distance) % nodes
     peer = position ^ distance
     return (peer, peer) if peer < nodes else None
@@ -72,7 +72,7 @@ class GossipGraDState:
     def __init__(
         self,
         num_modules: int = 1,
-        topology: Topology | None = None,
+        topology: GossipTopology | None = None,
         local_process_group: dist.ProcessGroup | None = None,
         num_nodes: int | None = None,
         master_process_group: dist.ProcessGroup | None = None,
@@ -87,7 +87,7 @@ class GossipGraDState:
             hosts = ranks_by_host()
             local_process_group, num_nodes = subgroup_of(hosts), len(hosts)
         self.num_modules = num_modules
-        self.topology = topology or Topology.DISSEMINATION
+        self.topology = topology or GossipTopology.DISSEMINATION
         self.local_process_group = local_process_group
         self.num_nodes = num_nodes
         self.proc_per_node = proc_per_node or dist.get_world_size(local_process_group)

@@ -6,7 +6,8 @@ from typing import Any
 
 from torchrelay.compat.torchdistx import _states
 from torchrelay.training import _gossip
-from torchrelay.training._gossip import Topology, get_num_modules, gossip_grad_hook
+from torchrelay.training._gossip import GossipTopology as Topology
+from torchrelay.training._gossip import get_num_modules, gossip_grad_hook
 
 __all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook"]
 
