@@ -1,8 +1,9 @@
-"""Writes docs/settings.md and docs/errors.md from the code; ``--check`` fails if they are not current."""
+"""Generate docs/settings.md, docs/errors.md and docs/api.md; ``--check`` fails if one is stale."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -17,9 +18,10 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting is an environment variable with a default. It is read when a process group, a communicator or a node is made.",
-        "An unknown `TORCHRELAY_<ROOM>_...` variable or a bad value is an error that names it. This page is generated",
-        "from the code.",
+        "Every setting is an environment variable with a default. `mpi` reads its settings when it is",
+        "imported; the others read theirs when a process group, table, network, cache or asynchronous",
+        "save is created. An unknown `TORCHRELAY_<SECTION>_...` variable or an invalid value raises a",
+        "`ConfigError` that names it.",
     ]
     for name in sorted(SECTIONS):
         section = SECTIONS[name]
@@ -40,7 +42,8 @@ def errors_page() -> str:
     lines = [
         "# Errors",
         "",
-        "Every error TorchRelay raises on purpose stands in one tree. A message" + rest.replace("\n", " "),
+        "All errors that TorchRelay raises deliberately derive from `TorchRelayError`.",
+        "A message" + rest.replace("\n", " "),
     ]
     lines += ["", "```text", inspect.cleandoc(tree).strip("\n"), "```"]
     for name in errors.__all__:
@@ -48,8 +51,36 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+FOUNDATION = ("world", "transport", "buffers", "config", "telemetry")
+COMPONENTS = {
+    "aggregation": "aggregation.md",
+    "aggregation.switch": "switch.md",
+    "deferred": "deferred.md",
+    "checkpoint": "checkpoint.md",
+    "training": "training.md",
+    "mpi": "mpi.md",
+    "parameters": "parameters.md",
+    "switching": "switching.md",
+}
+
+
+def api_page() -> str:
+    """Return the index of all public names, with the API of modules that have no page of their own."""
+    lines = ["# API", "", "| module | public names |", "|---|---|"]
+    for name, page in COMPONENTS.items():
+        module = importlib.import_module(f"torchrelay.{name}")
+        names = ", ".join(f"`{public}`" for public in module.__all__)
+        lines.append(f"| [`torchrelay.{name}`]({page}) | {names} |")
+    aggregation = importlib.import_module("torchrelay.aggregation")
+    lines += ["", "::: torchrelay.aggregation", "    options:", "      members:"]
+    lines += [f"        - {public}" for public in aggregation.__all__]
+    for name in FOUNDATION:
+        lines += ["", f"::: torchrelay.{name}"]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
-    pages = {"settings.md": settings_page(), "errors.md": errors_page()}
+    pages = {"settings.md": settings_page(), "errors.md": errors_page(), "api.md": api_page()}
     stale = [
         name
         for name, text in pages.items()

@@ -3,26 +3,26 @@
 ::
 
     TorchRelayError
-    ├── ArgumentError (ValueError)           a call's argument is wrong: its range, shape, dtype, device
-    ├── ConfigError (ValueError)             a setting is unknown or has a bad value
-    ├── DataError (ValueError)               input data does not have the form it must have
+    ├── ArgumentError (ValueError)           an argument is invalid: its range, shape, dtype, device
+    ├── ConfigError (ValueError)             a setting is unknown or invalid
+    ├── DataError (ValueError)               input data is malformed
     ├── CapacityError (MemoryError)          something does not fit a memory of fixed size
-    ├── DeferredError (RuntimeError)         a fake or deferred tensor is used in a way that needs its values
-    ├── GraphError (RuntimeError)            a backward pass cannot be run as asked; its communications would not match
+    ├── DeferredError (RuntimeError)         an operation needs values that a fake tensor lacks
+    ├── GraphError (RuntimeError)            a backward pass would leave communications unmatched
     ├── ModelError (RuntimeError)            the code of a served model failed
-    ├── NotFoundError (LookupError)          no model, version or task has that name
-    ├── OverloadedError (RuntimeError)       too many requests are waiting; try again later
-    ├── UnsupportedError (NotImplementedError)   valid, but not done by this version or this torch
-    ├── UnavailableError (RuntimeError)      a package, a device or a permission is missing here
+    ├── NotFoundError (LookupError)          no model, version or task of that name
+    ├── OverloadedError (RuntimeError)       a queue or quota is full; retry later
+    ├── UnsupportedError (NotImplementedError)   not supported by this version or this torch
+    ├── UnavailableError (RuntimeError)      a package, device or permission is missing
     ├── MismatchError (ValueError)           ranks made different calls: op, shape or dtype
-    ├── OperationTimeoutError (TimeoutError) an operation did not end in time; names who is missing
+    ├── OperationTimeoutError (TimeoutError) an operation timed out; names who is missing
     ├── PeerLostError (ConnectionError)      a rank or node has died or closed its connection
-    ├── ProtocolError (ConnectionError)      a peer speaks another version, or nonsense
-    ├── SegmentError (OSError)               shared memory cannot be created, attached or mapped
-    ├── StorageError (OSError)               a file cannot be read or written: a full disk, no permission, in use
-    └── CorruptionError (OSError)            stored data is damaged, cut short or foreign
+    ├── ProtocolError (ConnectionError)      a peer violates the protocol
+    ├── SegmentError (OSError)               shared memory cannot be created or attached
+    ├── StorageError (OSError)               a file cannot be read or written
+    └── CorruptionError (OSError)            stored data is damaged, truncated or foreign
 
-A message says what failed, where (rank, peer, operation), how long it took, and what to try.
+A message names what failed, where (rank, peer, operation), after what time, and what to try.
 """
 
 from __future__ import annotations
@@ -54,36 +54,36 @@ __all__ = [
 
 
 class TorchRelayError(Exception):
-    """The root: ``except TorchRelayError`` catches everything TorchRelay raises on purpose."""
+    """Base of all errors that TorchRelay raises deliberately."""
 
     exit_code: ClassVar[int] = 1
-    """What a command ends with after such an error: 2 if its input caused it."""
+    """Exit code of a command that ends with this error: 2 if its input is the cause."""
 
 
 class ArgumentError(TorchRelayError, ValueError):
-    """A call's argument is wrong: its range, shape, dtype, layout or device. Nothing has been changed."""
+    """An argument is invalid: its range, shape, dtype, layout or device. Nothing was changed."""
 
     exit_code = 2
 
 
 class ConfigError(TorchRelayError, ValueError):
-    """A setting is unknown or has a bad value; the message names where it came from and what is allowed."""
+    """A setting is unknown or invalid. The message names its origin and the allowed values."""
 
     exit_code = 2
 
 
 class DataError(TorchRelayError, ValueError):
-    """Input data does not have the form it must have; the message names file and line."""
+    """Input data is malformed. The message names file and line."""
 
     exit_code = 2
 
 
 class DeferredError(TorchRelayError, RuntimeError):
-    """A fake or deferred tensor is used in a way that needs values it does not have."""
+    """An operation needs the values of a fake or deferred tensor, which has none."""
 
 
 class GraphError(TorchRelayError, RuntimeError):
-    """A backward pass cannot be run as asked: communications out of its reach, or an overwritten input reused."""
+    """A backward pass cannot run: it would leave communications out, or needs an overwritten input."""
 
 
 class CapacityError(TorchRelayError, MemoryError):
@@ -91,31 +91,35 @@ class CapacityError(TorchRelayError, MemoryError):
 
 
 class ModelError(TorchRelayError, RuntimeError):
-    """The code of a served model or training task failed; the message carries its own error."""
+    """The code of a served model or training task raised. The message contains its error."""
 
 
 class NotFoundError(TorchRelayError, LookupError):
-    """No model, version or task has that name; the message lists those that exist."""
+    """No model, version or task has that name. The message lists those that exist."""
 
 
 class OverloadedError(TorchRelayError, RuntimeError):
-    """A queue or quota is full. Nothing was started; the same request can succeed later."""
+    """A queue or quota is full. Nothing was started; retry later."""
 
 
 class UnsupportedError(TorchRelayError, NotImplementedError):
-    """A valid request that this version, or this version of torch, does not serve."""
+    """A valid request that this version of TorchRelay or torch does not support."""
 
 
 class UnavailableError(TorchRelayError, RuntimeError):
-    """A package, a device or a permission is missing on this machine; the message says how to get it."""
+    """A package, device or permission is missing on this machine. The message names the remedy."""
 
 
 class MismatchError(TorchRelayError, ValueError):
-    """Ranks that must make the same call made different ones. Raised on every rank."""
+    """Ranks made different calls where they must make the same. Raised on every rank."""
 
 
 class _PeersError(TorchRelayError):
-    """An error that concerns certain ranks or nodes, listed in ``ranks``."""
+    """An error about certain ranks or nodes.
+
+    Attributes:
+        ranks: those ranks or nodes.
+    """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -123,15 +127,15 @@ class _PeersError(TorchRelayError):
 
 
 class OperationTimeoutError(_PeersError, TimeoutError):
-    """An operation did not end in time. ``ranks`` holds those that had not arrived, where that is known."""
+    """An operation timed out. ``ranks`` are those that had not arrived, if known."""
 
 
 class PeerLostError(_PeersError, ConnectionError):
-    """A rank or node has died or closed its connection. ``ranks`` holds who."""
+    """A rank or node has died or closed its connection. ``ranks`` are those lost."""
 
 
 class ProtocolError(TorchRelayError, ConnectionError):
-    """A peer speaks another version of a protocol, or sends what the protocol does not allow."""
+    """A peer uses another version of the protocol, or violates it."""
 
 
 class SegmentError(TorchRelayError, OSError):
@@ -139,8 +143,8 @@ class SegmentError(TorchRelayError, OSError):
 
 
 class StorageError(TorchRelayError, OSError):
-    """A file or folder cannot be read or written: a full disk, no permission, not there, or used by another."""
+    """A file or folder cannot be read or written: disk full, permission denied, missing or in use."""
 
 
 class CorruptionError(TorchRelayError, OSError):
-    """Stored data is damaged, cut short or was not written by TorchRelay."""
+    """Stored data is damaged, truncated, or was not written by TorchRelay."""
