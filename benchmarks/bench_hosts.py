@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,15 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import namespaces
 
 SIZE_BYTES = 16 << 20
-
-
-def limit(hosts: namespaces.Hosts, mbit: int) -> None:
-    """Limit every link to ``mbit`` Mbit/s each way."""
-    rate = f"root tbf rate {mbit}mbit burst 256kb latency 50ms".split()
-    for host, pid in enumerate(hosts.pids):
-        for inside, device in ((pid, "eth0"), (hosts.switch, f"port{host}")):
-            command = ["nsenter", f"--net=/proc/{inside}/ns/net", "tc", "qdisc", "add", "dev", device, *rate]
-            subprocess.run(command, check=True, capture_output=True)
 
 
 def rank_main(rank: int, placement: str, hosts: namespaces.Hosts, path: str, rounds: int) -> None:
@@ -73,7 +63,7 @@ def run(placement: str, mbit: int, rounds: int) -> dict[str, list[float]]:
         namespaces.switched(len(set(placement))) as hosts,
     ):
         if mbit:
-            limit(hosts, mbit)
+            hosts.limit(mbit)
         path = f"{folder}/store"
         mp.spawn(rank_main, (placement, hosts, path, rounds), len(placement))  # type: ignore[attr-defined,no-untyped-call]
         return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]

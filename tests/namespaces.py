@@ -25,13 +25,13 @@ _SUBNET = "10.77.0"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def missing() -> str:
+def missing(*more_tools: str) -> str:
     """Why namespaces cannot be made here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    tools = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
+    tools = [tool for tool in ("ip", "nsenter", "unshare", *more_tools) if shutil.which(tool) is None]
     if tools:
-        return f"network namespaces need {' and '.join(tools)} (iproute2 and util-linux)"
+        return f"network namespaces need {' and '.join(tools)} (iproute2, util-linux, nftables)"
     probe = subprocess.run(
         ["unshare", "--net", "ip", "link", "add", "probe", "type", "veth"], check=False, capture_output=True
     )
@@ -53,6 +53,35 @@ class Hosts:
     def unplug(self, host: int) -> None:
         """From now on no packet of ``host`` arrives anywhere."""
         _inside(self.switch, ["ip", "link", "set", f"port{host}", "down"])
+
+    def limit(self, mbit: int) -> None:
+        """Limit every link to ``mbit`` Mbit/s each way."""
+        rate = f"root tbf rate {mbit}mbit burst 256kb latency 50ms".split()
+        for host, pid in enumerate(self.pids):
+            _inside(pid, ["tc", "qdisc", "add", "dev", "eth0", *rate])
+            _inside(self.switch, ["tc", "qdisc", "add", "dev", f"port{host}", *rate])
+
+    def address_switch(self) -> str:
+        """Give the switch of :func:`switched` an address that all hosts reach; return it."""
+        _inside(self.switch, ["ip", "addr", "add", f"{_SUBNET}.254/24", "dev", "switch"])
+        return f"{_SUBNET}.254"
+
+    def lose(self, per_thousand: int, port: int) -> None:
+        """Drop so many of a thousand UDP packets to and from ``port`` of the switch, with nftables."""
+        rule = f"numgen random mod 1000 < {per_thousand} drop"
+        lines = [
+            "table inet lossy {",
+            f"chain to {{ type filter hook input priority 0; udp dport {port} {rule}; }}",
+            f"chain from {{ type filter hook output priority 0; udp sport {port} {rule}; }}",
+            "}",
+        ]
+        _inside(self.switch, ["nft", "-f", "-"], "\n".join(lines))
+
+    def route(self) -> None:
+        """Let the hosts of :func:`star` reach each other through the switch."""
+        _inside(self.switch, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
+        for host, pid in enumerate(self.pids):
+            _inside(pid, ["ip", "route", "add", "default", "via", f"10.78.{host}.1"])
 
 
 def hide(folders: Iterable[str]) -> bool:

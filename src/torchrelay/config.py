@@ -227,6 +227,29 @@ class Aggregation(Section):
         "address or network device at which ranks of other hosts reach this one; empty: GLOO_SOCKET_IFNAME "
         "if set, else the device of the route to the store",
     )
+    switch: str = setting(
+        "",
+        "host or host:port of the aggregation switch through which hosts sum: all_reduce with SUM or AVG of "
+        "int32, float32, float16 and bfloat16. Empty: hosts use TCP only",
+    )
+    exact: bool = setting(
+        False,
+        "whether floating-point sums, which a switch quantizes, use TCP even if there is a switch",
+    )
+    num_worker_threads: int = setting(4, "threads of each host that use the switch", minimum=1)
+    max_outstanding_packets: int = setting(
+        256, "packets of each host, over all threads, that the switch has not answered", minimum=1
+    )
+    packet_numel: int = setting(256, "elements of a packet to the switch", allowed=(64, 256))
+    packet_timeout_ms: float = setting(
+        10.0, "a packet is sent again if the switch does not answer for this long", unit="ms", minimum=0.1
+    )
+    timeout_threshold: int = setting(
+        100, "timeouts of packets in one all_reduce after which their timeout doubles", minimum=1
+    )
+    timeout_threshold_increment: int = setting(
+        100, "the threshold grows by this each time it is reached", minimum=0
+    )
     spin_us: int = setting(
         50,
         "how long a waiting rank spins before it sleeps",

@@ -7,6 +7,8 @@ import pytest
 
 from torchrelay.aggregation import Options
 from torchrelay.aggregation._options import configuration_files, resolve
+from torchrelay.aggregation._switch_transport import options_of
+from torchrelay.aggregation.switch import SwitchOptions
 from torchrelay.errors import ConfigError
 
 ORIGINAL = """
@@ -61,6 +63,22 @@ def test_options_beat_environment_beats_file(tmp_path: Path) -> None:
     assert (settings.plane, settings.dummy_bandwidth, settings.spin_us) == ("shm", 5, 5)
 
 
+def test_the_packet_settings_of_a_file_count(tmp_path: Path) -> None:
+    text = """[general]
+switch = 192.0.2.9:48864
+exact = true
+num_worker_threads = 2
+max_outstanding_packets = 64
+packet_numel = 64
+timeout = 2.5
+timeout_threshold = 7
+timeout_threshold_increment = 3
+"""
+    found = resolve(None, {}, write(tmp_path, text))
+    assert (found.switch, found.exact) == ("192.0.2.9:48864", True)
+    assert options_of(found) == SwitchOptions(2, 64, 64, 2.5, 7, 3)
+
+
 @pytest.mark.parametrize("backend", ["dpdk", "rdma"])
 def test_a_plane_that_is_not_offered_is_replaced_with_a_warning(tmp_path: Path, backend: str) -> None:
     files = write(tmp_path, f"[general]\nbackend = {backend}\n")
@@ -72,9 +90,9 @@ def test_a_plane_that_is_not_offered_is_replaced_with_a_warning(tmp_path: Path, 
     ("text", "message"),
     [
         ("[general]\nranks = 1\n", r"\[general\] ranks: no such key; .*rank, num_workers"),
-        ("[general]\npacket_numel = 128\n", r"packet_numel = '128': the value must be one of 64, 256"),
+        ("[general]\npacket_numel = 128\n", r"packet_numel = 128: the value must be one of 64, 256"),
         ("[general]\nbackend = tofino\n", r"must be one of shm, dummy, dpdk, rdma"),
-        ("[general]\ntimeout = soon\n", r"timeout = 'soon': the value must be a number"),
+        ("[general]\ntimeout = soon\n", r"timeout = 'soon': the value must be of type float"),
         ("[general]\nnum_workers = -1\n", r"at least 0"),
         ("[general]\ninstant_job_completion = perhaps\n", r"true or false"),
         ("[backend.dummy]\nspeed = 1\n", r"no such key; \[backend\.dummy\] has bandwidth, process_packets"),

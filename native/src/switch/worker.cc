@@ -189,7 +189,7 @@ class Worker::Lane {
 };
 
 Worker::Worker(const WorkerOptions& options, const std::vector<int>& sockets)
-    : options_(options), shared_(std::make_unique<Shared>()) {
+    : options_(options), process_(getpid()), shared_(std::make_unique<Shared>()) {
   const std::size_t threads = sockets.size();
   if (threads == 0 || options.max_outstanding < threads || options.rank >= options.num_workers)
     throw Error(
@@ -204,7 +204,14 @@ Worker::Worker(const WorkerOptions& options, const std::vector<int>& sockets)
   }
 }
 
-Worker::~Worker() { close(); }
+Worker::~Worker() {
+  if (getpid() == process_) {
+    close();
+    return;
+  }
+  for (auto& lane : lanes_) (void)lane.release();
+  (void)shared_.release();
+}
 
 void Worker::close() {
   {

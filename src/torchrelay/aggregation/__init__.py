@@ -6,8 +6,8 @@ Importing this module registers the backend::
     dist.init_process_group(backend="sml")   # under torchrun; also new_group(backend="sml")
 
 It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (Sapio et al., NSDI 2021). Ranks of
-one host meet in a shared segment, hosts exchange over TCP; all collectives, dtypes and reductions of c10d are there, with timeouts and
-errors that name the rank they are about.
+one host meet in a shared segment; hosts exchange over TCP and, where one is configured, through an aggregation switch.
+All collectives, dtypes and reductions of c10d are there, with timeouts and errors that name the rank they are about.
 
 Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`, :class:`SmlGroup`, :func:`register`.
 """
@@ -100,7 +100,7 @@ def _known_processes() -> dict[int, Process]:
 
 
 def _plane_of(meeting: Meeting, store: Any, timeout_s: float, settings: Aggregation) -> Plane:
-    """Shared memory for ranks of one host, else that and TCP."""
+    """Shared memory for ranks of one host; with that, TCP and a switch for those of several."""
     if len(meeting.on_my_host()) == meeting.size:
         return ShmPlane(meeting, timeout_s, settings)
     if settings.plane == "shm":

@@ -1,4 +1,4 @@
-"""The data plane of ranks on several hosts: shared memory within each host, TCP between them."""
+"""The data plane of ranks on several hosts: shared memory within each, TCP and a switch between them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,13 +26,22 @@ from torchrelay.aggregation._agreement import (
     payloads,
 )
 from torchrelay.aggregation._dtypes import NATIVE, code
+from torchrelay.aggregation._exchange import Call, bytes_of
 from torchrelay.aggregation._executor import Completion, Executor
-from torchrelay.aggregation._hierarchy import INSTRUCTION_SET, Call, Hierarchy, bytes_of
+from torchrelay.aggregation._hierarchy import Hierarchy
+from torchrelay.aggregation._inter_host import INSTRUCTION_SET, InterHostTransport, TcpTransport
 from torchrelay.aggregation._listener import listen
 from torchrelay.aggregation._messages import ANY_RANK, TOKEN_BYTES, Failure, Header, Messages, Receive
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
+from torchrelay.aggregation._switch_transport import (
+    SwitchTransport,
+    check_agreement,
+    join,
+    options_of,
+    terms,
+)
 from torchrelay.config import Aggregation
 from torchrelay.errors import OperationTimeoutError, PeerLostError, TorchRelayError
 from torchrelay.world import Meeting
@@ -59,7 +69,8 @@ class HostsPlane:
     Raises:
         OperationTimeoutError: a rank did not come within ``timeout_s``, or cannot be reached.
         PeerLostError: a rank died meanwhile.
-        UnavailableError: there is no such interface.
+        UnavailableError: there is no such interface; or, on every rank, the switch does not answer.
+        ConfigError: the ranks have different settings for the switch; on every rank.
     """
 
     name = "hosts"
@@ -73,12 +84,15 @@ class HostsPlane:
         self._local_tags = [0] * meeting.size
         self._closing = threading.Lock()
         self._closed = False
+        self._switch: SwitchTransport | None = None
         listener = listen(settings.interface, store)
         host, port = listener.getsockname()[:2]
         about = {
             "address": [host, port],
             "token": secrets.token_hex(TOKEN_BYTES),
+            "session_id": secrets.randbits(64),
             "chunk_bytes": settings.chunk_bytes,
+            "terms": terms(settings),
         }
         meeting.announce("hosts", json.dumps(about))
         abouts = [json.loads(text) for text in meeting.wait("hosts", timeout_s)]
@@ -92,104 +106,125 @@ class HostsPlane:
             self._take_local,
             self._report,
         )
-        self._on = Hierarchy(self._at, self._shm, self._messages, abouts[0]["chunk_bytes"])
         try:
+            check_agreement([each["terms"] for each in abouts], self._rank, self._names)
+            self._switch = self._join_switch(meeting, settings, abouts[0]["session_id"], timeout_s)
+            self._on = self._hierarchy(abouts[0]["chunk_bytes"])
             self.barrier(timeout_s, True)
         except BaseException:
             self.close()
             raise
         self._log()
 
+    def _join_switch(
+        self, meeting: Meeting, settings: Aggregation, session_id: int, timeout_s: float
+    ) -> SwitchTransport | None:
+        if not settings.switch:
+            return None
+        options_of(settings)
+        client = join(meeting, self._at, settings, session_id, timeout_s)
+        return SwitchTransport(self._at, self._names, settings, client, self._messages, self._shm.check)
+
+    def _hierarchy(self, piece_bytes: int) -> Hierarchy:
+        reason = "no switch is configured" if self._switch is None else "what the switch does not sum"
+        tcp = TcpTransport(self._at, self._messages, self._shm.check, piece_bytes, reason)
+        self._transports: list[InterHostTransport] = [tcp] if self._switch is None else [self._switch, tcp]
+        return Hierarchy(self._at, self._shm, self._messages, self._transports, piece_bytes)
+
     # --- collectives
 
     def all_reduce(self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool) -> Completion | None:
-        record = Record("all_reduce", tensor.dtype, op, count=tensor.numel())
-
-        def body(call: Call) -> None:
-            rows = self._agree(call, record, tensor)
-            if rows is not None:
-                _reduce_rows(rows, tensor, op)
-            else:
-                self._on.all_reduce(call, tensor, op)
-
-        return self._run("all_reduce", tensor.nbytes, timeout_s, block, body)
+        return self._run(
+            Record("all_reduce", tensor.dtype, op, count=tensor.numel()),
+            tensor.nbytes,
+            timeout_s,
+            block,
+            lambda call: self._on.all_reduce(call, tensor, op),
+            _Inline(tensor, tensor.nbytes, lambda rows: _reduce_rows(rows, tensor, op)),
+        )
 
     def reduce(
         self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
     ) -> Completion | None:
-        record = Record("reduce", tensor.dtype, op, root, tensor.numel())
-
-        def body(call: Call) -> None:
-            rows = self._agree(call, record, tensor)
-            if rows is None:
-                self._on.reduce(call, tensor, op, root)
-            elif self._rank == root:
+        def finish(rows: torch.Tensor) -> None:
+            if self._rank == root:
                 _reduce_rows(rows, tensor, op)
 
-        return self._run("reduce", tensor.nbytes, timeout_s, block, body)
+        return self._run(
+            Record("reduce", tensor.dtype, op, root, tensor.numel()),
+            tensor.nbytes,
+            timeout_s,
+            block,
+            lambda call: self._on.reduce(call, tensor, op, root),
+            _Inline(tensor, tensor.nbytes, finish),
+        )
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op, timeout_s: float, block: bool
     ) -> Completion | None:
-        record = Record("reduce_scatter", output.dtype, op, count=output.numel())
-
-        def body(call: Call) -> None:
-            self._agree(call, record)
-            self._on.reduce_scatter(call, output, inputs, op)
-
-        return self._run("reduce_scatter", output.nbytes * len(inputs), timeout_s, block, body)
+        return self._run(
+            Record("reduce_scatter", output.dtype, op, count=output.numel()),
+            output.nbytes * len(inputs),
+            timeout_s,
+            block,
+            lambda call: self._on.reduce_scatter(call, output, inputs, op),
+        )
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool) -> Completion | None:
-        record = Record("broadcast", tensor.dtype, root=root, count=tensor.numel())
-
-        def body(call: Call) -> None:
-            rows = self._agree(call, record, tensor)
-            if rows is None:
-                self._on.broadcast(call, tensor, root)
-            elif self._rank != root:
+        def finish(rows: torch.Tensor) -> None:
+            if self._rank != root:
                 _copy_row(rows, root, tensor)
 
-        return self._run("broadcast", tensor.nbytes, timeout_s, block, body)
+        return self._run(
+            Record("broadcast", tensor.dtype, root=root, count=tensor.numel()),
+            tensor.nbytes,
+            timeout_s,
+            block,
+            lambda call: self._on.broadcast(call, tensor, root),
+            _Inline(tensor, tensor.nbytes, finish),
+        )
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float, block: bool
     ) -> Completion | None:
         sizes = [output.nbytes for output in outputs]
-        record = Record("all_gather", tensor.dtype, mine=tensor.nbytes, sizes=sizes)
 
-        def body(call: Call) -> None:
-            rows = self._agree(call, record, tensor, max(sizes))
-            if rows is None:
-                self._on.all_gather(call, outputs, tensor)
-                return
+        def finish(rows: torch.Tensor) -> None:
             for rank, output in enumerate(outputs):
                 _copy_row(rows, rank, output)
 
-        return self._run("all_gather", tensor.nbytes, timeout_s, block, body)
+        return self._run(
+            Record("all_gather", tensor.dtype, mine=tensor.nbytes, sizes=sizes),
+            tensor.nbytes,
+            timeout_s,
+            block,
+            lambda call: self._on.all_gather(call, outputs, tensor),
+            _Inline(tensor, max(sizes), finish),
+        )
 
     def gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, timeout_s: float, block: bool
     ) -> Completion | None:
         sizes = [output.nbytes for output in outputs]
-        record = Record("gather", tensor.dtype, root=root, mine=tensor.nbytes, sizes=sizes)
-
-        def body(call: Call) -> None:
-            self._agree(call, record)
-            self._on.gather(call, outputs, tensor, root)
-
-        return self._run("gather", tensor.nbytes, timeout_s, block, body)
+        return self._run(
+            Record("gather", tensor.dtype, root=root, mine=tensor.nbytes, sizes=sizes),
+            tensor.nbytes,
+            timeout_s,
+            block,
+            lambda call: self._on.gather(call, outputs, tensor, root),
+        )
 
     def scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, timeout_s: float, block: bool
     ) -> Completion | None:
-        sizes = [block.nbytes for block in inputs]
-        record = Record("scatter", output.dtype, root=root, mine=output.nbytes, sizes=sizes)
-
-        def body(call: Call) -> None:
-            self._agree(call, record)
-            self._on.scatter(call, output, inputs, root)
-
-        return self._run("scatter", output.nbytes, timeout_s, block, body)
+        sizes = [each.nbytes for each in inputs]
+        return self._run(
+            Record("scatter", output.dtype, root=root, mine=output.nbytes, sizes=sizes),
+            output.nbytes,
+            timeout_s,
+            block,
+            lambda call: self._on.scatter(call, output, inputs, root),
+        )
 
     def all_to_all(
         self,
@@ -200,20 +235,17 @@ class HostsPlane:
     ) -> Completion | None:
         sizes = [tensor.nbytes for tensor in (*inputs, *outputs)]
         is_uniform_here = len(set(sizes)) == 1
-        record = Record("all_to_all", inputs[0].dtype, mine=sizes[0] if is_uniform_here else ANY_SIZE)
 
-        def body(call: Call) -> None:
-            if not is_uniform(self._share_record(call, record)):
+        def move(call: Call, table: torch.Tensor) -> None:
+            if not is_uniform(table):
                 self._agree_on_pairs(call, sizes)
             self._on.all_to_all(call, outputs, inputs)
 
-        return self._run("all_to_all", sum(sizes[: len(inputs)]), timeout_s, block, body)
+        record = Record("all_to_all", inputs[0].dtype, mine=sizes[0] if is_uniform_here else ANY_SIZE)
+        return self._submit(record, None, sum(sizes[: len(inputs)]), timeout_s, block, move)
 
     def barrier(self, timeout_s: float, block: bool) -> Completion | None:
-        def body(call: Call) -> None:
-            self._share_record(call, Record("barrier"))
-
-        return self._run("barrier", 0, timeout_s, block, body)
+        return self._submit(Record("barrier"), None, 0, timeout_s, block, lambda call, table: None)
 
     # --- messages
 
@@ -277,13 +309,11 @@ class HostsPlane:
     # --- what a group says about itself, and its end
 
     def stats(self) -> PlaneStats:
-        shm, messages = self._shm.stats(), self._messages
-        links = (
-            LinkStats("shm", "ranks that share a host", shm.payload_bytes, self._on.shm_s),
-            LinkStats("tcp", "no switch is configured", messages.sent_bytes, self._on.network_s),
-        )
-        waiting_s = shm.waiting_s + self._on.network_s
-        return PlaneStats(self.name, self._jobs, self._payload_bytes, waiting_s, links)
+        shm = self._shm.stats()
+        between = [transport.stats() for transport in self._transports]
+        here = LinkStats("shm", "ranks that share a host", shm.payload_bytes, self._on.shm_s)
+        waiting_s = shm.waiting_s + sum(link.busy_s for link in between)
+        return PlaneStats(self.name, self._jobs, self._payload_bytes, waiting_s, (here, *between))
 
     def close(self) -> None:
         with self._closing:
@@ -295,22 +325,54 @@ class HostsPlane:
             reason = f"rank {me} has left the group (destroy_process_group, or its process ended)"
             self._break(PeerLostError(reason, ranks=(me,)))
         self._executor.stop()
+        if self._switch is not None:
+            self._switch.close()
         self._messages.close()
         self._shm.close()
 
     # --- common to all
 
     def _run(
-        self, name: str, size_bytes: int, timeout_s: float, block: bool, body: Callable[[Call], None]
+        self,
+        record: Record,
+        size_bytes: int,
+        timeout_s: float,
+        block: bool,
+        move: Callable[[Call], None],
+        inline: _Inline | None = None,
     ) -> Completion | None:
+        """Run a collective: ``move``, or ``inline.finish`` where all payloads fit the records."""
+        fits = inline is not None and max(inline.largest_bytes, inline.tensor.nbytes) <= INLINE_BYTES
+
+        def body(call: Call, table: torch.Tensor) -> None:
+            if inline is not None and fits:
+                inline.finish(payloads(table))
+            else:
+                move(call)
+
+        payload = inline.tensor if inline is not None and fits else None
+        return self._submit(record, payload, size_bytes, timeout_s, block, body)
+
+    def _submit(
+        self,
+        record: Record,
+        payload: torch.Tensor | None,
+        size_bytes: int,
+        timeout_s: float,
+        block: bool,
+        body: Callable[[Call, torch.Tensor], None],
+    ) -> Completion | None:
+        """Have all ranks agree on the call, then run ``body`` with the table of their records."""
         self._jobs += 1
         self._payload_bytes += size_bytes
+        name = record.function
 
         def job() -> None:
             if self._messages.failure is not None:
                 raise self._broken(self._messages.failure)
+            call = Call(name, time.monotonic() + timeout_s)
             try:
-                body(Call(name, time.monotonic() + timeout_s))
+                body(call, self._agree(call, record, payload))
             except (PeerLostError, OperationTimeoutError) as error:
                 raise self._explain(name, error) from None
             except TorchRelayError:
@@ -325,21 +387,10 @@ class HostsPlane:
         self._executor.run(job)
         return None
 
-    def _agree(
-        self, call: Call, record: Record, tensor: torch.Tensor | None = None, largest_bytes: int = -1
-    ) -> torch.Tensor | None:
-        """Raise MismatchError on every rank unless all made the same call.
-
-        Returns all ranks' ``tensor`` as rows of bytes, if they are small.
-        """
-        if tensor is None or max(largest_bytes, tensor.nbytes) > INLINE_BYTES:
-            self._share_record(call, record)
-            return None
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
-        return payloads(self._share_record(call, record, flat))
-
-    def _share_record(self, call: Call, record: Record, payload: torch.Tensor | None = None) -> torch.Tensor:
-        table = self._on.share(call, record.pack(payload))
+    def _agree(self, call: Call, record: Record, payload: torch.Tensor | None) -> torch.Tensor:
+        """Raise MismatchError on every rank unless all made the same call; the table of all records."""
+        flat = None if payload is None else payload.detach().reshape(-1).view(torch.uint8)
+        table = self._on.share(call, record.pack(flat))
         check_records(table, self._rank, self._names)
         return table
 
@@ -363,8 +414,10 @@ class HostsPlane:
         return self._messages.fail(error, [self._at.leaders[host] for host in self._at.other_hosts])
 
     def _report(self, error: Failure) -> None:
-        """Tell the ranks of this host; those that wait in shared memory wake up."""
+        """Wake up whoever waits: ranks of this host in shared memory, this one for the switch."""
         self._shm.report(str(error), error.ranks, isinstance(error, OperationTimeoutError))
+        if self._switch is not None:
+            self._switch.close()
 
     def _broken(self, cause: Failure) -> Failure:
         return type(cause)(
@@ -373,14 +426,24 @@ class HostsPlane:
         )
 
     def _log(self) -> None:
-        telemetry.event("aggregation.hosts", rank=self._rank, hosts=len(self._at.hosts))
+        switch = "" if self._switch is None else self._switch.reason
+        telemetry.event("aggregation.hosts", rank=self._rank, hosts=len(self._at.hosts), switch=switch)
         if self._rank == 0:
-            counts = " + ".join(str(len(ranks)) for ranks in self._at.hosts)
             _logger.info(
-                "sml: %s ranks on %d hosts: shared memory within each, TCP between them (no switch is configured)",
-                counts,
+                "sml: %s ranks on %d hosts: shared memory within each; between them %s",
+                " + ".join(str(len(ranks)) for ranks in self._at.hosts),
                 len(self._at.hosts),
+                f"{switch}, TCP for the rest" if switch else "TCP (no switch is configured)",
             )
+
+
+@dataclass
+class _Inline:
+    """A payload that may travel in the records."""
+
+    tensor: torch.Tensor  # this rank's
+    largest_bytes: int  # of any rank's payload
+    finish: Callable[[torch.Tensor], None]  # called with all ranks' payloads, a row each
 
 
 class _Transfer:

@@ -42,6 +42,7 @@ _RECONNECT_S = 0.5  # how long a peer without a connection may have another on i
 _CONNECT_S = 10.0
 _FLUSH_S = 2.0
 _PROBE_S = 0.5
+_POLL_S = 0.1
 _DIED = "has died or cannot be reached any more (its connection ended); look at its own output for the cause"
 _LEFT = "has left the group (destroy_process_group, or its process ended)"
 
@@ -132,6 +133,7 @@ class Messages:
         self._flushed = False  # after closing
         self._threads: list[threading.Thread] = []
         self.sent_bytes = self.received_bytes = 0
+        self.waited_s = 0.0  # in `wait`
         self._start(self._accept, "accept")
 
     # --- sending and receiving
@@ -189,21 +191,37 @@ class Messages:
             OperationTimeoutError: it is not done at ``deadline_s`` of the monotonic clock.
             PeerLostError: the peer was lost, or the group is broken.
         """
-        while True:
-            try:
-                if completion.wait(min(0.1, deadline_s - time.monotonic())):
-                    return
-                if time.monotonic() >= deadline_s:
-                    raise OperationTimeoutError(
-                        f"rank {self._names[self._rank]}, {operation}: rank {self._names[peer]} did not answer in time; is "
-                        "it stuck, slow or cut off? A longer timeout can be given to init_process_group",
-                        ranks=(self._names[peer],),
-                    )
-            except (PeerLostError, OperationTimeoutError) as error:
-                raise self._with_host(error, peer) from None
-            poll()
+        started_s = time.monotonic()
+        try:
+            while not self._wait_a_slice(completion, peer, operation, deadline_s):
+                poll()
+        finally:
+            self.waited_s += time.monotonic() - started_s
 
-    def _with_host(self, error: Failure, peer: int) -> Failure:
+    def _wait_a_slice(self, completion: Completion, peer: int, operation: str, deadline_s: float) -> bool:
+        try:
+            if completion.wait(min(_POLL_S, deadline_s - time.monotonic())):
+                return True
+            if time.monotonic() < deadline_s:
+                return False
+            raise OperationTimeoutError(
+                f"rank {self._names[self._rank]}, {operation}: rank {self._names[peer]} did not answer in time; is "
+                "it stuck, slow or cut off? A longer timeout can be given to init_process_group",
+                ranks=(self._names[peer],),
+            )
+        except (PeerLostError, OperationTimeoutError) as error:
+            raise self.with_host(error, peer) from None
+
+    def lost(self, ranks: Sequence[int]) -> Failure | None:
+        """The error for the first of ``ranks`` whose connection ended without a farewell.
+
+        Blocks if there is one. A rank that has left the group is not lost: it has done its part.
+        """
+        with self._changed:
+            gone = next((rank for rank in ranks if rank in self._gone and not self._peers[rank].left), None)
+        return None if gone is None else self.with_host(self._gone_error(gone), gone)
+
+    def with_host(self, error: Failure, peer: int) -> Failure:
         """Name also the ranks that share a lost rank's host and cannot be reached either. Blocks."""
         ranks = next(ranks for ranks in self._hosts if peer in ranks)
         others = [

@@ -21,23 +21,25 @@ __all__ = ["Options", "configuration_files", "resolve"]
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Aggregation)}  # type: ignore[arg-type]
 
-# Sections and keys of the original's file, and the setting each one is. Those without are about a link to a
-# switch: they are checked and kept for the planes that have one, and mean nothing on one host.
+# Sections and keys of the original's file, and the setting each one is. Those with a type instead are
+# checked, and mean nothing here: torch knows the ranks, and workers join the switch itself.
 _GENERAL = {
     "rank": int,
     "num_workers": int,
-    "num_worker_threads": int,
-    "max_outstanding_packets": int,
-    "packet_numel": (64, 256),
+    "num_worker_threads": "num_worker_threads",
+    "max_outstanding_packets": "max_outstanding_packets",
+    "packet_numel": "packet_numel",
     "backend": ("shm", "dummy", "dpdk", "rdma"),
     "scheduler": ("fifo",),
     "prepostprocessor": ("cpu_exponent_quantizer", "bypass"),
     "instant_job_completion": bool,
     "controller_ip": str,
     "controller_port": int,
-    "timeout": float,
-    "timeout_threshold": int,
-    "timeout_threshold_increment": int,
+    "timeout": "packet_timeout_ms",
+    "timeout_threshold": "timeout_threshold",
+    "timeout_threshold_increment": "timeout_threshold_increment",
+    "switch": "switch",  # ours
+    "exact": "exact",  # ours
 }
 _DUMMY = {"bandwidth": "dummy_bandwidth", "process_packets": "dummy_process_packets"}
 _REPLACED = ("dpdk", "rdma")
@@ -122,13 +124,17 @@ def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
         return {}  # of a link this machine does not use; `backend` says so
     if key not in _GENERAL:
         raise ConfigError(f"{origin}: no such key; [general] has {', '.join(_GENERAL)}")
-    _check(_GENERAL[key], text, origin)
+    known = _GENERAL[key]
+    if isinstance(known, str):
+        return {known: parse_value(text, _FIELDS[known], origin)}
+    _check(known, text, origin)
     if key != "backend":
         return {}
     if text in _REPLACED:
         warnings.warn(
-            f"{origin} = {text}: this plane needs a network card's own driver and is not offered; on one host "
-            "shared memory is used instead",
+            f"{origin} = {text}: this plane needs a network card's own driver and is not offered; shared "
+            "memory is used within a host, and TCP between hosts, or the switch that [general] "
+            "switch = host:port names; no controller is asked",
             stacklevel=2,
         )
         return {"plane": "auto"}

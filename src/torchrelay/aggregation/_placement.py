@@ -41,6 +41,11 @@ class Placement:
         return self.hosts[self.host]
 
     @property
+    def remote(self) -> list[int]:
+        """The ranks of other hosts."""
+        return [rank for rank in range(self.size) if rank not in self.local]
+
+    @property
     def leaders(self) -> tuple[int, ...]:
         return tuple(ranks[0] for ranks in self.hosts)
 

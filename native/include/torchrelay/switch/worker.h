@@ -6,6 +6,8 @@
 // says, with the same bits everywhere.
 #pragma once
 
+#include <sys/types.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -38,6 +40,7 @@ struct WorkerStats {
 class Worker {
  public:
   // Takes sockets that are connected to the switch, and known to it, in the order of the threads.
+  // In a forked child, which has no threads, the destructor does nothing.
   Worker(const WorkerOptions& options, const std::vector<int>& sockets);
   ~Worker();
   Worker(const Worker&) = delete;
@@ -69,6 +72,7 @@ class Worker {
   [[noreturn]] void fail(const Call& call, Code code, const std::string& why);
 
   WorkerOptions options_;
+  pid_t process_;
   std::unique_ptr<Shared> shared_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::uint8_t job_ = 0;

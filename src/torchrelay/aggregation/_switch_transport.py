@@ -1,0 +1,203 @@
+"""Sums between hosts through an aggregation switch: one worker for each host, its leader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from torchrelay.aggregation._exchange import GRACE_S, Call
+from torchrelay.aggregation._executor import Completion, Executor
+from torchrelay.aggregation._inter_host import divide
+from torchrelay.aggregation._messages import Failure, Messages
+from torchrelay.aggregation._placement import Placement
+from torchrelay.aggregation._plane import LinkStats, Op
+from torchrelay.aggregation.switch._client import SwitchClient, SwitchOptions
+from torchrelay.config import Aggregation
+from torchrelay.errors import ConfigError, OperationTimeoutError, TorchRelayError, UnavailableError
+from torchrelay.world import Meeting
+
+__all__ = ["SwitchTransport", "check_agreement", "join", "options_of", "terms"]
+
+_INTEGERS = (torch.int32,)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_WINDOWS_PER_PIECE = 32  # before float32 data a window of packets goes that carry exponents only
+_ANSWER_S = 30.0
+_POLL_S = 0.1
+
+
+def options_of(settings: Aggregation) -> SwitchOptions:
+    """How this rank's host uses the switch.
+
+    Raises:
+        ConfigError: the settings contradict each other.
+    """
+    return SwitchOptions(
+        settings.num_worker_threads,
+        settings.max_outstanding_packets,
+        settings.packet_numel,
+        settings.packet_timeout_ms,
+        settings.timeout_threshold,
+        settings.timeout_threshold_increment,
+    )
+
+
+def terms(settings: Aggregation) -> dict[str, object]:
+    """The settings that must be equal on all ranks.
+
+    The address may differ: a switch may have one for each host.
+    """
+    names = ("exact", "num_worker_threads", "max_outstanding_packets", "packet_numel")
+    is_used = bool(settings.switch)
+    return {"switch": is_used, **{name: getattr(settings, name) for name in names if is_used}}
+
+
+def check_agreement(all_terms: Sequence[dict[str, object]], rank: int, names: Sequence[int]) -> None:
+    """Compare the ranks' :func:`terms`.
+
+    Raises:
+        ConfigError: they differ; the same on every rank.
+    """
+    for other, theirs in enumerate(all_terms):
+        if theirs != all_terms[0]:
+            raise ConfigError(
+                f"rank {names[rank]}, sml: the ranks have different settings for the switch: "
+                f"rank {names[0]} has {_as_text(all_terms[0])}, rank {names[other]} {_as_text(theirs)}; "
+                "give all hosts the same Options, TORCHRELAY_AGGREGATION_* variables or switchml.cfg"
+            )
+
+
+def _as_text(of_rank: dict[str, object]) -> str:
+    if not of_rank["switch"]:
+        return "no switch"
+    return "a switch with " + ", ".join(
+        f"{key} = {value}" for key, value in of_rank.items() if key != "switch"
+    )
+
+
+def join(
+    meeting: Meeting, placement: Placement, settings: Aggregation, session_id: int, timeout_s: float
+) -> SwitchClient | None:
+    """Join a session of all hosts' leaders; collective over all ranks, blocks.
+
+    Returns a client on the leaders, None on other ranks.
+
+    Raises:
+        UnavailableError: the switch does not answer a leader within half a minute, or refuses;
+            raised on every rank.
+        OperationTimeoutError, PeerLostError: a leader is late or was lost.
+    """
+    client, trouble = None, ""
+    answer_s = min(timeout_s, _ANSWER_S)
+    if placement.rank in placement.leaders:
+        hosts = len(placement.hosts)
+        try:
+            client = SwitchClient(
+                settings.switch, placement.host, hosts, session_id, options_of(settings), answer_s
+            )
+        except TorchRelayError as error:
+            trouble = str(error)
+        meeting.announce("switch", trouble)
+    try:
+        answers = meeting.wait("switch", answer_s + timeout_s, placement.leaders)
+        for leader, text in zip(placement.leaders, answers, strict=True):
+            if text:
+                me, other = meeting.names[meeting.rank], meeting.names[leader]
+                raise UnavailableError(f"rank {me}, sml: rank {other} could not join its switch: {text}")
+    except BaseException:
+        if client is not None:
+            client.close()
+        raise
+    return client
+
+
+class SwitchTransport:
+    """Sums and averages of int32 and float32, and of float16 and bfloat16 as float32, to all hosts.
+
+    Each host's leader sends its piece to the switch once and receives the sum once. A float32 sum is
+    quantized; see :meth:`torchrelay.aggregation.switch.SwitchClient.all_reduce`.
+
+    Args:
+        names: the ranks as users know them.
+        client: on a leader; owned from now on.
+        messages: of the same ranks; the switch does not know who is lost, they do.
+        check: called while waiting; raises to stop.
+    """
+
+    stages = 1
+
+    def __init__(
+        self,
+        placement: Placement,
+        names: Sequence[int],
+        settings: Aggregation,
+        client: SwitchClient | None,
+        messages: Messages,
+        check: Callable[[], None],
+    ) -> None:
+        self._at, self._names = placement, names
+        self._client = client
+        self._messages, self._check = messages, check
+        self._dtypes = _INTEGERS if settings.exact else (*_INTEGERS, *_FLOATS)
+        self._executor = Executor("sml-switch")
+        window_bytes = settings.max_outstanding_packets * settings.packet_numel * 4
+        self.piece_bytes = _WINDOWS_PER_PIECE * window_bytes
+        self._sent_bytes, self._waited_s = 0, 0.0
+        self.address = client.switch if client is not None else settings.switch
+
+    @property
+    def reason(self) -> str:
+        """What goes through the switch, and which one that is."""
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
+        return f"all_reduce with SUM or AVG of {dtypes} through {self.address}"
+
+    def takes(self, dtype: torch.dtype, op: Op, root: int | None) -> bool:
+        return root is None and op in (Op.SUM, Op.AVG) and dtype in self._dtypes
+
+    def reduce(self, call: Call, piece: torch.Tensor, op: Op, root: int | None) -> Iterator[None]:
+        client = self._client
+        assert client is not None
+        wide = piece.float() if piece.dtype in _FLOATS else piece
+        job = self._executor.submit(lambda: client.all_reduce(wide, call.left_s()))
+        yield
+        self._wait(job)
+        self._sent_bytes += wide.nbytes
+        if op is Op.AVG:
+            divide(wide, self._at.size)
+        if wide is not piece:
+            piece.copy_(wide)
+
+    def stats(self) -> LinkStats:
+        return LinkStats("switch", self.reason, self._sent_bytes, self._waited_s)
+
+    def close(self) -> None:
+        """Leave the session. A sum in progress fails; its tensor is not used any more. Idempotent."""
+        if self._client is not None:
+            self._client.close()
+        self._executor.stop()
+
+    def _wait(self, job: Completion) -> None:
+        started_s = time.monotonic()
+        try:
+            while not job.wait(_POLL_S):
+                self._check()
+                lost = self._messages.lost(self._at.leaders)
+                if lost is not None and not job.wait(GRACE_S):
+                    raise lost
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OperationTimeoutError):
+                raise self._name_missing(error) from None
+            raise
+        finally:
+            self._waited_s += time.monotonic() - started_s
+
+    def _name_missing(self, error: OperationTimeoutError) -> Failure:
+        """Translate the workers that a switch waits for to ranks."""
+        leaders = [self._at.leaders[worker] for worker in error.ranks]
+        if not leaders:
+            return error
+        named = [self._names[leader] for leader in leaders]
+        text = f"{error}: rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
+        return self._messages.with_host(OperationTimeoutError(text, ranks=named), leaders[0])
