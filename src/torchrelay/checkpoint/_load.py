@@ -8,10 +8,12 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from torchrelay.checkpoint._foreign import open_checkpoint
-from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._group import Group, group_of
+from torchrelay.checkpoint._plan import deal_blocks
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._read import VERIFY, ChunkReader, Segment, segments_of, whole_segments
 from torchrelay.checkpoint._save import check_count
@@ -87,7 +89,7 @@ def load(
     ranks.together(lambda: loading.open(path, threads, max_buffer_bytes, verify))
     with closing(loading):
         if verify == "data":
-            ranks.together(loading.verify)
+            loading.verify(ranks)
         with tracking(progress, loading.size_bytes, "loading", shown=ranks.is_coordinator) as advance:
             ranks.together(lambda: loading.fill(advance))
         loading.finish()
@@ -258,8 +260,17 @@ class _Loading:
                 f"{self._folder.location}: the checkpoint has {_listed(extra)}, which this {what} lacks; {advice}"
             )
 
-    def verify(self) -> None:
-        self._reader.verify(self._segments)
+    def verify(self, ranks: Group) -> None:
+        """Verify what any rank reads. Each block that several ranks of a host read is verified by one of them."""
+        wanted = ranks.together(lambda: (self._folder.identity, self._reader.blocks_of(self._segments)))
+        identity, blocks = wanted[ranks.rank]
+        if identity:
+            alike = [rank for rank, (other, _) in enumerate(wanted) if other == identity]
+            for name in blocks:
+                readers = [rank for rank in alike if name in wanted[rank][1]]
+                touched = np.stack([wanted[rank][1][name] for rank in readers])
+                blocks[name] = deal_blocks(touched, readers.index(ranks.rank))
+        ranks.together(lambda: self._reader.verify_blocks(blocks))
 
     def fill(self, advance: Callable[[int], None] | None) -> None:
         """Make the deferred tensors and read all."""

@@ -102,6 +102,13 @@ class LocalFolder:
         except OSError:
             return False
 
+    @property
+    def identity(self) -> str:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with self._lock:
+            found = os.fstat(self._here())
+        return f"{boot_id}/{found.st_dev}/{found.st_ino}"
+
     def size_bytes(self, name: str) -> int:
         return os.fstat(self._fd(name)).st_size
 

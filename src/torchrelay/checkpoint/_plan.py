@@ -1,4 +1,4 @@
-"""Who writes what: pure functions over what each rank knows. Imports no torch.
+"""Who writes and who verifies what: pure functions over what each rank knows. Imports no torch.
 
 A chunk that several ranks hold (its *holders*) is written by one of them. Every holder has the same list of
 chunks that the same holders share, so each deals the list out for itself and all come to the same result:
@@ -12,9 +12,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Held", "deal"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Held", "deal", "deal_blocks"]
 
 T = TypeVar("T")
+_RUN_BLOCKS = 16  # successive blocks that one rank verifies
 
 
 @dataclass(frozen=True)
@@ -43,4 +47,20 @@ def deal(chunks: Sequence[Held[T]], rank: int) -> list[T]:
             loads[writer] += chunk.size_bytes
             if writer == rank:
                 mine.append(chunk.item)
+    return mine
+
+
+def deal_blocks(touched: NDArray[np.bool_], rank: int) -> NDArray[np.bool_]:
+    """The blocks that ``rank`` verifies, of those that some ranks read: each by one of its readers, in runs.
+
+    Args:
+        touched: ``(ranks, blocks)``, whether a rank reads a block.
+        rank: a row of ``touched``.
+    """
+    ranks, blocks = touched.shape
+    columns = np.arange(blocks)
+    # Row i: the rank that is asked as the i-th whether it reads the block.
+    asked = (columns // _RUN_BLOCKS + np.arange(ranks)[:, None]) % ranks
+    first = touched[asked, columns].argmax(axis=0)
+    mine: NDArray[np.bool_] = touched[rank] & (asked[first, columns] == rank)
     return mine

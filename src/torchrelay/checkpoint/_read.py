@@ -7,12 +7,16 @@ changes nothing. On a local file system it also brings what is read next into th
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
@@ -22,10 +26,15 @@ from torchrelay.checkpoint._storage import Folder
 from torchrelay.checkpoint._types import Box, Chunk, Manifest, TensorEntry
 from torchrelay.errors import CorruptionError
 
-__all__ = ["VERIFY", "ChunkReader", "Segment", "segments_of", "whole_segments"]
+__all__ = ["VERIFY", "Blocks", "ChunkReader", "Segment", "segments_of", "whole_segments"]
+
+Blocks = dict[str, NDArray[np.bool_]]  # of each file, whether a block is meant
+Task = tuple[Callable[..., None], tuple[object, ...]]
 
 VERIFY = ("data", "header", "none")
 _PIECE_BYTES = 16 << 20
+_COPIED_BYTES = 1 << 20  # read into a buffer at once: what a core's cache holds
+_CHECKSUM_BYTES = 4
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
 
 
@@ -80,6 +89,21 @@ def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
         todo += [second, first]
 
 
+@dataclass(frozen=True)
+class _FileBlocks:
+    """The blocks of a file, which have a checksum each, numbered through all its chunks."""
+
+    chunks: list[tuple[str, Chunk, int]]  # key, chunk and its size, in the order of the file
+    starts: list[int]  # where each chunk begins
+    firsts: list[int]  # the number of each chunk's first block, and at the end how many there are
+
+    @classmethod
+    def of(cls, chunks: list[tuple[str, Chunk, int]]) -> _FileBlocks:
+        chunks = sorted(chunks, key=lambda found: found[1].start)
+        counts = (len(chunk.checksums) // _CHECKSUM_BYTES for _, chunk, _ in chunks)
+        return cls(chunks, [chunk.start for _, chunk, _ in chunks], [0, *accumulate(counts)])
+
+
 class ChunkReader:
     """Verifies and reads segments of one checkpoint.
 
@@ -94,8 +118,9 @@ class ChunkReader:
         self._folder = folder
         self._manifest = manifest
         self._threads = threads
-        self._limit_bytes = max(1 << 16, min(_PIECE_BYTES, max_buffer_bytes // threads))
+        self._limit_bytes = max(1 << 16, min(_COPIED_BYTES, max_buffer_bytes // threads))
         self._local = threading.local()
+        self._files: dict[str, _FileBlocks] = {}
 
     def check_files(self, names: Iterable[str]) -> None:
         """Compare sizes and headers of data files with the manifest.
@@ -131,28 +156,54 @@ class ChunkReader:
         Raises:
             CorruptionError: one does not match; the message names file, tensor and byte.
         """
-        self._run(
-            [
-                (self._verify_range, (key, chunk, first, last, size, progress))
-                for key, chunk, size, blocks in self._blocks(segments)
-                for first, last in _ranges(blocks, max(1, _PIECE_BYTES // self._manifest.block_bytes))
-            ]
-        )
+        self.verify_blocks(self.blocks_of(segments), progress)
 
-    def _blocks(self, segments: Iterable[Segment]) -> Iterator[tuple[str, Chunk, int, list[int]]]:
-        """Each chunk touched, its size, and the numbers of the touched blocks, ascending."""
+    def blocks_of(self, segments: Iterable[Segment]) -> Blocks:
+        """The blocks that a reader of ``segments`` touches."""
         block_bytes = self._manifest.block_bytes
-        touched: dict[tuple[str, int], set[int]] = defaultdict(set)
-        chunks: dict[tuple[str, int], tuple[str, Chunk, int]] = {}
+        spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         for segment in segments:
-            chunk = segment.chunk
-            if chunk.checksums:
-                place = chunk.file, chunk.start
-                chunks[place] = segment.key, chunk, segment.entry.chunk_bytes(chunk)
-                for start, end in segment.spans():
-                    touched[place].update(range(start // block_bytes, -(-end // block_bytes)))
-        for place, blocks in touched.items():
-            yield (*chunks[place], sorted(blocks))
+            if segment.chunk.checksums:
+                spans[segment.chunk.file] += (
+                    (segment.chunk.start, start // block_bytes, -(-end // block_bytes))
+                    for start, end in segment.spans()
+                )
+        touched = {}
+        for name, ranges in spans.items():
+            file = self._file_blocks(name)
+            touched[name] = np.zeros(file.firsts[-1], dtype=np.bool_)
+            for start, first, last in ranges:
+                number = file.firsts[bisect_left(file.starts, start)]
+                touched[name][number + first : number + last] = True
+        return touched
+
+    def verify_blocks(self, blocks: Blocks, progress: Callable[[int], None] | None = None) -> None:
+        """Compare ``blocks`` with their checksums.
+
+        Raises:
+            CorruptionError: one does not match; the message names file, tensor and byte.
+        """
+        longest = max(1, _PIECE_BYTES // self._manifest.block_bytes)
+        tasks: list[Task] = []
+        for name, wanted in blocks.items():
+            file = self._file_blocks(name)
+            bounds = pairwise(file.firsts)
+            for (key, chunk, size), (first, end) in zip(file.chunks, bounds, strict=True):
+                numbers = np.flatnonzero(wanted[first:end]).tolist()
+                tasks += [
+                    (self._verify_range, (key, chunk, *run, size, progress))
+                    for run in _ranges(numbers, longest)
+                ]
+        self._run(tasks)
+
+    def _file_blocks(self, name: str) -> _FileBlocks:
+        if not self._files:
+            chunks: dict[str, list[tuple[str, Chunk, int]]] = defaultdict(list)
+            for key, entry in self._manifest.tensors.items():
+                for chunk in entry.chunks:
+                    chunks[chunk.file].append((key, chunk, entry.chunk_bytes(chunk)))
+            self._files = {file: _FileBlocks.of(found) for file, found in chunks.items()}
+        return self._files[name]
 
     def _verify_range(
         self,
@@ -168,7 +219,7 @@ class ChunkReader:
             start = block * block_bytes
             view = self._buffer(min(block_bytes, size - start))
             self._folder.read(chunk.file, chunk.start + start, view)
-            expected = int.from_bytes(chunk.checksums[4 * block : 4 * block + 4], "little")
+            expected = int.from_bytes(chunk.checksums[_CHECKSUM_BYTES * block :][:_CHECKSUM_BYTES], "little")
             if _native.crc32c(view) != expected:
                 raise CorruptionError(
                     f"{self._folder.location}/{chunk.file}: tensor {key!r} is damaged between bytes "
@@ -195,7 +246,7 @@ class ChunkReader:
         Raises:
             CorruptionError, StorageError: a file cannot be read. Some tensors may then have new values.
         """
-        tasks: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        tasks: list[Task] = []
         for segment, target in targets:
             if _is_direct(segment, target):
                 torch.autograd.graph.increment_version(target)
@@ -239,7 +290,7 @@ class ChunkReader:
         if progress is not None:
             progress(part.numel * segment.entry.dtype.itemsize)
 
-    def _run(self, tasks: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
+    def _run(self, tasks: Sequence[Task]) -> None:
         """Run all tasks; the first error, in their order, ends the rest."""
         if len(tasks) == 1:
             tasks[0][0](*tasks[0][1])

@@ -56,6 +56,7 @@ class RemoteFolder:
     """Reads byte ranges of objects."""
 
     replaced = False  # a save never takes another's place
+    identity = ""  # each rank transfers what it reads
 
     def __init__(self, url: str) -> None:
         self.location = url.rstrip("/")

@@ -22,6 +22,10 @@ class Folder(Protocol):
     def replaced(self) -> bool:
         """Whether another checkpoint has taken its place since it was first read."""
 
+    @property
+    def identity(self) -> str:
+        """Equal for ranks that read the very same bytes, through one page cache; empty if none do."""
+
     def size_bytes(self, name: str) -> int:
         """The size of a file.
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrelay.errors import ArgumentError, MismatchError, PeerLostError, StorageError
+from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, PeerLostError, StorageError
 from torchrelay.world import World
 
 
@@ -78,6 +78,48 @@ def test_groups_and_failing_ranks(tmp_path: Path, world: World, monkeypatch: pyt
     load(blank, tmp_path / "good")
     assert bool((blank["w"].to_local() == 1.0).all())
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.processes(3)
+def test_damage_is_found_whoever_verifies_it(tmp_path: Path, world: World) -> None:
+    """Ranks of a host share the verification of what they all read."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from torchrelay.checkpoint import load, save
+
+    _start(world)
+    rows, columns = 40, 1 << 18  # a block of the checkpoint in each row; each rank reads a third of all rows
+    if world.rank == 0:
+        save({"w": torch.ones(rows, columns)}, tmp_path / "whole", no_dist=True, fsync=False)
+    mesh = init_device_mesh("cpu", (3,))
+    local = torch.zeros(torch.ones(columns).chunk(3)[world.rank].numel()).expand(rows, -1).contiguous()
+    state = {"w": DTensor.from_local(local, mesh, [Shard(1)], shape=(rows, columns), stride=(columns, 1))}
+    dist.barrier()
+    (path,) = (tmp_path / "whole").glob("*.safetensors")
+    start = path.stat().st_size - 4 * rows * columns
+    for row in (3, 20, 39):
+        if world.rank == 0:
+            with path.open("r+b") as file:
+                file.seek(start + 4 * row * columns + 5)
+                byte = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte[0] ^ 1]))
+        dist.barrier()
+        with pytest.raises(
+            CorruptionError, match=f"tensor 'w' is damaged between bytes {start + 4 * row * columns} "
+        ):
+            load(state, tmp_path / "whole")
+        assert not state["w"].to_local().any()
+        dist.barrier()
+        if world.rank == 0:
+            with path.open("r+b") as file:
+                file.seek(start + 4 * row * columns + 5)
+                file.write(byte)
+        dist.barrier()
+    load(state, tmp_path / "whole")
+    assert bool((state["w"].to_local() == 1).all())
 
 
 @pytest.mark.processes(2)

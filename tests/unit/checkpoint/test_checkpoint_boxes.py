@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs, intersection, tiling_fault
-from torchrelay.checkpoint._plan import Held, deal
+from torchrelay.checkpoint._plan import Held, deal, deal_blocks
 from torchrelay.checkpoint._read import Segment, _parts, _span, segments_of
 from torchrelay.checkpoint._types import DTYPES, Box, Chunk, TensorEntry
 
@@ -147,3 +148,17 @@ def test_each_chunk_is_written_by_one_of_its_holders(shapes: list[tuple[int, tup
         largest = max(size for size, of in shapes if of == holders)
         spread = [by_rank.get(rank, 0) for rank in holders]
         assert max(spread) - min(spread) <= largest
+
+
+@_property
+@given(st.lists(st.lists(st.booleans(), min_size=100, max_size=100), min_size=1, max_size=5))
+def test_each_block_is_verified_by_one_of_its_readers(rows: list[list[bool]]) -> None:
+    touched = np.array(rows)
+    verified = np.stack([deal_blocks(touched, rank) for rank in range(len(rows))])
+    assert not (verified & ~touched).any()
+    assert (verified.sum(axis=0) == touched.any(axis=0)).all()
+
+
+def test_blocks_that_all_read_are_verified_in_equal_shares() -> None:
+    touched = np.ones((3, 480), dtype=np.bool_)
+    assert [int(deal_blocks(touched, rank).sum()) for rank in range(3)] == [160, 160, 160]
