@@ -1,17 +1,19 @@
-"""Two calls of the C library that Python lacks."""
+"""Calls of the system that Python lacks."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 
-__all__ = ["exchange", "start_writeback"]
+__all__ = ["exchange", "populate", "start_writeback"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
+_MADV_POPULATE_READ = 22
 
 
 def exchange(one: str, other: str) -> None:
@@ -31,3 +33,12 @@ def start_writeback(fd: int, offset: int, size_bytes: int) -> None:
     """Let the kernel begin to write a range to the disk, so that fsync has less to wait for. A hint."""
     if hasattr(_libc, "sync_file_range"):
         _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def populate(mapped: mmap.mmap) -> None:
+    """Read the pages of a mapped file and map them, so that using them neither faults nor fails.
+
+    Raises:
+        OSError: one cannot be read, or the kernel (before 5.14) does not know how.
+    """
+    mapped.madvise(_MADV_POPULATE_READ)

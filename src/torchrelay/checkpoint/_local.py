@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import re
 import secrets
@@ -123,6 +124,21 @@ class LocalFolder:
                         "before it should"
                     )
                 done += count
+
+    def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
+        fd, first = self._fd(name), offset // mmap.PAGESIZE * mmap.PAGESIZE
+        with storage_errors(f"mapping {self.location}/{name} at byte {offset}"):
+            if os.fstat(fd).st_size < offset + size_bytes:
+                raise CorruptionError(
+                    f"{self.location}/{name}: the file ends before byte {offset + size_bytes}"
+                )
+            # Writable for torch's sake, but private: nothing that is written there reaches the file.
+            mapped = mmap.mmap(fd, offset - first + size_bytes, access=mmap.ACCESS_COPY, offset=first)
+            try:
+                _linux.populate(mapped)
+            except OSError:  # reading says what is wrong, instead of SIGBUS
+                return None
+        return memoryview(mapped)[offset - first :]
 
     def close(self) -> None:
         with self._lock:

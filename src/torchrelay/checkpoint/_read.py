@@ -33,7 +33,6 @@ Task = tuple[Callable[..., None], tuple[object, ...]]
 
 VERIFY = ("data", "header", "none")
 _PIECE_BYTES = 16 << 20
-_COPIED_BYTES = 1 << 20  # read into a buffer at once: what a core's cache holds
 _CHECKSUM_BYTES = 4
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
 
@@ -118,7 +117,7 @@ class ChunkReader:
         self._folder = folder
         self._manifest = manifest
         self._threads = threads
-        self._limit_bytes = max(1 << 16, min(_COPIED_BYTES, max_buffer_bytes // threads))
+        self._limit_bytes = max(1 << 16, min(_PIECE_BYTES, max_buffer_bytes // threads))
         self._local = threading.local()
         self._files: dict[str, _FileBlocks] = {}
 
@@ -275,12 +274,12 @@ class ChunkReader:
         target: torch.Tensor,
         progress: Callable[[int], None] | None,
     ) -> None:
-        """Through a buffer: the span of ``part`` is read whole, and its elements picked out."""
+        """Pick the elements of ``part`` out of its span."""
         chunk = segment.chunk
         start, end = _span(segment.entry, chunk, part)
-        self._folder.read(chunk.file, chunk.start + start, self._buffer(end - start))
+        data = self._bytes(chunk.file, chunk.start + start, end - start, target.element_size())
         _, _, strides = contiguous_runs(part, chunk.box)
-        found = self._local.buffer[: end - start].view(target.dtype).as_strided(part.sizes, strides)
+        found = data.view(target.dtype).as_strided(part.sizes, strides)
         within = tuple(
             slice(a - b, a - b + size)
             for a, b, size in zip(part.offsets, segment.inner.offsets, part.sizes, strict=True)
@@ -289,6 +288,15 @@ class ChunkReader:
             target[within].copy_(found)
         if progress is not None:
             progress(part.numel * segment.entry.dtype.itemsize)
+
+    def _bytes(self, name: str, offset: int, size: int, itemsize: int) -> torch.Tensor:
+        """Bytes of a file: in the page cache, or in this thread's buffer if they cannot be used there."""
+        if offset % itemsize == 0:
+            mapped = self._folder.map(name, offset, size)
+            if mapped is not None:
+                return torch.frombuffer(mapped, dtype=torch.uint8)
+        self._folder.read(name, offset, self._buffer(size))
+        return self._local.buffer[:size]
 
     def _run(self, tasks: Sequence[Task]) -> None:
         """Run all tasks; the first error, in their order, ends the rest."""

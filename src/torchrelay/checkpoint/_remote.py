@@ -76,6 +76,9 @@ class RemoteFolder:
             raise CorruptionError(f"{where}: the file ends at byte {offset + len(data)}, before it should")
         into[:] = data
 
+    def map(self, name: str, offset: int, size_bytes: int) -> None:
+        return None
+
     def close(self) -> None:
         pass
 

@@ -41,6 +41,13 @@ class Folder(Protocol):
             StorageError: it cannot be read.
         """
 
+    def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
+        """The bytes of a file where the system keeps them, not to be written to; None if it cannot be.
+
+        Raises:
+            CorruptionError: the file ends before.
+        """
+
     def close(self) -> None: ...
 
 
