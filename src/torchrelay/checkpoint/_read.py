@@ -296,7 +296,8 @@ class ChunkReader:
             if mapped is not None:
                 return torch.frombuffer(mapped, dtype=torch.uint8)
         self._folder.read(name, offset, self._buffer(size))
-        return self._local.buffer[:size]
+        buffer: torch.Tensor = self._local.buffer
+        return buffer[:size]
 
     def _run(self, tasks: Sequence[Task]) -> None:
         """Run all tasks; the first error, in their order, ends the rest."""
