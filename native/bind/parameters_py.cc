@@ -44,25 +44,25 @@ std::shared_ptr<void> hold(nb::object object) {
 
 std::map<std::string, std::uint64_t> counters(const Store& store) {
   std::map<std::string, std::uint64_t> result;
-  const std::pair<const char*, Counter> names[] = {{"local_pulls", kLocalPulls},
-                                                   {"remote_pulls", kRemotePulls},
-                                                   {"local_pushes", kLocalPushes},
-                                                   {"remote_pushes", kRemotePushes},
-                                                   {"local_sets", kLocalSets},
-                                                   {"remote_sets", kRemoteSets},
-                                                   {"sent_bytes", kSentBytes},
-                                                   {"received_bytes", kReceivedBytes},
-                                                   {"sent_messages", kSentMessages},
-                                                   {"received_messages", kReceivedMessages},
-                                                   {"relocations", kRelocationsIn},
-                                                   {"replicas_made", kReplicasMade},
-                                                   {"refreshes", kRefreshes},
-                                                   {"forwards", kForwards},
-                                                   {"parked", kParked},
-                                                   {"evictions", kEvictions},
-                                                   {"protocol_errors", kProtocolErrors},
-                                                   {"duplicates", kDuplicates}};
-  for (const auto& [name, counter] : names) result[name] = store.total(counter);
+  const std::pair<const char*, Stat> names[] = {{"local_pulls", kLocalPulls},
+                                                {"remote_pulls", kRemotePulls},
+                                                {"local_pushes", kLocalPushes},
+                                                {"remote_pushes", kRemotePushes},
+                                                {"local_sets", kLocalSets},
+                                                {"remote_sets", kRemoteSets},
+                                                {"sent_bytes", kSentBytes},
+                                                {"received_bytes", kReceivedBytes},
+                                                {"sent_messages", kSentMessages},
+                                                {"received_messages", kReceivedMessages},
+                                                {"relocations", kRelocationsIn},
+                                                {"replicas_made", kReplicasMade},
+                                                {"refreshes", kRefreshes},
+                                                {"forwards", kForwards},
+                                                {"parked", kParked},
+                                                {"evictions", kEvictions},
+                                                {"protocol_errors", kProtocolErrors},
+                                                {"duplicates", kDuplicates}};
+  for (const auto& [name, stat] : names) result[name] = store.total(stat);
   std::uint64_t rounds = 0, replicas = 0, round_ns = 0, refresh_age_ns = 0;
   for (std::uint32_t c = 0; c < store.header().num_channels; ++c) {
     rounds += store.header().boards[c].rounds;
@@ -182,10 +182,10 @@ void register_worker(nb::module_& module) {
   nb::class_<Worker>(module, "ParameterWorker", "One worker's access to the whole table.")
       .def(
           "__init__",
-          [](Worker* self, std::shared_ptr<Store> store, std::uint32_t number,
+          [](Worker* self, std::shared_ptr<Store> store, std::uint32_t worker_id,
              std::shared_ptr<Network> network, const ChannelAddresses& addresses, double timeout_s,
              std::size_t max_unfinished) {
-            new (self) Worker(std::move(store), number, std::move(network), addresses,
+            new (self) Worker(std::move(store), worker_id, std::move(network), addresses,
                               {milliseconds(timeout_s), max_unfinished}, check_signals);
           },
           "store"_a, "worker_id"_a, "network"_a.none(), "addresses"_a, "timeout_s"_a, "max_unfinished"_a)

@@ -140,35 +140,35 @@ TEST(no_mark_is_lost_between_threads) {
 
 TEST(a_courier_puts_in_order_what_a_network_mixes_up) {
   MemoryNetwork network({microseconds(3000), 0.3, 5});
-  Courier sender(network.open("a"), worker_endpoint(0, 1), 1),
+  ReliableEndpoint sender(network.open("a"), worker_endpoint(0, 1), 1),
       receiver(network.open("b"), channel_endpoint(0, 0), 1);
-  sender.connect(receiver.number(), receiver.address());
+  sender.connect(receiver.id(), receiver.address());
   for (std::uint32_t i = 0; i < 300; ++i) {
     Writer writer(4);
     writer.put(i);
-    sender.send(receiver.number(), Kind::kIntent, i, writer.finish());
+    sender.send(receiver.id(), Kind::kIntent, i, writer.finish());
   }
   Header header;
   Message message;
   for (std::uint32_t i = 0; i < 300; ++i) {
     CHECK(receiver.receive(header, message, milliseconds(2000)));
-    CHECK(header.count == i && header.sender == sender.number());
+    CHECK(header.count == i && header.sender == sender.id());
   }
   CHECK(!receiver.receive(header, message, milliseconds(20)));
-  CHECK(receiver.duplicates > 0 && receiver.knows(sender.number()));
+  CHECK(receiver.duplicates > 0 && receiver.knows(sender.id()));
 }
 
 TEST(a_new_worker_under_an_old_number_starts_a_new_stream) {
   MemoryNetwork network;
-  Courier receiver(network.open("b"), channel_endpoint(0, 0), 1);
+  ReliableEndpoint receiver(network.open("b"), channel_endpoint(0, 0), 1);
   Header header;
   Message message;
   for (std::uint32_t incarnation = 1; incarnation <= 3; ++incarnation) {
-    Courier worker(network.open("a"), worker_endpoint(0, 1), incarnation);
-    worker.connect(receiver.number(), receiver.address());
-    worker.send(receiver.number(), Kind::kIntent, incarnation, Writer(0).finish());
+    ReliableEndpoint worker(network.open("a"), worker_endpoint(0, 1), incarnation);
+    worker.connect(receiver.id(), receiver.address());
+    worker.send(receiver.id(), Kind::kIntent, incarnation, Writer(0).finish());
     CHECK(receiver.receive(header, message, milliseconds(2000)) && header.count == incarnation);
-    receiver.send(worker.number(), Kind::kReply, 7, Writer(0).finish());
+    receiver.send(worker.id(), Kind::kReply, 7, Writer(0).finish());
     CHECK(worker.receive(header, message, milliseconds(2000)) && header.count == 7);
   }
 }

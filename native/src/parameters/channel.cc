@@ -20,26 +20,26 @@ std::uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
 
 }  // namespace
 
-Channel::Channel(std::shared_ptr<Store> store, std::uint32_t number, Network& network,
+Channel::Channel(std::shared_ptr<Store> store, std::uint32_t channel_id, Network& network,
                  const ChannelOptions& options)
     : store_(std::move(store)),
-      number_(number),
+      channel_id_(channel_id),
       node_(store_->header().node),
       options_(options),
-      courier_(network.open("node" + std::to_string(node_)), channel_endpoint(node_, number), 1),
-      changed_(store_->changed(number)),
+      endpoint_(network.open("node" + std::to_string(node_)), channel_endpoint(node_, channel_id), 1),
+      changed_(store_->changed(channel_id)),
       controls_(store_->header().channel_entries),
       outboxes_(node_count(*store_)),
       last_heard_(node_count(*store_), Clock::now()),
       gone_(node_count(*store_), false),
       refused_(node_count(*store_), false) {
-  store_->take_user(number_);
+  store_->take_user(channel_id_);
 }
 
 void Channel::connect(const ChannelAddresses& addresses) {
   const std::uint32_t channels = store_->header().num_channels;
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
-    courier_.connect(channel_endpoint(node, number_), addresses[node * channels + number_]);
+    endpoint_.connect(channel_endpoint(node, channel_id_), addresses[node * channels + channel_id_]);
 }
 
 void Channel::run() noexcept {
@@ -55,7 +55,7 @@ void Channel::run() noexcept {
   } catch (
       const std::exception&) {  // what made it fail may keep it from speaking: the others see its silence
   }
-  store_->leave_user(number_);
+  store_->leave_user(channel_id_);
 }
 
 void Channel::loop() {
@@ -70,13 +70,13 @@ void Channel::loop() {
     const auto until_round =
         std::clamp<Clock::duration>(next_round_ - Clock::now(), Clock::duration(0), kIdle);
     auto timeout = std::chrono::duration_cast<std::chrono::microseconds>(until_round);
-    for (int i = 0; i < kMessagesPerTurn && courier_.receive(header, message, timeout); ++i) {
+    for (int i = 0; i < kMessagesPerTurn && endpoint_.receive(header, message, timeout); ++i) {
       timeout = std::chrono::microseconds(0);
       try {
         handle(header, message);
       } catch (const Error& error) {
         if (error.code() != Code::kProtocol && error.code() != Code::kArgument) throw;
-        store_->count(number_, kProtocolErrors, 1);
+        store_->count(channel_id_, kProtocolErrors, 1);
       }
     }
     if (Clock::now() >= next_round_) round();
@@ -96,7 +96,7 @@ void Channel::handle(const Header& header, const Message& message) {
   // A node's workers may outlive the threads that serve it, so they do not count as a sign of its life.
   if ((header.sender & kWorkerBit) == 0) {
     last_heard_[sender] = Clock::now();
-    if (number_ == 0) store_->header().heard[sender].store(1, std::memory_order_relaxed);
+    if (channel_id_ == 0) store_->header().heard[sender].store(1, std::memory_order_relaxed);
   }
   switch (header.kind) {
     case Kind::kRequest: return handle_request(header, message);
@@ -139,7 +139,7 @@ void Channel::handle_bundle(const Header& header, const Message& message) {
       handle_record(record, payload);
     } catch (const Error& error) {  // the other records are not to blame
       if (error.code() != Code::kProtocol) throw;
-      store_->count(number_, kProtocolErrors, 1);
+      store_->count(channel_id_, kProtocolErrors, 1);
     }
   }
 }
@@ -148,7 +148,7 @@ void Channel::handle_record(const Record& record, const std::byte* payload) {
   const auto protocol_error = [] {
     throw Error(Code::kProtocol, "parameters: a record that makes no sense");
   };
-  if (!store_->valid(record.key) || store_->channel_of(record.key) != number_ ||
+  if (!store_->valid(record.key) || store_->channel_of(record.key) != channel_id_ ||
       record.node >= outboxes_.size())
     protocol_error();
   const std::size_t value = store_->value_bytes(Op::kPull, record.key);
@@ -181,55 +181,56 @@ void Channel::take_location(const Record& record) {
   if (store_->home_of(record.key) != node_)
     throw Error(Code::kProtocol, "parameters: where a key is was told to a node that is not its home");
   if ((record.flags & kEvicted) != 0) return take_eviction(record);
-  const std::int64_t number = store_->find(record.key);
-  if (number < 0) return;  // overtaken by the news that the key was evicted
-  Entry& entry = store_->entry(number);
-  const LockGuard guard = store_->guard(entry, number_);
-  auto& counter = store_->location_counter(number);
-  if (record.counter <= counter.load(std::memory_order_relaxed)) return;
+  const std::int64_t entry_index = store_->find(record.key);
+  if (entry_index < 0) return;  // overtaken by the news that the key was evicted
+  Entry& entry = store_->entry(entry_index);
+  const LockGuard guard = store_->guard(entry, channel_id_);
+  auto& epoch = store_->ownership_epoch(entry_index);
+  if (record.epoch <= epoch.load(std::memory_order_relaxed)) return;
   entry.owner = record.node;
-  counter.store(record.counter, std::memory_order_release);
+  epoch.store(record.epoch, std::memory_order_release);
 }
 
 // The key is this node's again. If it gave a replica up to an owner before the one that evicted the key, that
 // owner's acknowledgement may still be on its way: the key begins anew after it.
 void Channel::take_eviction(const Record& record) {
-  const std::int64_t number = store_->find(record.key);
-  if (number < 0) return;
-  Entry& entry = store_->entry(number);
+  const std::int64_t entry_index = store_->find(record.key);
+  if (entry_index < 0) return;
+  Entry& entry = store_->entry(entry_index);
   {
-    const LockGuard guard = store_->guard(entry, number_);
-    auto& counter = store_->location_counter(number);
-    if (entry.state == State::kOwned || record.counter <= counter.load(std::memory_order_relaxed)) return;
+    const LockGuard guard = store_->guard(entry, channel_id_);
+    auto& epoch = store_->ownership_epoch(entry_index);
+    if (entry.state == State::kOwned || record.epoch <= epoch.load(std::memory_order_relaxed)) return;
     entry.owner = static_cast<std::uint16_t>(node_);
-    counter.store(record.counter, std::memory_order_release);
+    epoch.store(record.epoch, std::memory_order_release);
     if (entry.state == State::kReplica) return;
-    begin_anew(number);
+    begin_anew(entry_index);
   }
   unpark(record.key);
 }
 
 // An evicted key of this home: at once where somebody waits for it, else when it is next asked for. Under the
 // entry's lock.
-void Channel::begin_anew(std::int64_t number) {
-  Entry& entry = store_->entry(number);
-  const std::int64_t key = store_->key_of(number);
+void Channel::begin_anew(std::int64_t entry_index) {
+  Entry& entry = store_->entry(entry_index);
+  const std::int64_t key = store_->key_of(entry_index);
   if (!entry.has(kPinned) && !parked_.contains(key))
-    return store_->forget(number_, number, store_->location_counter(number).load(std::memory_order_relaxed));
-  take_slot(number);
-  store_->initialize_row(number, key);
+    return store_->forget(channel_id_, entry_index,
+                          store_->ownership_epoch(entry_index).load(std::memory_order_relaxed));
+  take_slot(entry_index);
+  store_->initialize_row(entry_index, key);
   entry.version = 0;
   entry.state = State::kOwned;
 }
 
 // Of a dynamic table: gives up rows that came here and are no longer used, and asks for the same elsewhere.
 void Channel::make_room() {
-  const bool keys_tight = store_->keys_tight(number_);
-  making_room_ = keys_tight || store_->rows_tight(number_);
+  const bool keys_tight = store_->keys_tight(channel_id_);
+  making_room_ = keys_tight || store_->rows_tight(channel_id_);
   std::vector<std::int64_t> waiting;
   waiting.swap(without_room_);
   for (const std::int64_t key : waiting)
-    if (store_->find_or_try_make(number_, key) >= 0)
+    if (store_->find_or_try_make(channel_id_, key) >= 0)
       unpark(key);
     else
       without_room_.push_back(key);
@@ -237,48 +238,47 @@ void Channel::make_room() {
   const std::uint64_t places = store_->header().num_entries / kEvictionRounds;
   evict_moved(places);
   if (!keys_tight) return;
-  for (const Moved& moved : store_->moved_away(number_, recall_hand_, places))
-    put(moved.node,
-        {RecordKind::kRecall, 0, static_cast<std::uint16_t>(node_), moved.counter, moved.key, 0, 0}, nullptr,
-        0);
+  for (const Moved& moved : store_->moved_away(channel_id_, recall_cursor_, places))
+    put(moved.node, {RecordKind::kRecall, 0, static_cast<std::uint16_t>(node_), moved.epoch, moved.key, 0, 0},
+        nullptr, 0);
 }
 
 void Channel::evict_moved(std::uint64_t places) {
-  for (const Moved& evicted : store_->evict_moved(number_, number_, eviction_hand_, places))
-    tell_evicted(evicted.key, evicted.counter);
+  for (const Moved& evicted : store_->evict_moved(channel_id_, channel_id_, eviction_cursor_, places))
+    tell_evicted(evicted.key, evicted.epoch);
 }
 
-void Channel::tell_evicted(std::int64_t key, std::uint32_t counter) {
+void Channel::tell_evicted(std::int64_t key, std::uint32_t epoch) {
   const std::uint32_t home = store_->home_of(key);
-  put(home, {RecordKind::kLocation, kEvicted, static_cast<std::uint16_t>(home), counter + 1, key, 0, 0},
+  put(home, {RecordKind::kLocation, kEvicted, static_cast<std::uint16_t>(home), epoch + 1, key, 0, 0},
       nullptr, 0);
 }
 
 // Used since the last recall, it stays for once.
 void Channel::take_recall(const Record& record) {
-  const std::int64_t number = store_->find(record.key);
-  if (number < 0 || store_->home_of(record.key) == node_) return;
-  Entry& entry = store_->entry(number);
-  const LockGuard guard = store_->guard(entry, number_);
-  if (store_->key_of(number) != record.key || entry.state != State::kOwned) return;
+  const std::int64_t entry_index = store_->find(record.key);
+  if (entry_index < 0 || store_->home_of(record.key) == node_) return;
+  Entry& entry = store_->entry(entry_index);
+  const LockGuard guard = store_->guard(entry, channel_id_);
+  if (store_->key_of(entry_index) != record.key || entry.state != State::kOwned) return;
   const bool stays = entry.has(kShared | kUsed | kPinned);
   entry.lower(kUsed);
   if (stays) return;
-  tell_evicted(record.key, store_->location_counter(number).load(std::memory_order_relaxed));
-  store_->forget(number_, number, 0);
-  store_->count(number_, kEvictions, 1);
+  tell_evicted(record.key, store_->ownership_epoch(entry_index).load(std::memory_order_relaxed));
+  store_->forget(channel_id_, entry_index, 0);
+  store_->count(channel_id_, kEvictions, 1);
 }
 
 // Under the entry's lock.
-void Channel::take_slot(std::int64_t number) {
+void Channel::take_slot(std::int64_t entry_index) {
   try {
-    return store_->take_slot(number_, number);
+    return store_->take_slot(channel_id_, entry_index);
   } catch (const Error&) {
     if (!store_->dynamic()) throw;
   }
   for (int pass = 0; pass < 2; ++pass)
     evict_moved(store_->header().num_entries);  // the first spares the used
-  store_->take_slot(number_, number);
+  store_->take_slot(channel_id_, entry_index);
 }
 
 void Channel::round() {
@@ -289,26 +289,26 @@ void Channel::round() {
   sync_changed();
   std::vector<std::int64_t> again;
   again.swap(reconsider_);
-  for (const std::int64_t number : again) {
-    const LockGuard guard = store_->guard(store_->entry(number), number_);
-    if (store_->entry(number).state == State::kOwned) consider_upgrade(number);
+  for (const std::int64_t entry_index : again) {
+    const LockGuard guard = store_->guard(store_->entry(entry_index), channel_id_);
+    if (store_->entry(entry_index).state == State::kOwned) consider_upgrade(entry_index);
   }
   const bool busy =
       waiting_intents_ || making_room_ || !replicas_.empty() || !shared_.empty() || !reconsider_.empty();
   next_round_ = last_round_ + (busy ? round_interval_ : std::max<Clock::duration>(round_interval_, kIdle));
   in_rounds_ += Clock::now() - last_round_;
-  publish_counters();
+  publish_stats();
 }
 
 // Only what has changed: replicas and shared keys that nobody uses cost nothing.
 void Channel::sync_changed() {
   changed_.take_all([this](std::uint64_t index) {
-    const std::int64_t entry_index = store_->entry_in_channel(number_, index);
+    const std::int64_t entry_index = store_->entry_in_channel(channel_id_, index);
     Entry& entry = store_->entry(entry_index);
-    const LockGuard guard = store_->guard(entry, number_);
+    const LockGuard guard = store_->guard(entry, channel_id_);
     // A dynamic table may have given the place to a key of another channel since it was marked.
     const std::int64_t key = store_->key_of(entry_index);
-    if (!store_->valid(key) || store_->channel_of(key) != number_) return;
+    if (!store_->valid(key) || store_->channel_of(key) != channel_id_) return;
     if (entry.state == State::kReplica) sync_replica(entry_index, false);
     if (entry.state == State::kOwned) refresh_replicas(entry_index);
   });
@@ -322,8 +322,8 @@ void Channel::round_intents() {
   const bool look = now >= next_look_;
   if (look) next_look_ = now + kLook;
   waiting_intents_ = false;
-  for (auto& [user, announcer] : announcers_) {
-    const User& worker = store_->users()[user];
+  for (auto& [user_id, announcer] : announcers_) {
+    const User& worker = store_->users()[user_id];
     const bool dead = worker.incarnation.load() != announcer.incarnation ||
                       (look && !announcer.intents.empty() && worker.pid.load() != 0 && !is_alive(worker));
     step_intents(announcer.intents, dead ? kFinished : worker.clock.load(std::memory_order_acquire));
@@ -343,24 +343,24 @@ void Channel::beat() {
   const bool was_stopped = now - next_beat_ > options_.heartbeat_timeout / 2;
   if (was_stopped) {
     std::ranges::fill(last_heard_, now);
-    courier_.forgive_gaps();
+    endpoint_.forgive_gaps();
   }
   next_beat_ = now + options_.heartbeat_interval;
   // A node of which a channel failed falls silent, so that the others hear of it.
-  if (number_ != 0 || store_->header().failed.load() != 0) return;
+  if (channel_id_ != 0 || store_->header().failed.load() != 0) return;
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node) {
     if (node == node_ || gone_[node]) continue;
-    courier_.send(channel_endpoint(node, 0), Kind::kHeartbeat, 0, Writer(0).finish());
+    endpoint_.send(channel_endpoint(node, 0), Kind::kHeartbeat, 0, Writer(0).finish());
     look_for_dead(node);
   }
-  const std::int64_t stuck = courier_.stuck_peer(options_.heartbeat_timeout);
+  const std::int64_t stuck = endpoint_.stuck_peer(options_.heartbeat_timeout);
   if (stuck >= 0) lose(node_of(static_cast<std::uint32_t>(stuck)));
 }
 
 // Where connections are refused there is no such process any more. What it said last may still be unread.
 void Channel::look_for_dead(std::uint32_t node) {
   const bool was_refused = refused_[node];
-  refused_[node] = courier_.is_refused(channel_endpoint(node, 0));
+  refused_[node] = endpoint_.is_refused(channel_endpoint(node, 0));
   const bool is_silent = Clock::now() - last_heard_[node] > options_.heartbeat_timeout;
   if (is_silent || (was_refused && refused_[node])) lose(node);
 }
@@ -378,7 +378,7 @@ void Channel::report_loss() {
     if (node == node_) continue;
     Writer writer(sizeof loss);
     writer.put(loss);
-    courier_.send(channel_endpoint(node, number_), Kind::kLoss, 0, writer.finish());
+    endpoint_.send(channel_endpoint(node, channel_id_), Kind::kLoss, 0, writer.finish());
   }
 }
 
@@ -394,7 +394,8 @@ void Channel::goodbye() {
   send_outboxes();
   report_loss();
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node)
-    if (node != node_) courier_.send(channel_endpoint(node, number_), Kind::kGoodbye, 0, Writer(0).finish());
+    if (node != node_)
+      endpoint_.send(channel_endpoint(node, channel_id_), Kind::kGoodbye, 0, Writer(0).finish());
 }
 
 // All leave together, after a barrier: whoever still needs a node that has left names it.
@@ -420,7 +421,7 @@ void Channel::send_outbox(std::uint32_t node) {
   if (outbox.count == 0) return;
   Writer writer(outbox.bytes.size());
   writer.put_bytes(outbox.bytes.data(), outbox.bytes.size());
-  courier_.send(channel_endpoint(node, number_), Kind::kBundle, outbox.count, writer.finish());
+  endpoint_.send(channel_endpoint(node, channel_id_), Kind::kBundle, outbox.count, writer.finish());
   outbox.bytes.clear();
   outbox.count = 0;
 }
@@ -429,16 +430,16 @@ void Channel::send_outboxes() {
   for (std::uint32_t node = 0; node < outboxes_.size(); ++node) send_outbox(node);
 }
 
-void Channel::publish_counters() {
-  auto& cells = store_->header().counters[number_];
-  cells[kSentBytes].store(courier_.sent_bytes, std::memory_order_relaxed);
-  cells[kReceivedBytes].store(courier_.received_bytes, std::memory_order_relaxed);
-  cells[kSentMessages].store(courier_.sent_messages, std::memory_order_relaxed);
-  cells[kReceivedMessages].store(courier_.received_messages, std::memory_order_relaxed);
-  store_->count(number_, kProtocolErrors, courier_.protocol_errors - reported_errors_);
-  reported_errors_ = courier_.protocol_errors;
-  cells[kDuplicates].store(courier_.duplicates, std::memory_order_relaxed);
-  ChannelBoard& board = store_->header().boards[number_];
+void Channel::publish_stats() {
+  auto& cells = store_->header().stats[channel_id_];
+  cells[kSentBytes].store(endpoint_.sent_bytes, std::memory_order_relaxed);
+  cells[kReceivedBytes].store(endpoint_.received_bytes, std::memory_order_relaxed);
+  cells[kSentMessages].store(endpoint_.sent_messages, std::memory_order_relaxed);
+  cells[kReceivedMessages].store(endpoint_.received_messages, std::memory_order_relaxed);
+  store_->count(channel_id_, kProtocolErrors, endpoint_.protocol_errors - reported_errors_);
+  reported_errors_ = endpoint_.protocol_errors;
+  cells[kDuplicates].store(endpoint_.duplicates, std::memory_order_relaxed);
+  ChannelBoard& board = store_->header().boards[channel_id_];
   board.rounds.store(rounds_, std::memory_order_relaxed);
   board.replicas.store(replicas_.size(), std::memory_order_relaxed);
   board.round_ns.store(nanoseconds(in_rounds_), std::memory_order_relaxed);

@@ -5,8 +5,8 @@ namespace torchrelay::parameters {
 NodeService::NodeService(std::shared_ptr<Store> store, std::shared_ptr<Network> network,
                          const ChannelOptions& options)
     : store_(std::move(store)), network_(std::move(network)) {
-  for (std::uint32_t number = 0; number < store_->header().num_channels; ++number)
-    channels_.push_back(std::make_unique<Channel>(store_, number, *network_, options));
+  for (std::uint32_t channel_id = 0; channel_id < store_->header().num_channels; ++channel_id)
+    channels_.push_back(std::make_unique<Channel>(store_, channel_id, *network_, options));
 }
 
 NodeService::~NodeService() {

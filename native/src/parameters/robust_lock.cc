@@ -21,10 +21,11 @@ bool is_alive(const User& user) {
   return pid != 0 && alive({pid, user.process_start.load()});
 }
 
-void LockGuard::wait(const User* users, std::uint32_t user) {
+void LockGuard::wait(const User* users, std::uint32_t user_id) {
   for (int turn = 0;; ++turn) {
     std::uint32_t expected = 0;
-    if (word_.compare_exchange_weak(expected, user + 1, std::memory_order_acquire, std::memory_order_relaxed))
+    if (word_.compare_exchange_weak(expected, user_id + 1, std::memory_order_acquire,
+                                    std::memory_order_relaxed))
       return;
     if (turn < kSpins) {
       cpu_relax();
@@ -32,7 +33,7 @@ void LockGuard::wait(const User* users, std::uint32_t user) {
       sched_yield();
     } else {
       if (expected != 0 && !is_alive(users[expected - 1]) &&
-          word_.compare_exchange_strong(expected, user + 1, std::memory_order_acquire))
+          word_.compare_exchange_strong(expected, user_id + 1, std::memory_order_acquire))
         return;
       std::this_thread::sleep_for(kNap);
     }

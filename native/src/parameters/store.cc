@@ -48,7 +48,7 @@ void check_memory(const StoreSpec& spec) {
   if (spec.lengths.size() == 1) elements *= keys;
   if (spec.num_keys != 0) elements /= spec.num_nodes;
   const double rows = elements * static_cast<double>(size_of(spec.element));
-  const double entries = keys * (sizeof(Entry) + sizeof(std::uint32_t));  // and the location counters
+  const double entries = keys * (sizeof(Entry) + sizeof(std::uint32_t));  // and the location epochs
   const auto available = static_cast<double>(host_memory_bytes());
   if (rows + entries <= available) return;
   char sizes[160];
@@ -94,9 +94,10 @@ Plan plan_classes(const StoreSpec& spec) {
     plan.sizes = {spec.num_keys == 0 ? spec.capacity : spec.num_keys};
     return plan;
   }
-  std::map<std::uint32_t, std::uint16_t> number;
+  std::map<std::uint32_t, std::uint16_t> class_index;
   for (const std::uint32_t length : spec.lengths) {
-    const auto [place, is_new] = number.try_emplace(length, static_cast<std::uint16_t>(plan.lengths.size()));
+    const auto [place, is_new] =
+        class_index.try_emplace(length, static_cast<std::uint16_t>(plan.lengths.size()));
     if (is_new) {
       if (plan.lengths.size() == UINT16_MAX)
         throw Error(Code::kArgument, "parameters: keys may have at most 65534 different lengths");
@@ -128,7 +129,7 @@ std::vector<ClassInfo> lay_out(const StoreSpec& spec, Plan& plan) {
   header.classes_offset = take(end, sizeof(ClassInfo) * header.num_classes);
   header.pools_offset = take(end, sizeof(Pool) * header.num_classes);
   header.entries_offset = take(end, sizeof(Entry) * entries);
-  header.counters_offset = take(end, sizeof(std::uint32_t) * entries);
+  header.epochs_offset = take(end, sizeof(std::uint32_t) * entries);
   header.class_of_offset = plan.class_of.empty() ? 0 : take(end, sizeof(std::uint16_t) * entries);
   header.keys_offset = spec.num_keys != 0 ? 0 : take(end, sizeof(std::int64_t) * entries);
   const std::uint64_t run = std::uint64_t{spec.num_nodes} * spec.num_channels;
@@ -162,7 +163,7 @@ void Store::map() {
   classes_ = reinterpret_cast<ClassInfo*>(base + header_->classes_offset);
   pools_ = reinterpret_cast<Pool*>(base + header_->pools_offset);
   entries_ = reinterpret_cast<Entry*>(base + header_->entries_offset);
-  counters_ = reinterpret_cast<std::atomic<std::uint32_t>*>(base + header_->counters_offset);
+  epochs_ = reinterpret_cast<std::atomic<std::uint32_t>*>(base + header_->epochs_offset);
   class_of_ = header_->class_of_offset == 0
                   ? nullptr
                   : reinterpret_cast<std::uint16_t*>(base + header_->class_of_offset);
@@ -183,20 +184,20 @@ Store Store::create(const StoreSpec& spec) {
   store.map();
   std::ranges::copy(classes, store.classes_);
   if (store.class_of_ != nullptr) std::ranges::copy(plan.class_of, store.class_of_);
-  for (std::uint64_t number = 0; number < header.num_entries; ++number) {
-    Entry& entry = store.entries_[number];
+  for (std::uint64_t entry_index = 0; entry_index < header.num_entries; ++entry_index) {
+    Entry& entry = store.entries_[entry_index];
     entry.slot.store(kNoSlot, std::memory_order_relaxed);
     if (store.dynamic()) {
-      store.keys_[number].store(kNoKey, std::memory_order_relaxed);
+      store.keys_[entry_index].store(kNoKey, std::memory_order_relaxed);
       continue;
     }
-    entry.owner = static_cast<std::uint16_t>(store.home_of(static_cast<std::int64_t>(number)));
+    entry.owner = static_cast<std::uint16_t>(store.home_of(static_cast<std::int64_t>(entry_index)));
     if (entry.owner != spec.node) continue;
-    Pool& pool = store.pools_[store.class_number(static_cast<std::int64_t>(number))];
+    Pool& pool = store.pools_[store.class_index(static_cast<std::int64_t>(entry_index))];
     entry.slot.store(pool.never_used++, std::memory_order_relaxed);
     entry.state = State::kOwned;
     if (spec.init.kind != InitKind::kZeros || spec.rule.initial_accumulator != 0)
-      store.initialize_row(static_cast<std::int64_t>(number), static_cast<std::int64_t>(number));
+      store.initialize_row(static_cast<std::int64_t>(entry_index), static_cast<std::int64_t>(entry_index));
   }
   header.version = kVersion;
   std::atomic_ref(header.magic).store(kMagic, std::memory_order_release);
@@ -214,19 +215,20 @@ Store Store::attach(const std::string& address, const KeyInit& init) {
   return store;
 }
 
-void Store::take_user(std::uint32_t user) {
-  User& place = users_[user];
+void Store::take_user(std::uint32_t user_id) {
+  User& place = users_[user_id];
   if (place.pid.load() != 0 && is_alive(place))
-    throw Error(Code::kArgument, "parameters: worker " + std::to_string(user - kMaxChannels) +
+    throw Error(Code::kArgument, "parameters: worker " + std::to_string(user_id - kMaxChannels) +
                                      " of this node exists already, in process " +
                                      std::to_string(place.pid.load()) +
                                      "; give each worker its own worker_id");
   if (place.pid.load() != 0) {  // its holder died, maybe holding a lock
-    const auto free = [user](std::atomic<std::uint32_t>& lock) {
-      std::uint32_t expected = user + 1;
+    const auto free = [user_id](std::atomic<std::uint32_t>& lock) {
+      std::uint32_t expected = user_id + 1;
       lock.compare_exchange_strong(expected, 0);
     };
-    for (std::uint64_t number = 0; number < header_->num_entries; ++number) free(entries_[number].lock);
+    for (std::uint64_t entry_index = 0; entry_index < header_->num_entries; ++entry_index)
+      free(entries_[entry_index].lock);
     for (std::uint32_t i = 0; i < header_->num_classes; ++i) free(pools_[i].lock);
     free(header_->index_lock);
   }
@@ -236,42 +238,42 @@ void Store::take_user(std::uint32_t user) {
   place.pid = getpid();
 }
 
-void Store::leave_user(std::uint32_t user) {
-  users_[user].clock = kFinished;
-  users_[user].pid = 0;
+void Store::leave_user(std::uint32_t user_id) {
+  users_[user_id].clock = kFinished;
+  users_[user_id].pid = 0;
 }
 
-std::byte* Store::row(std::int64_t number) const {
-  const ClassInfo& info = class_of(number);
+std::byte* Store::row(std::int64_t entry_index) const {
+  const ClassInfo& info = class_of(entry_index);
   return memory_.data() + info.rows_offset +
-         info.stride_bytes * entries_[number].slot.load(std::memory_order_relaxed);
+         info.stride_bytes * entries_[entry_index].slot.load(std::memory_order_relaxed);
 }
 
-std::byte* Store::accumulator(std::int64_t number) const {
-  const ClassInfo& info = class_of(number);
+std::byte* Store::accumulator(std::int64_t entry_index) const {
+  const ClassInfo& info = class_of(entry_index);
   return memory_.data() + info.accumulators_offset +
-         info.stride_bytes * entries_[number].slot.load(std::memory_order_relaxed);
+         info.stride_bytes * entries_[entry_index].slot.load(std::memory_order_relaxed);
 }
 
-bool Store::take_free_slot(std::uint32_t user, std::int64_t number) const {
-  const std::uint32_t class_number = this->class_number(number);
-  const ClassInfo& info = classes_[class_number];
-  Pool& pool = pools_[class_number];
-  const LockGuard guard(pool.lock, users_, user);
+bool Store::take_free_slot(std::uint32_t user_id, std::int64_t entry_index) const {
+  const std::uint32_t class_index = this->class_index(entry_index);
+  const ClassInfo& info = classes_[class_index];
+  Pool& pool = pools_[class_index];
+  const LockGuard guard(pool.lock, users_, user_id);
   const auto* free_slots = reinterpret_cast<const std::uint32_t*>(memory_.data() + info.free_offset);
   if (pool.free_count > 0)
-    entries_[number].slot.store(free_slots[--pool.free_count], std::memory_order_relaxed);
+    entries_[entry_index].slot.store(free_slots[--pool.free_count], std::memory_order_relaxed);
   else if (pool.never_used < info.capacity)
-    entries_[number].slot.store(pool.never_used++, std::memory_order_relaxed);
+    entries_[entry_index].slot.store(pool.never_used++, std::memory_order_relaxed);
   else
     return false;
   return true;
 }
 
-void Store::take_slot(std::uint32_t user, std::int64_t number) const {
-  while (!take_free_slot(user, number)) {
-    const LockGuard guard(header_->index_lock, users_, user);
-    if (!evict_one(user)) throw_full();
+void Store::take_slot(std::uint32_t user_id, std::int64_t entry_index) const {
+  while (!take_free_slot(user_id, entry_index)) {
+    const LockGuard guard(header_->index_lock, users_, user_id);
+    if (!evict_one(user_id)) throw_full();
   }
 }
 
@@ -283,28 +285,29 @@ void Store::throw_full() const {
                   "replicated, on loan from another node, or just used; give the table a larger capacity");
 }
 
-void Store::free_slot(std::uint32_t user, std::int64_t number) const {
-  const std::uint32_t class_number = this->class_number(number);
-  Pool& pool = pools_[class_number];
-  const std::uint32_t slot = entries_[number].slot.exchange(kNoSlot, std::memory_order_relaxed);
-  const LockGuard guard(pool.lock, users_, user);
-  auto* free_slots = reinterpret_cast<std::uint32_t*>(memory_.data() + classes_[class_number].free_offset);
+void Store::free_slot(std::uint32_t user_id, std::int64_t entry_index) const {
+  const std::uint32_t class_index = this->class_index(entry_index);
+  Pool& pool = pools_[class_index];
+  const std::uint32_t slot = entries_[entry_index].slot.exchange(kNoSlot, std::memory_order_relaxed);
+  const LockGuard guard(pool.lock, users_, user_id);
+  auto* free_slots = reinterpret_cast<std::uint32_t*>(memory_.data() + classes_[class_index].free_offset);
   free_slots[pool.free_count] = slot;
   std::atomic_signal_fence(
       std::memory_order_release);  // who is killed here loses a slot, but gives none twice
   ++pool.free_count;
 }
 
-std::uint64_t Store::total(Counter counter) const {
+std::uint64_t Store::total(Stat stat) const {
   std::uint64_t sum = 0;
-  for (const auto& counters : header_->counters) sum += counters[counter].load(std::memory_order_relaxed);
+  for (const auto& stats : header_->stats) sum += stats[stat].load(std::memory_order_relaxed);
   return sum;
 }
 
 std::vector<std::int64_t> Store::owned_keys() const {
   std::vector<std::int64_t> keys;
-  for (std::uint64_t number = 0; number < header_->num_entries; ++number)
-    if (entries_[number].state == State::kOwned) keys.push_back(key_of(static_cast<std::int64_t>(number)));
+  for (std::uint64_t entry_index = 0; entry_index < header_->num_entries; ++entry_index)
+    if (entries_[entry_index].state == State::kOwned)
+      keys.push_back(key_of(static_cast<std::int64_t>(entry_index)));
   return keys;
 }
 

@@ -70,12 +70,12 @@ void Store::raise_and_mark(Entry& entry, std::int64_t key, std::int64_t entry_in
   entry.raise(flag);
 }
 
-bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,
-                       std::size_t index, std::vector<Missed>& missed,
+bool Store::access_one(Op op, std::uint32_t user_id, std::int64_t key, std::int64_t entry_index,
+                       std::byte* values, std::size_t index, std::vector<Missed>& missed,
                        std::vector<std::uint32_t>* shared) const {
-  Entry& entry = entries_[number];
-  const LockGuard guard(entry.lock, users_, user);
-  if (dynamic() && keys_[number].load(std::memory_order_relaxed) != key) return false;
+  Entry& entry = entries_[entry_index];
+  const LockGuard guard(entry.lock, users_, user_id);
+  if (dynamic() && keys_[entry_index].load(std::memory_order_relaxed) != key) return false;
   const bool owned = entry.state == State::kOwned;
   const bool writes_whole = op == Op::kSet || op == Op::kSetRow;
   const bool elsewhere = entry.state == State::kAbsent || (op == Op::kPush && entry.has(kLeaving));
@@ -83,16 +83,16 @@ bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t
     // A replica's set goes to the owner behind the pushes that its own channel has sent there.
     const std::uint32_t owner = elsewhere ? entry.owner.load() : header_->node;
     missed.push_back(
-        {static_cast<std::uint32_t>(index), owner, counters_[number].load(std::memory_order_relaxed)});
+        {static_cast<std::uint32_t>(index), owner, epochs_[entry_index].load(std::memory_order_relaxed)});
     return true;
   }
   if (entry.has(kShared)) {
-    if (!reads(op)) raise_and_mark(entry, key, number, kChanged);
+    if (!reads(op)) raise_and_mark(entry, key, entry_index, kChanged);
     if (shared != nullptr) shared->push_back(static_cast<std::uint32_t>(index));
   }
-  if (!owned && op == Op::kPush) raise_and_mark(entry, key, number, kDirty);
-  const ClassInfo& info = class_of(number);
-  std::byte* row = this->row(number);
+  if (!owned && op == Op::kPush) raise_and_mark(entry, key, entry_index, kDirty);
+  const ClassInfo& info = class_of(entry_index);
+  std::byte* row = this->row(entry_index);
   const std::size_t element = size_of(header_->element);
   switch (op) {
     case Op::kPull: std::memcpy(values, row, info.length * element); break;
@@ -101,56 +101,56 @@ bool Store::access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t
     case Op::kSetRow: std::memcpy(row, values, info.row_length * element); break;
     case Op::kPush:
       apply(row, values, info.length);
-      if (!owned) add(header_->element, accumulator(number), values, info.length);
+      if (!owned) add(header_->element, accumulator(entry_index), values, info.length);
   }
   if (dynamic()) entry.raise(kUsed);
   return true;
 }
 
-void Store::count_access(Op op, std::uint32_t user, std::size_t served) const {
-  const Counter counter = reads(op) ? kLocalPulls : op == Op::kPush ? kLocalPushes : kLocalSets;
-  this->count(user, counter, served);
+void Store::count_access(Op op, std::uint32_t user_id, std::size_t served) const {
+  const Stat stat = reads(op) ? kLocalPulls : op == Op::kPush ? kLocalPushes : kLocalSets;
+  this->count(user_id, stat, served);
 }
 
-void Store::access(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
-                   std::vector<Missed>& missed) const {
+void Store::access(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
+                   std::byte* values, std::vector<Missed>& missed) const {
   const std::size_t before = missed.size();
-  access_batch(op, user, keys, count, values, missed, nullptr);
-  count_access(op, user, count - (missed.size() - before));
+  access_batch(op, user_id, keys, count, values, missed, nullptr);
+  count_access(op, user_id, count - (missed.size() - before));
 }
 
-void Store::access_owned(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count,
+void Store::access_owned(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
                          std::byte* values, std::vector<Missed>& missed,
                          std::vector<std::uint32_t>& shared) const {
-  access_batch(op, user, keys, count, values, missed, &shared);
+  access_batch(op, user_id, keys, count, values, missed, &shared);
 }
 
-// A key that is not here and was not here a moment ago: reported without taking its lock. Owner and counter
+// A key that is not here and was not here a moment ago: reported without taking its lock. Owner and epoch
 // may be of different moments, but the owner is never the older of the two, so that no node is asked to wait
 // for a key that is not on its way there.
-bool Store::known_absent(std::int64_t number, std::size_t index, std::vector<Missed>& missed) const {
-  const Entry& entry = entries_[number];
+bool Store::known_absent(std::int64_t entry_index, std::size_t index, std::vector<Missed>& missed) const {
+  const Entry& entry = entries_[entry_index];
   if (dynamic() || entry.slot.load(std::memory_order_relaxed) != kNoSlot) return false;
-  const std::uint32_t counter = counters_[number].load(std::memory_order_acquire);
-  missed.push_back({static_cast<std::uint32_t>(index), entry.owner.load(std::memory_order_relaxed), counter});
+  const std::uint32_t epoch = epochs_[entry_index].load(std::memory_order_acquire);
+  missed.push_back({static_cast<std::uint32_t>(index), entry.owner.load(std::memory_order_relaxed), epoch});
   return true;
 }
 
-void Store::access_batch(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count,
+void Store::access_batch(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
                          std::byte* values, std::vector<Missed>& missed,
                          std::vector<std::uint32_t>* shared) const {
-  std::int64_t numbers[kRing];
+  std::int64_t indices[kRing];
   const auto look_up = [&](std::size_t i) {
-    const std::int64_t number = dynamic() ? find(keys[i]) : keys[i];
-    numbers[i % kRing] = number;
-    if (number >= 0) __builtin_prefetch(&entries_[number], 1);
+    const std::int64_t entry_index = dynamic() ? find(keys[i]) : keys[i];
+    indices[i % kRing] = entry_index;
+    if (entry_index >= 0) __builtin_prefetch(&entries_[entry_index], 1);
   };
   const auto fetch_row = [&](std::size_t i) {
-    const std::int64_t number = numbers[i % kRing];
-    if (number < 0) return;
-    const std::uint32_t slot = entries_[number].slot.load(std::memory_order_relaxed);
-    if (slot == kNoSlot) return __builtin_prefetch(&counters_[number]);
-    const ClassInfo& info = class_of(number);
+    const std::int64_t entry_index = indices[i % kRing];
+    if (entry_index < 0) return;
+    const std::uint32_t slot = entries_[entry_index].slot.load(std::memory_order_relaxed);
+    if (slot == kNoSlot) return __builtin_prefetch(&epochs_[entry_index]);
+    const ClassInfo& info = class_of(entry_index);
     const std::byte* row = memory_.data() + info.rows_offset + info.stride_bytes * slot;
     reads(op) ? prefetch_row<false>(row, info.stride_bytes) : prefetch_row<true>(row, info.stride_bytes);
   };
@@ -160,15 +160,17 @@ void Store::access_batch(Op op, std::uint32_t user, const std::int64_t* keys, st
   for (std::size_t i = 0; i < count; ++i) {
     if (i + kEntryAhead < count) look_up(i + kEntryAhead);
     if (i + kRowAhead < count) fetch_row(i + kRowAhead);
-    std::int64_t number = numbers[i % kRing];
-    if (number < 0 || !known_absent(number, i, missed)) {
+    std::int64_t entry_index = indices[i % kRing];
+    if (entry_index < 0 || !known_absent(entry_index, i, missed)) {
       do {
-        if (number < 0 && home_of(keys[i]) != header_->node) number = find(keys[i]);
-        if (number < 0 && home_of(keys[i]) == header_->node)  // a channel must not wait for room
-          number = shared != nullptr ? find_or_try_make(user, keys[i]) : find_or_make(user, keys[i]);
-        if (number < 0) missed.push_back({static_cast<std::uint32_t>(i), home_of(keys[i]), 0});
-      } while (number >= 0 && !access_one(op, user, keys[i], number, values, i, missed, shared) &&
-               (number = -1));
+        if (entry_index < 0 && home_of(keys[i]) != header_->node) entry_index = find(keys[i]);
+        if (entry_index < 0 && home_of(keys[i]) == header_->node)  // a channel must not wait for room
+          entry_index =
+              shared != nullptr ? find_or_try_make(user_id, keys[i]) : find_or_make(user_id, keys[i]);
+        if (entry_index < 0) missed.push_back({static_cast<std::uint32_t>(i), home_of(keys[i]), 0});
+      } while (entry_index >= 0 &&
+               !access_one(op, user_id, keys[i], entry_index, values, i, missed, shared) &&
+               (entry_index = -1));
     }
     values += uniform_bytes != 0 ? uniform_bytes : value_bytes(op, keys[i]);
   }

@@ -31,7 +31,7 @@ std::string with_seconds(double seconds) {
 Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_ptr<Network> network,
                const ChannelAddresses& addresses, const WorkerOptions& options, Interrupt interrupt)
     : store_(std::move(store)),
-      user_(kMaxChannels + worker),
+      user_id_(kMaxChannels + worker),
       options_(options),
       interrupt_(std::move(interrupt)),
       network_(std::move(network)),
@@ -39,25 +39,25 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
   if (worker >= kMaxWorkers)
     throw Error(Code::kArgument, "parameters: worker_id " + std::to_string(worker) + "; a node has at most " +
                                      std::to_string(kMaxWorkers) + " workers");
-  store_->take_user(user_);
+  store_->take_user(user_id_);
   if (network_ == nullptr) return;
   const SlabHeader& header = store_->header();
   const std::string label = "node" + std::to_string(header.node);
-  courier_ = std::make_unique<Courier>(network_->open(label), worker_endpoint(header.node, worker),
-                                       store_->users()[user_].incarnation.load());
+  endpoint_ = std::make_unique<ReliableEndpoint>(network_->open(label), worker_endpoint(header.node, worker),
+                                                 store_->users()[user_id_].incarnation.load());
   for (std::size_t i = 0; i < addresses.size(); ++i)
-    courier_->connect(channel_endpoint(static_cast<std::uint32_t>(i / header.num_channels),
-                                       static_cast<std::uint32_t>(i % header.num_channels)),
-                      addresses[i]);
+    endpoint_->connect(channel_endpoint(static_cast<std::uint32_t>(i / header.num_channels),
+                                        static_cast<std::uint32_t>(i % header.num_channels)),
+                       addresses[i]);
   // Answers of owners that have not met this worker come through its node's channels.
   for (std::uint32_t channel = 0; channel < header.num_channels; ++channel)
-    courier_->greet(channel_endpoint(header.node, channel));
+    endpoint_->greet(channel_endpoint(header.node, channel));
   by_destination_.resize(addresses.size());
-  wire_ids_ = first_id(store_->users()[user_].incarnation.load());
+  first_wire_id_ = first_request_id(store_->users()[user_id_].incarnation.load());
 }
 
 Worker::~Worker() {
-  if (!finalized_) store_->leave_user(user_);
+  if (!finalized_) store_->leave_user(user_id_);
 }
 
 void Worker::check_size(Op op, const std::int64_t* keys, std::size_t count, std::size_t size_bytes) const {
@@ -79,7 +79,7 @@ std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, 
                "one of the unfinished operations, of which there are as many as max_unfinished allows,");
   settle(op, keys, count);
   missed_.clear();
-  store_->access(op, user_, keys, count, values, missed_);
+  store_->access(op, user_id_, keys, count, values, missed_);
   if (missed_.empty()) return -1;
   const std::int64_t timestamp = ask_owners(op, keys, count, values, std::move(holder));
   count_traffic();
@@ -94,7 +94,7 @@ bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byt
   missed_.clear();
   for (std::size_t done = 0; done < count; done += kKeysPerTrial) {
     const std::size_t some = std::min(kKeysPerTrial, count - done);
-    store_->access(Op::kPull, user_, keys + done, some, values, missed_);
+    store_->access(Op::kPull, user_id_, keys + done, some, values, missed_);
     if (!missed_.empty()) return false;
     values += store_->value_bytes(Op::kPull, keys + done, some);
   }
@@ -122,7 +122,7 @@ void Worker::settle(Op op, const std::int64_t* keys, std::size_t count) {
 
 // Only where there are several operations at a time; one that is waited for at once is never counted.
 void Worker::count_unfinished_keys() {
-  for (; first_uncounted_ < next_id_; ++first_uncounted_) {
+  for (; first_uncounted_ < next_request_id_; ++first_uncounted_) {
     const auto found = pending_.find(first_uncounted_);
     if (found == pending_.end()) continue;
     Pending& pending = found->second;
@@ -131,21 +131,21 @@ void Worker::count_unfinished_keys() {
   }
 }
 
-void Worker::finish(std::int64_t id) {
-  const auto found = pending_.find(id);
+void Worker::finish(std::int64_t request_id) {
+  const auto found = pending_.find(request_id);
   const UnfinishedKeys::Class operation = class_of(found->second.op);
   if (found->second.counted)
     for (const std::int64_t key : found->second.keys) unfinished_keys_.remove(key, operation);
   num_others_ -= operation == UnfinishedKeys::Class::kOther ? 1 : 0;
   pending_.erase(found);
-  if (pending_.empty()) first_uncounted_ = next_id_;
+  if (pending_.empty()) first_uncounted_ = next_request_id_;
 }
 
 void Worker::wait(std::int64_t timestamp) {
-  if (timestamp >= next_id_)
+  if (timestamp >= next_request_id_)
     throw Error(Code::kArgument, "parameters: timestamp " + std::to_string(timestamp) +
                                      " was not returned by this worker; the last one is " +
-                                     std::to_string(next_id_ - 1));
+                                     std::to_string(next_request_id_ - 1));
   wait_until([this, timestamp] { return timestamp < 0 || !pending_.contains(timestamp); }, "an operation");
 }
 
@@ -154,7 +154,7 @@ void Worker::wait_all() {
 }
 
 bool Worker::is_finished(std::int64_t timestamp) {
-  while (courier_ && receive(std::chrono::microseconds(0))) {
+  while (endpoint_ && receive(std::chrono::microseconds(0))) {
   }
   store_->check_peers();
   return timestamp < 0 || !pending_.contains(timestamp);
@@ -167,11 +167,11 @@ bool Worker::receive(std::chrono::microseconds timeout) {
   }
   Header header;
   Message message;
-  if (!courier_->receive(header, message, timeout)) return false;
+  if (!endpoint_->receive(header, message, timeout)) return false;
   try {
     if (header.kind == Kind::kReply) take_answer({header.count, std::move(message)});
   } catch (const Error&) {
-    store_->count(user_, kProtocolErrors, 1);
+    store_->count(user_id_, kProtocolErrors, 1);
   }
   count_traffic();
   return true;
@@ -186,12 +186,12 @@ void Worker::look_at_leader() {
   store_->check_leader();
 }
 
-// Moves what the courier has counted into the node's counters.
+// Moves what the endpoint has counted into the node's statistics.
 void Worker::count_traffic() {
-  store_->count(user_, kSentBytes, std::exchange(courier_->sent_bytes, 0));
-  store_->count(user_, kReceivedBytes, std::exchange(courier_->received_bytes, 0));
-  store_->count(user_, kSentMessages, std::exchange(courier_->sent_messages, 0));
-  store_->count(user_, kReceivedMessages, std::exchange(courier_->received_messages, 0));
+  store_->count(user_id_, kSentBytes, std::exchange(endpoint_->sent_bytes, 0));
+  store_->count(user_id_, kReceivedBytes, std::exchange(endpoint_->received_bytes, 0));
+  store_->count(user_id_, kSentMessages, std::exchange(endpoint_->sent_messages, 0));
+  store_->count(user_id_, kReceivedMessages, std::exchange(endpoint_->received_messages, 0));
 }
 
 void Worker::wait_until(const std::function<bool()>& done, const char* what) {
@@ -206,7 +206,7 @@ void Worker::wait_until(const std::function<bool()>& done, const char* what) {
     if (interrupt_) interrupt_();
     if (now - start > options_.timeout)
       throw Error(Code::kTimeout, "parameters: node " + std::to_string(store_->header().node) + ", worker " +
-                                      std::to_string(user_ - kMaxChannels) + ": waiting for " + what +
+                                      std::to_string(user_id_ - kMaxChannels) + ": waiting for " + what +
                                       " did not end within " + with_seconds(seconds_since(start)) + " (" +
                                       std::to_string(pending_.size()) +
                                       " operations are unfinished); is a node overloaded or stopped?");
@@ -220,7 +220,7 @@ void Worker::intent(const std::int64_t* keys, std::size_t count, std::int64_t st
                                      std::to_string(end) + ") is empty; end is exclusive");
   store_->check_peers();
   look_at_leader();
-  if (!courier_ || end <= clock() || count == 0) return;
+  if (!endpoint_ || end <= clock() || count == 0) return;
   const SlabHeader& header = store_->header();
   const std::uint32_t channels = header.num_channels;
   std::vector<Writer> writers;
@@ -237,20 +237,20 @@ void Worker::intent(const std::int64_t* keys, std::size_t count, std::int64_t st
   }
   for (std::uint32_t c = 0; c < channels; ++c)
     if (counts[c] != 0)
-      courier_->send(channel_endpoint(header.node, c), Kind::kIntent, counts[c], writers[c].finish());
+      endpoint_->send(channel_endpoint(header.node, c), Kind::kIntent, counts[c], writers[c].finish());
 }
 
 std::int64_t Worker::advance_clock() {
-  auto& clock = store_->users()[user_].clock;
+  auto& clock = store_->users()[user_id_].clock;
   const std::int64_t now = clock.load(std::memory_order_relaxed) + 1;
   clock.store(now, std::memory_order_release);
   return now;
 }
 
-std::int64_t Worker::clock() const { return store_->users()[user_].clock.load(std::memory_order_relaxed); }
+std::int64_t Worker::clock() const { return store_->users()[user_id_].clock.load(std::memory_order_relaxed); }
 
 void Worker::flush(Flush ChannelBoard::* which, const char* what) {
-  if (!courier_) return;
+  if (!endpoint_) return;
   SlabHeader& header = store_->header();
   std::vector<std::uint64_t> wanted(header.num_channels);
   for (std::uint32_t c = 0; c < header.num_channels; ++c)
@@ -289,10 +289,10 @@ void Worker::finalize() {
   try {
     wait_all();
   } catch (...) {
-    store_->leave_user(user_);
+    store_->leave_user(user_id_);
     throw;
   }
-  store_->leave_user(user_);
+  store_->leave_user(user_id_);
 }
 
 }  // namespace torchrelay::parameters

@@ -31,14 +31,14 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
                                 std::shared_ptr<void> holder) {
   if (op == Op::kSet || op == Op::kSetRow) drop_overwritten(keys, count);
   if (missed_.empty()) return -1;
-  const std::int64_t id = next_id_++;
-  Pending& pending = pending_[id];
+  const std::int64_t request_id = next_request_id_++;
+  Pending& pending = pending_[request_id];
   pending.op = op;
   pending.remaining = missed_.size();
   pending.holder = std::move(holder);
   num_others_ += class_of(op) == UnfinishedKeys::Class::kOther ? 1 : 0;
   pending.keys.reserve(missed_.size());
-  pending.counters.reserve(missed_.size());
+  pending.epochs.reserve(missed_.size());
   pending.places.reserve(missed_.size());
   for (auto& positions : by_destination_) positions.clear();
   const SlabHeader& header = store_->header();
@@ -54,24 +54,24 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
     }
     pending.keys.push_back(key);
     pending.places.push_back(place);
-    pending.counters.push_back(missed.counter);
+    pending.epochs.push_back(missed.epoch);
     by_destination_[missed.owner * header.num_channels + store_->channel_of(key)].push_back(position);
   }
   for (std::uint32_t d = 0; d < by_destination_.size(); ++d) {
     const std::span<const std::uint32_t> positions = by_destination_[d];
     for (std::size_t sent = 0; sent < positions.size(); sent += kKeysPerRequest)
-      send_request(id, pending, d,
+      send_request(request_id, pending, d,
                    positions.subspan(sent, std::min(kKeysPerRequest, positions.size() - sent)));
   }
-  store_->count(user_,
+  store_->count(user_id_,
                 reads(op)         ? kRemotePulls
                 : op == Op::kPush ? kRemotePushes
                                   : kRemoteSets,
                 missed_.size());
-  return id;
+  return request_id;
 }
 
-void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t destination,
+void Worker::send_request(std::int64_t request_id, const Pending& pending, std::uint32_t destination,
                           std::span<const std::uint32_t> positions) {
   const SlabHeader& header = store_->header();
   const std::size_t count = positions.size();
@@ -83,22 +83,22 @@ void Worker::send_request(std::int64_t id, const Pending& pending, std::uint32_t
       for (const std::uint32_t p : positions) value_bytes += store_->value_bytes(pending.op, pending.keys[p]);
   }
   Writer writer(sizeof(RequestHead) + count * 8 + 2 * padded(count * 4) + value_bytes);
-  writer.put(RequestHead{wire_ids_ + static_cast<std::uint64_t>(id), courier_->number(),
+  writer.put(RequestHead{first_wire_id_ + static_cast<std::uint64_t>(request_id), endpoint_->id(),
                          static_cast<std::uint32_t>(pending.op)});
   auto* keys = writer.array<std::int64_t>(count);
-  auto* counters = reinterpret_cast<std::uint32_t*>(writer.skip(padded(count * 4)));
+  auto* epochs = reinterpret_cast<std::uint32_t*>(writer.skip(padded(count * 4)));
   auto* places = reinterpret_cast<std::uint32_t*>(writer.skip(padded(count * 4)));
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t p = positions[i];
     keys[i] = pending.keys[p];
-    counters[i] = pending.counters[p];
+    epochs[i] = pending.epochs[p];
     places[i] = p;
     if (!reads(pending.op))
       writer.put_bytes(pending.places[p], store_->value_bytes(pending.op, pending.keys[p]));
   }
   const std::uint32_t channels = header.num_channels;
-  courier_->send(channel_endpoint(destination / channels, destination % channels), Kind::kRequest,
-                 static_cast<std::uint32_t>(count), writer.finish());
+  endpoint_->send(channel_endpoint(destination / channels, destination % channels), Kind::kRequest,
+                  static_cast<std::uint32_t>(count), writer.finish());
 }
 
 // A replica here that is being given up may lack what the answer tells: its owner may know of it no longer.
@@ -107,8 +107,8 @@ bool Worker::is_early(const Pending& pending, const std::uint32_t* positions, st
   for (std::size_t i = 0; i < count; ++i) {
     if (positions[i] >= pending.keys.size())
       throw Error(Code::kProtocol, "parameters: a reply names a key that was not asked for");
-    const std::int64_t number = store_->find(pending.keys[positions[i]]);
-    early |= number >= 0 && store_->entry(number).has(kLeaving);
+    const std::int64_t entry_index = store_->find(pending.keys[positions[i]]);
+    early |= entry_index >= 0 && store_->entry(entry_index).has(kLeaving);
   }
   return early;
 }
@@ -125,13 +125,14 @@ void Worker::take_answer(const Answer& answer) {
   const std::size_t count = answer.count;
   Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
   const auto head = reader.take<ReplyHead>();
-  if (incarnation_of(head.id) != incarnation_of(wire_ids_)) return;  // meant for a dead predecessor
-  const auto found = pending_.find(static_cast<std::int64_t>(head.id - wire_ids_));
+  if (incarnation_of(head.request_id) != incarnation_of(first_wire_id_))
+    return;  // meant for a dead predecessor
+  const auto found = pending_.find(static_cast<std::int64_t>(head.request_id - first_wire_id_));
   if (found == pending_.end() || head.served > std::min(count, found->second.remaining))
     throw Error(Code::kProtocol, "parameters: a stray reply");
   Pending& pending = found->second;
   const auto* positions = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
-  const auto* counters = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
+  const auto* epochs = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
   if (is_early(pending, positions, head.served)) return early_.push_back(answer);
   for (std::uint32_t i = 0; i < head.served; ++i) {
     const std::uint32_t p = positions[i];
@@ -140,23 +141,24 @@ void Worker::take_answer(const Answer& answer) {
       const std::size_t size = store_->value_bytes(pending.op, key);
       std::memcpy(pending.places[p], reader.take_bytes(size), size);
     }
-    if (counters[i] > pending.counters[p]) learn(key, head.owner, counters[i]);
+    if (epochs[i] > pending.epochs[p]) learn(key, head.owner, epochs[i]);
   }
   pending.remaining -= head.served;
   if (pending.remaining == 0) finish(found->first);
 }
 
 // Feeds the location cache.
-void Worker::learn(std::int64_t key, std::uint32_t owner, std::uint32_t counter) {
-  const std::int64_t number = store_->find(key);
-  if (number < 0 || store_->location_counter(number).load(std::memory_order_relaxed) >= counter) return;
-  Entry& entry = store_->entry(number);
-  const LockGuard guard = store_->guard(entry, user_);
-  if (store_->key_of(number) != key || entry.state != State::kAbsent ||
-      store_->location_counter(number).load(std::memory_order_relaxed) >= counter)
+void Worker::learn(std::int64_t key, std::uint32_t owner, std::uint32_t epoch) {
+  const std::int64_t entry_index = store_->find(key);
+  if (entry_index < 0 || store_->ownership_epoch(entry_index).load(std::memory_order_relaxed) >= epoch)
+    return;
+  Entry& entry = store_->entry(entry_index);
+  const LockGuard guard = store_->guard(entry, user_id_);
+  if (store_->key_of(entry_index) != key || entry.state != State::kAbsent ||
+      store_->ownership_epoch(entry_index).load(std::memory_order_relaxed) >= epoch)
     return;
   entry.owner = static_cast<std::uint16_t>(owner);
-  store_->location_counter(number).store(counter, std::memory_order_release);
+  store_->ownership_epoch(entry_index).store(epoch, std::memory_order_release);
 }
 
 }  // namespace torchrelay::parameters

@@ -2,10 +2,11 @@
 // keys here, or copies of them, because workers of this node announced to need them.
 //
 // Only a key's channel changes where it is; workers only read and write rows that are here. Channels of equal
-// number on all nodes talk to each other, in order and exactly once (courier.h). What the protocol rests on:
+// id on all nodes talk to each other, in order and exactly once (reliable_endpoint.h). What the protocol
+// rests on:
 //
-//  * The owner has the master copy and decides. What is meant for the owner is routed by (owner, counter):
-//    the counter rises with each relocation, and the larger one is right. A node that is told to own a key
+//  * The owner has the master copy and decides. What is meant for the owner is routed by (owner, epoch):
+//    the epoch rises with each relocation, and the larger one is right. A node that is told to own a key
 //    it does not have yet parks what it is asked: the key is on its way to it.
 //  * A key with replicas only moves to the one node that has the last. What a replica sends goes to the owner
 //    that granted it, and is not sent on: if that is the owner no longer, the replica has become it, and its
@@ -27,8 +28,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "torchrelay/parameters/courier.h"
 #include "torchrelay/parameters/intents.h"
+#include "torchrelay/parameters/reliable_endpoint.h"
 #include "torchrelay/parameters/store.h"
 #include "torchrelay/parameters/worker.h"
 
@@ -47,10 +48,10 @@ struct ChannelOptions {
 
 class Channel {
  public:
-  Channel(std::shared_ptr<Store> store, std::uint32_t number, Network& network,
+  Channel(std::shared_ptr<Store> store, std::uint32_t channel_id, Network& network,
           const ChannelOptions& options);
 
-  std::string address() const { return courier_.address(); }
+  std::string address() const { return endpoint_.address(); }
   void connect(const ChannelAddresses& addresses);
 
   // Serves until the slab says to stop; then tells the others. Never throws: what goes wrong is written into
@@ -60,7 +61,7 @@ class Channel {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // The announcements of one worker; a larger incarnation is another process under the same number.
+  // The announcements of one worker; a larger incarnation is another process under the same id.
   struct Announcer {
     std::uint32_t incarnation = 0;
     WorkerIntents intents;
@@ -79,7 +80,7 @@ class Channel {
     std::uint32_t version;  // that the node has or will have by what was sent
   };
   struct SharedKey {
-    std::int64_t number;
+    std::int64_t entry_index;
     std::vector<Replica> replicas;
   };
   struct Reply {
@@ -94,7 +95,7 @@ class Channel {
   struct Asked {
     RequestHead head;
     std::int64_t key;
-    std::uint32_t counter;
+    std::uint32_t epoch;
     std::uint32_t position;
     const std::byte* value;  // null: a read
   };
@@ -103,14 +104,14 @@ class Channel {
     Asked asked;
     Record record;  // an acquire; kind 0: it is `asked`
   };
-  // Who is told once all replicas of our keys are fresh: another node's channel, or (its number: ours) a
+  // Who is told once all replicas of our keys are fresh: another node's channel, or (its id: ours) a
   // worker.
   struct FlushWaiter {
     std::uint32_t endpoint;
-    std::uint64_t number;
+    std::uint64_t round_id;
   };
   struct FlushItem {
-    std::int64_t number;
+    std::int64_t entry_index;
     bool sent;
   };
 
@@ -122,12 +123,12 @@ class Channel {
   void handle_record(const Record& record, const std::byte* payload);
   void take_location(const Record& record);
   void take_eviction(const Record& record);
-  void begin_anew(std::int64_t number);
+  void begin_anew(std::int64_t entry_index);
   void take_recall(const Record& record);
-  void tell_evicted(std::int64_t key, std::uint32_t counter);
+  void tell_evicted(std::int64_t key, std::uint32_t epoch);
   void make_room();
   void evict_moved(std::uint64_t places);
-  void take_slot(std::int64_t number);
+  void take_slot(std::int64_t entry_index);
   void round();
   void round_intents();
   void step_intents(WorkerIntents& intents, std::int64_t clock);
@@ -141,7 +142,7 @@ class Channel {
   void put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes);
   void send_outbox(std::uint32_t node);
   void send_outboxes();
-  void publish_counters();
+  void publish_stats();
   void sync_changed();
   void mark_changed(std::int64_t entry_index);
   Control& control(std::int64_t entry_index) {
@@ -153,54 +154,54 @@ class Channel {
   void serve_flush_updates();
   void serve_flush_refreshes();
   void serve_fences();
-  std::uint32_t tell_all(Kind kind, std::uint64_t number);
-  void tell(std::uint32_t endpoint, Kind kind, std::uint64_t number);
+  std::uint32_t tell_all(Kind kind, std::uint64_t round_id);
+  void tell(std::uint32_t endpoint, Kind kind, std::uint64_t round_id);
 
   // channel_owner.cc: deciding where a key lives
   void take_acquire(const Record& record);
-  bool take_acquire_at(std::int64_t number, const Record& record);
+  bool take_acquire_at(std::int64_t entry_index, const Record& record);
   void take_from_replica(const Record& record, const std::byte* payload);
-  void owner_acquire(std::int64_t number, const Record& record);
-  void owner_update(std::int64_t number, const Record& record, const std::byte* payload);
-  void owner_overwrite(std::int64_t number, const Record& record, const std::byte* payload);
-  void transfer(std::int64_t number, std::uint32_t node);
-  void grant(std::int64_t number, std::uint32_t node);
-  void raise_version(std::int64_t number);
+  void owner_acquire(std::int64_t entry_index, const Record& record);
+  void owner_update(std::int64_t entry_index, const Record& record, const std::byte* payload);
+  void owner_overwrite(std::int64_t entry_index, const Record& record, const std::byte* payload);
+  void transfer(std::int64_t entry_index, std::uint32_t node);
+  void grant(std::int64_t entry_index, std::uint32_t node);
+  void raise_version(std::int64_t entry_index);
   void raise_version_anew(std::int64_t entry_index);
-  void refresh(std::int64_t number, Replica& replica, std::uint8_t flags);
+  void refresh(std::int64_t entry_index, Replica& replica, std::uint8_t flags);
   void refresh_replicas(std::int64_t entry_index);
   void refresh_all();
-  void remove_replica(std::int64_t number, std::uint32_t node);
-  void consider_upgrade(std::int64_t number);
-  SharedKey* shared(std::int64_t number);
-  Replica* replica_of(std::int64_t number, std::uint32_t node);
+  void remove_replica(std::int64_t entry_index, std::uint32_t node);
+  void consider_upgrade(std::int64_t entry_index);
+  SharedKey* shared(std::int64_t entry_index);
+  Replica* replica_of(std::int64_t entry_index, std::uint32_t node);
 
   // channel_replica.cc: keys that come here
   bool begin_intent(std::int64_t key);
-  bool begin_intent_at(std::int64_t number, std::int64_t key);
+  bool begin_intent_at(std::int64_t entry_index, std::int64_t key);
   void end_intent(std::int64_t key);
-  void acquire(std::int64_t number);
-  void pin(std::int64_t number);
+  void acquire(std::int64_t entry_index);
+  void pin(std::int64_t entry_index);
   void take_grant(const Record& record, const std::byte* payload);
   void take_transfer(const Record& record, const std::byte* payload);
   void take_refresh(const Record& record, const std::byte* payload);
   void take_ack(const Record& record);
-  void settle_ack(std::int64_t number, std::uint32_t version);
-  void send_update(std::int64_t number, bool last);
-  void sync_replica(std::int64_t number, bool force);
+  void settle_ack(std::int64_t entry_index, std::uint32_t version);
+  void send_update(std::int64_t entry_index, bool last);
+  void sync_replica(std::int64_t entry_index, bool force);
   bool is_worth_sending(std::int64_t entry_index) const;
-  void add_replica(std::int64_t number);
-  void forget_replica(std::int64_t number);
+  void add_replica(std::int64_t entry_index);
+  void forget_replica(std::int64_t entry_index);
 
   // Where a key's owner is, as far as this node knows.
-  struct Whereabouts {
-    std::int64_t number;  // -1: of this key it knows nothing, or has forgotten it
+  struct OwnerLookup {
+    std::int64_t entry_index;  // -1: of this key it knows nothing, or has forgotten it
     std::uint32_t owner;
-    std::uint32_t counter;
+    std::uint32_t epoch;
   };
-  Whereabouts whereabouts(std::int64_t key) const;
-  // Must what was routed here by knowledge of this counter wait, because the key is on its way here?
-  bool must_wait(const Whereabouts& known, std::int64_t key, std::uint32_t counter) const;
+  OwnerLookup look_up_owner(std::int64_t key) const;
+  // Must what was routed here by knowledge of this epoch wait, because the key is on its way here?
+  bool must_wait(const OwnerLookup& known, std::int64_t key, std::uint32_t epoch) const;
 
   // channel_requests.cc: serving, forwarding and parking
   void handle_request(const Header& header, const Message& message);
@@ -208,8 +209,8 @@ class Channel {
   bool catch_up(std::uint32_t node, const std::int64_t* keys, const std::vector<std::uint32_t>& indices);
   void place_missed(const RequestHead& head, Asked asked, const Message& message,
                     std::vector<std::vector<Asked>>& by_node);
-  void overwrite_replica(std::int64_t number, const Asked& asked);
-  void answer_overwrites(std::int64_t number);
+  void overwrite_replica(std::int64_t entry_index, const Asked& asked);
+  void answer_overwrites(std::int64_t entry_index);
   void forward_requests(const RequestHead& head, const std::vector<std::vector<Asked>>& by_node);
   void route(Record record);
   void park(Parked parked);
@@ -221,10 +222,10 @@ class Channel {
   void send_reply(std::uint32_t requester, std::uint32_t count, Message reply, bool through_channel);
 
   std::shared_ptr<Store> store_;
-  std::uint32_t number_;
+  std::uint32_t channel_id_;
   std::uint32_t node_;
   ChannelOptions options_;
-  Courier courier_;
+  ReliableEndpoint endpoint_;
   MarkSet changed_;
   std::vector<Control> controls_;
   std::vector<SharedKey> shared_;
@@ -233,8 +234,8 @@ class Channel {
   std::unordered_map<std::int64_t, std::vector<std::byte>> in_flight_;  // the update under way, by entry
   std::unordered_map<std::int64_t, std::vector<Parked>> parked_;        // by key
   std::unordered_map<std::int64_t, std::vector<Asked>> overwrites_;     // to be answered, by entry
-  std::unordered_map<std::uint32_t, Announcer> announcers_;             // by user
-  std::uint64_t eviction_hand_ = 0, recall_hand_ = 0;
+  std::unordered_map<std::uint32_t, Announcer> announcers_;             // by user id
+  std::uint64_t eviction_cursor_ = 0, recall_cursor_ = 0;
   bool making_room_ = false;
   std::vector<std::int64_t> without_room_;  // keys of this home that something is parked for
   std::unordered_map<std::uint32_t, std::vector<Reply>> unmet_;  // by worker: to be sent once we meet it
@@ -248,17 +249,17 @@ class Channel {
   Clock::duration in_rounds_{}, refresh_age_{};  // sums
   Clock::duration round_interval_{};
   bool waiting_intents_ = false;
-  std::uint64_t reported_errors_ = 0;  // of the courier
+  std::uint64_t reported_errors_ = 0;  // of the endpoint
   std::uint32_t rounds_ = 0;
   std::vector<FlushItem> flush_items_;
   std::uint64_t flush_updates_target_ = 0;
   std::uint64_t flush_refreshes_target_ = 0;  // of our workers; 0: none asks
-  std::uint64_t flush_number_ = 0;
+  std::uint64_t flush_id_ = 0;
   std::uint32_t flush_acks_missing_ = 0;
   bool own_fence_passed_ = false;
   std::vector<FlushWaiter> waiting_for_next_fence_, waiting_for_fence_;
   std::uint32_t fences_missing_ = 0;
-  std::uint64_t fence_number_ = 0;
+  std::uint64_t fence_id_ = 0;
 };
 
 }  // namespace torchrelay::parameters

@@ -1,6 +1,6 @@
 // A lock in shared memory that survives the death of the process that holds it.
 //
-// The word holds 0, or the holder's user number + 1. A waiter spins, then yields, then asks now and then
+// The word holds 0, or the holder's user id + 1. A waiter spins, then yields, then asks now and then
 // whether the holder's process still lives, and takes the lock from a dead one. What the dead process was
 // writing may then be half written: callers order their writes so that this harms one row at most.
 #pragma once
@@ -32,18 +32,18 @@ bool is_alive(const User& user);
 
 class LockGuard {
  public:
-  LockGuard(std::atomic<std::uint32_t>& word, const User* users, std::uint32_t user) : word_(word) {
+  LockGuard(std::atomic<std::uint32_t>& word, const User* users, std::uint32_t user_id) : word_(word) {
     std::uint32_t expected = 0;
-    if (!word_.compare_exchange_weak(expected, user + 1, std::memory_order_acquire,
+    if (!word_.compare_exchange_weak(expected, user_id + 1, std::memory_order_acquire,
                                      std::memory_order_relaxed))
-      wait(users, user);
+      wait(users, user_id);
   }
   ~LockGuard() { word_.store(0, std::memory_order_release); }
   LockGuard(const LockGuard&) = delete;
   LockGuard& operator=(const LockGuard&) = delete;
 
  private:
-  void wait(const User* users, std::uint32_t user);
+  void wait(const User* users, std::uint32_t user_id);
 
   std::atomic<std::uint32_t>& word_;
 };

@@ -1,6 +1,6 @@
 // The layout of a node's slab: one block of shared memory that all processes of the node map.
 //
-//   header | users | classes | pools | entries | counters | class of each entry | keys (dynamic tables) |
+//   header | users | classes | pools | entries | epochs | class of each entry | keys (dynamic tables) |
 //   per channel: changed entries | per class: free slots, rows, accumulators
 //
 // Keys with rows of equal length form a class; a class has a pool of slots, and a slot is a row's place. A
@@ -30,7 +30,7 @@ constexpr std::uint32_t kNoSlot = 0xffffffffu;
 constexpr std::int64_t kFinished = INT64_MAX;  // the clock of a worker that will not come back
 
 enum class State : std::uint8_t {
-  kAbsent,   // no row here; owner and counter say where to ask
+  kAbsent,   // no row here; owner and epoch say where to ask
   kOwned,    // the master copy
   kReplica,  // a copy; pushes are also summed in the accumulator
 };
@@ -39,7 +39,7 @@ enum Flag : std::uint8_t {
   kDirty = 1,     // replica: the accumulator holds something
   kShared = 2,    // owner: other nodes hold replicas
   kChanged = 4,   // owner of a shared key: changed since its version was last raised
-  kUsed = 8,      // dynamic tables: used since the eviction hand last passed
+  kUsed = 8,      // dynamic tables: used since the eviction cursor last passed
   kPinned = 16,   // dynamic tables: a worker of this node has announced to use it
   kLeaving = 32,  // replica: its last update has been sent; it is still read, but takes no more pushes
 };
@@ -66,7 +66,7 @@ struct Entry {
   std::atomic<std::uint32_t> lock;  // guards all of the entry and its row
   State state;
   std::atomic<std::uint8_t> flags;   // written under the lock; the channel also looks at them without it
-  std::atomic<std::uint16_t> owner;  // best known; certain where state is kOwned; written before the counter
+  std::atomic<std::uint16_t> owner;  // best known; certain where state is kOwned; written before the epoch
   std::atomic<std::uint32_t> slot;   // written under the lock; read without it to prefetch
   std::uint32_t version;
 
@@ -110,7 +110,7 @@ struct ChannelBoard {
       refresh_age_ns;  // summed over refreshes: how long before it the owner last looked
 };
 
-enum Counter : std::uint32_t {
+enum Stat : std::uint32_t {
   kLocalPulls,
   kRemotePulls,
   kLocalPushes,
@@ -129,7 +129,7 @@ enum Counter : std::uint32_t {
   kEvictions,
   kProtocolErrors,
   kDuplicates,
-  kNumCounters,
+  kNumStats,
 };
 
 struct Geometry {
@@ -137,7 +137,7 @@ struct Geometry {
   std::uint32_t node, num_nodes, num_channels, num_classes;
   std::uint64_t num_entries;
   std::uint64_t num_keys;  // 0: dynamic
-  std::uint64_t users_offset, classes_offset, pools_offset, entries_offset, counters_offset;
+  std::uint64_t users_offset, classes_offset, pools_offset, entries_offset, epochs_offset;
   std::uint64_t class_of_offset, keys_offset;  // 0: there is none
   std::uint64_t channel_entries;  // that a channel's indices are below; see Store::index_in_channel
   std::uint64_t changed_offset, changed_bytes;  // of the first channel's set of changed entries; of each set
@@ -151,10 +151,10 @@ struct SlabHeader : Geometry {
   std::atomic<double> learning_rate;
   std::atomic<double> step;               // UpdateRule::step
   std::atomic<std::uint32_t> index_lock;  // dynamic tables: making and removing keys
-  std::uint64_t eviction_hand;            // under index_lock, as are the next two
+  std::uint64_t eviction_cursor;          // under index_lock, as are the next two
   std::uint64_t live_entries;
-  std::uint32_t first_counter;  // of a key made at its home: none made there before had a larger one
-  std::atomic<Loss> loss;       // the first; it stays, and is passed on to the other nodes
+  std::uint32_t first_epoch;  // of a key made at its home: none made there before had a larger one
+  std::atomic<Loss> loss;     // the first; it stays, and is passed on to the other nodes
   std::atomic<std::uint32_t> departed_node;  // number + 1 of the first node that ended after the last barrier
   std::atomic<std::uint32_t> stopping;
   std::atomic<std::uint32_t> failed;  // 1: `failure` is being written, 2: it says what made a channel stop
@@ -163,7 +163,7 @@ struct SlabHeader : Geometry {
   ProcessId leader;
   std::atomic<std::uint8_t> heard[kMaxNodes];  // 1: the first channel has had a message of that node's
   ChannelBoard boards[kMaxChannels];
-  std::atomic<std::uint64_t> counters[kMaxUsers][kNumCounters];
+  std::atomic<std::uint64_t> stats[kMaxUsers][kNumStats];
 };
 
 }  // namespace torchrelay::parameters

@@ -43,16 +43,16 @@ constexpr bool whole_row(Op op) { return op == Op::kPullRow || op == Op::kSetRow
 
 // A key of a batch that could not be served here.
 struct Missed {
-  std::uint32_t index;    // in the batch
-  std::uint32_t owner;    // the node to ask
-  std::uint32_t counter;  // how recent that knowledge is
+  std::uint32_t index;  // in the batch
+  std::uint32_t owner;  // the node to ask
+  std::uint32_t epoch;  // how recent that knowledge is
 };
 
 // A key that this node owned far from its home and has evicted; or one of this home that has moved away.
 struct Moved {
   std::int64_t key;
   std::uint32_t node;  // its home; or where it is
-  std::uint32_t counter;
+  std::uint32_t epoch;
 };
 
 class Store {
@@ -75,9 +75,9 @@ class Store {
                                       header_->num_channels);
   }
 
-  // Takes a user number; frees the locks its dead predecessor held. Throws kArgument if it is in use.
-  void take_user(std::uint32_t user);
-  void leave_user(std::uint32_t user);
+  // Takes a user id; frees the locks its dead predecessor held. Throws kArgument if it is in use.
+  void take_user(std::uint32_t user_id);
+  void leave_user(std::uint32_t user_id);
 
   // Bytes a batch's values take. Throws kArgument, naming the first key that is out of range.
   std::size_t value_bytes(Op op, const std::int64_t* keys, std::size_t count) const;
@@ -87,17 +87,18 @@ class Store {
 
   // Serves the keys whose rows are here; appends the others to `missed`. `values` holds the batch's rows one
   // after another and is read or written at the keys served.
-  void access(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
+  void access(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count, std::byte* values,
               std::vector<Missed>& missed) const;
 
   // --- for channels ---
   // The same for the master copies only; appends the indices of those that other nodes hold replicas of.
-  void access_owned(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
-                    std::vector<Missed>& missed, std::vector<std::uint32_t>& shared) const;
-  std::int64_t find(std::int64_t key) const;                              // the entry's number, or -1
-  std::int64_t find_or_make(std::uint32_t user, std::int64_t key) const;  // throws kUnavailable: table full
-  std::int64_t find_or_try_make(std::uint32_t user, std::int64_t key) const;  // -1: table full
-  Entry& entry(std::int64_t number) const { return entries_[number]; }
+  void access_owned(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
+                    std::byte* values, std::vector<Missed>& missed, std::vector<std::uint32_t>& shared) const;
+  std::int64_t find(std::int64_t key) const;  // the entry's index, or -1
+  std::int64_t find_or_make(std::uint32_t user_id,
+                            std::int64_t key) const;  // throws kUnavailable: table full
+  std::int64_t find_or_try_make(std::uint32_t user_id, std::int64_t key) const;  // -1: table full
+  Entry& entry(std::int64_t entry_index) const { return entries_[entry_index]; }
   // The entries of a channel, counted from 0: a dense table's keys are dealt to channels in runs of num_nodes
   // (see channel_of); of a dynamic table, any channel may have any entry.
   std::uint64_t index_in_channel(std::int64_t entry_index) const {
@@ -116,36 +117,38 @@ class Store {
     return {memory_.data() + header_->changed_offset + channel * header_->changed_bytes,
             header_->channel_entries};
   }
-  std::int64_t key_of(std::int64_t number) const { return dynamic() ? keys_[number].load() : number; }
-  std::atomic<std::uint32_t>& location_counter(std::int64_t number) const { return counters_[number]; }
-  void prefetch_location(std::int64_t key) const {
-    if (!dynamic()) __builtin_prefetch(&counters_[key]);
+  std::int64_t key_of(std::int64_t entry_index) const {
+    return dynamic() ? keys_[entry_index].load() : entry_index;
   }
-  const ClassInfo& class_of(std::int64_t number) const { return classes_[class_number(number)]; }
+  std::atomic<std::uint32_t>& ownership_epoch(std::int64_t entry_index) const { return epochs_[entry_index]; }
+  void prefetch_location(std::int64_t key) const {
+    if (!dynamic()) __builtin_prefetch(&epochs_[key]);
+  }
+  const ClassInfo& class_of(std::int64_t entry_index) const { return classes_[class_index(entry_index)]; }
   // Dynamic tables: seven eighths of the rows that fit are there; of the keys that can be remembered.
-  bool rows_tight(std::uint32_t user) const;
-  bool keys_tight(std::uint32_t user) const;
-  // Looks at `places` entries from `hand` on and removes the rows of `channel` that have moved here, and that
-  // nobody has used since the last look; their homes must be told.
-  std::vector<Moved> evict_moved(std::uint32_t user, std::uint32_t channel, std::uint64_t& hand,
+  bool rows_tight(std::uint32_t user_id) const;
+  bool keys_tight(std::uint32_t user_id) const;
+  // Looks at `places` entries from `cursor` on and removes the rows of `channel` that have moved here, and
+  // that nobody has used since the last look; their homes must be told.
+  std::vector<Moved> evict_moved(std::uint32_t user_id, std::uint32_t channel, std::uint64_t& cursor,
                                  std::uint64_t places) const;
-  // Keys of this home and channel that are elsewhere, among `places` entries from `hand` on.
-  std::vector<Moved> moved_away(std::uint32_t channel, std::uint64_t& hand, std::uint64_t places) const;
+  // Keys of this home and channel that are elsewhere, among `places` entries from `cursor` on.
+  std::vector<Moved> moved_away(std::uint32_t channel, std::uint64_t& cursor, std::uint64_t places) const;
   // Removes a key of this home that had moved and was evicted where it was. Under the entry's lock.
-  void forget(std::uint32_t user, std::int64_t number, std::uint32_t counter) const;
-  std::byte* row(std::int64_t number) const;
-  std::byte* accumulator(std::int64_t number) const;
+  void forget(std::uint32_t user_id, std::int64_t entry_index, std::uint32_t epoch) const;
+  std::byte* row(std::int64_t entry_index) const;
+  std::byte* accumulator(std::int64_t entry_index) const;
   // Under the entry's lock. A taken slot's row holds anything; its accumulator holds zeros.
-  void take_slot(std::uint32_t user, std::int64_t number) const;
-  void free_slot(std::uint32_t user, std::int64_t number) const;
-  void initialize_row(std::int64_t number, std::int64_t key) const;
+  void take_slot(std::uint32_t user_id, std::int64_t entry_index) const;
+  void free_slot(std::uint32_t user_id, std::int64_t entry_index) const;
+  void initialize_row(std::int64_t entry_index, std::int64_t key) const;
   // One push onto the row, by the rule; under the lock.
   void apply(std::byte* row, const std::byte* pushed, std::uint32_t length) const;
-  void count(std::uint32_t user, Counter counter, std::uint64_t amount) const {
-    auto& cell = header_->counters[user][counter];  // one writer
+  void count(std::uint32_t user_id, Stat stat, std::uint64_t amount) const {
+    auto& cell = header_->stats[user_id][stat];  // one writer
     cell.store(cell.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
   }
-  std::uint64_t total(Counter counter) const;
+  std::uint64_t total(Stat stat) const;
   std::vector<std::int64_t> owned_keys() const;
   // Replaces each of `keys` by the nearest one of [low, high) whose row is here; with `distinct`, by one that
   // is neither in `taken` (sorted) nor was chosen before. `drawable` says of each key of the range whether it
@@ -172,32 +175,34 @@ class Store {
   void check_peers() const;
   // The same, and that this node's leader lives; costs a read in /proc.
   void check_leader() const;
-  // Workers of this node whose processes have died without leaving; successors may take their numbers.
+  // Workers of this node whose processes have died without leaving; successors may take their ids.
   std::vector<std::uint32_t> dead_workers() const;
-  LockGuard guard(Entry& entry, std::uint32_t user) const { return LockGuard(entry.lock, users_, user); }
+  LockGuard guard(Entry& entry, std::uint32_t user_id) const {
+    return LockGuard(entry.lock, users_, user_id);
+  }
 
  private:
   Store(SharedMemory memory, const KeyInit& init);
   void map();
-  std::uint32_t class_number(std::int64_t number) const {
-    return class_of_ == nullptr ? 0 : class_of_[number];
+  std::uint32_t class_index(std::int64_t entry_index) const {
+    return class_of_ == nullptr ? 0 : class_of_[entry_index];
   }
-  std::int64_t make(std::uint32_t user, std::int64_t key) const;
-  std::int64_t try_make(std::uint32_t user, std::int64_t key) const;
-  bool evict_one(std::uint32_t user) const;  // under the index lock
-  void remove(std::uint32_t user, std::uint64_t place) const;
-  bool take_free_slot(std::uint32_t user, std::int64_t number) const;
+  std::int64_t make(std::uint32_t user_id, std::int64_t key) const;
+  std::int64_t try_make(std::uint32_t user_id, std::int64_t key) const;
+  bool evict_one(std::uint32_t user_id) const;  // under the index lock
+  void remove(std::uint32_t user_id, std::uint64_t place) const;
+  bool take_free_slot(std::uint32_t user_id, std::int64_t entry_index) const;
   [[noreturn]] void throw_full() const;
   [[noreturn]] void throw_loss(const Loss& loss) const;
   bool is_own_leave(const Loss& loss) const;
   void raise_and_mark(Entry& entry, std::int64_t key, std::int64_t entry_index, Flag flag) const;
   // False if the entry has become another key's meanwhile.
-  bool access_one(Op op, std::uint32_t user, std::int64_t key, std::int64_t number, std::byte* values,
+  bool access_one(Op op, std::uint32_t user_id, std::int64_t key, std::int64_t entry_index, std::byte* values,
                   std::size_t index, std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
-  bool known_absent(std::int64_t number, std::size_t index, std::vector<Missed>& missed) const;
-  void access_batch(Op op, std::uint32_t user, const std::int64_t* keys, std::size_t count, std::byte* values,
-                    std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
-  void count_access(Op op, std::uint32_t user, std::size_t served) const;
+  bool known_absent(std::int64_t entry_index, std::size_t index, std::vector<Missed>& missed) const;
+  void access_batch(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
+                    std::byte* values, std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
+  void count_access(Op op, std::uint32_t user_id, std::size_t served) const;
   [[noreturn]] void throw_out_of_range(const std::int64_t* keys, std::size_t count) const;
 
   SharedMemory memory_;
@@ -207,7 +212,7 @@ class Store {
   ClassInfo* classes_;
   Pool* pools_;
   Entry* entries_;
-  std::atomic<std::uint32_t>* counters_;
+  std::atomic<std::uint32_t>* epochs_;
   std::uint16_t* class_of_;          // null: one class
   std::atomic<std::int64_t>* keys_;  // null: dense
 };

@@ -20,15 +20,15 @@ constexpr std::uint32_t kProtocolVersion = 2;
 
 enum class Kind : std::uint16_t {
   kHello = 1,  // the sender's address; the first message of every stream
-  kRequest,    // RequestHead, keys, counters, positions, values
-  kReply,      // ReplyHead, positions, counters, values
-  kRelay,      // a worker's number, then a reply: for a worker of the receiver's node
+  kRequest,    // RequestHead, keys, epochs, positions, values
+  kReply,      // ReplyHead, positions, epochs, values
+  kRelay,      // a worker's endpoint id, then a reply: for a worker of the receiver's node
   kIntent,     // IntentHead, keys; from a worker of the same node
   kBundle,     // records
-  kFence,      // a number: answer once everything before it is done
-  kFenceAck,   // the number
-  kFlush,      // a number: refresh all replicas of your keys, then answer
-  kFlushAck,   // the number
+  kFence,      // a round id: answer once everything before it is done
+  kFenceAck,   // the round id
+  kFlush,      // a round id: refresh all replicas of your keys, then answer
+  kFlushAck,   // the round id
   kHeartbeat,
   kLoss,     // a Loss: why the sender will stop, or has
   kGoodbye,  // the sender stops
@@ -36,7 +36,7 @@ enum class Kind : std::uint16_t {
 
 struct Header {
   std::uint32_t magic;
-  std::uint32_t sender;       // endpoint number
+  std::uint32_t sender;       // endpoint id
   std::uint32_t incarnation;  // of the sender; a larger one starts a new stream
   std::uint32_t sequence;     // from 0, per stream
   Kind kind;
@@ -45,24 +45,24 @@ struct Header {
 };
 static_assert(sizeof(Header) == 24);
 
-// A request's id: the requester's incarnation (of 24 bits), then the number of the operation.
+// A request's id: the requester's incarnation (of 24 bits), then the operation's own.
 constexpr int kOperationBits = 40;
-constexpr std::uint64_t first_id(std::uint32_t incarnation) {
+constexpr std::uint64_t first_request_id(std::uint32_t incarnation) {
   return std::uint64_t{incarnation} << kOperationBits;
 }
-constexpr std::uint32_t incarnation_of(std::uint64_t id) {
-  return static_cast<std::uint32_t>(id >> kOperationBits);
+constexpr std::uint32_t incarnation_of(std::uint64_t request_id) {
+  return static_cast<std::uint32_t>(request_id >> kOperationBits);
 }
 
 struct RequestHead {
-  std::uint64_t id;         // see first_id
-  std::uint32_t requester;  // endpoint number
+  std::uint64_t request_id;  // see first_request_id
+  std::uint32_t requester;   // endpoint id
   std::uint32_t op;
 };
 
 struct ReplyHead {
-  std::uint64_t id;     // the request's
-  std::uint32_t owner;  // the node that served it
+  std::uint64_t request_id;  // the request's
+  std::uint32_t owner;       // the node that served it
   std::uint32_t op;
   std::uint32_t served;  // keys in this reply; arrays have room for header.count
   std::uint32_t unused;
@@ -98,14 +98,14 @@ struct Record {
   RecordKind kind;
   std::uint8_t flags;
   std::uint16_t node;
-  std::uint32_t counter;  // acquire: what it was sent by; transfer, location: the new one; else the owner's
+  std::uint32_t epoch;  // acquire: what it was sent by; transfer, location: the new one; else the owner's
   std::int64_t key;
   std::uint32_t version;
   std::uint32_t payload_bytes;
 };
 static_assert(sizeof(Record) == 24);
 
-// Endpoint numbers: channels and workers of nodes.
+// Endpoint ids: channels and workers of nodes.
 constexpr std::uint32_t kWorkerBit = 0x80000000u;
 constexpr std::uint32_t channel_endpoint(std::uint32_t node, std::uint32_t channel) {
   return node << 12 | channel;

@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "torchrelay/parameters/courier.h"
+#include "torchrelay/parameters/reliable_endpoint.h"
 #include "torchrelay/parameters/store.h"
 #include "torchrelay/parameters/unfinished_keys.h"
 
@@ -34,8 +34,8 @@ class Worker {
  public:
   using Interrupt = std::function<void()>;  // called now and then while waiting; may throw
 
-  // `network` may be null where there is one node. Throws kArgument if the number is taken.
-  Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_ptr<Network> network,
+  // `network` may be null where there is one node. Throws kArgument if the worker id is taken.
+  Worker(std::shared_ptr<Store> store, std::uint32_t worker_id, std::shared_ptr<Network> network,
          const ChannelAddresses& addresses, const WorkerOptions& options, Interrupt interrupt);
   ~Worker();
   Worker(const Worker&) = delete;
@@ -67,14 +67,14 @@ class Worker {
   void finalize();
 
   const Store& store() const { return *store_; }
-  std::uint32_t user() const { return user_; }
+  std::uint32_t user_id() const { return user_id_; }
 
  private:
   struct Pending {
     Op op;
-    std::vector<std::int64_t> keys;       // those that were missed, in the order of the request
-    std::vector<std::byte*> places;       // where each one's value lies
-    std::vector<std::uint32_t> counters;  // how recent the knowledge was by which each was sent
+    std::vector<std::int64_t> keys;     // those that were missed, in the order of the request
+    std::vector<std::byte*> places;     // where each one's value lies
+    std::vector<std::uint32_t> epochs;  // how recent the knowledge was by which each was sent
     std::size_t remaining;
     std::shared_ptr<void> holder;
     bool counted = false;  // in unfinished_keys_
@@ -88,33 +88,33 @@ class Worker {
   std::int64_t ask_owners(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
                           std::shared_ptr<void> holder);
   void drop_overwritten(const std::int64_t* keys, std::size_t count);
-  void send_request(std::int64_t id, const Pending& pending, std::uint32_t destination,
+  void send_request(std::int64_t request_id, const Pending& pending, std::uint32_t destination,
                     std::span<const std::uint32_t> positions);
   void take_answer(const Answer& answer);
   bool is_early(const Pending& pending, const std::uint32_t* positions, std::size_t count) const;
   bool take_early_answers();
-  void learn(std::int64_t key, std::uint32_t owner, std::uint32_t counter);
+  void learn(std::int64_t key, std::uint32_t owner, std::uint32_t epoch);
   bool receive(std::chrono::microseconds timeout);
   void wait_until(const std::function<bool()>& done, const char* what);
   UnfinishedKeys::Class class_of(Op op) const;
   void settle(Op op, const std::int64_t* keys, std::size_t count);
   void count_unfinished_keys();
-  void finish(std::int64_t id);
+  void finish(std::int64_t request_id);
   void flush(Flush ChannelBoard::* which, const char* what);
   void look_at_leader();
   void count_traffic();
 
   std::shared_ptr<Store> store_;
-  std::uint32_t user_;
+  std::uint32_t user_id_;
   WorkerOptions options_;
   Interrupt interrupt_;
-  std::shared_ptr<Network> network_;  // outlives the courier's endpoint
-  std::unique_ptr<Courier> courier_;  // null: one node
+  std::shared_ptr<Network> network_;            // outlives the endpoint
+  std::unique_ptr<ReliableEndpoint> endpoint_;  // null: one node
   std::unordered_map<std::int64_t, Pending> pending_;
-  std::int64_t next_id_ = 0;
-  std::uint64_t wire_ids_ = 0;  // added to ids in messages
-  std::vector<Answer> early_;   // waiting for the end of a replica
-  bool is_leader_;              // of its node: the process that serves it
+  std::int64_t next_request_id_ = 0;
+  std::uint64_t first_wire_id_ = 0;  // added to ids in messages
+  std::vector<Answer> early_;        // waiting for the end of a replica
+  bool is_leader_;                   // of its node: the process that serves it
   std::chrono::steady_clock::time_point next_look_{};
   std::vector<Missed> missed_;
   std::vector<std::vector<std::uint32_t>> by_destination_;  // positions in a Pending

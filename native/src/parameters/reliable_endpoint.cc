@@ -1,4 +1,4 @@
-#include "torchrelay/parameters/courier.h"
+#include "torchrelay/parameters/reliable_endpoint.h"
 
 #include "torchrelay/parameters/slab.h"
 
@@ -16,20 +16,21 @@ Header header_of(const Message& message) {
 
 }  // namespace
 
-Courier::Courier(std::unique_ptr<Endpoint> endpoint, std::uint32_t number, std::uint32_t incarnation)
-    : endpoint_(std::move(endpoint)), number_(number), incarnation_(incarnation) {}
+ReliableEndpoint::ReliableEndpoint(std::unique_ptr<Endpoint> endpoint, std::uint32_t id,
+                                   std::uint32_t incarnation)
+    : endpoint_(std::move(endpoint)), id_(id), incarnation_(incarnation) {}
 
-void Courier::connect(std::uint32_t peer, const std::string& address) {
+void ReliableEndpoint::connect(std::uint32_t peer, const std::string& address) {
   endpoint_->connect(peer, address);
   peers_.try_emplace(peer);
 }
 
-bool Courier::has_met(std::uint32_t peer, std::uint32_t incarnation) const {
+bool ReliableEndpoint::has_met(std::uint32_t peer, std::uint32_t incarnation) const {
   const auto stream = incoming_.find(peer);
   return knows(peer) && stream != incoming_.end() && stream->second.incarnation == incarnation;
 }
 
-void Courier::send(std::uint32_t peer, Kind kind, std::uint32_t count, Message message) {
+void ReliableEndpoint::send(std::uint32_t peer, Kind kind, std::uint32_t count, Message message) {
   const auto found = peers_.find(peer);
   if (found == peers_.end())
     throw Error(Code::kArgument, "parameters: endpoint " + std::to_string(peer) + " is not known here");
@@ -37,7 +38,7 @@ void Courier::send(std::uint32_t peer, Kind kind, std::uint32_t count, Message m
   send_numbered(peer, found->second, kind, count, std::move(message));
 }
 
-void Courier::greet(std::uint32_t peer) {
+void ReliableEndpoint::greet(std::uint32_t peer) {
   Outgoing& outgoing = peers_.at(peer);
   if (outgoing.greeted) return;
   const std::string mine = address();
@@ -47,19 +48,18 @@ void Courier::greet(std::uint32_t peer) {
   send_numbered(peer, outgoing, Kind::kHello, 0, writer.finish());
 }
 
-void Courier::send_numbered(std::uint32_t peer, Outgoing& outgoing, Kind kind, std::uint32_t count,
-                            Message message) {
-  const Header header{
-      kProtocolMagic | kProtocolVersion, number_, incarnation_, outgoing.next++, kind, 0, count};
+void ReliableEndpoint::send_numbered(std::uint32_t peer, Outgoing& outgoing, Kind kind, std::uint32_t count,
+                                     Message message) {
+  const Header header{kProtocolMagic | kProtocolVersion, id_, incarnation_, outgoing.next++, kind, 0, count};
   std::memcpy(message.data(), &header, sizeof header);
-  if (node_of(peer) != node_of(number_)) {
+  if (node_of(peer) != node_of(id_)) {
     sent_bytes += message.size_bytes();
     ++sent_messages;
   }
   endpoint_->send(peer, std::move(message));
 }
 
-bool Courier::valid(const Message& message, Header& header) {
+bool ReliableEndpoint::valid(const Message& message, Header& header) {
   std::string problem;
   if (message.size_bytes() < sizeof(Header)) {
     problem = "a message of " + std::to_string(message.size_bytes()) + " bytes";
@@ -80,8 +80,8 @@ bool Courier::valid(const Message& message, Header& header) {
   return false;
 }
 
-void Courier::accept(const Header& header, const Message& message) {
-  if (node_of(header.sender) != node_of(number_)) {
+void ReliableEndpoint::accept(const Header& header, const Message& message) {
+  if (node_of(header.sender) != node_of(id_)) {
     received_bytes += message.size_bytes();
     ++received_messages;
   }
@@ -100,14 +100,14 @@ void Courier::accept(const Header& header, const Message& message) {
   }
 }
 
-void Courier::sort_in(const Message& message) {
+void ReliableEndpoint::sort_in(const Message& message) {
   Header header;
   if (!valid(message, header)) return;
   Incoming& stream = incoming_[header.sender];
   if (header.incarnation > stream.incarnation) {
     stream = Incoming{};
     stream.incarnation = header.incarnation;
-    if ((header.sender & kWorkerBit) != 0) {  // a new worker under an old number: its new address comes
+    if ((header.sender & kWorkerBit) != 0) {  // a new worker under an old id: its new address comes
       peers_.erase(header.sender);
       endpoint_->disconnect(header.sender);
     }
@@ -134,7 +134,7 @@ void Courier::sort_in(const Message& message) {
   }
 }
 
-bool Courier::receive(Header& header, Message& message, std::chrono::microseconds timeout) {
+bool ReliableEndpoint::receive(Header& header, Message& message, std::chrono::microseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (ready_.empty()) {
     const auto left =
@@ -149,11 +149,11 @@ bool Courier::receive(Header& header, Message& message, std::chrono::microsecond
   return true;
 }
 
-void Courier::forgive_gaps() {
+void ReliableEndpoint::forgive_gaps() {
   for (auto& [peer, stream] : incoming_) stream.early_since = std::chrono::steady_clock::now();
 }
 
-std::int64_t Courier::stuck_peer(std::chrono::milliseconds timeout) const {
+std::int64_t ReliableEndpoint::stuck_peer(std::chrono::milliseconds timeout) const {
   const auto now = std::chrono::steady_clock::now();
   for (const auto& [peer, stream] : incoming_)
     if (!stream.early.empty() && now - stream.early_since > timeout) return peer;

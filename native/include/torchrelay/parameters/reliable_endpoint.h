@@ -1,6 +1,6 @@
 // Exactly-once, in-order delivery over an Endpoint that may delay, reorder and duplicate.
 //
-// Messages between two couriers are numbered; the receiver keeps those that came early, drops those it has
+// Messages between two endpoints are numbered; the receiver keeps those that came early, drops those it has
 // seen, and drops what is no message of this protocol, counting it. A lost message is not sent again (the
 // transport below is TCP): it shows as a gap, reported by stuck_peer().
 #pragma once
@@ -16,13 +16,13 @@
 
 namespace torchrelay::parameters {
 
-class Courier {
+class ReliableEndpoint {
  public:
-  // `number` is this endpoint's, `incarnation` larger than that of any earlier user of the number.
-  Courier(std::unique_ptr<Endpoint> endpoint, std::uint32_t number, std::uint32_t incarnation);
+  // `id` is this endpoint's, `incarnation` larger than that of any earlier user of the id.
+  ReliableEndpoint(std::unique_ptr<Endpoint> endpoint, std::uint32_t id, std::uint32_t incarnation);
 
   std::string address() const { return endpoint_->address(); }
-  std::uint32_t number() const { return number_; }
+  std::uint32_t id() const { return id_; }
 
   // Makes `peer` known; the first message to it tells it our address.
   void connect(std::uint32_t peer, const std::string& address);
@@ -67,7 +67,7 @@ class Courier {
   bool valid(const Message& message, Header& header);
 
   std::unique_ptr<Endpoint> endpoint_;
-  std::uint32_t number_;
+  std::uint32_t id_;
   std::uint32_t incarnation_;
   std::unordered_map<std::uint32_t, Outgoing> peers_;
   std::unordered_map<std::uint32_t, Incoming> incoming_;
