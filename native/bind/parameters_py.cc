@@ -136,10 +136,10 @@ void register_store(nb::module_& module) {
              return nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(keys->data(), {keys->size()}, owner);
            })
       .def(
-          "set_learning_rate",
-          [](const Store& store, double rate) { store.header().learning_rate.store(rate); }, "rate"_a)
+          "set_learning_rate", [](Store& store, double rate) { store.header().learning_rate.store(rate); },
+          "rate"_a)
       .def(
-          "set_step", [](const Store& store, double step) { store.header().step.store(step); }, "step"_a)
+          "set_step", [](Store& store, double step) { store.header().step.store(step); }, "step"_a)
       .def(
           "nearest_local",
           [](const Store& store, Address keys, std::size_t count, std::int64_t low, std::int64_t high,

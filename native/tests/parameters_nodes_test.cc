@@ -47,10 +47,8 @@ struct Cluster {
   }
 
   // By the thread of the node's worker 0.
-  State state(std::uint32_t node, std::int64_t number) const {
-    Entry& entry = stores[node]->entry(number);
-    const LockGuard guard = stores[node]->guard(entry, kMaxChannels);
-    return entry.state;
+  State state(std::uint32_t node, std::int64_t entry_index) const {
+    return LockedEntry(*stores[node], entry_index, kMaxChannels)->state;
   }
 };
 
@@ -455,7 +453,7 @@ TEST(the_first_loss_is_what_all_nodes_name) {
 
 TEST(a_loss_is_named_also_after_a_shutdown) {
   Cluster cluster(2, dense(2, 1), {}, {});
-  const Store& store = *cluster.stores[0];
+  Store& store = *cluster.stores[0];
   cluster.services[1]->stop();
   eventually([&] { return store.header().departed_node == 2; });
   CHECK_THROWS(Code::kPeerLost, store.check_peers());

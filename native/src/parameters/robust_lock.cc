@@ -21,11 +21,11 @@ bool is_alive(const User& user) {
   return pid != 0 && alive({pid, user.process_start.load()});
 }
 
-void LockGuard::wait(const User* users, std::uint32_t user_id) {
+void LockGuard::wait(Word& word, const User* users, std::uint32_t user_id) {
   for (int turn = 0;; ++turn) {
     std::uint32_t expected = 0;
-    if (word_.compare_exchange_weak(expected, user_id + 1, std::memory_order_acquire,
-                                    std::memory_order_relaxed))
+    if (word.compare_exchange_weak(expected, user_id + 1, std::memory_order_acquire,
+                                   std::memory_order_relaxed))
       return;
     if (turn < kSpins) {
       cpu_relax();
@@ -33,7 +33,7 @@ void LockGuard::wait(const User* users, std::uint32_t user_id) {
       sched_yield();
     } else {
       if (expected != 0 && !is_alive(users[expected - 1]) &&
-          word_.compare_exchange_strong(expected, user_id + 1, std::memory_order_acquire))
+          word.compare_exchange_strong(expected, user_id + 1, std::memory_order_acquire))
         return;
       std::this_thread::sleep_for(kNap);
     }

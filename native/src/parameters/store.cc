@@ -11,6 +11,7 @@
 
 #include "torchrelay/error.h"
 #include "torchrelay/host_memory.h"
+#include "torchrelay/parameters/locked_entry.h"
 
 namespace torchrelay::parameters {
 namespace {
@@ -196,8 +197,9 @@ Store Store::create(const StoreSpec& spec) {
     Pool& pool = store.pools_[store.class_index(static_cast<std::int64_t>(entry_index))];
     entry.slot.store(pool.never_used++, std::memory_order_relaxed);
     entry.state = State::kOwned;
-    if (spec.init.kind != InitKind::kZeros || spec.rule.initial_accumulator != 0)
-      store.initialize_row(static_cast<std::int64_t>(entry_index), static_cast<std::int64_t>(entry_index));
+    if (spec.init.kind == InitKind::kZeros && spec.rule.initial_accumulator == 0) continue;
+    LockedEntry locked(store, static_cast<std::int64_t>(entry_index), 0);
+    store.initialize_row(locked, locked.key());
   }
   header.version = kVersion;
   std::atomic_ref(header.magic).store(kMagic, std::memory_order_release);
@@ -243,37 +245,25 @@ void Store::leave_user(std::uint32_t user_id) {
   users_[user_id].pid = 0;
 }
 
-std::byte* Store::row(std::int64_t entry_index) const {
-  const ClassInfo& info = class_of(entry_index);
-  return memory_.data() + info.rows_offset +
-         info.stride_bytes * entries_[entry_index].slot.load(std::memory_order_relaxed);
-}
-
-std::byte* Store::accumulator(std::int64_t entry_index) const {
-  const ClassInfo& info = class_of(entry_index);
-  return memory_.data() + info.accumulators_offset +
-         info.stride_bytes * entries_[entry_index].slot.load(std::memory_order_relaxed);
-}
-
-bool Store::take_free_slot(std::uint32_t user_id, std::int64_t entry_index) const {
-  const std::uint32_t class_index = this->class_index(entry_index);
+bool Store::take_free_slot(LockedEntry& entry) {
+  const std::uint32_t class_index = this->class_index(entry.index());
   const ClassInfo& info = classes_[class_index];
   Pool& pool = pools_[class_index];
-  const LockGuard guard(pool.lock, users_, user_id);
+  const LockGuard guard(pool.lock, users_, entry.user_id());
   const auto* free_slots = reinterpret_cast<const std::uint32_t*>(memory_.data() + info.free_offset);
   if (pool.free_count > 0)
-    entries_[entry_index].slot.store(free_slots[--pool.free_count], std::memory_order_relaxed);
+    entry->slot.store(free_slots[--pool.free_count], std::memory_order_relaxed);
   else if (pool.never_used < info.capacity)
-    entries_[entry_index].slot.store(pool.never_used++, std::memory_order_relaxed);
+    entry->slot.store(pool.never_used++, std::memory_order_relaxed);
   else
     return false;
   return true;
 }
 
-void Store::take_slot(std::uint32_t user_id, std::int64_t entry_index) const {
-  while (!take_free_slot(user_id, entry_index)) {
-    const LockGuard guard(header_->index_lock, users_, user_id);
-    if (!evict_one(user_id)) throw_full();
+void Store::take_slot(LockedEntry& entry) {
+  while (!take_free_slot(entry)) {
+    const LockGuard guard(header_->index_lock, users_, entry.user_id());
+    if (!evict_one(entry.user_id())) throw_full();
   }
 }
 
@@ -285,11 +275,11 @@ void Store::throw_full() const {
                   "replicated, on loan from another node, or just used; give the table a larger capacity");
 }
 
-void Store::free_slot(std::uint32_t user_id, std::int64_t entry_index) const {
-  const std::uint32_t class_index = this->class_index(entry_index);
+void Store::free_slot(LockedEntry& entry) {
+  const std::uint32_t class_index = this->class_index(entry.index());
   Pool& pool = pools_[class_index];
-  const std::uint32_t slot = entries_[entry_index].slot.exchange(kNoSlot, std::memory_order_relaxed);
-  const LockGuard guard(pool.lock, users_, user_id);
+  const std::uint32_t slot = entry->slot.exchange(kNoSlot, std::memory_order_relaxed);
+  const LockGuard guard(pool.lock, users_, entry.user_id());
   auto* free_slots = reinterpret_cast<std::uint32_t*>(memory_.data() + classes_[class_index].free_offset);
   free_slots[pool.free_count] = slot;
   std::atomic_signal_fence(
@@ -311,7 +301,7 @@ std::vector<std::int64_t> Store::owned_keys() const {
   return keys;
 }
 
-void Store::fail(Code code, const char* reason) const {
+void Store::fail(Code code, const char* reason) {
   std::uint32_t expected = 0;
   if (!header_->failed.compare_exchange_strong(expected, 1)) return;
   header_->failure_code = code;
@@ -320,16 +310,14 @@ void Store::fail(Code code, const char* reason) const {
   lose({Loss::kFailed, static_cast<std::uint16_t>(header_->node), getpid()});
 }
 
-void Store::lose(const Loss& loss) const {
+void Store::lose(const Loss& loss) {
   Loss none;
   header_->loss.compare_exchange_strong(none, loss);
 }
 
-void Store::leave_in_need() const {
-  lose({Loss::kLeft, static_cast<std::uint16_t>(header_->node), getpid()});
-}
+void Store::leave_in_need() { lose({Loss::kLeft, static_cast<std::uint16_t>(header_->node), getpid()}); }
 
-void Store::lose_worker(std::uint32_t worker) const {
+void Store::lose_worker(std::uint32_t worker) {
   lose({Loss::kKilled, static_cast<std::uint16_t>(header_->node), users_[kMaxChannels + worker].pid.load()});
 }
 

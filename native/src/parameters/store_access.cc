@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "torchrelay/error.h"
-#include "torchrelay/parameters/store.h"
+#include "torchrelay/parameters/locked_entry.h"
 
 namespace torchrelay::parameters {
 namespace {
@@ -64,65 +64,23 @@ void Store::apply(std::byte* row, const std::byte* pushed, std::uint32_t length)
 }
 
 // Before the row changes: who is killed meanwhile leaves no change that no round looks at.
-void Store::raise_and_mark(Entry& entry, std::int64_t key, std::int64_t entry_index, Flag flag) const {
-  if (entry.has(flag)) return;
-  changed(channel_of(key)).mark(index_in_channel(entry_index));
-  entry.raise(flag);
+void Store::raise_and_mark(LockedEntry& entry, Flag flag) {
+  if (entry->has(flag)) return;
+  changed(channel_of(entry.key())).mark(index_in_channel(entry.index()));
+  entry->raise(flag);
 }
 
-bool Store::access_one(Op op, std::uint32_t user_id, std::int64_t key, std::int64_t entry_index,
-                       std::byte* values, std::size_t index, std::vector<Missed>& missed,
-                       std::vector<std::uint32_t>* shared) const {
-  Entry& entry = entries_[entry_index];
-  const LockGuard guard(entry.lock, users_, user_id);
-  if (dynamic() && keys_[entry_index].load(std::memory_order_relaxed) != key) return false;
-  const bool owned = entry.state == State::kOwned;
-  const bool writes_whole = op == Op::kSet || op == Op::kSetRow;
-  const bool elsewhere = entry.state == State::kAbsent || (op == Op::kPush && entry.has(kLeaving));
-  if (!owned && (elsewhere || writes_whole || shared != nullptr)) {
-    // A replica's set goes to the owner behind the pushes that its own channel has sent there.
-    const std::uint32_t owner = elsewhere ? entry.owner.load() : header_->node;
-    missed.push_back(
-        {static_cast<std::uint32_t>(index), owner, epochs_[entry_index].load(std::memory_order_relaxed)});
-    return true;
-  }
-  if (entry.has(kShared)) {
-    if (!reads(op)) raise_and_mark(entry, key, entry_index, kChanged);
-    if (shared != nullptr) shared->push_back(static_cast<std::uint32_t>(index));
-  }
-  if (!owned && op == Op::kPush) raise_and_mark(entry, key, entry_index, kDirty);
-  const ClassInfo& info = class_of(entry_index);
-  std::byte* row = this->row(entry_index);
-  const std::size_t element = size_of(header_->element);
-  switch (op) {
-    case Op::kPull: std::memcpy(values, row, info.length * element); break;
-    case Op::kPullRow: std::memcpy(values, row, info.row_length * element); break;
-    case Op::kSet: std::memcpy(row, values, info.length * element); break;
-    case Op::kSetRow: std::memcpy(row, values, info.row_length * element); break;
-    case Op::kPush:
-      apply(row, values, info.length);
-      if (!owned) add(header_->element, accumulator(entry_index), values, info.length);
-  }
-  if (dynamic()) entry.raise(kUsed);
-  return true;
-}
-
-void Store::count_access(Op op, std::uint32_t user_id, std::size_t served) const {
-  const Stat stat = reads(op) ? kLocalPulls : op == Op::kPush ? kLocalPushes : kLocalSets;
-  this->count(user_id, stat, served);
-}
-
-void Store::access(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
-                   std::byte* values, std::vector<Missed>& missed) const {
+void Store::access(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count, Values values,
+                   std::vector<Missed>& missed) {
   const std::size_t before = missed.size();
-  access_batch(op, user_id, keys, count, values, missed, nullptr);
-  count_access(op, user_id, count - (missed.size() - before));
+  access_batch({op, user_id, keys, count, values, missed, nullptr});
+  const Stat stat = reads(op) ? kLocalPulls : op == Op::kPush ? kLocalPushes : kLocalSets;
+  this->count(user_id, stat, count - (missed.size() - before));
 }
 
 void Store::access_owned(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
-                         std::byte* values, std::vector<Missed>& missed,
-                         std::vector<std::uint32_t>& shared) const {
-  access_batch(op, user_id, keys, count, values, missed, &shared);
+                         Values values, std::vector<Missed>& missed, std::vector<std::uint32_t>& shared) {
+  access_batch({op, user_id, keys, count, values, missed, &shared});
 }
 
 // A key that is not here and was not here a moment ago: reported without taking its lock. Owner and epoch
@@ -136,9 +94,59 @@ bool Store::known_absent(std::int64_t entry_index, std::size_t index, std::vecto
   return true;
 }
 
-void Store::access_batch(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
-                         std::byte* values, std::vector<Missed>& missed,
-                         std::vector<std::uint32_t>* shared) const {
+// A channel must not wait for room: others may wait for it.
+std::int64_t Store::find_to_access(const Batch& batch, std::int64_t key) {
+  if (home_of(key) != header_->node) return find(key);
+  return batch.shared != nullptr ? find_or_try_make(batch.user_id, key) : find_or_make(batch.user_id, key);
+}
+
+bool Store::access_entry(const Batch& batch, std::size_t i, std::int64_t entry_index, std::size_t offset) {
+  const Op op = batch.op;
+  LockedEntry entry(*this, entry_index, batch.user_id);
+  if (dynamic() && keys_[entry_index].load(std::memory_order_relaxed) != batch.keys[i]) return false;
+  const auto position = static_cast<std::uint32_t>(i);
+  const bool owned = entry->state == State::kOwned;
+  const bool elsewhere = entry->state == State::kAbsent || (op == Op::kPush && entry->has(kLeaving));
+  if (!owned && (elsewhere || sets(op) || batch.shared != nullptr)) {
+    // A replica's set goes to the owner behind the pushes that its own channel has sent there.
+    const std::uint32_t owner = elsewhere ? entry->owner.load() : header_->node;
+    batch.missed.push_back({.index = position, .owner = owner, .epoch = entry.epoch()});
+    return true;
+  }
+  if (entry->has(kShared)) {
+    if (!reads(op)) raise_and_mark(entry, kChanged);
+    if (batch.shared != nullptr) batch.shared->push_back(position);
+  }
+  if (!owned && op == Op::kPush) raise_and_mark(entry, kDirty);
+  switch (op) {
+    case Op::kPull: std::memcpy(batch.values.to + offset, entry.row(), entry.value_bytes()); break;
+    case Op::kPullRow: std::memcpy(batch.values.to + offset, entry.row(), entry.row_bytes()); break;
+    case Op::kSet: std::memcpy(entry.row(), batch.values.from + offset, entry.value_bytes()); break;
+    case Op::kSetRow: std::memcpy(entry.row(), batch.values.from + offset, entry.row_bytes()); break;
+    case Op::kPush:
+      entry.apply(batch.values.from + offset);
+      if (!owned)
+        add(header_->element, entry.accumulator(), batch.values.from + offset, entry.row_class().length);
+  }
+  if (dynamic()) entry->raise(kUsed);
+  return true;
+}
+
+void Store::access_key(const Batch& batch, std::size_t i, std::int64_t entry_index, std::size_t offset) {
+  const std::int64_t key = batch.keys[i];
+  for (;;) {
+    if (entry_index < 0) entry_index = find_to_access(batch, key);
+    if (entry_index < 0)
+      return batch.missed.push_back(
+          {.index = static_cast<std::uint32_t>(i), .owner = home_of(key), .epoch = 0});
+    if (access_entry(batch, i, entry_index, offset)) return;
+    entry_index = -1;  // it has become another key's: look again
+  }
+}
+
+void Store::access_batch(const Batch& batch) {
+  const Op op = batch.op;
+  const std::int64_t* keys = batch.keys;
   std::int64_t indices[kRing];
   const auto look_up = [&](std::size_t i) {
     const std::int64_t entry_index = dynamic() ? find(keys[i]) : keys[i];
@@ -154,25 +162,18 @@ void Store::access_batch(Op op, std::uint32_t user_id, const std::int64_t* keys,
     const std::byte* row = memory_.data() + info.rows_offset + info.stride_bytes * slot;
     reads(op) ? prefetch_row<false>(row, info.stride_bytes) : prefetch_row<true>(row, info.stride_bytes);
   };
+  const std::size_t count = batch.count;
   const std::size_t uniform_bytes = class_of_ == nullptr ? value_bytes(op, 0) : 0;
   for (std::size_t i = 0; i < std::min(count, kEntryAhead); ++i) look_up(i);
   for (std::size_t i = 0; i < std::min(count, kRowAhead); ++i) fetch_row(i);
+  std::size_t offset = 0;
   for (std::size_t i = 0; i < count; ++i) {
     if (i + kEntryAhead < count) look_up(i + kEntryAhead);
     if (i + kRowAhead < count) fetch_row(i + kRowAhead);
-    std::int64_t entry_index = indices[i % kRing];
-    if (entry_index < 0 || !known_absent(entry_index, i, missed)) {
-      do {
-        if (entry_index < 0 && home_of(keys[i]) != header_->node) entry_index = find(keys[i]);
-        if (entry_index < 0 && home_of(keys[i]) == header_->node)  // a channel must not wait for room
-          entry_index =
-              shared != nullptr ? find_or_try_make(user_id, keys[i]) : find_or_make(user_id, keys[i]);
-        if (entry_index < 0) missed.push_back({static_cast<std::uint32_t>(i), home_of(keys[i]), 0});
-      } while (entry_index >= 0 &&
-               !access_one(op, user_id, keys[i], entry_index, values, i, missed, shared) &&
-               (entry_index = -1));
-    }
-    values += uniform_bytes != 0 ? uniform_bytes : value_bytes(op, keys[i]);
+    const std::int64_t entry_index = indices[i % kRing];
+    if (entry_index < 0 || !known_absent(entry_index, i, batch.missed))
+      access_key(batch, i, entry_index, offset);
+    offset += uniform_bytes != 0 ? uniform_bytes : value_bytes(op, keys[i]);
   }
 }
 

@@ -12,7 +12,7 @@
 #include <unordered_set>
 
 #include "torchrelay/error.h"
-#include "torchrelay/parameters/store.h"
+#include "torchrelay/parameters/locked_entry.h"
 
 namespace torchrelay::parameters {
 namespace {
@@ -48,18 +48,18 @@ std::int64_t Store::find(std::int64_t key) const {
   return -1;
 }
 
-std::int64_t Store::find_or_make(std::uint32_t user_id, std::int64_t key) const {
+std::int64_t Store::find_or_make(std::uint32_t user_id, std::int64_t key) {
   const std::int64_t entry_index = find(key);
   return entry_index >= 0 ? entry_index : make(user_id, key);
 }
 
-std::int64_t Store::find_or_try_make(std::uint32_t user_id, std::int64_t key) const {
+std::int64_t Store::find_or_try_make(std::uint32_t user_id, std::int64_t key) {
   const std::int64_t entry_index = find(key);
   return entry_index >= 0 ? entry_index : try_make(user_id, key);
 }
 
 // A worker waits a moment for its node's channels to evict what has moved here; channels do that themselves.
-std::int64_t Store::make(std::uint32_t user_id, std::int64_t key) const {
+std::int64_t Store::make(std::uint32_t user_id, std::int64_t key) {
   const bool waits = user_id >= kMaxChannels && header_->num_nodes > 1;
   const auto deadline = std::chrono::steady_clock::now() + kRoomWait;
   for (;;) {
@@ -70,7 +70,7 @@ std::int64_t Store::make(std::uint32_t user_id, std::int64_t key) const {
 }
 
 // -1 if there is no room.
-std::int64_t Store::try_make(std::uint32_t user_id, std::int64_t key) const {
+std::int64_t Store::try_make(std::uint32_t user_id, std::int64_t key) {
   const LockGuard guard(header_->index_lock, users_, user_id);
   const std::int64_t found = find(key);
   if (found >= 0) return found;
@@ -81,61 +81,55 @@ std::int64_t Store::try_make(std::uint32_t user_id, std::int64_t key) const {
   do {  // an eviction may change which place the key is found at
     std::uint64_t place = mix(static_cast<std::uint64_t>(key)) & mask;
     while (keys_[place].load(std::memory_order_relaxed) > kTombstone) place = (place + 1) & mask;
-    const auto entry_index = static_cast<std::int64_t>(place);
-    Entry& entry = entries_[place];
-    const LockGuard entry_guard(entry.lock, users_, user_id);
-    entry.state = State::kAbsent;
-    entry.put(kUsed);
-    entry.owner = static_cast<std::uint16_t>(home_of(key));
-    entry.version = 0;
-    epochs_[place].store(at_home ? header_->first_epoch : 0, std::memory_order_relaxed);
+    LockedEntry entry(*this, static_cast<std::int64_t>(place), user_id);
+    entry->state = State::kAbsent;
+    entry->put(kUsed);
+    entry->version = 0;
+    entry.set_owner(home_of(key), at_home ? header_->first_epoch : 0);
     if (at_home) {
-      if (!take_free_slot(user_id, entry_index)) continue;
-      initialize_row(entry_index, key);
-      entry.state = State::kOwned;
+      if (!take_free_slot(entry)) continue;
+      initialize_row(entry, key);
+      entry->state = State::kOwned;
     }
     ++header_->live_entries;
     keys_[place].store(key, std::memory_order_release);
-    return entry_index;
+    return entry.index();
   } while (evict_one(user_id));
   return -1;
 }
 
 // The clock algorithm: passes over the entries, sparing once those used since its last pass. What can go:
 // rows of keys owned at their home, and remembered locations. Rows that have moved here go by evict_moved.
-bool Store::evict_one(std::uint32_t user_id) const {
+bool Store::evict_one(std::uint32_t user_id) {
   const std::uint64_t mask = header_->num_entries - 1;
   for (std::uint64_t turns = 0; turns < 2 * header_->num_entries; ++turns) {
     const std::uint64_t place = header_->eviction_cursor++ & mask;
     if (keys_[place].load(std::memory_order_relaxed) <= kTombstone) continue;
-    Entry& entry = entries_[place];
-    std::uint32_t expected = 0;  // who is busy is in use; and waiting here could wait for ourselves
-    if (!entry.lock.compare_exchange_strong(expected, user_id + 1, std::memory_order_acquire)) continue;
+    // Who is busy is in use; and waiting here could wait for ourselves.
+    LockedEntry entry(*this, static_cast<std::int64_t>(place), user_id, std::try_to_lock);
+    if (!entry.owns()) continue;
     const bool at_home = home_of(keys_[place].load(std::memory_order_relaxed)) == header_->node;
-    const bool owned_at_home = entry.state == State::kOwned && at_home;
-    const bool only_a_location = entry.state == State::kAbsent && !at_home;
-    const bool evictable = (owned_at_home || only_a_location) && !entry.has(kShared | kUsed | kPinned);
-    entry.lower(kUsed);
-    if (evictable) {
-      if (owned_at_home) {  // others may remember where it was; what is made anew here must be more recent
-        const std::uint32_t epoch = epochs_[place].load(std::memory_order_relaxed);
-        header_->first_epoch = std::max(header_->first_epoch, epoch);
-        count(user_id, kEvictions, 1);
-      }
-      remove(user_id, place);
+    const bool owned_at_home = entry->state == State::kOwned && at_home;
+    const bool only_a_location = entry->state == State::kAbsent && !at_home;
+    const bool evictable = (owned_at_home || only_a_location) && !entry->has(kShared | kUsed | kPinned);
+    entry->lower(kUsed);
+    if (!evictable) continue;
+    if (owned_at_home) {  // others may remember where it was; what is made anew here must be more recent
+      header_->first_epoch = std::max(header_->first_epoch, entry.epoch());
+      count(user_id, kEvictions, 1);
     }
-    entry.lock.store(0, std::memory_order_release);
-    if (evictable) return true;
+    remove(entry);
+    return true;
   }
   return false;
 }
 
-bool Store::rows_tight(std::uint32_t user_id) const {
+bool Store::rows_tight(std::uint32_t user_id) {
   const LockGuard guard(pools_[0].lock, users_, user_id);
   return mostly(pools_[0].never_used - pools_[0].free_count, classes_[0].capacity);
 }
 
-bool Store::keys_tight(std::uint32_t user_id) const {
+bool Store::keys_tight(std::uint32_t user_id) {
   const LockGuard guard(header_->index_lock, users_, user_id);
   return mostly(header_->live_entries, header_->num_entries / 2);
 }
@@ -149,41 +143,40 @@ std::vector<Moved> Store::moved_away(std::uint32_t channel, std::uint64_t& curso
     if (key <= kTombstone || home_of(key) != header_->node || channel_of(key) != channel) continue;
     const std::uint32_t epoch = epochs_[place].load(std::memory_order_acquire);
     const std::uint32_t owner = entries_[place].owner;
-    if (owner != header_->node) moved.push_back({key, owner, epoch});
+    if (owner != header_->node) moved.push_back({.key = key, .node = owner, .epoch = epoch});
   }
   return moved;
 }
 
 std::vector<Moved> Store::evict_moved(std::uint32_t user_id, std::uint32_t channel, std::uint64_t& cursor,
-                                      std::uint64_t places) const {
+                                      std::uint64_t places) {
   std::vector<Moved> evicted;
   const LockGuard guard(header_->index_lock, users_, user_id);
   for (std::uint64_t turn = 0; turn < places; ++turn) {
     const std::uint64_t place = cursor++ & (header_->num_entries - 1);
     const std::int64_t key = keys_[place].load(std::memory_order_relaxed);
     if (key <= kTombstone || home_of(key) == header_->node || channel_of(key) != channel) continue;
-    Entry& entry = entries_[place];
-    std::uint32_t expected = 0;
-    if (!entry.lock.compare_exchange_strong(expected, user_id + 1, std::memory_order_acquire)) continue;
-    if (entry.state == State::kOwned && !entry.has(kShared | kUsed | kPinned)) {
-      evicted.push_back({key, home_of(key), epochs_[place].load(std::memory_order_relaxed)});
-      remove(user_id, place);
+    LockedEntry entry(*this, static_cast<std::int64_t>(place), user_id, std::try_to_lock);
+    if (!entry.owns()) continue;
+    if (entry->state == State::kOwned && !entry->has(kShared | kUsed | kPinned)) {
+      evicted.push_back({.key = key, .node = home_of(key), .epoch = entry.epoch()});
+      remove(entry);
       count(user_id, kEvictions, 1);
     }
-    entry.lower(kUsed);
-    entry.lock.store(0, std::memory_order_release);
+    entry->lower(kUsed);
   }
   return evicted;
 }
 
-void Store::forget(std::uint32_t user_id, std::int64_t entry_index, std::uint32_t epoch) const {
-  const LockGuard guard(header_->index_lock, users_, user_id);
+void Store::forget(LockedEntry& entry, std::uint32_t epoch) {
+  const LockGuard guard(header_->index_lock, users_, entry.user_id());
   header_->first_epoch = std::max(header_->first_epoch, epoch);
-  remove(user_id, static_cast<std::uint64_t>(entry_index));
+  remove(entry);
 }
 
-// Under the index lock and the entry's. Whoever is killed in here leaves a slot unused, and no wrong entry.
-void Store::remove(std::uint32_t user_id, std::uint64_t place) const {
+// Whoever is killed in here leaves a slot unused, and no wrong entry.
+void Store::remove(LockedEntry& entry) {
+  const auto place = static_cast<std::uint64_t>(entry.index());
   const std::uint64_t mask = header_->num_entries - 1;
   std::uint64_t at = place;
   const bool last = keys_[(place + 1) & mask].load(std::memory_order_relaxed) == kNoKey;
@@ -191,9 +184,9 @@ void Store::remove(std::uint32_t user_id, std::uint64_t place) const {
   --header_->live_entries;
   while (last && keys_[at = (at - 1) & mask].load(std::memory_order_relaxed) == kTombstone)
     keys_[at].store(kNoKey, std::memory_order_release);
-  const bool has_row = entries_[place].state != State::kAbsent;
-  entries_[place].state = State::kAbsent;
-  if (has_row) free_slot(user_id, static_cast<std::int64_t>(place));
+  const bool has_row = entry->state != State::kAbsent;
+  entry->state = State::kAbsent;
+  if (has_row) free_slot(entry);
 }
 
 std::size_t Store::nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low, std::int64_t high,
@@ -217,10 +210,10 @@ std::size_t Store::nearest_local(std::int64_t* keys, std::size_t count, std::int
   return count;
 }
 
-void Store::initialize_row(std::int64_t entry_index, std::int64_t key) const {
-  const ClassInfo& info = class_of(entry_index);
+void Store::initialize_row(LockedEntry& entry, std::int64_t key) {
+  const ClassInfo& info = entry.row_class();
   const Element element = header_->element;
-  std::byte* row = this->row(entry_index);
+  std::byte* row = entry.row();
   std::memset(row, 0, info.stride_bytes);
   const std::uint64_t stream = mix(mix(static_cast<std::uint64_t>(key)) + init_.seed);
   for (std::uint32_t i = 0; i < info.length && init_.kind != InitKind::kZeros; ++i) {

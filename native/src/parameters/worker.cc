@@ -79,7 +79,7 @@ std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, 
                "one of the unfinished operations, of which there are as many as max_unfinished allows,");
   settle(op, keys, count);
   missed_.clear();
-  store_->access(op, user_id_, keys, count, values, missed_);
+  store_->access(op, user_id_, keys, count, values_for(op, values), missed_);
   if (missed_.empty()) return -1;
   const std::int64_t timestamp = ask_owners(op, keys, count, values, std::move(holder));
   count_traffic();
@@ -94,7 +94,7 @@ bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byt
   missed_.clear();
   for (std::size_t done = 0; done < count; done += kKeysPerTrial) {
     const std::size_t some = std::min(kKeysPerTrial, count - done);
-    store_->access(Op::kPull, user_id_, keys + done, some, values, missed_);
+    store_->access(Op::kPull, user_id_, keys + done, some, {.to = values}, missed_);
     if (!missed_.empty()) return false;
     values += store_->value_bytes(Op::kPull, keys + done, some);
   }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "torchrelay/parameters/locked_entry.h"
 #include "torchrelay/parameters/worker.h"
 
 namespace torchrelay::parameters {
@@ -29,7 +30,7 @@ void Worker::drop_overwritten(const std::int64_t* keys, std::size_t count) {
 
 std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
                                 std::shared_ptr<void> holder) {
-  if (op == Op::kSet || op == Op::kSetRow) drop_overwritten(keys, count);
+  if (sets(op)) drop_overwritten(keys, count);
   if (missed_.empty()) return -1;
   const std::int64_t request_id = next_request_id_++;
   Pending& pending = pending_[request_id];
@@ -150,15 +151,10 @@ void Worker::take_answer(const Answer& answer) {
 // Feeds the location cache.
 void Worker::learn(std::int64_t key, std::uint32_t owner, std::uint32_t epoch) {
   const std::int64_t entry_index = store_->find(key);
-  if (entry_index < 0 || store_->ownership_epoch(entry_index).load(std::memory_order_relaxed) >= epoch)
-    return;
-  Entry& entry = store_->entry(entry_index);
-  const LockGuard guard = store_->guard(entry, user_id_);
-  if (store_->key_of(entry_index) != key || entry.state != State::kAbsent ||
-      store_->ownership_epoch(entry_index).load(std::memory_order_relaxed) >= epoch)
-    return;
-  entry.owner = static_cast<std::uint16_t>(owner);
-  store_->ownership_epoch(entry_index).store(epoch, std::memory_order_release);
+  if (entry_index < 0 || store_->ownership_epoch(entry_index) >= epoch) return;
+  LockedEntry entry(*store_, entry_index, user_id_);
+  if (entry.key() != key || entry->state != State::kAbsent || entry.epoch() >= epoch) return;
+  entry.set_owner(owner, epoch);
 }
 
 }  // namespace torchrelay::parameters

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -32,20 +33,31 @@ bool is_alive(const User& user);
 
 class LockGuard {
  public:
-  LockGuard(std::atomic<std::uint32_t>& word, const User* users, std::uint32_t user_id) : word_(word) {
+  using Word = std::atomic<std::uint32_t>;
+
+  LockGuard(Word& word, const User* users, std::uint32_t user_id) : word_(&word) {
     std::uint32_t expected = 0;
-    if (!word_.compare_exchange_weak(expected, user_id + 1, std::memory_order_acquire,
-                                     std::memory_order_relaxed))
-      wait(users, user_id);
+    if (!word.compare_exchange_weak(expected, user_id + 1, std::memory_order_acquire,
+                                    std::memory_order_relaxed))
+      wait(word, users, user_id);
   }
-  ~LockGuard() { word_.store(0, std::memory_order_release); }
+  // Holds nothing, which owns() reports, if the lock is taken.
+  LockGuard(Word& word, std::uint32_t user_id, std::try_to_lock_t) : word_(nullptr) {
+    std::uint32_t expected = 0;
+    if (word.compare_exchange_strong(expected, user_id + 1, std::memory_order_acquire)) word_ = &word;
+  }
+  ~LockGuard() {
+    if (word_ != nullptr) word_->store(0, std::memory_order_release);
+  }
   LockGuard(const LockGuard&) = delete;
   LockGuard& operator=(const LockGuard&) = delete;
 
- private:
-  void wait(const User* users, std::uint32_t user_id);
+  bool owns() const { return word_ != nullptr; }
 
-  std::atomic<std::uint32_t>& word_;
+ private:
+  static void wait(Word& word, const User* users, std::uint32_t user_id);
+
+  Word* word_;
 };
 
 }  // namespace torchrelay::parameters

@@ -39,6 +39,7 @@ struct StoreSpec {
 enum class Op : std::uint8_t { kPull, kPush, kSet, kPullRow, kSetRow };
 
 constexpr bool reads(Op op) { return op == Op::kPull || op == Op::kPullRow; }
+constexpr bool sets(Op op) { return op == Op::kSet || op == Op::kSetRow; }
 constexpr bool whole_row(Op op) { return op == Op::kPullRow || op == Op::kSetRow; }
 
 // A key of a batch that could not be served here.
@@ -55,6 +56,18 @@ struct Moved {
   std::uint32_t epoch;
 };
 
+// Where a batch's values lie, one key's after another's: read by an operation that writes rows, written by
+// one that reads them.
+struct Values {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+};
+inline Values values_for(Op op, std::byte* values) {
+  return reads(op) ? Values{.to = values} : Values{.from = values};
+}
+
+class LockedEntry;
+
 class Store {
  public:
   // A new slab; this process becomes the node's leader.
@@ -63,8 +76,10 @@ class Store {
   static Store attach(const std::string& address, const KeyInit& init);
 
   std::string address() const { return memory_.address(); }
-  SlabHeader& header() const { return *header_; }
-  User* users() const { return users_; }
+  SlabHeader& header() { return *header_; }
+  const SlabHeader& header() const { return *header_; }
+  User* users() { return users_; }
+  const User* users() const { return users_; }
   bool dynamic() const { return header_->num_keys == 0; }
   std::uint32_t home_of(std::int64_t key) const {
     return static_cast<std::uint32_t>(static_cast<std::uint64_t>(key) % header_->num_nodes);
@@ -85,20 +100,22 @@ class Store {
   std::uint32_t length_of(std::int64_t key) const;
   bool valid(std::int64_t key) const;
 
-  // Serves the keys whose rows are here; appends the others to `missed`. `values` holds the batch's rows one
-  // after another and is read or written at the keys served.
-  void access(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count, std::byte* values,
-              std::vector<Missed>& missed) const;
+  // Serves the keys whose rows are here; appends the others to `missed`. `values` is read or written at the
+  // keys served.
+  void access(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count, Values values,
+              std::vector<Missed>& missed);
 
   // --- for channels ---
   // The same for the master copies only; appends the indices of those that other nodes hold replicas of.
-  void access_owned(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
-                    std::byte* values, std::vector<Missed>& missed, std::vector<std::uint32_t>& shared) const;
-  std::int64_t find(std::int64_t key) const;  // the entry's index, or -1
-  std::int64_t find_or_make(std::uint32_t user_id,
-                            std::int64_t key) const;  // throws kUnavailable: table full
-  std::int64_t find_or_try_make(std::uint32_t user_id, std::int64_t key) const;  // -1: table full
-  Entry& entry(std::int64_t entry_index) const { return entries_[entry_index]; }
+  void access_owned(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count, Values values,
+                    std::vector<Missed>& missed, std::vector<std::uint32_t>& shared);
+  // The index of the key's entry, or -1.
+  std::int64_t find(std::int64_t key) const;
+  // The same; makes an entry where there is none. Throws kUnavailable if the table is full; -1 if it is.
+  std::int64_t find_or_make(std::uint32_t user_id, std::int64_t key);
+  std::int64_t find_or_try_make(std::uint32_t user_id, std::int64_t key);
+  Entry& entry(std::int64_t entry_index) { return entries_[entry_index]; }
+  const Entry& entry(std::int64_t entry_index) const { return entries_[entry_index]; }
   // The entries of a channel, counted from 0: a dense table's keys are dealt to channels in runs of num_nodes
   // (see channel_of); of a dynamic table, any channel may have any entry.
   std::uint64_t index_in_channel(std::int64_t entry_index) const {
@@ -120,31 +137,33 @@ class Store {
   std::int64_t key_of(std::int64_t entry_index) const {
     return dynamic() ? keys_[entry_index].load() : entry_index;
   }
-  std::atomic<std::uint32_t>& ownership_epoch(std::int64_t entry_index) const { return epochs_[entry_index]; }
+  // How recent the entry's owner is; set by LockedEntry::set_owner.
+  std::uint32_t ownership_epoch(std::int64_t entry_index,
+                                std::memory_order order = std::memory_order_relaxed) const {
+    return epochs_[entry_index].load(order);
+  }
   void prefetch_location(std::int64_t key) const {
     if (!dynamic()) __builtin_prefetch(&epochs_[key]);
   }
   const ClassInfo& class_of(std::int64_t entry_index) const { return classes_[class_index(entry_index)]; }
   // Dynamic tables: seven eighths of the rows that fit are there; of the keys that can be remembered.
-  bool rows_tight(std::uint32_t user_id) const;
-  bool keys_tight(std::uint32_t user_id) const;
+  bool rows_tight(std::uint32_t user_id);
+  bool keys_tight(std::uint32_t user_id);
   // Looks at `places` entries from `cursor` on and removes the rows of `channel` that have moved here, and
   // that nobody has used since the last look; their homes must be told.
   std::vector<Moved> evict_moved(std::uint32_t user_id, std::uint32_t channel, std::uint64_t& cursor,
-                                 std::uint64_t places) const;
+                                 std::uint64_t places);
   // Keys of this home and channel that are elsewhere, among `places` entries from `cursor` on.
   std::vector<Moved> moved_away(std::uint32_t channel, std::uint64_t& cursor, std::uint64_t places) const;
-  // Removes a key of this home that had moved and was evicted where it was. Under the entry's lock.
-  void forget(std::uint32_t user_id, std::int64_t entry_index, std::uint32_t epoch) const;
-  std::byte* row(std::int64_t entry_index) const;
-  std::byte* accumulator(std::int64_t entry_index) const;
-  // Under the entry's lock. A taken slot's row holds anything; its accumulator holds zeros.
-  void take_slot(std::uint32_t user_id, std::int64_t entry_index) const;
-  void free_slot(std::uint32_t user_id, std::int64_t entry_index) const;
-  void initialize_row(std::int64_t entry_index, std::int64_t key) const;
-  // One push onto the row, by the rule; under the lock.
+  // Removes a key of this home that had moved and was evicted where it was.
+  void forget(LockedEntry& entry, std::uint32_t epoch);
+  // A taken slot's row holds anything; its accumulator holds zeros.
+  void take_slot(LockedEntry& entry);
+  void free_slot(LockedEntry& entry);
+  void initialize_row(LockedEntry& entry, std::int64_t key);
+  // One push of `length` elements onto the row, by the table's rule.
   void apply(std::byte* row, const std::byte* pushed, std::uint32_t length) const;
-  void count(std::uint32_t user_id, Stat stat, std::uint64_t amount) const {
+  void count(std::uint32_t user_id, Stat stat, std::uint64_t amount) {
     auto& cell = header_->stats[user_id][stat];  // one writer
     cell.store(cell.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
   }
@@ -157,14 +176,14 @@ class Store {
                             const std::vector<std::int64_t>& taken, bool distinct,
                             const std::uint8_t* drawable = nullptr) const;
   // A channel cannot go on; the first reason given stays.
-  void fail(Code code, const char* reason) const;
+  void fail(Code code, const char* reason);
   // Makes every process of every node raise, and name the loss, unless there was one before.
-  void lose(const Loss& loss) const;
+  void lose(const Loss& loss);
   Loss loss() const { return header_->loss.load(std::memory_order_acquire); }
   // This process stops using the table though others have not.
-  void leave_in_need() const;
+  void leave_in_need();
   // The process of a dead worker of this node has no successor.
-  void lose_worker(std::uint32_t worker) const;
+  void lose_worker(std::uint32_t worker);
   // Is this node to serve no longer?
   bool is_stopping() const {
     const Loss lost = loss();
@@ -177,32 +196,43 @@ class Store {
   void check_leader() const;
   // Workers of this node whose processes have died without leaving; successors may take their ids.
   std::vector<std::uint32_t> dead_workers() const;
-  LockGuard guard(Entry& entry, std::uint32_t user_id) const {
-    return LockGuard(entry.lock, users_, user_id);
-  }
 
  private:
+  friend class LockedEntry;
+
+  // A batch of keys that is accessed.
+  struct Batch {
+    Op op;
+    std::uint32_t user_id;
+    const std::int64_t* keys;
+    std::size_t count;
+    Values values;
+    std::vector<Missed>& missed;
+    std::vector<std::uint32_t>* shared;  // null: replicas serve too
+  };
+
   Store(SharedMemory memory, const KeyInit& init);
   void map();
   std::uint32_t class_index(std::int64_t entry_index) const {
     return class_of_ == nullptr ? 0 : class_of_[entry_index];
   }
-  std::int64_t make(std::uint32_t user_id, std::int64_t key) const;
-  std::int64_t try_make(std::uint32_t user_id, std::int64_t key) const;
-  bool evict_one(std::uint32_t user_id) const;  // under the index lock
-  void remove(std::uint32_t user_id, std::uint64_t place) const;
-  bool take_free_slot(std::uint32_t user_id, std::int64_t entry_index) const;
+  std::int64_t make(std::uint32_t user_id, std::int64_t key);
+  std::int64_t try_make(std::uint32_t user_id, std::int64_t key);
+  // With the index lock held.
+  bool evict_one(std::uint32_t user_id);
+  void remove(LockedEntry& entry);
+  bool take_free_slot(LockedEntry& entry);
   [[noreturn]] void throw_full() const;
   [[noreturn]] void throw_loss(const Loss& loss) const;
   bool is_own_leave(const Loss& loss) const;
-  void raise_and_mark(Entry& entry, std::int64_t key, std::int64_t entry_index, Flag flag) const;
+  void raise_and_mark(LockedEntry& entry, Flag flag);
+  void access_batch(const Batch& batch);
+  // The batch's i-th key, whose values lie `offset` bytes from the start.
+  void access_key(const Batch& batch, std::size_t i, std::int64_t entry_index, std::size_t offset);
   // False if the entry has become another key's meanwhile.
-  bool access_one(Op op, std::uint32_t user_id, std::int64_t key, std::int64_t entry_index, std::byte* values,
-                  std::size_t index, std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
+  bool access_entry(const Batch& batch, std::size_t i, std::int64_t entry_index, std::size_t offset);
   bool known_absent(std::int64_t entry_index, std::size_t index, std::vector<Missed>& missed) const;
-  void access_batch(Op op, std::uint32_t user_id, const std::int64_t* keys, std::size_t count,
-                    std::byte* values, std::vector<Missed>& missed, std::vector<std::uint32_t>* shared) const;
-  void count_access(Op op, std::uint32_t user_id, std::size_t served) const;
+  std::int64_t find_to_access(const Batch& batch, std::int64_t key);
   [[noreturn]] void throw_out_of_range(const std::int64_t* keys, std::size_t count) const;
 
   SharedMemory memory_;

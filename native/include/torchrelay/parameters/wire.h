@@ -35,13 +35,13 @@ enum class Kind : std::uint16_t {
 };
 
 struct Header {
-  std::uint32_t magic;
-  std::uint32_t sender;       // endpoint id
-  std::uint32_t incarnation;  // of the sender; a larger one starts a new stream
-  std::uint32_t sequence;     // from 0, per stream
-  Kind kind;
-  std::uint16_t unused;
-  std::uint32_t count;  // of keys or records
+  std::uint32_t magic = 0;
+  std::uint32_t sender = 0;       // endpoint id
+  std::uint32_t incarnation = 0;  // of the sender; a larger one starts a new stream
+  std::uint32_t sequence = 0;     // from 0, per stream
+  Kind kind{};
+  std::uint16_t unused = 0;
+  std::uint32_t count = 0;  // of keys or records
 };
 static_assert(sizeof(Header) == 24);
 
@@ -61,11 +61,11 @@ struct RequestHead {
 };
 
 struct ReplyHead {
-  std::uint64_t request_id;  // the request's
-  std::uint32_t owner;       // the node that served it
-  std::uint32_t op;
-  std::uint32_t served;  // keys in this reply; arrays have room for header.count
-  std::uint32_t unused;
+  std::uint64_t request_id = 0;
+  std::uint32_t owner = 0;  // the node that served it
+  std::uint32_t op = 0;
+  std::uint32_t served = 0;  // keys in this reply; arrays have room for header.count
+  std::uint32_t unused = 0;
 };
 
 struct IntentHead {
@@ -88,6 +88,7 @@ enum class RecordKind : std::uint8_t {
 };
 
 enum RecordFlag : std::uint8_t {
+  kNoFlags = 0,
   kDrop = 1,      // update: the sender gives its replica up; ack and refresh: it has been
   kAcks = 2,      // refresh: also an ack
   kWholeRow = 4,  // overwrite: the payload is a row
@@ -95,13 +96,13 @@ enum RecordFlag : std::uint8_t {
 };
 
 struct Record {
-  RecordKind kind;
-  std::uint8_t flags;
-  std::uint16_t node;
-  std::uint32_t epoch;  // acquire: what it was sent by; transfer, location: the new one; else the owner's
-  std::int64_t key;
-  std::uint32_t version;
-  std::uint32_t payload_bytes;
+  RecordKind kind{};
+  std::uint8_t flags = 0;
+  std::uint16_t node = 0;
+  std::uint32_t epoch = 0;  // acquire: what it was sent by; transfer, location: the new one; else the owner's
+  std::int64_t key = 0;
+  std::uint32_t version = 0;
+  std::uint32_t payload_bytes = 0;
 };
 static_assert(sizeof(Record) == 24);
 

@@ -1,0 +1,66 @@
+// What the parts of one channel share. Used by the channel's thread alone.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "torchrelay/parameters/locked_entry.h"
+#include "torchrelay/parameters/outbox.h"
+#include "torchrelay/parameters/reliable_endpoint.h"
+
+namespace torchrelay::parameters {
+
+enum class Techniques : std::uint32_t { kAll, kReplicationOnly, kRelocationOnly };
+
+struct ChannelOptions {
+  Techniques techniques = Techniques::kAll;
+  double max_rounds_per_s = 1000;
+  double sync_threshold = 0;             // smallest l2 norm of an update worth sending before it must be
+  std::uint32_t hysteresis_rounds = 10;  // a key stays at least this long before a replica takes it over
+  std::chrono::milliseconds heartbeat_interval{500};
+  std::chrono::milliseconds heartbeat_timeout{10000};
+};
+
+// What a channel knows of an entry beside what the slab holds.
+struct EntryControl {
+  std::uint32_t intents = 0;      // live, of this node's workers
+  std::uint32_t arrived = 0;      // the round in which the key was relocated here
+  std::uint32_t list_place = 0;   // in the list of shared keys (owner) or of replicas (replica)
+  std::uint32_t outstanding = 0;  // updates and overwrites not acknowledged
+  bool wanted = false;            // an acquire is under way
+  bool overwritten = false;       // an overwrite is outstanding: refreshes sent before it are void
+};
+
+struct ChannelState {
+  using Clock = std::chrono::steady_clock;
+
+  ChannelState(std::shared_ptr<Store> the_store, std::uint32_t id, Network& network,
+               const ChannelOptions& the_options);
+
+  std::uint32_t num_nodes() const { return store->header().num_nodes; }
+  EntryControl& control(std::int64_t entry_index) {
+    return controls[static_cast<std::size_t>(store->index_in_channel(entry_index))];
+  }
+  EntryControl& control(const LockedEntry& entry) { return control(entry.index()); }
+  LockedEntry lock(std::int64_t entry_index) { return {*store, entry_index, channel_id}; }
+  // A round will look at the entry.
+  void mark_changed(std::int64_t entry_index) { changed.mark(store->index_in_channel(entry_index)); }
+  void count(Stat stat, std::uint64_t amount = 1) { store->count(channel_id, stat, amount); }
+  // Pins the entry or not. Its EntryControl is found by its place in the table, so as long as there is
+  // anything in it, a dynamic table must not give the place to another key.
+  void update_pin(LockedEntry& entry);
+
+  const std::shared_ptr<Store> store;
+  const std::uint32_t channel_id;
+  const std::uint16_t node;
+  const ChannelOptions options;
+  ReliableEndpoint endpoint;
+  Outbox outbox;
+  MarkSet changed;
+  std::vector<EntryControl> controls;
+  std::vector<bool> departed;  // by node: said goodbye
+  std::uint32_t rounds = 0;
+};
+
+}  // namespace torchrelay::parameters

@@ -1,0 +1,108 @@
+#include "torchrelay/parameters/sync_fence.h"
+
+#include "torchrelay/parameters/owner_side.h"
+#include "torchrelay/parameters/replica_side.h"
+
+namespace torchrelay::parameters {
+
+void SyncFence::serve() {
+  serve_updates();
+  serve_refreshes();
+}
+
+// Every replica that has something to send, or has sent something, when the flush begins: sent once more, and
+// acknowledged.
+void SyncFence::serve_updates() {
+  Flush& flush = state_.store->header().boards[state_.channel_id].updates;
+  if (updates_target_ == 0) {
+    const std::uint64_t requested = flush.requested.load();
+    if (requested == flush.done.load()) return;
+    updates_target_ = requested;
+    unsent_.clear();
+    for (const std::int64_t entry_index : replicas_.replicas())
+      unsent_.push_back({.entry_index = entry_index, .sent = false});
+  }
+  std::erase_if(unsent_, [this](UnsentReplica& replica) { return has_arrived(replica); });
+  if (!unsent_.empty()) return;
+  flush.done.store(updates_target_);
+  updates_target_ = 0;
+}
+
+bool SyncFence::has_arrived(UnsentReplica& replica) {
+  LockedEntry entry = state_.lock(replica.entry_index);
+  if (entry->state != State::kReplica) return true;
+  if (state_.control(entry).outstanding != 0) return false;
+  if (replica.sent || !entry->has(kDirty)) return true;
+  replicas_.sync(entry, true);
+  replica.sent = true;
+  return false;
+}
+
+void SyncFence::handle(const Header& header, const Message& message) {
+  Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
+  const auto round_id = reader.take<std::uint64_t>();
+  switch (header.kind) {
+    case Kind::kFence: return send(header.sender, Kind::kFenceAck, round_id);
+    case Kind::kFenceAck:
+      if (round_id == fence_id_ && fences_missing_ > 0) --fences_missing_;
+      return;
+    case Kind::kFlush:
+      return waiting_for_next_fence_.push_back({.endpoint = header.sender, .round_id = round_id});
+    default:
+      if (round_id == flush_id_ && flush_acks_missing_ > 0) --flush_acks_missing_;
+  }
+}
+
+// A worker's wait_sync: every node refreshes the replicas of its keys, this one too.
+void SyncFence::serve_refreshes() {
+  Flush& flush = state_.store->header().boards[state_.channel_id].refreshes;
+  if (refreshes_target_ == 0) {
+    const std::uint64_t requested = flush.requested.load();
+    if (requested != flush.done.load()) {
+      refreshes_target_ = requested;
+      own_fence_passed_ = false;
+      flush_acks_missing_ = send_to_all(Kind::kFlush, ++flush_id_);
+      waiting_for_next_fence_.push_back({.endpoint = state_.endpoint.id(), .round_id = 0});
+    }
+  }
+  serve_fences();
+  if (refreshes_target_ == 0 || !own_fence_passed_ || flush_acks_missing_ != 0) return;
+  flush.done.store(refreshes_target_);
+  refreshes_target_ = 0;
+}
+
+// Refreshes are followed by a fence; once every node has answered it, they have all arrived.
+void SyncFence::serve_fences() {
+  if (waiting_for_fence_.empty() && !waiting_for_next_fence_.empty()) {
+    waiting_for_fence_.swap(waiting_for_next_fence_);
+    owner_.refresh_all();
+    state_.outbox.flush_all();
+    fences_missing_ = send_to_all(Kind::kFence, ++fence_id_);
+  }
+  if (waiting_for_fence_.empty() || fences_missing_ != 0) return;
+  for (const Waiter& waiter : waiting_for_fence_) {
+    if (waiter.endpoint == state_.endpoint.id())
+      own_fence_passed_ = true;
+    else
+      send(waiter.endpoint, Kind::kFlushAck, waiter.round_id);
+  }
+  waiting_for_fence_.clear();
+}
+
+void SyncFence::send(std::uint32_t endpoint, Kind kind, std::uint64_t round_id) {
+  Writer writer(sizeof round_id);
+  writer.put(round_id);
+  state_.endpoint.send(endpoint, kind, 0, writer.finish());
+}
+
+std::uint32_t SyncFence::send_to_all(Kind kind, std::uint64_t round_id) {
+  std::uint32_t sent = 0;
+  for (std::uint32_t node = 0; node < state_.num_nodes(); ++node) {
+    if (node == state_.node || state_.departed[node]) continue;
+    send(channel_endpoint(node, state_.channel_id), kind, round_id);
+    ++sent;
+  }
+  return sent;
+}
+
+}  // namespace torchrelay::parameters
