@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 
+#include "convert.h"
 #include "register.h"
 #include "torchrelay/delayed_network.h"
 #include "torchrelay/endpoint.h"
@@ -20,20 +21,10 @@ using namespace nb::literals;
 namespace torchrelay {
 namespace {
 
-using Released = nb::call_guard<nb::gil_scoped_release>;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr microseconds kBetweenSignalChecks{50000};
-
-microseconds to_microseconds(double seconds) {
-  constexpr double kLongest = 1e9;
-  return microseconds(static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e6));
-}
-
-milliseconds to_milliseconds(double seconds) {
-  return std::chrono::duration_cast<milliseconds>(to_microseconds(seconds));
-}
 
 // An endpoint for Python, where two threads may call at once: they take turns.
 class PythonEndpoint {
@@ -63,14 +54,14 @@ class PythonEndpoint {
   }
 
   nb::object receive(double timeout_s) {
-    const auto deadline = std::chrono::steady_clock::now() + to_microseconds(timeout_s);
+    const auto deadline = std::chrono::steady_clock::now() + from_seconds<microseconds>(timeout_s);
     for (;;) {
       const auto left = std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now());
       Message message;
       if (receive_for(message, std::clamp(left, microseconds(0), kBetweenSignalChecks)))
         return nb::bytes(message.data(), message.size_bytes());
       if (left <= kBetweenSignalChecks) return nb::none();
-      if (PyErr_CheckSignals() != 0) throw Error(Code::kInterrupted, "interrupted");
+      check_signals();
     }
   }
 
@@ -101,9 +92,9 @@ void set_common(NetworkOptions& options, const nb::bytes& token, const std::stri
   options.interface = interface;
   options.max_message_bytes = max_message_bytes;
   options.local_sockets = local_sockets;
-  options.silence = to_milliseconds(silence_s);
-  options.linger = to_milliseconds(linger_s);
-  options.spin = to_microseconds(spin_s);
+  options.silence = from_seconds<milliseconds>(silence_s);
+  options.linger = from_seconds<milliseconds>(linger_s);
+  options.spin = from_seconds<microseconds>(spin_s);
 }
 
 void make_tcp_network(TcpNetwork* self, const nb::bytes& token, const std::string& interface,
@@ -120,7 +111,7 @@ void make_zmq_network(ZmqNetwork* self, const std::string& library_path, const n
                       const std::string& curve_public_key, const std::string& curve_secret_key) {
   ZmqOptions options;
   set_common(options, token, interface, max_message_bytes, local_sockets, silence_s, linger_s, spin_s);
-  options.heartbeat = to_milliseconds(heartbeat_s);
+  options.heartbeat = from_seconds<milliseconds>(heartbeat_s);
   options.curve_public_key = curve_public_key;
   options.curve_secret_key = curve_secret_key;
   new (self) ZmqNetwork(std::make_shared<ZmqContext>(library_path, io_threads), options);
@@ -150,7 +141,7 @@ void register_endpoint(nb::module_& module) {
       .def(
           "__init__",
           [](MemoryNetwork* self, double max_delay_s, double duplicate_probability, std::uint64_t seed) {
-            new (self) MemoryNetwork({to_microseconds(max_delay_s), duplicate_probability, seed});
+            new (self) MemoryNetwork({from_seconds<microseconds>(max_delay_s), duplicate_probability, seed});
           },
           "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0)
       .def("cut", &MemoryNetwork::cut, "label"_a, Released());
@@ -162,7 +153,7 @@ void register_endpoint(nb::module_& module) {
           [](DelayedNetwork* self, std::shared_ptr<Network> network, double max_delay_s,
              double duplicate_probability, std::uint64_t seed) {
             new (self) DelayedNetwork(std::move(network),
-                                      {to_microseconds(max_delay_s), duplicate_probability, seed});
+                                      {from_seconds<microseconds>(max_delay_s), duplicate_probability, seed});
           },
           "network"_a, "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0);
 

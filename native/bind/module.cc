@@ -46,14 +46,14 @@ void raise_in_python(const std::exception_ptr& pointer, void*) {
 }  // namespace
 
 NB_MODULE(_native, module) {
-  module.doc() = "The native core: memory, reductions and messages. Knows neither torch nor the rooms.";
+  module.doc() = "The native core: memory, reductions and messages. Knows neither torch nor the components.";
   nb::set_leak_warnings(false);  // an autograd graph in a global variable outlives the interpreter's objects
   nb::register_exception_translator(raise_in_python);
   torchrelay::register_checkpoint(module);
   torchrelay::register_endpoint(module);
   torchrelay::register_mt19937(module);
-  torchrelay::register_parameters(module);
   torchrelay::register_shared_memory(module);
   torchrelay::register_shared_group(module);
+  torchrelay::register_parameters(module);
   torchrelay::register_switch(module);
 }

@@ -12,6 +12,7 @@
 #include <optional>
 #include <utility>
 
+#include "convert.h"
 #include "register.h"
 #include "torchrelay/collectives.h"
 #include "torchrelay/executor.h"
@@ -24,16 +25,9 @@ using namespace nb::literals;
 namespace torchrelay {
 namespace {
 
-using Address = std::uintptr_t;
 using BlockList = std::vector<std::pair<Address, std::size_t>>;
-using Released = nb::call_guard<nb::gil_scoped_release>;
 
-std::chrono::nanoseconds seconds(double value) {
-  constexpr double kLongest = 1e9;  // 30 years: later than any deadline, far from overflow
-  return std::chrono::nanoseconds(static_cast<std::int64_t>((value < kLongest ? value : kLongest) * 1e9));
-}
-
-std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
+std::chrono::nanoseconds seconds(double value) { return from_seconds<std::chrono::nanoseconds>(value); }
 
 std::vector<Block> blocks(const BlockList& list) {
   std::vector<Block> out;
@@ -49,18 +43,9 @@ std::vector<std::byte*> pointers(const std::vector<Address>& list) {
   return out;
 }
 
-// Lets Ctrl-C through while a thread of Python waits in here.
-void check_signals() {
-  const nb::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw Error(Code::kInterrupted, "interrupted");
-}
-
-// A Python callable that may be dropped by a thread without the GIL.
+// A Python callable that may be called and dropped by a thread without the GIL.
 std::function<void()> callback(nb::callable function) {
-  std::shared_ptr<nb::callable> held(new nb::callable(std::move(function)), [](nb::callable* callable) {
-    const nb::gil_scoped_acquire gil;
-    delete callable;
-  });
+  const std::shared_ptr<nb::callable> held = hold(std::move(function));
   return [held] {
     const nb::gil_scoped_acquire gil;
     try {
@@ -312,17 +297,10 @@ void register_ticket(nb::module_& module) {
       .def_prop_ro("source", &Transfer::source);
 }
 
-// The values from 0 to `last`, under their own names.
-template <class Enum>
-void register_enum(nb::module_& module, const char* type, Enum last) {
-  nb::enum_<Enum> values(module, type);
-  for (int value = 0; value <= static_cast<int>(last); ++value)
-    values.value(name(static_cast<Enum>(value)), static_cast<Enum>(value));
-}
-
 void register_reduce(nb::module_& module) {
-  register_enum(module, "Dtype", Dtype::kFloat64);
-  register_enum(module, "Op", Op::kXor);
+  nb::enum_<Dtype> dtypes(module, "Dtype", "Element types that are computed with, under torch's names.");
+  for (int i = 0; i < kNumDtypes; ++i) dtypes.value(kDtypes[i].name, static_cast<Dtype>(i));
+  register_enum<Op>(module, "Op", "Reductions, under c10d's names.", kOpNames);
   module.def("instruction_sets", &instruction_sets,
              "What reductions can use on this machine, the best first.");
   module.def(
@@ -331,8 +309,7 @@ void register_reduce(nb::module_& module) {
          const std::string& instruction_set) {
         const auto in = pointers(sources);
         const Kernel kernel = find_kernel(dtype, op, instruction_set);
-        kernel(const_cast<const std::byte* const*>(in.data()), static_cast<int>(in.size()), pointer(out),
-               count);
+        kernel(in.data(), static_cast<int>(in.size()), pointer(out), count);
       },
       "sources"_a, "out"_a, "count"_a, "dtype"_a, "op"_a, "instruction_set"_a, Released(),
       "Reduces `count` elements of each source into out.");

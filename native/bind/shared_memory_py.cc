@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "convert.h"
 #include "register.h"
 #include "torchrelay/shared_memory.h"
 
@@ -25,7 +26,7 @@ void register_shared_memory(nb::module_& module) {
   nb::class_<SharedMemory>(module, "SharedMemory", nb::type_slots(slots),
                            "A block of memory that several processes of one host map; see buffers.Segment.")
       .def_static("create", &SharedMemory::create, "size_bytes"_a, "label"_a, "populate"_a = false,
-                  nb::call_guard<nb::gil_scoped_release>())
+                  Released())
       .def_static("attach", &SharedMemory::attach, "address"_a, "read_only"_a = false)
       .def_static("from_fd", &SharedMemory::from_fd, "fd"_a, "read_only"_a = false)
       .def_prop_ro("size_bytes", &SharedMemory::size_bytes)

@@ -6,9 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-#include <cmath>
-
+#include "convert.h"
 #include "register.h"
 #include "torchrelay/error.h"
 #include "torchrelay/switch/quantizer.h"
@@ -22,23 +20,14 @@ namespace torchrelay {
 namespace {
 
 using namespace switchml;
-using Released = nb::call_guard<nb::gil_scoped_release>;
 
-Microseconds microseconds(double seconds) {
-  constexpr double kLongest = 1e9;
-  return Microseconds(std::llround(std::clamp(seconds, 0.0, kLongest) * 1e6));
-}
+Microseconds microseconds(double seconds) { return from_seconds<Microseconds>(seconds); }
 
 Bytes bytes_of(const nb::bytes& data) {
   return {static_cast<const std::byte*>(static_cast<const void*>(data.c_str())), data.size()};
 }
 
 nb::bytes to_python(Bytes data) { return nb::bytes(data.data(), data.size()); }
-
-void check_interrupt() {
-  const nb::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw Error(Code::kInterrupted, "interrupted");
-}
 
 void register_wire(nb::module_& module) {
   nb::class_<Header>(module, "SwitchHeader", "The header of a packet of SwitchML's UDP protocol.")
@@ -124,12 +113,12 @@ class PythonStream {
  public:
   explicit PythonStream(const StreamShape& shape) : stream_(shape), queue_(packet_bytes(shape.numel)) {}
 
-  std::vector<nb::bytes> begin(std::uintptr_t values, std::size_t count, Dtype dtype, std::uint8_t job,
+  std::vector<nb::bytes> begin(Address values, std::size_t count, Dtype dtype, std::uint8_t job,
                                double now_s) {
     if (dtype == Dtype::kFloat32) {
-      stream_.begin(reinterpret_cast<float*>(values), count, job, queue_, microseconds(now_s));
+      stream_.begin(pointer<float>(values), count, job, queue_, microseconds(now_s));
     } else if (dtype == Dtype::kInt32) {
-      stream_.begin(reinterpret_cast<std::int32_t*>(values), count, job, queue_, microseconds(now_s));
+      stream_.begin(pointer<std::int32_t>(values), count, job, queue_, microseconds(now_s));
     } else {
       throw Error(Code::kArgument, "switch: a stream sums int32 and float32");
     }
@@ -250,7 +239,7 @@ void register_udp_switch(nb::module_& module) {
             std::optional<ControlMessage> message;
             {
               const nb::gil_scoped_release released;
-              message = self.receive_control(std::chrono::milliseconds(std::llround(timeout_s * 1e3)));
+              message = self.receive_control(from_seconds<std::chrono::milliseconds>(timeout_s));
             }
             if (!message) return nb::none();
             return nb::make_tuple(to_python(message->bytes), message->from.ip, message->from.port);
@@ -288,9 +277,8 @@ void register_worker(nb::module_& module) {
           "sockets"_a, "switch_name"_a, "rank"_a, "num_workers"_a, "numel"_a, "max_outstanding"_a, "retry"_a)
       .def(
           "all_reduce",
-          [](Worker& self, std::uintptr_t values, std::size_t count, Dtype dtype, double timeout_s) {
-            self.all_reduce(reinterpret_cast<void*>(values), count, dtype, microseconds(timeout_s),
-                            check_interrupt);
+          [](Worker& self, Address values, std::size_t count, Dtype dtype, double timeout_s) {
+            self.all_reduce(pointer(values), count, dtype, microseconds(timeout_s), check_signals);
           },
           "values"_a, "count"_a, "dtype"_a, "timeout_s"_a, Released())
       .def("stats", &Worker::stats, Released())

@@ -291,7 +291,7 @@ std::exception_ptr Mailboxes::mismatch(const Transfer& transfer, int from, const
   if (frame.size_bytes == transfer.data_.size_bytes && frame.code == transfer.code_) return nullptr;
   const auto sender = std::to_string(group_.name_of(from));
   const auto type = [](std::uint32_t code) {
-    return code < 9 ? std::string(name(static_cast<Dtype>(code))) : "type " + std::to_string(code);
+    return code < kNumDtypes ? std::string(name(static_cast<Dtype>(code))) : "type " + std::to_string(code);
   };
   return std::make_exception_ptr(Error(
       Code::kMismatch, "rank " + std::to_string(group_.name_of(group_.rank())) + ", recv: rank " + sender +

@@ -32,32 +32,6 @@ Kernel checked(Kernel kernel, Dtype dtype, Op op) {
 
 }  // namespace
 
-std::size_t size_bytes(Dtype dtype) noexcept {
-  switch (dtype) {
-    case Dtype::kInt8:
-    case Dtype::kUint8: return 1;
-    case Dtype::kInt16:
-    case Dtype::kFloat16:
-    case Dtype::kBfloat16: return 2;
-    case Dtype::kInt32:
-    case Dtype::kFloat32: return 4;
-    case Dtype::kInt64:
-    case Dtype::kFloat64: return 8;
-  }
-  return 0;
-}
-
-const char* name(Dtype dtype) noexcept {
-  constexpr const char* names[] = {"int8",    "uint8",    "int16",   "int32",  "int64",
-                                   "float16", "bfloat16", "float32", "float64"};
-  return names[static_cast<int>(dtype)];
-}
-
-const char* name(Op op) noexcept {
-  constexpr const char* names[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
-  return names[static_cast<int>(op)];
-}
-
 Kernel find_kernel(Dtype dtype, Op op) {
   static const Find best = available().front().second;
   return checked(best(dtype, op), dtype, op);

@@ -265,7 +265,7 @@ std::string SharedGroup::describe(const Call& call) const {
   if (call.kind == Kind::kBarrier) return out;
   out += " of ";
   if (call.count != 0 || call.has_op) out += std::to_string(call.count) + " x ";
-  out += call.dtype < 9 ? torchrelay::name(static_cast<Dtype>(call.dtype)) : "bytes";
+  out += call.dtype < kNumDtypes ? torchrelay::name(static_cast<Dtype>(call.dtype)) : "bytes";
   if (call.has_op) out += std::string(", ") + torchrelay::name(call.op);
   if (call.root >= 0) out += ", root " + std::to_string(name_of(call.root));
   return out;

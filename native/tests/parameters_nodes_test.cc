@@ -166,7 +166,7 @@ struct Moves {
   }
   // Until the node has begun and ended a round.
   void pass_rounds(std::uint32_t node) const {
-    const auto& rounds = cluster.stores[node]->header().boards[0].rounds;
+    const auto& rounds = cluster.stores[node]->header().stats[0][kRounds];
     const std::uint64_t before = rounds;
     eventually([&] { return rounds >= before + 2; });
   }
@@ -480,7 +480,7 @@ TEST(a_round_leaves_the_keys_of_other_channels_alone) {
   eventually([&] { return cluster.stores[1]->total(kReplicasMade) == 1; });
   for (const auto& store : cluster.stores) {
     store->changed(0).mark(static_cast<std::uint64_t>(store->find(kKey)));
-    const auto& rounds = store->header().boards[0].rounds;
+    const auto& rounds = store->header().stats[0][kRounds];
     const std::uint64_t before = rounds;
     eventually([&] { return rounds >= before + 2; });
   }

@@ -7,28 +7,21 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
-namespace torchrelay {
+#include "torchrelay/dtype.h"
 
-enum class Dtype : std::uint8_t {
-  kInt8,
-  kUint8,
-  kInt16,
-  kInt32,
-  kInt64,
-  kFloat16,
-  kBfloat16,
-  kFloat32,
-  kFloat64,
-};
+namespace torchrelay {
 
 enum class Op : std::uint8_t { kSum, kAverage, kProduct, kMin, kMax, kAnd, kOr, kXor };
 
-std::size_t size_bytes(Dtype dtype) noexcept;
-const char* name(Dtype dtype) noexcept;
-const char* name(Op op) noexcept;
+// By Op; c10d's names.
+inline constexpr const char* kOpNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
+inline constexpr int kNumOps = static_cast<int>(std::size(kOpNames));
+
+constexpr const char* name(Op op) noexcept { return kOpNames[static_cast<int>(op)]; }
 
 // A kernel: out[i] = sources[0][i] op ... op sources[count_sources - 1][i], for `count` elements. kAverage
 // divides the sum by count_sources (integers: the wrapped sum, towards zero). `out` may be one of the

@@ -195,21 +195,22 @@ void Channel::sync_changed() {
 }
 
 void Channel::publish_stats() {
-  SlabHeader& header = state_.store->header();
   const ReliableEndpoint& endpoint = state_.endpoint;
-  auto& stats = header.stats[state_.channel_id];
-  stats[kSentBytes].store(endpoint.sent_bytes, std::memory_order_relaxed);
-  stats[kReceivedBytes].store(endpoint.received_bytes, std::memory_order_relaxed);
-  stats[kSentMessages].store(endpoint.sent_messages, std::memory_order_relaxed);
-  stats[kReceivedMessages].store(endpoint.received_messages, std::memory_order_relaxed);
+  const auto publish = [&stats = state_.store->header().stats[state_.channel_id]](Stat stat,
+                                                                                  std::uint64_t value) {
+    stats[stat].store(value, std::memory_order_relaxed);
+  };
+  publish(kSentBytes, endpoint.sent_bytes);
+  publish(kReceivedBytes, endpoint.received_bytes);
+  publish(kSentMessages, endpoint.sent_messages);
+  publish(kReceivedMessages, endpoint.received_messages);
+  publish(kDuplicates, endpoint.duplicates);
+  publish(kRounds, state_.rounds);
+  publish(kReplicas, replicas_.replicas().size());
+  publish(kRoundNs, nanoseconds(in_rounds_));
+  publish(kRefreshAgeNs, nanoseconds(owner_.refresh_age()));
   state_.count(kProtocolErrors, endpoint.protocol_errors - reported_errors_);
   reported_errors_ = endpoint.protocol_errors;
-  stats[kDuplicates].store(endpoint.duplicates, std::memory_order_relaxed);
-  ChannelBoard& board = header.boards[state_.channel_id];
-  board.rounds.store(state_.rounds, std::memory_order_relaxed);
-  board.replicas.store(replicas_.replicas().size(), std::memory_order_relaxed);
-  board.round_ns.store(nanoseconds(in_rounds_), std::memory_order_relaxed);
-  board.refresh_age_ns.store(nanoseconds(owner_.refresh_age()), std::memory_order_relaxed);
 }
 
 }  // namespace torchrelay::parameters

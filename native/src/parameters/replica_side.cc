@@ -197,7 +197,7 @@ void ReplicaSide::sync(LockedEntry& entry, bool force) {
 bool ReplicaSide::is_worth_sending(const LockedEntry& entry) const {
   const double threshold = state_.options.sync_threshold;
   if (threshold <= 0) return true;
-  return squared_norm(state_.store->header().element, entry.accumulator(), entry.row_class().length) >=
+  return squared_norm(state_.store->header().dtype, entry.accumulator(), entry.row_class().length) >=
          threshold * threshold;
 }
 

@@ -17,7 +17,7 @@ namespace torchrelay::parameters {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x3142414c53525454;  // "TTRSLAB1"
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kRowAlignment = 16;
 constexpr std::int64_t kNoKey = INT64_MIN;
@@ -48,7 +48,7 @@ void check_memory(const StoreSpec& spec) {
     elements += static_cast<double>(length + spec.rule.state_length(length));
   if (spec.lengths.size() == 1) elements *= keys;
   if (spec.num_keys != 0) elements /= spec.num_nodes;
-  const double rows = elements * static_cast<double>(size_of(spec.element));
+  const double rows = elements * static_cast<double>(size_bytes(spec.dtype));
   const double entries = keys * (sizeof(Entry) + sizeof(std::uint32_t));  // and the location epochs
   const auto available = static_cast<double>(host_memory_bytes());
   if (rows + entries <= available) return;
@@ -82,7 +82,8 @@ void check(const StoreSpec& spec) {
   if (spec.lengths.size() != 1 && spec.lengths.size() != spec.num_keys)
     fail("there are " + std::to_string(spec.lengths.size()) + " lengths for " +
          std::to_string(spec.num_keys) + " keys");
-  if (!spec.rule.allows(spec.element)) fail("optimizers inside the store need float32 or float64 values");
+  if (!is_table_dtype(spec.dtype)) fail(std::string("no table has values of ") + name(spec.dtype));
+  if (!spec.rule.allows(spec.dtype)) fail("optimizers inside the store need float32 or float64 values");
   const std::uint64_t rows = std::max(spec.num_keys, spec.capacity);
   if (rows >= kNoSlot) fail(std::to_string(rows) + " keys; a table has less than " + std::to_string(kNoSlot));
   check_memory(spec);
@@ -117,7 +118,7 @@ std::vector<ClassInfo> lay_out(const StoreSpec& spec, Plan& plan) {
   // A node also keeps entries of keys that have moved away, or whose location it remembers.
   const std::uint64_t places = spec.capacity * (spec.num_nodes > 1 ? 4 : 2);
   const std::uint64_t entries = spec.num_keys != 0 ? spec.num_keys : std::bit_ceil(places);
-  header.element = spec.element;
+  header.dtype = spec.dtype;
   header.rule = spec.rule;
   header.node = spec.node;
   header.num_nodes = spec.num_nodes;
@@ -142,7 +143,7 @@ std::vector<ClassInfo> lay_out(const StoreSpec& spec, Plan& plan) {
     ClassInfo& info = classes[i];
     info.length = plan.lengths[i];
     info.row_length = static_cast<std::uint32_t>(info.length + spec.rule.state_length(info.length));
-    info.stride_bytes = align(info.row_length * size_of(spec.element), kRowAlignment);
+    info.stride_bytes = align(info.row_length * size_bytes(spec.dtype), kRowAlignment);
     info.capacity = plan.sizes[i];
     info.free_offset = take(end, sizeof(std::uint32_t) * info.capacity);
     info.rows_offset = take(end, info.stride_bytes * info.capacity);

@@ -32,7 +32,7 @@ std::uint32_t Store::length_of(std::int64_t key) const {
 
 std::size_t Store::value_bytes(Op op, std::int64_t key) const {
   const ClassInfo& info = class_of_ == nullptr ? classes_[0] : class_of(key);
-  return (whole_row(op) ? info.row_length : info.length) * size_of(header_->element);
+  return (whole_row(op) ? info.row_length : info.length) * size_bytes(header_->dtype);
 }
 
 std::size_t Store::value_bytes(Op op, const std::int64_t* keys, std::size_t count) const {
@@ -56,15 +56,16 @@ void Store::throw_out_of_range(const std::int64_t* keys, std::size_t count) cons
 }
 
 void Store::apply(std::byte* row, const std::byte* pushed, std::uint32_t length) const {
-  if (header_->rule.kind == RuleKind::kAdd) return add(header_->element, row, pushed, length);
+  if (header_->rule.kind == RuleKind::kAdd) return add(header_->dtype, row, pushed, length);
   UpdateRule rule = header_->rule;
   rule.learning_rate = header_->learning_rate.load(std::memory_order_relaxed);
   rule.step = header_->step.load(std::memory_order_relaxed);
-  rule.apply(header_->element, row, pushed, length);
+  rule.apply(header_->dtype, row, pushed, length);
 }
 
-// Before the row changes: who is killed meanwhile leaves no change that no round looks at.
-void Store::raise_and_mark(LockedEntry& entry, Flag flag) {
+// Before the row changes: who is killed meanwhile leaves no change that no round looks at. Inline, so that
+// the entry stays in registers.
+[[gnu::always_inline]] inline void Store::raise_and_mark(LockedEntry& entry, Flag flag) {
   if (entry->has(flag)) return;
   changed(channel_of(entry.key())).mark(index_in_channel(entry.index()));
   entry->raise(flag);
@@ -118,29 +119,31 @@ bool Store::access_entry(const Batch& batch, std::size_t i, std::int64_t entry_i
     if (batch.shared != nullptr) batch.shared->push_back(position);
   }
   if (!owned && op == Op::kPush) raise_and_mark(entry, kDirty);
+  const ClassInfo& info = entry.row_class();
+  const std::size_t value_bytes = info.length * size_bytes(header_->dtype);
+  const std::size_t row_bytes = info.row_length * size_bytes(header_->dtype);
+  std::byte* row = entry.row();
   switch (op) {
-    case Op::kPull: std::memcpy(batch.values.to + offset, entry.row(), entry.value_bytes()); break;
-    case Op::kPullRow: std::memcpy(batch.values.to + offset, entry.row(), entry.row_bytes()); break;
-    case Op::kSet: std::memcpy(entry.row(), batch.values.from + offset, entry.value_bytes()); break;
-    case Op::kSetRow: std::memcpy(entry.row(), batch.values.from + offset, entry.row_bytes()); break;
+    case Op::kPull: std::memcpy(batch.values.to + offset, row, value_bytes); break;
+    case Op::kPullRow: std::memcpy(batch.values.to + offset, row, row_bytes); break;
+    case Op::kSet: std::memcpy(row, batch.values.from + offset, value_bytes); break;
+    case Op::kSetRow: std::memcpy(row, batch.values.from + offset, row_bytes); break;
     case Op::kPush:
-      entry.apply(batch.values.from + offset);
-      if (!owned)
-        add(header_->element, entry.accumulator(), batch.values.from + offset, entry.row_class().length);
+      apply(row, batch.values.from + offset, info.length);
+      if (!owned) add(header_->dtype, entry.accumulator(), batch.values.from + offset, info.length);
   }
   if (dynamic()) entry->raise(kUsed);
   return true;
 }
 
-void Store::access_key(const Batch& batch, std::size_t i, std::int64_t entry_index, std::size_t offset) {
+void Store::access_unfound(const Batch& batch, std::size_t i, std::size_t offset) {
   const std::int64_t key = batch.keys[i];
   for (;;) {
-    if (entry_index < 0) entry_index = find_to_access(batch, key);
+    const std::int64_t entry_index = find_to_access(batch, key);
     if (entry_index < 0)
       return batch.missed.push_back(
           {.index = static_cast<std::uint32_t>(i), .owner = home_of(key), .epoch = 0});
     if (access_entry(batch, i, entry_index, offset)) return;
-    entry_index = -1;  // it has become another key's: look again
   }
 }
 
@@ -171,8 +174,9 @@ void Store::access_batch(const Batch& batch) {
     if (i + kEntryAhead < count) look_up(i + kEntryAhead);
     if (i + kRowAhead < count) fetch_row(i + kRowAhead);
     const std::int64_t entry_index = indices[i % kRing];
-    if (entry_index < 0 || !known_absent(entry_index, i, batch.missed))
-      access_key(batch, i, entry_index, offset);
+    const bool is_served = entry_index >= 0 && (known_absent(entry_index, i, batch.missed) ||
+                                                access_entry(batch, i, entry_index, offset));
+    if (!is_served) access_unfound(batch, i, offset);
     offset += uniform_bytes != 0 ? uniform_bytes : value_bytes(op, keys[i]);
   }
 }

@@ -212,7 +212,7 @@ std::size_t Store::nearest_local(std::int64_t* keys, std::size_t count, std::int
 
 void Store::initialize_row(LockedEntry& entry, std::int64_t key) {
   const ClassInfo& info = entry.row_class();
-  const Element element = header_->element;
+  const Dtype dtype = header_->dtype;
   std::byte* row = entry.row();
   std::memset(row, 0, info.stride_bytes);
   const std::uint64_t stream = mix(mix(static_cast<std::uint64_t>(key)) + init_.seed);
@@ -222,9 +222,9 @@ void Store::initialize_row(LockedEntry& entry, std::int64_t key) {
     if (init_.kind == InitKind::kUniform) value += (init_.b - init_.a) * u;
     if (init_.kind == InitKind::kNormal)  // Box and Muller
       value += init_.b * std::sqrt(-2 * std::log(1 - u)) * std::cos(6.283185307179586 * v);
-    store_double(element, row + i * size_of(element), value);
+    store_double(dtype, row + i * size_bytes(dtype), value);
   }
-  header_->rule.initialize_state(element, row + info.length * size_of(element), info.length);
+  header_->rule.initialize_state(dtype, row + info.length * size_bytes(dtype), info.length);
 }
 
 }  // namespace torchrelay::parameters

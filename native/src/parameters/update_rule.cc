@@ -76,19 +76,19 @@ std::size_t UpdateRule::state_length(std::size_t length) const {
   }
 }
 
-bool UpdateRule::allows(Element element) const {
-  return kind == RuleKind::kAdd || element == Element::kFloat32 || element == Element::kFloat64;
+bool UpdateRule::allows(Dtype dtype) const {
+  return kind == RuleKind::kAdd || dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
 }
 
-void UpdateRule::initialize_state(Element element, std::byte* state, std::size_t length) const {
+void UpdateRule::initialize_state(Dtype dtype, std::byte* state, std::size_t length) const {
   const bool accumulates = kind == RuleKind::kAdagrad || kind == RuleKind::kRowwiseAdagrad;
   for (std::size_t i = 0; i < state_length(length); ++i)
-    store_double(element, state + i * size_of(element), accumulates ? initial_accumulator : 0.0);
+    store_double(dtype, state + i * size_bytes(dtype), accumulates ? initial_accumulator : 0.0);
 }
 
-void UpdateRule::apply(Element element, std::byte* row, const std::byte* pushed, std::size_t length) const {
-  if (kind == RuleKind::kAdd) return add(element, row, pushed, length);
-  if (element == Element::kFloat64)
+void UpdateRule::apply(Dtype dtype, std::byte* row, const std::byte* pushed, std::size_t length) const {
+  if (kind == RuleKind::kAdd) return add(dtype, row, pushed, length);
+  if (dtype == Dtype::kFloat64)
     return Row<double>{*this, reinterpret_cast<double*>(row), reinterpret_cast<const double*>(pushed), length}
         .apply();
   Row<float>{*this, reinterpret_cast<float*>(row), reinterpret_cast<const float*>(pushed), length}.apply();

@@ -62,11 +62,12 @@ Worker::~Worker() {
 
 void Worker::check_size(Op op, const std::int64_t* keys, std::size_t count, std::size_t size_bytes) const {
   const std::size_t expected = store_->value_bytes(op, keys, count);
-  const std::size_t element = size_of(store_->header().element);
+  const std::size_t element_bytes = torchrelay::size_bytes(store_->header().dtype);
   if (expected != size_bytes)
-    throw Error(Code::kArgument, "parameters: the values of these " + std::to_string(count) + " keys are " +
-                                     std::to_string(expected / element) + " elements, but the buffer holds " +
-                                     std::to_string(size_bytes / element) + "; nothing was read or written");
+    throw Error(Code::kArgument,
+                "parameters: the values of these " + std::to_string(count) + " keys are " +
+                    std::to_string(expected / element_bytes) + " elements, but the buffer holds " +
+                    std::to_string(size_bytes / element_bytes) + "; nothing was read or written");
 }
 
 std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,

@@ -9,17 +9,7 @@ from torchrelay.errors import ArgumentError, UnsupportedError
 
 __all__ = ["NATIVE", "OPS", "as_native", "code", "name_of"]
 
-NATIVE = {
-    torch.int8: Dtype.int8,
-    torch.uint8: Dtype.uint8,
-    torch.int16: Dtype.int16,
-    torch.int32: Dtype.int32,
-    torch.int64: Dtype.int64,
-    torch.float16: Dtype.float16,
-    torch.bfloat16: Dtype.bfloat16,
-    torch.float32: Dtype.float32,
-    torch.float64: Dtype.float64,
-}
+NATIVE: dict[torch.dtype, Dtype] = {getattr(torch, dtype.name): dtype for dtype in Dtype}
 
 # By the value of c10d's ReduceOp; PREMUL_SUM is a SUM of tensors that were multiplied before.
 OPS = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR, Op.SUM)

@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrelay import _native
 from torchrelay.errors import ArgumentError
 
-__all__ = ["ELEMENTS", "address_of_keys", "address_of_values", "describe"]
+__all__ = ["DTYPES", "address_of_keys", "address_of_values", "describe"]
 
-# The native core's numbers for element types.
-ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int64: 4}
+# Those that a table can have, as the native core names them.
+DTYPES: dict[torch.dtype, _native.Dtype] = {
+    getattr(torch, dtype.name): dtype for dtype in _native.table_dtypes()
+}
 
 _NUMPY = {
     torch.float32: np.dtype(np.float32),

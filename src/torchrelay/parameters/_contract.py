@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchrelay import _native
+
 __all__ = ["KeyInit", "UpdateRule"]
 
-RULES = ("add", "sgd", "adagrad", "rowwise_adagrad", "adam")
-INITS = ("zeros", "constant", "uniform", "normal")
+RULES = tuple(kind.name for kind in _native.RuleKind)
+INITS = tuple(kind.name for kind in _native.InitKind)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,17 @@ class UpdateRule:
     weight_decay: float = 0.0
     initial_accumulator: float = 0.0
 
+    def as_native(self) -> _native.UpdateRule:
+        return _native.UpdateRule(
+            kind=_native.RuleKind[self.kind],
+            learning_rate=self.lr,
+            eps=self.eps,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            initial_accumulator=self.initial_accumulator,
+        )
+
 
 @dataclass(frozen=True)
 class KeyInit:
@@ -48,3 +61,6 @@ class KeyInit:
     a: float = 0.0
     b: float = 0.0
     seed: int = 0
+
+    def as_native(self) -> _native.KeyInit:
+        return _native.KeyInit(kind=_native.InitKind[self.kind], a=self.a, b=self.b, seed=self.seed)

@@ -22,11 +22,11 @@ from torchrelay.errors import (
     ProtocolError,
     UnavailableError,
 )
-from torchrelay.parameters._arrays import ELEMENTS, describe
+from torchrelay.parameters._arrays import DTYPES, describe
 from torchrelay.parameters._contract import INITS, RULES, KeyInit, UpdateRule
 from torchrelay.parameters._ends import CLOSES, Ending, end_with_process
 from torchrelay.parameters._sampling import Sampling
-from torchrelay.parameters._topology import TECHNIQUES, Topology
+from torchrelay.parameters._topology import Topology
 
 __all__ = ["Server"]
 
@@ -92,8 +92,8 @@ class Server:
         end_with_process(self._ending)
 
     def _check(self) -> None:
-        if self.dtype not in ELEMENTS:
-            allowed = ", ".join(str(dtype) for dtype in ELEMENTS)
+        if self.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in DTYPES)
             raise ArgumentError(f"dtype={self.dtype}: a table's values are {allowed}")
         if self.rule.kind not in RULES:
             raise ArgumentError(f"rule {self.rule.kind!r}: the choices are {', '.join(RULES)}")
@@ -105,29 +105,25 @@ class Server:
         if self._num_keys == 0 and self._capacity < 1:
             raise ArgumentError("a table without a number of keys needs capacity, the rows a node can hold")
 
-    def _init_numbers(self) -> tuple[int, float, float, int]:
-        return INITS.index(self.init.kind), self.init.a, self.init.b, self.init.seed
-
     def _make_store(self) -> _native.ParameterStore:
-        rule, topology = self.rule, self.topology
-        numbers = [rule.lr, rule.eps, rule.beta1, rule.beta2, rule.weight_decay, rule.initial_accumulator]
         return _native.ParameterStore.create(
-            self._lengths,
-            self._num_keys,
-            self._capacity,
-            ELEMENTS[self.dtype],
-            RULES.index(rule.kind),
-            numbers,
-            *self._init_numbers(),
-            topology.node,
-            topology.num_nodes,
-            topology.settings.num_channels,
+            _native.StoreSpec(
+                lengths=self._lengths,
+                num_keys=self._num_keys,
+                capacity=self._capacity,
+                dtype=DTYPES[self.dtype],
+                rule=self.rule.as_native(),
+                init=self.init.as_native(),
+                node=self.topology.node,
+                num_nodes=self.topology.num_nodes,
+                num_channels=self.topology.settings.num_channels,
+            )
         )
 
     def _attach_store(self) -> _native.ParameterStore:
         key = f"{self._table}/slab/{self.topology.node}"
         (address,) = self.topology.collect([key], [self.topology.node], "the shared memory")
-        return _native.ParameterStore.attach(address, *self._init_numbers())
+        return _native.ParameterStore.attach(address, self.init.as_native())
 
     def _start(self) -> list[str]:
         """Starts this node's threads, once all nodes' endpoints exist; the endpoints of all nodes."""
@@ -137,12 +133,14 @@ class Server:
             self._service = _native.NodeService(
                 self._store,
                 self.network,
-                TECHNIQUES.index(topology.techniques),
-                settings.max_rounds_per_s,
-                settings.sync_threshold,
-                settings.hysteresis_rounds,
-                transport.heartbeat_s,
-                transport.silence_s,
+                _native.ChannelOptions(
+                    techniques=_native.Techniques[topology.techniques],
+                    max_rounds_per_s=settings.max_rounds_per_s,
+                    sync_threshold=settings.sync_threshold,
+                    hysteresis_rounds=settings.hysteresis_rounds,
+                    heartbeat_interval_s=transport.heartbeat_s,
+                    heartbeat_timeout_s=transport.silence_s,
+                ),
             )
             addresses = self._service.addresses
         if topology.num_nodes > 1:
@@ -274,10 +272,9 @@ class Server:
 
         Messages and bytes are those from and to other nodes, of the node's threads and of its workers.
         """
-        counters = self._store.counters()
-        seconds = {name: counters.pop(f"{name}_ns") / 1e9 for name in ("round", "refresh_age")}
-        statistics = {name: float(value) for name, value in counters.items()}
-        return statistics | {f"{name}_seconds": value for name, value in seconds.items()}
+        stats = {stat.name: float(value) for stat, value in self._store.stats().items()}
+        seconds = {f"{name}_seconds": stats.pop(f"{name}_ns") / 1e9 for name in ("round", "refresh_age")}
+        return stats | seconds
 
     @property
     def _participants(self) -> int:

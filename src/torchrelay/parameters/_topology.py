@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Topology"]
 
-TECHNIQUES = ("all", "replication_only", "relocation_only")
+TECHNIQUES = tuple(techniques.name for techniques in _native.Techniques)
 _POLL_S = 0.01
 _NEWS_HEARTBEATS = 4  # a node that refuses connections is lost after two
 _LONGEST_PARTING_S = 5.0

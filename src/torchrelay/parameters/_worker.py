@@ -18,8 +18,7 @@ from torchrelay.telemetry import span
 
 __all__ = ["Worker"]
 
-_NAMES = ("pull", "push", "set", "pull_rows", "set_rows")
-_PULL, _PUSH, _SET, _PULL_ROW, _SET_ROW = range(5)
+_PULL, _PUSH, _SET, _PULL_ROWS, _SET_ROWS = _native.TableOp
 
 
 class Worker:
@@ -74,12 +73,12 @@ class Worker:
             )
         self.server.check_open()
 
-    def _access(self, op: int, keys: Any, values: Any, asynchronous: bool) -> int:
+    def _access(self, op: _native.TableOp, keys: Any, values: Any, asynchronous: bool) -> int:
         self._check_open()
         key_address, count = address_of_keys(keys)
-        address, size = address_of_values(values, self._dtype, written=op in (_PULL, _PULL_ROW))
+        address, size = address_of_values(values, self._dtype, written=op is _PULL or op is _PULL_ROWS)
         held = (keys, values) if asynchronous else None
-        with span("parameters.access", operation=_NAMES[op], keys=count):
+        with span("parameters.access", operation=op.name, keys=count):
             return self._native.access(op, key_address, count, address, size, not asynchronous, held)
 
     def pull(
@@ -124,11 +123,11 @@ class Worker:
 
     def pull_rows(self, keys: Any, rows: Any) -> None:
         """Reads whole rows: values, then optimizer state; ``server.row_length(key)`` elements each."""
-        self._access(_PULL_ROW, keys, rows, False)
+        self._access(_PULL_ROWS, keys, rows, False)
 
     def set_rows(self, keys: Any, rows: Any) -> None:
         """Overwrites whole rows."""
-        self._access(_SET_ROW, keys, rows, False)
+        self._access(_SET_ROWS, keys, rows, False)
 
     def _summed(self, keys: Any, values: Any) -> tuple[Any, Any]:
         address, count = address_of_keys(keys)

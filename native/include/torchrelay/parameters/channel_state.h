@@ -12,6 +12,7 @@
 namespace torchrelay::parameters {
 
 enum class Techniques : std::uint32_t { kAll, kReplicationOnly, kRelocationOnly };
+inline constexpr const char* kTechniqueNames[] = {"all", "replication_only", "relocation_only"};
 
 struct ChannelOptions {
   Techniques techniques = Techniques::kAll;

@@ -1,29 +1,27 @@
 // The element types of a table, and what is done to rows of them.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
+#include "torchrelay/dtype.h"
+
 namespace torchrelay::parameters {
 
-enum class Element : std::uint32_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt64 };
-
-constexpr std::size_t size_of(Element element) {
-  switch (element) {
-    case Element::kFloat16:
-    case Element::kBFloat16: return 2;
-    case Element::kFloat32: return 4;
-    default: return 8;
-  }
+inline constexpr Dtype kTableDtypes[] = {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBfloat16,
+                                         Dtype::kInt64};
+constexpr bool is_table_dtype(Dtype dtype) {
+  return std::ranges::find(kTableDtypes, dtype) != std::end(kTableDtypes);
 }
 
 // to += from, elementwise; half types round to nearest even. The ranges do not overlap.
-void add(Element element, std::byte* to, const std::byte* from, std::size_t count);
+void add(Dtype dtype, std::byte* to, const std::byte* from, std::size_t count);
 
 // The square of the l2 norm, in double.
-double squared_norm(Element element, const std::byte* values, std::size_t count);
+double squared_norm(Dtype dtype, const std::byte* values, std::size_t count);
 
-// value as `element`, written to `to`; integers are rounded.
-void store_double(Element element, std::byte* to, double value);
+// value as `dtype`, written to `to`; integers are rounded.
+void store_double(Dtype dtype, std::byte* to, double value);
 
 }  // namespace torchrelay::parameters

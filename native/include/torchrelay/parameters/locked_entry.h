@@ -41,8 +41,8 @@ class LockedEntry {
   }
 
   const ClassInfo& row_class() const { return store_.class_of(index_); }
-  std::size_t value_bytes() const { return row_class().length * size_of(store_.header().element); }
-  std::size_t row_bytes() const { return row_class().row_length * size_of(store_.header().element); }
+  std::size_t value_bytes() const { return row_class().length * size_bytes(store_.header().dtype); }
+  std::size_t row_bytes() const { return row_class().row_length * size_bytes(store_.header().dtype); }
   std::byte* row() const { return slot_in(row_class().rows_offset); }
   std::byte* accumulator() const { return slot_in(row_class().accumulators_offset); }
   // One push onto the row, by the table's rule.

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <span>
 #include <vector>
 
@@ -103,11 +104,6 @@ struct Flush {
 struct ChannelBoard {
   Flush updates;    // all updates of this node have reached their owners
   Flush refreshes;  // all replicas of this node's keys have what the owner has
-  std::atomic<std::uint64_t> rounds;
-  std::atomic<std::uint64_t> replicas;
-  std::atomic<std::uint64_t> round_ns;  // in rounds
-  std::atomic<std::uint64_t>
-      refresh_age_ns;  // summed over refreshes: how long before it the owner last looked
 };
 
 enum Stat : std::uint32_t {
@@ -129,11 +125,23 @@ enum Stat : std::uint32_t {
   kEvictions,
   kProtocolErrors,
   kDuplicates,
-  kNumStats,
+  kRounds,
+  kReplicas,      // now
+  kRoundNs,       // in rounds
+  kRefreshAgeNs,  // summed over refreshes: how long before it the owner last looked
 };
 
+// By Stat.
+inline constexpr const char* kStatNames[] = {
+    "local_pulls", "remote_pulls",   "local_pushes",  "remote_pushes",     "local_sets",      "remote_sets",
+    "sent_bytes",  "received_bytes", "sent_messages", "received_messages", "relocations",     "replicas_made",
+    "refreshes",   "forwards",       "parked",        "evictions",         "protocol_errors", "duplicates",
+    "rounds",      "replicas",       "round_ns",      "refresh_age_ns"};
+inline constexpr std::size_t kNumStats = std::size(kStatNames);
+static_assert(kNumStats == kRefreshAgeNs + 1);
+
 struct Geometry {
-  Element element;
+  Dtype dtype;
   std::uint32_t node, num_nodes, num_channels, num_classes;
   std::uint64_t num_entries;
   std::uint64_t num_keys;  // 0: dynamic

@@ -17,6 +17,7 @@
 namespace torchrelay::parameters {
 
 enum class InitKind : std::uint32_t { kZeros, kConstant, kUniform, kNormal };
+inline constexpr const char* kInitNames[] = {"zeros", "constant", "uniform", "normal"};
 
 // The value of a key nobody has set: a function of the key and the seed alone.
 struct KeyInit {
@@ -30,13 +31,14 @@ struct StoreSpec {
   std::vector<std::uint32_t> lengths;  // one for all keys, or one per key
   std::uint64_t num_keys = 0;          // 0: keys are made at first use
   std::uint64_t capacity = 0;          // dynamic: rows this node can hold
-  Element element = Element::kFloat32;
+  Dtype dtype = Dtype::kFloat32;
   UpdateRule rule;
   KeyInit init;
   std::uint32_t node = 0, num_nodes = 1, num_channels = 1;
 };
 
 enum class Op : std::uint8_t { kPull, kPush, kSet, kPullRow, kSetRow };
+inline constexpr const char* kOpNames[] = {"pull", "push", "set", "pull_rows", "set_rows"};
 
 constexpr bool reads(Op op) { return op == Op::kPull || op == Op::kPullRow; }
 constexpr bool sets(Op op) { return op == Op::kSet || op == Op::kSetRow; }
@@ -167,6 +169,7 @@ class Store {
     auto& cell = header_->stats[user_id][stat];  // one writer
     cell.store(cell.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
   }
+  // Over all users.
   std::uint64_t total(Stat stat) const;
   std::vector<std::int64_t> owned_keys() const;
   // Replaces each of `keys` by the nearest one of [low, high) whose row is here; with `distinct`, by one that
@@ -227,10 +230,11 @@ class Store {
   bool is_own_leave(const Loss& loss) const;
   void raise_and_mark(LockedEntry& entry, Flag flag);
   void access_batch(const Batch& batch);
-  // The batch's i-th key, whose values lie `offset` bytes from the start.
-  void access_key(const Batch& batch, std::size_t i, std::int64_t entry_index, std::size_t offset);
+  // Serves the batch's i-th key, whose values lie `offset` bytes from the start, or reports it as missed.
   // False if the entry has become another key's meanwhile.
   bool access_entry(const Batch& batch, std::size_t i, std::int64_t entry_index, std::size_t offset);
+  // The same for a key of which no entry was found, or an entry that has become another key's: looks again.
+  void access_unfound(const Batch& batch, std::size_t i, std::size_t offset);
   bool known_absent(std::int64_t entry_index, std::size_t index, std::vector<Missed>& missed) const;
   std::int64_t find_to_access(const Batch& batch, std::int64_t key);
   [[noreturn]] void throw_out_of_range(const std::int64_t* keys, std::size_t count) const;

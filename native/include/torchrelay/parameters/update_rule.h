@@ -17,6 +17,7 @@
 namespace torchrelay::parameters {
 
 enum class RuleKind : std::uint32_t { kAdd, kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
+inline constexpr const char* kRuleNames[] = {"add", "sgd", "adagrad", "rowwise_adagrad", "adam"};
 
 struct UpdateRule {
   RuleKind kind = RuleKind::kAdd;
@@ -30,14 +31,14 @@ struct UpdateRule {
 
   std::size_t state_length(std::size_t length) const;
 
-  // Optimizers are defined for float32 and float64; add for every element.
-  bool allows(Element element) const;
+  // Optimizers are defined for float32 and float64; add for every dtype.
+  bool allows(Dtype dtype) const;
 
   // A new row's optimizer state.
-  void initialize_state(Element element, std::byte* state, std::size_t length) const;
+  void initialize_state(Dtype dtype, std::byte* state, std::size_t length) const;
 
   // One push of `length` elements onto the row.
-  void apply(Element element, std::byte* row, const std::byte* pushed, std::size_t length) const;
+  void apply(Dtype dtype, std::byte* row, const std::byte* pushed, std::size_t length) const;
 };
 
 }  // namespace torchrelay::parameters
