@@ -1,5 +1,5 @@
 """
-The native core: memory, reductions and messages. Knows neither torch nor the rooms.
+The native core: memory, reductions and messages. Knows neither torch nor the components.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,96 +77,6 @@ def twister_jump(state: Annotated[NDArray[numpy.uint32], dict(shape=(624), order
     Replaces the 624 words of state by those distance words on; polynomial is that of distance - 1.
     """
 
-class ParameterStore:
-    """A node's part of a parameter table, in shared memory."""
-
-    @staticmethod
-    def create(lengths: Sequence[int], num_keys: int, capacity: int, element: int, rule: int, rule_numbers: Sequence[float], init: int, init_a: float, init_b: float, init_seed: int, node: int, num_nodes: int, num_channels: int) -> ParameterStore: ...
-
-    @staticmethod
-    def attach(address: str, init: int, init_a: float, init_b: float, init_seed: int) -> ParameterStore: ...
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def node(self) -> int: ...
-
-    @property
-    def num_nodes(self) -> int: ...
-
-    @property
-    def num_channels(self) -> int: ...
-
-    def length_of(self, key: int) -> int: ...
-
-    def valid(self, key: int) -> bool: ...
-
-    def has_heard(self, node: int) -> bool: ...
-
-    def elements(self, whole_rows: bool, keys: int, count: int) -> int: ...
-
-    def owned_keys(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
-
-    def set_learning_rate(self, rate: float) -> None: ...
-
-    def set_step(self, step: float) -> None: ...
-
-    def nearest_local(self, keys: int, count: int, low: int, high: int, taken: Sequence[int], distinct: bool, drawable: int = 0) -> int: ...
-
-    def check_leader(self) -> None: ...
-
-    def leave_in_need(self) -> None: ...
-
-    def lose_worker(self, worker: int) -> None: ...
-
-    def dead_workers(self) -> list[int]: ...
-
-    def counters(self) -> dict[str, int]: ...
-
-class NodeService:
-    """The threads that answer other nodes and move keys."""
-
-    def __init__(self, store: ParameterStore, network: Network, techniques: int, max_rounds_per_s: float, sync_threshold: float, hysteresis_rounds: int, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None: ...
-
-    @property
-    def addresses(self) -> list[str]: ...
-
-    def start(self, addresses: Sequence[str]) -> None: ...
-
-    def stop(self) -> None: ...
-
-class ParameterWorker:
-    """One worker's access to the whole table."""
-
-    def __init__(self, store: ParameterStore, worker_id: int, network: Network | None, addresses: Sequence[str], timeout_s: float, max_unfinished: int) -> None: ...
-
-    def access(self, op: int, keys: int, count: int, values: int, size_bytes: int, wait: bool, held: object | None) -> int: ...
-
-    def pull_if_local(self, keys: int, count: int, values: int, size_bytes: int) -> bool: ...
-
-    def wait(self, timestamp: int) -> None: ...
-
-    def wait_all(self) -> None: ...
-
-    def is_finished(self, timestamp: int) -> bool: ...
-
-    @property
-    def unfinished(self) -> int: ...
-
-    def intent(self, keys: int, count: int, start: int, end: int) -> None: ...
-
-    def advance_clock(self) -> int: ...
-
-    @property
-    def clock(self) -> int: ...
-
-    def flush_updates(self) -> None: ...
-
-    def flush_refreshes(self) -> None: ...
-
-    def finalize(self) -> None: ...
-
 class SharedMemory:
     """
     A block of memory that several processes of one host map; see buffers.Segment.
@@ -216,6 +126,8 @@ class Transfer:
     def source(self) -> int: ...
 
 class Dtype(enum.Enum):
+    """Element types that are computed with, under torch's names."""
+
     int8 = 0
 
     uint8 = 1
@@ -235,6 +147,8 @@ class Dtype(enum.Enum):
     float64 = 8
 
 class Op(enum.Enum):
+    """Reductions, under c10d's names."""
+
     SUM = 0
 
     AVG = 1
@@ -304,6 +218,212 @@ class Communicator:
 
     @property
     def waiting_ns(self) -> int: ...
+
+class TableOp(enum.Enum):
+    """What a worker does with rows."""
+
+    pull = 0
+
+    push = 1
+
+    set = 2
+
+    pull_rows = 3
+
+    set_rows = 4
+
+class RuleKind(enum.Enum):
+    """What a push does to a row."""
+
+    add = 0
+
+    sgd = 1
+
+    adagrad = 2
+
+    rowwise_adagrad = 3
+
+    adam = 4
+
+class InitKind(enum.Enum):
+    """The value of a key that nobody has set."""
+
+    zeros = 0
+
+    constant = 1
+
+    uniform = 2
+
+    normal = 3
+
+class Techniques(enum.Enum):
+    """How keys come to the nodes that need them."""
+
+    all = 0
+
+    replication_only = 1
+
+    relocation_only = 2
+
+class TableStat(enum.Enum):
+    """What a node counts."""
+
+    local_pulls = 0
+
+    remote_pulls = 1
+
+    local_pushes = 2
+
+    remote_pushes = 3
+
+    local_sets = 4
+
+    remote_sets = 5
+
+    sent_bytes = 6
+
+    received_bytes = 7
+
+    sent_messages = 8
+
+    received_messages = 9
+
+    relocations = 10
+
+    replicas_made = 11
+
+    refreshes = 12
+
+    forwards = 13
+
+    parked = 14
+
+    evictions = 15
+
+    protocol_errors = 16
+
+    duplicates = 17
+
+    rounds = 18
+
+    replicas = 19
+
+    round_ns = 20
+
+    refresh_age_ns = 21
+
+def table_dtypes() -> list[Dtype]:
+    """The element types that a table can have."""
+
+class UpdateRule:
+    """See parameters.UpdateRule."""
+
+    def __init__(self, *, kind: RuleKind, learning_rate: float, eps: float, beta1: float, beta2: float, weight_decay: float, initial_accumulator: float) -> None: ...
+
+class KeyInit:
+    """See parameters.KeyInit."""
+
+    def __init__(self, *, kind: InitKind, a: float, b: float, seed: int) -> None: ...
+
+class StoreSpec:
+    """What a node's part of a table is made for."""
+
+    def __init__(self, *, lengths: Sequence[int], num_keys: int, capacity: int, dtype: Dtype, rule: UpdateRule, init: KeyInit, node: int, num_nodes: int, num_channels: int) -> None: ...
+
+class ChannelOptions:
+    """How a node's channels work."""
+
+    def __init__(self, *, techniques: Techniques, max_rounds_per_s: float, sync_threshold: float, hysteresis_rounds: int, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None: ...
+
+class ParameterStore:
+    """A node's part of a parameter table, in shared memory."""
+
+    @staticmethod
+    def create(spec: StoreSpec) -> ParameterStore: ...
+
+    @staticmethod
+    def attach(address: str, init: KeyInit) -> ParameterStore: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def node(self) -> int: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def num_channels(self) -> int: ...
+
+    def length_of(self, key: int) -> int: ...
+
+    def valid(self, key: int) -> bool: ...
+
+    def has_heard(self, node: int) -> bool: ...
+
+    def elements(self, whole_rows: bool, keys: int, count: int) -> int: ...
+
+    def owned_keys(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+
+    def set_learning_rate(self, rate: float) -> None: ...
+
+    def set_step(self, step: float) -> None: ...
+
+    def nearest_local(self, keys: int, count: int, low: int, high: int, taken: Sequence[int], distinct: bool, drawable: int = 0) -> int: ...
+
+    def check_leader(self) -> None: ...
+
+    def leave_in_need(self) -> None: ...
+
+    def lose_worker(self, worker: int) -> None: ...
+
+    def dead_workers(self) -> list[int]: ...
+
+    def stats(self) -> dict[TableStat, int]: ...
+
+class NodeService:
+    """The threads that answer other nodes and move keys."""
+
+    def __init__(self, store: ParameterStore, network: Network, options: ChannelOptions) -> None: ...
+
+    @property
+    def addresses(self) -> list[str]: ...
+
+    def start(self, addresses: Sequence[str]) -> None: ...
+
+    def stop(self) -> None: ...
+
+class ParameterWorker:
+    """One worker's access to the whole table."""
+
+    def __init__(self, store: ParameterStore, worker_id: int, network: Network | None, addresses: Sequence[str], timeout_s: float, max_unfinished: int) -> None: ...
+
+    def access(self, op: TableOp, keys: int, count: int, values: int, size_bytes: int, wait: bool, held: object | None) -> int: ...
+
+    def pull_if_local(self, keys: int, count: int, values: int, size_bytes: int) -> bool: ...
+
+    def wait(self, timestamp: int) -> None: ...
+
+    def wait_all(self) -> None: ...
+
+    def is_finished(self, timestamp: int) -> bool: ...
+
+    @property
+    def unfinished(self) -> int: ...
+
+    def intent(self, keys: int, count: int, start: int, end: int) -> None: ...
+
+    def advance_clock(self) -> int: ...
+
+    @property
+    def clock(self) -> int: ...
+
+    def flush_updates(self) -> None: ...
+
+    def flush_refreshes(self) -> None: ...
+
+    def finalize(self) -> None: ...
 
 class SwitchHeader:
     """The header of a packet of SwitchML's UDP protocol."""

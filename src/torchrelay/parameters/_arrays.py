@@ -17,12 +17,8 @@ DTYPES: dict[torch.dtype, _native.Dtype] = {
     getattr(torch, dtype.name): dtype for dtype in _native.table_dtypes()
 }
 
-_NUMPY = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.float16: np.dtype(np.float16),
-    torch.int64: np.dtype(np.int64),
-}
+# numpy has no bfloat16.
+_NUMPY = {dtype: np.dtype(native.name) for dtype, native in DTYPES.items() if hasattr(np, native.name)}
 
 
 def describe(array: Any) -> str:

@@ -38,17 +38,6 @@ class UpdateRule:
     weight_decay: float = 0.0
     initial_accumulator: float = 0.0
 
-    def as_native(self) -> _native.UpdateRule:
-        return _native.UpdateRule(
-            kind=_native.RuleKind[self.kind],
-            learning_rate=self.lr,
-            eps=self.eps,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=self.weight_decay,
-            initial_accumulator=self.initial_accumulator,
-        )
-
 
 @dataclass(frozen=True)
 class KeyInit:
@@ -62,5 +51,18 @@ class KeyInit:
     b: float = 0.0
     seed: int = 0
 
-    def as_native(self) -> _native.KeyInit:
-        return _native.KeyInit(kind=_native.InitKind[self.kind], a=self.a, b=self.b, seed=self.seed)
+
+def native_rule(rule: UpdateRule) -> _native.UpdateRule:
+    return _native.UpdateRule(
+        kind=_native.RuleKind[rule.kind],
+        learning_rate=rule.lr,
+        eps=rule.eps,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        weight_decay=rule.weight_decay,
+        initial_accumulator=rule.initial_accumulator,
+    )
+
+
+def native_init(init: KeyInit) -> _native.KeyInit:
+    return _native.KeyInit(kind=_native.InitKind[init.kind], a=init.a, b=init.b, seed=init.seed)

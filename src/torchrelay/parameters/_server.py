@@ -23,7 +23,7 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.parameters._arrays import DTYPES, describe
-from torchrelay.parameters._contract import INITS, RULES, KeyInit, UpdateRule
+from torchrelay.parameters._contract import INITS, RULES, KeyInit, UpdateRule, native_init, native_rule
 from torchrelay.parameters._ends import CLOSES, Ending, end_with_process
 from torchrelay.parameters._sampling import Sampling
 from torchrelay.parameters._topology import Topology
@@ -112,8 +112,8 @@ class Server:
                 num_keys=self._num_keys,
                 capacity=self._capacity,
                 dtype=DTYPES[self.dtype],
-                rule=self.rule.as_native(),
-                init=self.init.as_native(),
+                rule=native_rule(self.rule),
+                init=native_init(self.init),
                 node=self.topology.node,
                 num_nodes=self.topology.num_nodes,
                 num_channels=self.topology.settings.num_channels,
@@ -123,7 +123,7 @@ class Server:
     def _attach_store(self) -> _native.ParameterStore:
         key = f"{self._table}/slab/{self.topology.node}"
         (address,) = self.topology.collect([key], [self.topology.node], "the shared memory")
-        return _native.ParameterStore.attach(address, self.init.as_native())
+        return _native.ParameterStore.attach(address, native_init(self.init))
 
     def _start(self) -> list[str]:
         """Starts this node's threads, once all nodes' endpoints exist; the endpoints of all nodes."""
