@@ -299,7 +299,7 @@ void register_ticket(nb::module_& module) {
 
 void register_reduce(nb::module_& module) {
   nb::enum_<Dtype> dtypes(module, "Dtype", "Element types that are computed with, under torch's names.");
-  for (int i = 0; i < kNumDtypes; ++i) dtypes.value(kDtypes[i].name, static_cast<Dtype>(i));
+  for (int i = 0; i < kNumDtypes; ++i) dtypes.value(kDtypeInfos[i].name, static_cast<Dtype>(i));
   register_enum<Op>(module, "Op", "Reductions, under c10d's names.", kOpNames);
   module.def("instruction_sets", &instruction_sets,
              "What reductions can use on this machine, the best first.");

@@ -25,12 +25,14 @@ struct DtypeInfo {
 };
 
 // By Dtype.
-inline constexpr DtypeInfo kDtypes[] = {{"int8", 1},     {"uint8", 1},   {"int16", 2},
-                                        {"int32", 4},    {"int64", 8},   {"float16", 2},
-                                        {"bfloat16", 2}, {"float32", 4}, {"float64", 8}};
-inline constexpr int kNumDtypes = static_cast<int>(std::size(kDtypes));
+inline constexpr DtypeInfo kDtypeInfos[] = {{"int8", 1},     {"uint8", 1},   {"int16", 2},
+                                            {"int32", 4},    {"int64", 8},   {"float16", 2},
+                                            {"bfloat16", 2}, {"float32", 4}, {"float64", 8}};
+inline constexpr int kNumDtypes = static_cast<int>(std::size(kDtypeInfos));
 
-constexpr std::size_t size_bytes(Dtype dtype) noexcept { return kDtypes[static_cast<int>(dtype)].size_bytes; }
-constexpr const char* name(Dtype dtype) noexcept { return kDtypes[static_cast<int>(dtype)].name; }
+constexpr std::size_t size_bytes(Dtype dtype) noexcept {
+  return kDtypeInfos[static_cast<int>(dtype)].size_bytes;
+}
+constexpr const char* name(Dtype dtype) noexcept { return kDtypeInfos[static_cast<int>(dtype)].name; }
 
 }  // namespace torchrelay
