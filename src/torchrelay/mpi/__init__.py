@@ -1,4 +1,4 @@
-"""MPI functions that PyTorch's autograd can differentiate, in an order that it keeps by itself.
+"""MPI functions for tensors that autograd differentiates.
 
 ::
 
@@ -8,8 +8,8 @@
     total = comm.Allreduce(local_loss, mpi.MPI_SUM)
     total.backward()
 
-Every communication made while grad mode is on joins a chain in autograd's graph, so a backward pass runs all
-of a rank's communications in exactly the reverse order, and ends wherever the forward pass ended.
+Communications in grad mode form a chain in autograd's graph. A backward pass therefore runs all
+communications of a rank, in the reverse order, and cannot deadlock where the forward pass did not.
 """
 
 from torchrelay._deprecation import old_modules

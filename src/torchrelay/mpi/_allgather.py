@@ -1,6 +1,6 @@
-"""Allgather: every rank gets all ranks' tensors, one after the other along an axis.
+"""Allgather: concatenate the tensors of all ranks on every rank.
 
-The derivative sums, for each rank's part, the cotangents of all ranks: Reduce_scatter.
+The derivative sums the cotangents of all ranks for each rank's part: Reduce_scatter.
 """
 
 from __future__ import annotations
@@ -66,5 +66,5 @@ class Allgather(Call):
 
 
 def allgather(comm: Comm, x: Tensor, axis: int) -> Tensor:
-    """All ranks' ``x`` along ``axis``, on every rank. Lengths along ``axis`` may differ."""
+    """Concatenate all ranks' ``x`` along ``axis`` on every rank. Lengths along it may differ."""
     return record(Allgather(comm, axis_of(axis, x.ndim)), x)

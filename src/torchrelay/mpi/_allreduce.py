@@ -1,7 +1,7 @@
-"""Allreduce: every rank gets the reduction of all ranks' tensors.
+"""Allreduce: reduce the tensors of all ranks, with the result on every rank.
 
-The derivative of a sum hands every rank's cotangent to every rank: Allreduce again. That of a maximum goes to
-those that hold it, in equal shares; that of a product is the product of the others, safe at zeros.
+The derivative of a sum is Allreduce. That of a maximum is split equally between the ranks that hold
+it. That of a product is the product of the other factors, computed without division.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrelay.mpi._wait import finish
 
 __all__ = ["Located", "allreduce"]
 
-STARTING_BYTES = 1 << 25  # from here on starting to reduce is again as fast as blocking
+STARTING_BYTES = 1 << 25  # a non-blocking reduction is as fast as a blocking one from here on
 DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 
 
@@ -87,27 +87,32 @@ class Allreduce(Uniform):
 
 
 class Located(NamedTuple):
-    """What MAXLOC and MINLOC give: each element's extreme value, and the lowest rank that holds it."""
+    """Result of MAXLOC and MINLOC.
+
+    Attributes:
+        values: each element's extremum.
+        ranks: the lowest rank that holds it.
+    """
 
     values: Tensor
     ranks: Tensor
 
 
 def allreduce(comm: Comm, x: Tensor, op: Op) -> Tensor:
-    """The element-wise reduction of all ranks' ``x``, which have one shape and dtype, on every rank.
+    """Reduce all ranks' ``x``, of one shape and dtype, elementwise on every rank.
 
-    MAXLOC and MINLOC give a :class:`Located` instead.
+    MAXLOC and MINLOC return a :class:`Located`.
     """
     if op in LOGICAL and x.dtype is not torch.bool:
         return record(Allreduce(comm, op), x != 0).to(x.dtype)
     call = Allreduce(comm, op)
-    if is_compiling() and is_gathered(call, x):  # an operator keeps nothing for its derivative
+    if is_compiling() and is_gathered(call, x):  # an operator saves nothing for its derivative
         return reduce_locally(allgather(comm, x.unsqueeze(0), 0), op)
     return record(call, x)
 
 
 def allreduce_located(comm: Comm, x: Tensor, op: Op) -> Located:
-    """MAXLOC or MINLOC."""
+    """Reduce with MAXLOC or MINLOC."""
     if x.dtype.is_complex:
         raise ArgumentError(f"MPI_{op.value} is not defined for {x.dtype}")
     values = allreduce(comm, x, Op.MAX if op is Op.MAXLOC else Op.MIN)
@@ -116,7 +121,11 @@ def allreduce_located(comm: Comm, x: Tensor, op: Op) -> Located:
 
 
 def share(comm: Comm, op: Op, x: Tensor, y: Tensor) -> Tensor:
-    """The conjugate of dy/dx: for MAX and MIN 1 / (number of ranks that hold it), for PROD all others' product."""
+    """Return the conjugate of dy/dx.
+
+    For MAX and MIN it is 1 / (number of ranks that hold the extremum), for PROD the product of the
+    other factors.
+    """
     if op is Op.PROD:
         return product_of_others(comm, x, y).conj()
     with torch.no_grad():
@@ -133,19 +142,22 @@ class Reduction(Protocol):
 
 
 def is_gathered(call: Reduction, x: Tensor) -> bool:
-    """Whether to gather ``x`` and reduce it locally: a derivative is wanted, and it is not one communication."""
+    """Return whether to gather ``x`` and reduce it locally.
+
+    This is needed if a derivative is wanted that is not a single communication.
+    """
     return call.op is not Op.SUM and is_differentiated() and call.differentiable(x)
 
 
 def reduce_locally(parts: Tensor, op: Op) -> Tensor:
-    """MAX, MIN or PROD of ``parts`` along their first axis, as torch differentiates it."""
+    """Reduce ``parts`` along their first axis with MAX, MIN or PROD, differentiably."""
     if op is Op.PROD:
         return parts.prod(0)
     return parts.amax(0) if op is Op.MAX else parts.amin(0)
 
 
 def product_of_others(comm: Comm, x: Tensor, y: Tensor) -> Tensor:
-    """The product of all other ranks' ``x``, given ``y``, that of all."""
+    """Return the product of all other ranks' ``x``, given that of all, ``y``."""
     if torch.is_grad_enabled():  # differentiated again: let torch.prod, which is safe at zeros, do it
         every = allgather(comm.replace(convention="sum"), x.unsqueeze(0), 0)
         return torch.cat([every[: comm.rank], every[comm.rank + 1 :]]).prod(0)

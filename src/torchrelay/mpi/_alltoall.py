@@ -1,7 +1,6 @@
-"""Alltoall: every rank cuts its tensor along one axis, and joins the parts it gets along another.
+"""Alltoall: gather along one axis and scatter along another.
 
-As if the tensors were gathered along ``gatheraxis`` and scattered along ``scatteraxis``; with equal axes this
-moves the borders between the ranks' parts. The derivative exchanges the axes.
+With equal axes, parts move between ranks. The derivative exchanges the axes.
 """
 
 from __future__ import annotations
@@ -117,6 +116,9 @@ def _overlap(a: list[int], b: list[int]) -> int:
 
 
 def alltoall(comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
-    """All ranks' ``x`` along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
+    """Gather along ``gatheraxis`` and scatter along ``scatteraxis``.
+
+    This rank gets ``numelem`` along ``scatteraxis``.
+    """
     gatheraxis, scatteraxis = axis_of(gatheraxis, x.ndim), axis_of(scatteraxis, x.ndim)
     return record(Alltoall(comm, gatheraxis, scatteraxis, numelem, x.shape[gatheraxis]), x)

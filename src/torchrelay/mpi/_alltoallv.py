@@ -1,6 +1,6 @@
-"""Alltoallv: every rank sends as much as it likes of its tensor's first axis to each.
+"""Alltoallv: send a part of any length to each rank.
 
-The derivative sends the parts' cotangents back.
+The derivative sends the cotangents of the parts back.
 """
 
 from __future__ import annotations

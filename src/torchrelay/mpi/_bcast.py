@@ -1,6 +1,6 @@
-"""Bcast: every rank gets root's tensor.
+"""Bcast: copy root's tensor to every rank.
 
-The derivative sums all ranks' cotangents on root; the others' tensors have had no influence.
+The derivative sums the cotangents of all ranks on root. The tensors of other ranks have none.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class BcastInPlace(Bcast):
 
 
 def bcast(comm: Comm, x: Tensor, root: int) -> Tensor:
-    """Root's ``x`` on every rank, in new memory; all ranks give tensors of one shape and dtype."""
+    """Return root's ``x`` on every rank, in new memory. Shapes and dtypes are equal."""
     return record(Bcast(comm, comm.check_rank(root)), x)
 
 
 def bcast_(comm: Comm, x: Tensor, root: int) -> Tensor:
-    """As :func:`bcast`, into ``x`` itself."""
+    """Call :func:`bcast` into ``x`` itself."""
     comm.check_rank(root)
     return overwrite(BcastInPlace(comm, root), Bcast(comm, root), x)

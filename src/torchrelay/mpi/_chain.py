@@ -1,11 +1,11 @@
 """The order of communications, kept as a chain in autograd's graph.
 
-Every recorded communication takes the chain's head, a 0-dim tensor that always requires grad, as one more
-input and returns a new head. The backward pass therefore runs *all* of a rank's communications, in exactly
-the reverse order; where the forward order let every rank finish, the reverse order does too.
+Every recorded communication takes the head of the chain, a 0-dim tensor that requires grad, as an
+additional input and returns a new head. The backward pass therefore runs *all* communications of a
+rank in reverse order; if every rank could finish in the forward order, it can in reverse.
 
-A chain belongs to a thread, not to one communicator: what a thread of a rank communicates has one order. Forward
-code that runs inside a backward pass, a checkpoint that is computed again, has a chain apart.
+A chain belongs to a thread, not to a communicator: a thread's communications have one order.
+Forward code inside a backward pass, such as a recomputed checkpoint, has its own chain.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = torch.zeros((), requires_grad=True)
 
 
 class Chain:
-    """Communications recorded since the last backward pass, each dependent on the one before."""
+    """Communications since the last backward pass, each dependent on the previous one."""
 
     __slots__ = (
         "__weakref__",
@@ -64,9 +64,9 @@ class Chain:
         self.warned = False
 
     def extend(self, name: str | None) -> Tensor:
-        """The token the next communication takes; the caller stores the token it returns in :attr:`head`.
+        """Return the token for the next communication; the caller stores its result in ``head``.
 
-        Without a name it is one whose backward communicates nothing, and need not be reached.
+        A link without a name communicates nothing in the backward pass and need not be reached.
         """
         if name is not None:
             self.names.append(name)
@@ -81,12 +81,12 @@ class Chain:
         return self.head
 
     def close(self) -> None:
-        """Lets go of the graph. Nodes refer to their chain, so holding its head would be a cycle."""
+        """Release the graph, whose nodes refer to their chain and would form a cycle."""
         self.head = None
 
 
 class Slot:
-    """Where communications find the chain they join: one for each thread, and for each backward pass."""
+    """Holds the chain that communications join: one per thread, and one per backward pass."""
 
     __slots__ = ("chain",)
 
@@ -101,7 +101,7 @@ class Slot:
 
 
 class Link:
-    """A recorded communication's place in its chain."""
+    """Place of a recorded communication in its chain."""
 
     __slots__ = ("chain", "done", "position")
 
@@ -185,7 +185,7 @@ _here = _Here()
 
 
 def current() -> Chain:
-    """The chain that the next communication joins."""
+    """Return the chain that the next communication joins."""
     if _here.adjoint is not None:
         return _here.adjoint
     if _torch.backward_id() >= 0:
@@ -199,7 +199,7 @@ def current_compiled() -> Chain:
 
 
 def check_compiled() -> None:
-    """Raises :class:`UnsupportedError` where compiled code would join another thread's chain."""
+    """Raise :class:`UnsupportedError` if compiled code would join another thread's chain."""
     if threading.get_ident() != MAIN and _torch.backward_id() < 0:
         raise UnsupportedError("compiled code communicates in the main thread only")
 
@@ -214,7 +214,7 @@ def begin_compiled(task: int) -> None:
 
 
 def active() -> Chain | None:
-    """The thread's chain, if anything is recorded in it."""
+    """Return the thread's chain if it has recorded communications."""
     chain = _here.slot.chain
     return chain if chain.head is not ROOT else None
 
@@ -254,10 +254,10 @@ def adjoint_chain(link: Link) -> Iterator[None]:
 
 @contextlib.contextmanager
 def chain() -> Iterator[None]:
-    """Communications in the block form a chain of their own, apart from those before and after it.
+    """Record the communications of the block in a chain of their own.
 
-    For computations whose backward pass is run apart, in any order: two losses of one step, or a function
-    given to ``torch.autograd.gradcheck``. All ranks must then run those backward passes in the same order.
+    Use it for computations with a separate backward pass: two losses of one step, or a function for
+    ``torch.autograd.gradcheck``. All ranks must run these backward passes in the same order.
     """
     slot = _here.slot
     before = slot.chain
@@ -271,5 +271,5 @@ def chain() -> Iterator[None]:
 
 
 def reset() -> None:
-    """Forgets all communications recorded so far; a later backward pass does not run those it cannot reach."""
+    """Discard all recorded communications; later backward passes do not run them."""
     _here.slot.renew()

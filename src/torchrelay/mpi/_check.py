@@ -1,6 +1,6 @@
-"""Debug mode: before each collective, the ranks compare what they are about to do.
+"""Debug mode: the ranks compare their calls before each collective.
 
-A message between two ranks is announced to its receiver, who compares it with what it receives into.
+Point-to-point messages are announced to their receiver, which compares shape and dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parts of this package need of a communicator; :class:`Communicator` itself stands above them."""
+"""The interface of communicators that other modules use; :class:`Communicator` implements it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CartComm", "Comm", "SharedState"]
 
 
 class SharedState(Protocol):
-    """What a communicator and its copies share."""
+    """State that a communicator and its copies share."""
 
     @property
     def control(self) -> MPI.Intracomm: ...
@@ -27,7 +27,7 @@ class SharedState(Protocol):
 
 
 class Comm(Protocol):
-    """A communicator: who takes part, and over which communicators of MPI its ranks talk."""
+    """A communicator: its ranks, and the MPI communicators they use."""
 
     @property
     def mpi(self) -> MPI.Intracomm: ...

@@ -1,7 +1,7 @@
-"""Communicators: the face of MPI, with MPI's own names.
+"""Communicators, with MPI's functions under MPI's names.
 
-Every communicator has two duplicates: backward passes communicate over the first, apart from the user's
-messages; ranks that wait for each other talk over the second.
+Every communicator has two duplicates: one for the communication of backward passes, and one over
+which waiting ranks report their state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,26 @@ MAX_TAG: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 
 
 class Communicator:
-    """Ranks that communicate with each other. Made by :func:`from_mpi4py`, :meth:`Split`, :meth:`Dup`, :meth:`Cart`."""
+    """A group of ranks with MPI's functions for tensors.
+
+    Created by :func:`from_mpi4py`, :meth:`Split`, :meth:`Dup` and :meth:`Cart`. A context manager
+    that
+    frees it. Unless stated otherwise, functions are recorded in grad mode, take tensors of any
+    strides on any device, and accept integers, bool, float16, bfloat16, float32, float64, complex64
+    and complex128. Negative axes count from the end.
+
+    Attributes:
+        rank: this process's rank.
+        size: the number of ranks.
+        name: identifies the communicator in errors.
+        convention: ``"sum"`` or ``"replicated"``: which loss a gradient belongs to.
+
+    Raises:
+        ArgumentError: from every function, for invalid ranks, axes, dtypes or operations.
+        MismatchError: from collectives, if the ranks make different calls.
+        OperationTimeoutError: from blocking functions, after ``TORCHRELAY_MPI_TIMEOUT_S``.
+        PeerLostError: from every function, if another rank failed or ended.
+    """
 
     mpi: MPI.Intracomm
     meeting: MPI.Intracomm
@@ -59,14 +78,14 @@ class Communicator:
     is_reverse: bool
 
     def __init__(self, mpi: MPI.Comm, name: str | None = None, parent: Lease | None = None) -> None:
-        """Collective over ``mpi``'s ranks. What has a parent is freed with all that belongs to it."""
+        """Wrap ``mpi``; collective over its ranks. A child is freed with its ``parent``."""
         if not isinstance(mpi, MPI.Intracomm):
             raise ArgumentError(f"{mpi!r} is not an intra-communicator")
         self.mpi = mpi
         self.rank, self.size = mpi.rank, mpi.size
         self.name = name or f"communicator {next(_names)}"
         self.convention = settings.convention
-        self.unreached: str | None = None  # the setting's value
+        self.unreached: str | None = None  # None: as the setting
         self.is_reverse = False
         self.lease = Lease(mpi, parent)
         self.meeting = self.lease.control
@@ -83,7 +102,7 @@ class Communicator:
 
     @property
     def reverse(self) -> Communicator:
-        """The communicator for backward passes; its own is itself."""
+        """The communicator of backward passes; for that one, itself."""
         return self if self._reverse is None else self._reverse
 
     def _copy(self: _C) -> _C:
@@ -104,9 +123,15 @@ class Communicator:
     # Communicators
 
     def replace(self, convention: str | None = None, unreached: str | None = None) -> Communicator:
-        """The same communicator with another gradient convention, ``"sum"`` or ``"replicated"``.
+        """Return this communicator with other settings. Not collective.
 
-        ``unreached`` (``"raise"``, ``"warn"``, ``"ignore"``) replaces the setting of that name.
+        Args:
+            convention: ``"sum"`` or ``"replicated"``.
+            unreached: ``"raise"``, ``"warn"`` or ``"ignore"``, instead of
+                ``TORCHRELAY_MPI_UNREACHED``.
+
+        Raises:
+            ArgumentError: a value is not one of these.
         """
         convention, unreached = convention or self.convention, unreached or self.unreached
         if (convention, unreached) == (self.convention, self.unreached):
@@ -123,18 +148,30 @@ class Communicator:
         return other
 
     def Dup(self) -> Communicator:
-        """The same ranks, with messages of their own."""
+        """Return a communicator of the same ranks whose messages are separate. Collective."""
         return self._derived(self._make("Dup()", self.mpi.Dup))
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator | None:
-        """Ranks with the same ``color`` form a communicator, ordered by ``key``; none for ``MPI_UNDEFINED``."""
+        """Return the communicator of all ranks with the same ``color``. Collective.
+
+        Its ranks are ordered by ``key``. None for ``MPI_UNDEFINED``.
+        """
         mpi = self._make("Split()", lambda: self.mpi.Split(color, key))
         return None if mpi is None else self._derived(mpi)
 
     def Cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> CartCommunicator | None:
-        """The ranks on a grid of ``dims``; periodic along the axes where ``periods`` is true."""
+        """Arrange the ranks in a grid. Collective.
+
+        Args:
+            dims: the extents of the grid.
+            periods: which dimensions are periodic; default: none.
+            reorder: whether MPI may renumber the ranks.
+
+        Returns:
+            None on ranks that the grid leaves out.
+        """
         dims, periods = list(dims), list(periods or [False] * len(dims))
         mpi = self._make(
             f"Cart(dims={dims}, periods={periods})",
@@ -146,7 +183,7 @@ class Communicator:
         return cart.replace(self.convention, self.unreached)  # type: ignore[return-value]
 
     def _make(self, name: str, make: Callable[[], MPI.Comm]) -> MPI.Comm | None:
-        """A new communicator of MPI, made by all ranks; None for a rank that is no part of it."""
+        """Return a new communicator of MPI, made by all ranks; None on ranks outside it."""
         _wait.check_usable()
         call = _wait.Named(self, name)
         meet(call, name)
@@ -162,9 +199,13 @@ class Communicator:
         return Communicator(mpi, parent=self.lease).replace(self.convention, self.unreached)
 
     def Free(self) -> None:
-        """Gives it back to MPI. Collective; neither it nor its copies (:meth:`replace`) can be used any more.
+        """Return the communicator to MPI. Collective.
 
-        One that no rank can reach any more is freed when another is made of the one it was made of.
+        Neither it nor its copies (:meth:`replace`) can be used afterwards. A communicator that no
+        rank can reach any more is freed when another one is created from the same parent.
+
+        Raises:
+            ArgumentError: it is ``COMM_WORLD``.
         """
         if self.name == WORLD_NAME:
             raise ArgumentError(f"{self.name} cannot be freed")
@@ -177,12 +218,12 @@ class Communicator:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Frees it, unless the block raised: other ranks may not get here then."""
+        """Free it, unless the block raised: other ranks may not leave theirs then."""
         if kind is None:
             self.Free()
 
     def descending(self) -> MPI.Intracomm:
-        """MPI's communicator with the ranks in reverse order; made at first use, by all ranks."""
+        """MPI's communicator with the ranks in reverse order, created at first use by all ranks."""
         if self.lease.descending is None:
             meet(_wait.Named(self, "Scan()"), "the first derivative of a scan")
             split = self.mpi.Split(0, -self.rank)
@@ -191,13 +232,13 @@ class Communicator:
         return self.lease.descending
 
     def check_rank(self, rank: int) -> int:
-        """Raises :class:`ArgumentError` if there is no such rank."""
+        """Raise :class:`ArgumentError` if there is no such rank."""
         if not 0 <= rank < self.size:
             raise ArgumentError(f"rank {rank} of {self.name}, which has ranks 0 to {self.size - 1}")
         return rank
 
     def check_dest(self, rank: int, tag: int) -> tuple[int, int]:
-        """Raises :class:`ArgumentError` if nothing can be sent there; ``MPI_PROC_NULL`` is a destination too."""
+        """Raise :class:`ArgumentError` if ``dest`` is neither a rank nor ``MPI_PROC_NULL``."""
         if rank != MPI.PROC_NULL:
             self.check_rank(rank)
         if not 0 <= tag <= MAX_TAG:
@@ -205,177 +246,265 @@ class Communicator:
         return rank, tag
 
     def check_source(self, rank: int, tag: int) -> tuple[int, int]:
-        """Raises :class:`ArgumentError` if nothing can come from there; wildcards and ``MPI_PROC_NULL`` are fine."""
+        """Raise :class:`ArgumentError` if ``source`` is no rank, wildcard or ``MPI_PROC_NULL``."""
         if rank != MPI.ANY_SOURCE:
             self.check_dest(rank, 0)
         if tag != MPI.ANY_TAG:
             self.check_dest(MPI.PROC_NULL, tag)
         return rank, tag
 
-    # Collectives. Tensors may have any layout, and axes may be negative.
+    # Collectives
 
     def Barrier(self) -> None:
-        """Returns when all ranks have called it. Not recorded."""
+        """Wait until all ranks have called it. Not recorded."""
         _wait.barrier(self)
 
     def Allreduce(self, tensor: Tensor, op: Op) -> Any:
-        """The reduction of all ranks' tensors, on every rank; for MAXLOC and MINLOC a :class:`Located`."""
+        """Reduce the tensors of all ranks, with the result on every rank. Collective and blocking.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            op: the reduction.
+
+        Returns:
+            A tensor like ``tensor``; for MAXLOC and MINLOC a :class:`Located`.
+        """
         if op is Op.MAXLOC or op is Op.MINLOC:
             return allreduce_located(self, tensor, op)
         return allreduce(self, tensor, op)
 
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
-        """``tensor`` with root's values, in place."""
+        """Overwrite ``tensor`` with root's values. Collective and blocking.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            root: the rank whose values all get.
+
+        Returns:
+            ``tensor``; a new tensor if it is a leaf that requires grad.
+        """
         return bcast_(self, tensor, root)
 
     def Reduce_(self, tensor: Tensor, op: Op, root: int) -> Tensor:
-        """``tensor`` with the reduction on root and zeros on the others, in place."""
+        """Overwrite ``tensor`` with the reduction on root, with zeros elsewhere.
+
+        Collective and blocking.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            op: the reduction.
+            root: the rank that gets the result.
+
+        Returns:
+            ``tensor``; a new tensor if it is a leaf that requires grad.
+        """
         return reduce_(self, tensor, op, root)
 
     def Gather(self, tensor: Tensor, gatheraxis: int, root: int) -> Tensor:
-        """All ranks' tensors along ``gatheraxis``, on root; an empty tensor on the others."""
+        """Concatenate the tensors of all ranks on root. Collective and blocking.
+
+        Args:
+            tensor: shapes may differ between ranks along ``gatheraxis``.
+            gatheraxis: the axis of concatenation.
+            root: the rank that gets the result.
+
+        Returns:
+            The concatenation on root; an empty tensor on other ranks.
+        """
         return gather(self, tensor, gatheraxis, root)
 
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
-        """All ranks' tensors along ``gatheraxis``, on every rank."""
+        """Concatenate the tensors of all ranks on every rank. Collective and blocking.
+
+        Shapes may differ between ranks along ``gatheraxis``.
+        """
         return allgather(self, tensor, gatheraxis)
 
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
-        """This rank's ``numelem`` along ``scatteraxis`` of root's tensor."""
+        """Return this rank's part of root's tensor. Collective and blocking.
+
+        Args:
+            tensor: read on root only.
+            scatteraxis: the axis along which it is cut.
+            numelem: the length of this rank's part; the sum over all ranks is the length of root's.
+            root: the rank whose tensor is cut.
+        """
         return scatter(self, tensor, scatteraxis, numelem, root)
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
-        """All ranks' tensors along ``gatheraxis``, this rank's ``numelem`` of it along ``scatteraxis``."""
+        """Gather along one axis and scatter along another. Collective and blocking.
+
+        Args:
+            tensor: shapes may differ between ranks along ``gatheraxis``.
+            gatheraxis: the axis of concatenation.
+            scatteraxis: the axis along which the concatenation is cut; if equal, parts move between
+                ranks.
+            numelem: the length of this rank's part along ``scatteraxis``.
+        """
         return alltoall(self, tensor, gatheraxis, scatteraxis, numelem)
 
     def Reduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int, numelem: int) -> Tensor:
-        """This rank's ``numelem`` along ``scatteraxis`` of the reduction of all ranks' tensors."""
+        """Reduce the tensors of all ranks and return one part. Collective and blocking.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            op: the reduction.
+            scatteraxis: the axis along which the reduction is cut.
+            numelem: the length of this rank's part.
+        """
         return reduce_scatter(self, tensor, op, scatteraxis, numelem)
 
     def Reduce_scatter_block(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> Tensor:
-        """As :meth:`Reduce_scatter`, in equal parts."""
+        """Call :meth:`Reduce_scatter` with equal parts."""
         return reduce_scatter(self, tensor, op, scatteraxis, equal_part(tensor, scatteraxis, self.size))
 
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
-        """The reduction of the tensors of ranks 0 to this one."""
+        """Reduce the tensors of ranks 0 to this one, inclusive. Collective and blocking."""
         return scan(self, tensor, op)
 
     def Exscan(self, tensor: Tensor, op: Op) -> Tensor:
-        """The reduction of the tensors of all ranks before this one; zeros on rank 0."""
+        """Reduce the tensors of all ranks before this one; zeros on rank 0.
+
+        Collective and blocking.
+        """
         return exscan(self, tensor, op)
 
     def Replicate(self, tensor: Tensor) -> Tensor:
-        """A tensor that all ranks hold alike, from here on used by each in its own way."""
+        """Mark ``tensor``, equal on all ranks, as used differently by each rank from here on.
+
+        Communicates in the backward pass only, under the convention ``"replicated"``: its
+        derivative is
+        Allreduce.
+        """
         return replicate(self, tensor)
 
     # Collectives with counts
 
     def Gatherv(self, tensor: Tensor, root: int, axis: int = 0) -> Tensor:
-        """:meth:`Gather`, whose lengths may differ anyway."""
+        """Call :meth:`Gather`, which supports different lengths."""
         return gather(self, tensor, axis, root)
 
     def Allgatherv(self, tensor: Tensor, axis: int = 0) -> Tensor:
-        """:meth:`Allgather`, whose lengths may differ anyway."""
+        """Call :meth:`Allgather`, which supports different lengths."""
         return allgather(self, tensor, axis)
 
     def Scatterv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> Tensor:
-        """``counts[r]`` along ``axis`` of root's tensor go to rank r; all ranks give the same counts."""
+        """Return this rank's ``counts[rank]`` along ``axis`` of root's tensor.
+
+        Collective and blocking. All ranks pass equal ``counts``.
+        """
         if len(counts) != self.size:
             raise ArgumentError(f"Scatterv: {self.size} ranks need as many counts, not {list(counts)}")
         return scatter(self, tensor, axis, counts[self.rank], root)
 
     def Alltoallv(self, tensor: Tensor, sendcounts: Sequence[int], axis: int = 0) -> Tensor:
-        """``sendcounts[r]`` along ``axis`` go to rank r; what comes is joined in the order of ranks."""
+        """Send ``sendcounts[r]`` along ``axis`` to each rank r. Collective and blocking.
+
+        Returns:
+            The received parts, concatenated in the order of ranks.
+        """
         return alltoallv(self, tensor, sendcounts, axis)
 
-    # Collectives in two steps: change nothing until Wait. All ranks give tensors of one shape, or the same counts
+    # Non-blocking collectives: do not change tensors before Wait. All ranks pass tensors of one
+    # shape, or the same counts.
 
     def Iallreduce(self, tensor: Tensor, op: Op) -> CollectiveHandle:
-        """Starts :meth:`Allreduce`."""
+        """Start :meth:`Allreduce`."""
         return _starting.iallreduce(self, tensor, op)
 
     def Ibcast(self, tensor: Tensor, root: int) -> CollectiveHandle:
-        """Starts to give every rank root's tensor, in new memory."""
+        """Start a broadcast of root's tensor into new memory."""
         return _starting.ibcast(self, tensor, root)
 
     def Ireduce(self, tensor: Tensor, op: Op, root: int) -> CollectiveHandle:
-        """Starts a reduction to root, in new memory."""
+        """Start a reduction to root into new memory."""
         return _starting.ireduce(self, tensor, op, root)
 
     def Iscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
-        """Starts :meth:`Scan`."""
+        """Start :meth:`Scan`."""
         return _starting.iscan(self, tensor, op, False)
 
     def Iexscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
-        """Starts :meth:`Exscan`."""
+        """Start :meth:`Exscan`."""
         return _starting.iscan(self, tensor, op, True)
 
     def Igather(self, tensor: Tensor, gatheraxis: int, root: int) -> CollectiveHandle:
-        """Starts :meth:`Gather`."""
+        """Start :meth:`Gather` of equal shapes."""
         return _starting.igather(self, tensor, None, gatheraxis, root)
 
     def Igatherv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> CollectiveHandle:
-        """Starts :meth:`Gatherv`; rank r gives ``counts[r]``."""
+        """Start :meth:`Gatherv`; rank r sends ``counts[r]``."""
         return _starting.igather(self, tensor, counts, axis, root)
 
     def Iallgather(self, tensor: Tensor, gatheraxis: int) -> CollectiveHandle:
-        """Starts :meth:`Allgather`."""
+        """Start :meth:`Allgather` of equal shapes."""
         return _starting.iallgather(self, tensor, None, gatheraxis)
 
     def Iallgatherv(self, tensor: Tensor, counts: Sequence[int], axis: int = 0) -> CollectiveHandle:
-        """Starts :meth:`Allgatherv`; rank r gives ``counts[r]``."""
+        """Start :meth:`Allgatherv`; rank r sends ``counts[r]``."""
         return _starting.iallgather(self, tensor, counts, axis)
 
     def Iscatter(self, tensor: Tensor, scatteraxis: int, root: int) -> CollectiveHandle:
-        """Starts :meth:`Scatter`, in equal parts; all ranks give a tensor of the shape of root's."""
+        """Start :meth:`Scatter` in equal parts; all ranks pass a tensor of root's shape."""
         return _starting.iscatter(self, tensor, None, scatteraxis, root)
 
     def Iscatterv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> CollectiveHandle:
-        """Starts :meth:`Scatterv`; all ranks give a tensor of the shape of root's."""
+        """Start :meth:`Scatterv`; all ranks pass a tensor of root's shape."""
         return _starting.iscatter(self, tensor, counts, axis, root)
 
     def Ialltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
-        """Starts :meth:`Alltoall`, in equal parts."""
+        """Start :meth:`Alltoall` in equal parts."""
         return _starting.ialltoall(self, tensor, gatheraxis, scatteraxis)
 
     def Ialltoallv(
         self, tensor: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int = 0
     ) -> CollectiveHandle:
-        """Starts :meth:`Alltoallv`; ``recvcounts[r]`` come from rank r."""
+        """Start :meth:`Alltoallv`; rank r sends ``recvcounts[r]``."""
         return _starting.ialltoallv(self, tensor, sendcounts, recvcounts, axis)
 
     def Ireduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> CollectiveHandle:
-        """Starts :meth:`Reduce_scatter_block`."""
+        """Start :meth:`Reduce_scatter_block`."""
         return _starting.ireduce_scatter(self, tensor, op, None, scatteraxis)
 
     def Ireduce_scatterv(
         self, tensor: Tensor, op: Op, counts: Sequence[int], axis: int = 0
     ) -> CollectiveHandle:
-        """Starts :meth:`Reduce_scatter`; rank r gets ``counts[r]``."""
+        """Start :meth:`Reduce_scatter`; rank r gets ``counts[r]``."""
         return _starting.ireduce_scatter(self, tensor, op, counts, axis)
 
-    # Set up once, started again and again
+    # Persistent requests
 
     def Allreduce_init(self, tensor: Tensor, op: Op) -> PersistentCollective:
-        """An :meth:`Allreduce` that ``Start`` repeats."""
+        """Create a persistent :meth:`Allreduce`. Collective."""
         return _persistent.allreduce_init(self, tensor, op)
 
     def Reduce_init(self, tensor: Tensor, op: Op, root: int) -> PersistentCollective:
-        """A reduction to root, in new memory, that ``Start`` repeats."""
+        """Create a persistent reduction to root, into new memory. Collective."""
         return _persistent.reduce_init(self, tensor, op, root)
 
     def Bcast_init(self, tensor: Tensor, root: int) -> PersistentCollective:
-        """Root's tensor on every rank, in new memory; ``Start`` repeats it."""
+        """Create a persistent broadcast of root's tensor, into new memory. Collective."""
         return _persistent.bcast_init(self, tensor, root)
 
-    # Between two ranks
+    # Point to point
 
     def Send(self, tensor: Tensor, dest: int, tag: int = 0) -> Tensor:
-        """Returns when ``tensor`` may be changed again; the 0-dim result depends on it."""
+        """Send ``tensor`` to ``dest``. Blocks until ``tensor`` may be changed.
+
+        Returns:
+            A 0-dim tensor that depends on the send.
+        """
         return _point_to_point.send(self, tensor, dest, tag)
 
     def Recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
-        """``tensor`` with the values received, in place."""
+        """Overwrite ``tensor`` with a message from ``source``. Blocks until it has arrived.
+
+        Returns:
+            ``tensor``; a new tensor if it is a leaf that requires grad.
+
+        Raises:
+            MismatchError: the message has another length.
+        """
         return _point_to_point.recv(self, tensor, source, tag)
 
     def Sendrecv(
@@ -387,32 +516,44 @@ class Communicator:
         sendtag: int = 0,
         recvtag: int = MPI.ANY_TAG,
     ) -> Tensor:
-        """Sends ``tensor``, and returns what comes from ``source``, shaped as ``like`` (default: as ``tensor``)."""
+        """Send ``tensor`` to ``dest`` and receive from ``source``. Blocks until both are done.
+
+        Args:
+            like: gives the shape and dtype of the result; default: ``tensor``.
+        """
         return _point_to_point.sendrecv(self, tensor, dest, sendtag, like, source, recvtag)
 
     def Isend(self, tensor: Tensor, dest: int, tag: int = 0) -> WaitHandle:
-        """Starts :meth:`Send`."""
+        """Start :meth:`Send`; ``tensor`` must not change until :meth:`Wait`."""
         return _point_to_point.isend(self, tensor, dest, tag)
 
     def Irecv(self, tensor: Tensor, source: int, tag: int = 0) -> WaitHandle:
-        """Starts :meth:`Recv`."""
+        """Start :meth:`Recv`; :meth:`Wait` returns the result."""
         return _point_to_point.irecv(self, tensor, source, tag)
 
     def Wait(self, handle: WaitHandle | CollectiveHandle) -> Tensor:
-        """Ends what was started, and returns its result."""
+        """Complete a started communication and return its result. Blocks."""
         return handle.Wait()
 
     def Send_init(self, tensor: Tensor, dest: int, tag: int = 0) -> PersistentSend:
-        """A message that ``Start`` sends again and again."""
+        """Create a persistent :meth:`Send` of tensors like ``tensor``."""
         return PersistentSend(self, tensor, dest, tag)
 
     def Recv_init(self, tensor: Tensor, source: int, tag: int = 0) -> PersistentRecv:
-        """A message that ``Start`` receives again and again."""
+        """Create a persistent :meth:`Recv` of tensors like ``tensor``."""
         return PersistentRecv(self, tensor, source, tag)
 
 
 class CartCommunicator(Communicator):
-    """Ranks on a grid: ``dims``, ``periods``, ``coords``, and ``neighbors[d]``, the lower and upper one along d."""
+    """A communicator whose ranks form a grid.
+
+    Attributes:
+        dims: the extents of the grid.
+        periods: which dimensions are periodic.
+        coords: this rank's position.
+        neighbors: for each dimension the lower and the upper neighbour; ``MPI_PROC_NULL`` at a
+            border.
+    """
 
     mpi: MPI.Cartcomm
 
@@ -430,7 +571,16 @@ class CartCommunicator(Communicator):
         )
 
     def Neighbor_alltoall(self, tensor: Tensor) -> Tensor:
-        """``tensor[2 * d]`` and ``tensor[2 * d + 1]`` go to the lower and upper neighbour along d."""
+        """Exchange with all neighbours. Blocking.
+
+        Args:
+            tensor: of shape ``(2 * len(dims), ...)``; parts ``2 * d`` and ``2 * d + 1`` go to the
+                lower
+                and the upper neighbour along dimension d.
+
+        Returns:
+            The neighbours' parts in the same places; zeros at a border.
+        """
         return neighbor_alltoall(self, tensor)
 
     def Halo_exchange(
@@ -439,12 +589,29 @@ class CartCommunicator(Communicator):
         width: int | Sequence[int | tuple[int, int]] = 1,
         axes: Sequence[int] | None = None,
     ) -> Tensor:
-        """``tensor`` with a halo of the neighbours' values; see :func:`torchrelay.mpi._halo.halo_exchange`."""
+        """Extend ``tensor`` by values of the neighbours. Blocking.
+
+        Args:
+            width: of the halo for each dimension of the grid: one number for both sides, or
+                ``(lower, upper)``.
+            axes: the axis of ``tensor`` along each dimension of the grid; default: 0, 1, ...
+
+        Returns:
+            A tensor that is longer by the widths along these axes; zeros beyond a border.
+
+        Raises:
+            ArgumentError: the tensor is shorter than the halo, or widths and axes do not fit the
+                grid.
+        """
         return halo_exchange(self, tensor, width, axes)
 
 
 def from_mpi4py(comm: MPI.Intracomm) -> Communicator:
-    """mpi4py's communicator, made differentiable. Collective over its ranks."""
+    """Return a differentiable communicator over mpi4py's. Collective over its ranks.
+
+    Raises:
+        ArgumentError: it is not an intra-communicator.
+    """
     return Communicator(comm)
 
 

@@ -1,9 +1,11 @@
-"""Communications inside ``torch.compile``: one operator of ``torch.library`` with an ordered effect.
+"""Communications under ``torch.compile``: one ``torch.library`` operator with an ordered effect.
 
-It takes and returns the chain's token as a recorded communication does, so a compiled region joins the chain as
-one node, forward and backward passes keep the order, and nothing can be left out as unused. Its other arguments
-name a communication: the communicator by its number, the function by the name of its class, and the function's
-arguments as integers. Shapes and derivatives are those of the class.
+It takes and returns the token of the chain, as an eager communication does. A compiled region thus
+joins the chain as one node, both passes keep the order, and no communication is eliminated as
+unused.
+Its other arguments encode a communication: a number for the communicator, the name of the class for
+the
+function, and integers for its arguments. Shapes and derivatives are those of the class.
 """
 
 from __future__ import annotations

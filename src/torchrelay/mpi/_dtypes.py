@@ -1,7 +1,7 @@
-"""torch's dtypes and MPI's operations, in MPI's words.
+"""Dtypes and operations of torch in terms of MPI.
 
-MPI knows neither float16 nor bfloat16: they travel as two bytes, and are reduced by operations of our own.
-bool is reduced by MPI's logical operations, and logical operations on floats go through bool.
+MPI lacks float16 and bfloat16: they are sent as two bytes and reduced by operations defined here.
+Logical operations on bool are MPI's; those on floats are computed on bool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CODES", "DTYPES", "Op", "buffer", "datatype", "is_differentiable", "
 
 
 class Op(enum.Enum):
-    """A reduction. ``MAXLOC`` and ``MINLOC`` also tell on which rank the value is."""
+    """A reduction. ``MAXLOC`` and ``MINLOC`` also return the rank that holds the value."""
 
     MAX = "MAX"
     MIN = "MIN"
@@ -114,10 +114,10 @@ _at = MPI.buffer.fromaddress
 
 
 def datatype(dtype: torch.dtype) -> MPI.Datatype:
-    """MPI's name for ``dtype``.
+    """Return the MPI datatype of ``dtype``.
 
     Raises:
-        ArgumentError: MPI cannot carry it.
+        ArgumentError: there is none.
     """
     try:
         return _TYPES[dtype]
@@ -128,10 +128,10 @@ def datatype(dtype: torch.dtype) -> MPI.Datatype:
 
 
 def mpi_op(dtype: torch.dtype, op: Op) -> MPI.Op:
-    """MPI's operation ``op`` on ``dtype``.
+    """Return the MPI operation for ``op`` on ``dtype``.
 
     Raises:
-        ArgumentError: the operation is not defined on it (bitwise on floats, an order of complex numbers).
+        ArgumentError: it is undefined (bitwise on floats, an order of complex numbers).
     """
     try:
         return _OPS[dtype, op]
@@ -145,6 +145,6 @@ def is_differentiable(dtype: torch.dtype) -> bool:
 
 
 def buffer(tensor: Tensor) -> tuple[MPI.buffer, int, MPI.Datatype]:
-    """The memory of a contiguous CPU tensor as mpi4py takes it. The caller keeps ``tensor`` alive."""
+    """Return the memory of a contiguous CPU tensor, which the caller keeps alive."""
     kind = _TYPES.get(tensor.dtype) or datatype(tensor.dtype)
     return (_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind)

@@ -1,6 +1,6 @@
-"""Gather: root gets all ranks' tensors, one after the other along an axis.
+"""Gather: concatenate the tensors of all ranks on root.
 
-The derivative scatters root's cotangent the same way.
+The derivative scatters root's cotangent.
 """
 
 from __future__ import annotations
@@ -69,6 +69,6 @@ class Gather(Call):
 
 
 def gather(comm: Comm, x: Tensor, axis: int, root: int) -> Tensor:
-    """All ranks' ``x`` along ``axis`` on root; on the others an empty tensor. Lengths along ``axis`` may differ."""
+    """Concatenate all ranks' ``x`` along ``axis`` on root; others get an empty tensor."""
     axis = axis_of(axis, x.ndim)
     return record(Gather(comm, axis, x.shape[axis], comm.check_rank(root)), x)

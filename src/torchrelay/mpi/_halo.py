@@ -1,8 +1,8 @@
-"""Exchange with the neighbours on a grid: Neighbor_alltoall, and the halo of a decomposed array.
+"""Exchange with the neighbours in a grid: Neighbor_alltoall and Halo_exchange.
 
-What goes to the lower neighbour arrives there as coming from the upper one, so the derivative is the same
-exchange of the cotangents. Axes are exchanged one after the other, each with the halo of those before, which
-also fills the corners.
+What one rank sends down, its lower neighbour receives from above, so the derivative is the same
+exchange of the cotangents. Axes are exchanged in turn, each with the halos of the previous ones,
+which fills the corners.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TO_LOWER, TO_UPPER = 1, 2
 
 
 class Faces(Call):
-    """A flat tensor of two parts, ``lower`` elements for the lower neighbour and the rest for the upper one."""
+    """A flat tensor: ``lower`` elements for the lower neighbour, the rest for the upper."""
 
     __slots__ = ("dim", "lower")
     name = "Neighbor_exchange"
@@ -76,7 +76,7 @@ class Faces(Call):
 
 
 def exchange(comm: CartComm, dim: int, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """``lower`` and ``upper`` go to the neighbours along ``dim``; returns what comes from the lower and upper one."""
+    """Send ``lower`` and ``upper`` to the neighbours along ``dim`` and return theirs."""
     flat = torch.cat([lower.reshape(-1), upper.reshape(-1)])
     got = record(Faces(comm, dim, lower.numel()), flat)
     from_lower, from_upper = got.split_with_sizes([upper.numel(), lower.numel()])
@@ -84,7 +84,11 @@ def exchange(comm: CartComm, dim: int, lower: Tensor, upper: Tensor) -> tuple[Te
 
 
 def neighbor_alltoall(comm: CartComm, x: Tensor) -> Tensor:
-    """``x[2 * d]`` and ``x[2 * d + 1]`` go to the lower and upper neighbour along ``d``; theirs come in their place."""
+    """Send ``x[2 * d]`` and ``x[2 * d + 1]`` to the lower and upper neighbour along d.
+
+    Returns:
+        The neighbours' parts in the same places.
+    """
     count = 2 * len(comm.dims)
     if x.ndim == 0 or x.shape[0] != count:
         raise ArgumentError(
@@ -100,10 +104,7 @@ def halo_exchange(
     width: int | Sequence[int | tuple[int, int]],
     axes: Sequence[int] | None = None,
 ) -> Tensor:
-    """``x`` with a halo of the neighbours' values, zeros beyond a border that is not periodic.
-
-    ``axes[d]`` (default: d) is the tensor's axis along dimension d of the grid, ``width`` the halo's width for
-    each, on both sides or ``(lower, upper)``. The result is longer by the widths along these axes.
+    """Return ``x`` with a halo of the neighbours' values; see ``Halo_exchange``.
 
     Raises:
         ArgumentError: the tensor is shorter than the halo, or widths and axes do not fit the grid.

@@ -1,7 +1,8 @@
-"""How many collectives a rank has begun on a communicator, to find out why one of them does not end.
+"""Counts of the collectives that a rank has begun, to diagnose one that does not end.
 
-Collectives match by the order in which they are begun. A rank that waits long in one therefore reports its number and
-its terms; a rank that has begun another one under that number knows that the two never match.
+Collectives match by the order in which they begin. A rank that waits long in one reports its number
+and
+terms; a rank that has begun a different one under that number knows that they never match.
 """
 
 from __future__ import annotations

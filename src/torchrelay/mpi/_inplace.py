@@ -1,8 +1,10 @@
-"""Communications whose result replaces a tensor's values.
+"""Communications whose result replaces the values of a tensor.
 
-A tensor that autograd lets change in place becomes the result, history included. A leaf that requires grad
-keeps its history, and the result is a new tensor with the leaf's new values; the leaf itself has lost the values
-that its gradient belongs to, so a gradient that reaches it on any other way is an error.
+A tensor that autograd allows to change in place becomes the result, including its history. A leaf
+that
+requires grad keeps its history, and the result is a new tensor with its new values. The values to
+which
+the leaf's gradient belongs are lost, so a gradient that reaches it on another path is an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""MPI's communicators behind one of ours, and when they are given back.
+"""Ownership of the MPI communicators behind ours, and when they are freed.
 
-MPI has few communicators to give, 2048 under MPICH, and frees one only if all its ranks do. One that a rank can no
-longer reach is therefore freed when its parent makes the next: its ranks then agree on those that none can reach.
+MPI has few communicators, 2048 under MPICH, and frees one only if all its ranks do. A communicator
+that
+a rank can no longer reach is freed when its parent creates the next one: the ranks then agree on
+those
+that none can reach.
 """
 
 from __future__ import annotations

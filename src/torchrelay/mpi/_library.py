@@ -1,4 +1,4 @@
-"""mpi4py, and the MPI it finds: imported here alone, with an error that says how to get it."""
+"""The import of mpi4py and its MPI library, with an error that names the remedy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What ranks tell each other before a collective: the call they make, and on what.
+"""Headers that ranks exchange before a collective: their call, dtype and shape.
 
-A row holds a hash of the call, a number of its choice, dtype and shape. Rows have the same length whatever the call,
-and travel apart from the data, so ranks that make different calls find out before any data moves.
+Headers of all calls have the same length and travel apart from the data, so a mismatch is detected
+before any data moves.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 MAX_DIMS = 16
-MEETING_BYTES = 1 << 16  # from here on ranks meet first: a message more is cheap, and MPI may then block
+MEETING_BYTES = 1 << 16  # from here on ranks exchange headers first, and MPI may then block
 _ROW = struct.Struct(f"{4 + MAX_DIMS}q")
 
 
 def is_large(x: Tensor) -> bool:
-    """Whether ranks meet before they communicate ``x``."""
+    """Return whether ranks exchange headers before they communicate ``x``."""
     return x.numel() * x.itemsize >= MEETING_BYTES
 
 
 class Header(NamedTuple):
-    """What one rank tells the others before a collective whose blocks may differ in length."""
+    """Description of one rank's block, whose length may differ between ranks."""
 
     number: int
     dtype: torch.dtype
@@ -55,12 +55,15 @@ class Header(NamedTuple):
         return cls(row[1], DTYPES[row[2]], tuple(row[4 : 4 + row[3]]))
 
     def block(self, axis: int, length: int) -> tuple[int, ...]:
-        """The shape with ``length`` along ``axis``."""
+        """Return the shape with ``length`` along ``axis``."""
         return (*self.shape[:axis], length, *self.shape[axis + 1 :])
 
 
 def described(x: Tensor, axis: int, known: Sequence[int] | None) -> str:
-    """What must be equal on all ranks of ``x``, whose lengths along ``axis`` are ``known`` to all, or will be told."""
+    """Describe what must be equal on all ranks.
+
+    ``known`` are the lengths of ``x`` along ``axis`` on all ranks, if they need no exchange.
+    """
     if known is None:
         return f"{x.dtype} with {x.ndim} axes"
     shape: list[object] = list(x.shape)
@@ -79,7 +82,7 @@ def _row(terms: str, header: Header) -> bytes:
 
 
 def known_headers(x: Tensor, axis: int, lengths: Sequence[int]) -> list[Header]:
-    """What :func:`exchange_headers` would give, if every rank's length along ``axis`` is known and all else is equal."""
+    """Return the headers of all ranks if the lengths along ``axis`` are known."""
     mine = Header(0, x.dtype, tuple(x.shape))
     return [mine._replace(number=length, shape=mine.block(axis, length)) for length in lengths]
 
@@ -87,10 +90,10 @@ def known_headers(x: Tensor, axis: int, lengths: Sequence[int]) -> list[Header]:
 def exchange_headers(
     call: Comparable, x: Tensor, number: int = 0, shape: tuple[int, ...] | None = None
 ) -> list[Header]:
-    """Every rank's dtype, shape (or other ``shape``), and a number of its choice. Blocks until all ranks are there.
+    """Return the headers of all ranks. Blocks until all ranks have arrived.
 
     Raises:
-        MismatchError: on all ranks, if they differ in function or arguments.
+        MismatchError: the ranks differ in function or arguments; on all ranks.
     """
     mine = Header(number, x.dtype, tuple(x.shape) if shape is None else shape)
     rows = _exchange(call, lambda: call.signature(x), _row(call.terms(), mine))
@@ -100,17 +103,17 @@ def exchange_headers(
 
 
 def meet(call: Waiting, terms: str) -> None:
-    """Returns when all ranks are there, with the same ``terms``: from now on nobody is waited for.
+    """Wait until all ranks have arrived with the same ``terms``.
 
     Raises:
-        MismatchError: on all ranks, if their terms differ.
+        MismatchError: the terms differ; on all ranks.
     """
     if call.comm.size > 1:
         _exchange(call, lambda: terms, _row(terms, Header(0, torch.uint8, ())))
 
 
 def _exchange(call: Waiting, text: Callable[[], str], row: bytes) -> bytearray | None:
-    """Every rank's row, one after the other; None, as it mostly is, if all are equal."""
+    """Return the rows of all ranks, concatenated; None if all are equal."""
     comm, length = call.comm, len(row)
     comm.history.meet()
     rows = bytearray(comm.size * length)
@@ -123,7 +126,7 @@ def _exchange(call: Waiting, text: Callable[[], str], row: bytes) -> bytearray |
 
 
 def agree(call: Comparable, headers: Sequence[Header], *free_axes: int) -> None:
-    """Raises :class:`MismatchError`, on all ranks, if dtypes or shapes differ, save along ``free_axes``."""
+    """Raise :class:`MismatchError` on all ranks if headers differ outside ``free_axes``."""
     if headers.count(headers[0]) == len(headers):
         return
 

@@ -1,12 +1,17 @@
-"""Collectives in two steps: started by ``Iallreduce`` and its kin, ended by ``Wait``.
+"""Non-blocking collectives: started by ``Iallreduce`` and others, completed by ``Wait``.
 
-Backward the steps change places: ``Wait``'s backward starts the derivative's communication, and the start's
-backward waits for it. MPI matches collectives by the order in which they are started, and ranks may wait in
-different orders, so a cotangent that comes early is kept until those of later collectives have been started.
+In a backward pass the steps exchange their roles: ``Wait``'s backward starts the communication of
+the
+derivative, and the start's backward waits for it. MPI matches collectives by the order of their
+starts, and ranks may wait in different orders. A cotangent that arrives early is therefore kept
+until
+those of later collectives have been started.
 
-What is not known when it starts cannot be told, since telling would have to wait: all ranks give tensors of one
-shape, or all lengths to those with counts. A sum is communicated as one. MAX, MIN and PROD gather where a derivative
-is wanted, and are reduced by ``Wait``: their derivative needs to communicate more, and ranks may wait in different orders.
+All ranks pass tensors of one shape, or equal counts, because exchanging them would block. MAX, MIN
+and
+PROD are gathered if a derivative is wanted, and ``Wait`` reduces them: their derivatives need
+further
+communication, and ranks may wait in different orders.
 """
 
 from __future__ import annotations
@@ -100,7 +105,7 @@ class _Operation:
 
 
 class CollectiveHandle:
-    """A collective under way: give it to ``Wait``. ``complete`` makes the result of what was communicated."""
+    """A started collective, to be passed to ``Wait``."""
 
     __slots__ = ("complete", "dummy", "operation")
 
@@ -111,7 +116,7 @@ class CollectiveHandle:
 
     @_compiled.eager_only
     def Wait(self) -> Tensor:
-        """The collective's result."""
+        """Return the result of the collective. Blocks."""
         return self.complete(record(_Wait(self.operation), self.dummy))
 
 
@@ -194,7 +199,7 @@ class _Wait(Call):
 def start(
     call: Call, x: Tensor, complete: Callable[[Tensor], Tensor] = unchanged, begin: Start | None = None
 ) -> CollectiveHandle:
-    """Starts ``call`` on ``x``, which must not be changed until ``Wait``; ``begin`` does it instead of ``call``."""
+    """Start ``call`` on ``x``, which must not change until ``Wait``."""
     operation, chain = _Operation(call, begin), _chain.current()
     dummy = record(_Start(operation), x)
     if dummy.requires_grad:

@@ -1,4 +1,4 @@
-"""Backward passes that run every communication, also those the loss does not depend on."""
+"""Backward passes that reach every communication, whether or not the loss depends on it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ def backward(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> None:
-    """``loss.backward(gradient)``, through all communications recorded since the last backward pass.
+    """Call ``loss.backward(gradient)`` through all communications since the last backward pass.
 
-    A rank that has no loss of its own calls it without one. Collective over all ranks that communicated.
+    Collective over all ranks that communicated. A rank without a loss passes none.
+
+    Args:
+        loss: scalar, or of the shape of ``gradient``.
+        gradient, retain_graph, create_graph: as for ``Tensor.backward``.
     """
     outputs, grads = _roots([] if loss is None else [loss], [] if loss is None else [gradient])
     if outputs:
@@ -37,7 +41,14 @@ def grad(
     allow_unused: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``torch.autograd.grad``, through all communications recorded since the last backward pass."""
+    """Call ``torch.autograd.grad`` through all communications since the last backward pass.
+
+    Collective over all ranks that communicated. Arguments and results are those of
+    ``torch.autograd.grad``.
+
+    Raises:
+        GraphError: the outputs do not depend on an input, and ``allow_unused`` is false.
+    """
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if grad_outputs is None:
@@ -64,7 +75,7 @@ def grad(
 
 
 def _roots(outputs: list[Tensor], grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs that have a graph, and the head of the chain."""
+    """Return the outputs that have a graph, and the head of the chain."""
     pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     chain = _chain.active()
     if chain is not None and chain.head is not None:

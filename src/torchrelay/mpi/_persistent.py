@@ -1,6 +1,7 @@
-"""Persistent requests: a communication that is set up once and made again and again.
+"""Persistent requests: a communication that is created once and started many times.
 
-Each ``Start`` is a communication of its own, with its own place in the order, and its own derivative.
+Each ``Start`` is a communication of its own, with its own place in the order and its own
+derivative.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _P = TypeVar("_P", bound="_Persistent")
 
 
 class _Persistent:
-    """A communication's memory and request; at most one ``Start`` may be under way."""
+    """Memory and request of a communication; at most one ``Start`` may be in flight."""
 
     request: MPI.Prequest
 
@@ -54,7 +55,7 @@ class _Persistent:
         self.tensor = tensor
 
     def load(self, x: Tensor) -> Tensor:
-        """The request's memory, with the values of ``x``."""
+        """Copy ``x`` into the memory of the request and return that."""
         if (x.shape, x.dtype) != (self.memory.shape, self.memory.dtype):
             raise ArgumentError(
                 f"Start of a persistent request for {self.memory.dtype} {tuple(self.memory.shape)} with "
@@ -115,7 +116,7 @@ class _StartRecv(Irecv):
 
 
 class PersistentSend(_Message):
-    """Sends ``tensor``, or what ``Start`` is given."""
+    """A persistent send of tensors of one shape and dtype."""
 
     def __init__(self, comm: Comm, tensor: Tensor, dest: int, tag: int) -> None:
         super().__init__(comm, tensor, *comm.check_dest(dest, tag))
@@ -123,13 +124,13 @@ class PersistentSend(_Message):
 
     @_compiled.eager_only
     def Start(self, tensor: Tensor | None = None) -> WaitHandle:
-        """Starts sending ``tensor`` (default: the one it was set up with), whose shape and dtype stay the same."""
+        """Start to send ``tensor`` (default: the one given at creation)."""
         call = _StartSend(self)
         return WaitHandle(call.transfer, record(call, self.tensor if tensor is None else tensor))
 
 
 class PersistentRecv(_Message):
-    """Receives tensors shaped as ``tensor``."""
+    """A persistent receive of tensors of one shape and dtype."""
 
     def __init__(self, comm: Comm, tensor: Tensor, source: int, tag: int) -> None:
         super().__init__(comm, tensor, *comm.check_source(source, tag))
@@ -137,14 +138,14 @@ class PersistentRecv(_Message):
 
     @_compiled.eager_only
     def Start(self) -> WaitHandle:
-        """Starts receiving; ``Wait`` gives a new tensor."""
+        """Start to receive; ``Wait`` returns a new tensor."""
         call = _StartRecv(self)
         call.transfer.target = torch.empty_like(self.tensor)
         return WaitHandle(call.transfer, record(call, call.transfer.target))
 
 
 class PersistentCollective(_Persistent):
-    """A collective on tensors shaped as ``tensor``, with results of the same shape."""
+    """A persistent collective on tensors of one shape and dtype."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class PersistentCollective(_Persistent):
 
     @_compiled.eager_only
     def Start(self, tensor: Tensor | None = None) -> CollectiveHandle:
-        """Starts on ``tensor`` (default: the one it was set up with), whose shape and dtype stay the same."""
+        """Start on ``tensor`` (default: the one given at creation)."""
         return _nonblocking.start(self.call, self.tensor if tensor is None else tensor, begin=self._start)
 
     def _start(self, x: Tensor) -> Started:
@@ -170,7 +171,7 @@ class PersistentCollective(_Persistent):
 
 
 def allreduce_init(comm: Comm, x: Tensor, op: Op) -> PersistentCollective:
-    """Sets up Allreduce."""
+    """Create a persistent Allreduce."""
     kind = mpi_op(x.dtype, op)
     return PersistentCollective(
         Allreduce(comm, op), x, lambda ours, total: comm.mpi.Allreduce_init(buffer(ours), buffer(total), kind)
@@ -178,7 +179,7 @@ def allreduce_init(comm: Comm, x: Tensor, op: Op) -> PersistentCollective:
 
 
 def reduce_init(comm: Comm, x: Tensor, op: Op, root: int) -> PersistentCollective:
-    """Sets up a reduction to root, and zeros on the others."""
+    """Create a persistent reduction to root, with zeros elsewhere."""
     kind, is_root = mpi_op(x.dtype, op), comm.check_rank(root) == comm.rank
     return PersistentCollective(
         Reduce(comm, op, root),
@@ -190,7 +191,7 @@ def reduce_init(comm: Comm, x: Tensor, op: Op, root: int) -> PersistentCollectiv
 
 
 def bcast_init(comm: Comm, x: Tensor, root: int) -> PersistentCollective:
-    """Sets up giving every rank root's tensor."""
+    """Create a persistent broadcast of root's tensor."""
     call = Bcast(comm, comm.check_rank(root))
     persistent = PersistentCollective(call, x, lambda ours, _: comm.mpi.Bcast_init(buffer(ours), root))
     persistent.result = persistent.memory

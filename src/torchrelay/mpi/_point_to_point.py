@@ -1,9 +1,9 @@
-"""Send and Recv, blocking or in two steps, and Sendrecv.
+"""Send, Recv and Sendrecv, blocking and non-blocking.
 
-The derivative sends the cotangent the other way: what was received is sent to where it came from, what was sent
-is received. Backward, a received tensor's cotangent is sent without waiting for its receiver, and the send
-completes at the end of the backward pass; else a forward pass that relied on MPI's buffers could deadlock
-backward.
+The derivative sends the cotangent the other way: a received tensor's cotangent is sent to its
+source, a sent tensor's is received. In a backward pass, a cotangent is sent without waiting for its
+receiver, and the send completes at the end of the pass. A forward pass that relied on MPI's buffers
+could deadlock in its backward pass otherwise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class _PeerCall(Call):
-    """A call between two ranks; debug mode cannot compare it, since the others do not take part."""
+    """A call between two ranks, which debug mode cannot compare collectively."""
 
     __slots__ = ("peer", "tag")
     everyone = False
@@ -86,7 +86,7 @@ class Send(_PeerCall):
 
 
 class Post(Send):
-    """A send that completes at the end of the backward pass it belongs to."""
+    """A send that completes at the end of its backward pass."""
 
     __slots__ = ()
     name = "Send"
@@ -100,7 +100,7 @@ class Post(Send):
 
 
 class _Receiver(_PeerCall):
-    """Whose backward sends the cotangent to where its message came from."""
+    """A receive, whose backward sends the cotangent to the source of the message."""
 
     __slots__ = ("number", "receipt")
 
@@ -126,7 +126,7 @@ class _Receiver(_PeerCall):
 
 
 def _sendable(tag: int) -> int:
-    """The tag of the answer to a message with ``tag``; one that came from nobody has none."""
+    """Return the tag of the answer to a message with ``tag``."""
     return 0 if tag == MPI.ANY_TAG else tag
 
 
@@ -230,7 +230,7 @@ class Sendrecv(_PeerCall):
 
 
 class Transfer:
-    """What the two steps of a non-blocking communication share."""
+    """State that the start and the completion of a non-blocking communication share."""
 
     __slots__ = ("call", "in_place", "keeps_memory", "receiving", "sending", "target", "twin")
 
@@ -249,7 +249,11 @@ class Transfer:
 
 
 class WaitHandle:
-    """A communication under way: give it to ``Wait``. ``dummy`` is a 0-dim tensor that depends on its start."""
+    """A started point-to-point communication, to be passed to ``Wait``.
+
+    Attributes:
+        dummy: a 0-dim tensor that depends on the start.
+    """
 
     __slots__ = ("dummy", "transfer")
 
@@ -258,7 +262,7 @@ class WaitHandle:
         self.dummy = dummy
 
     def Wait(self) -> Tensor:
-        """The received tensor; for a send, a 0-dim tensor."""
+        """Return the received tensor; for a send, a 0-dim tensor. Blocks."""
         return wait(self)
 
 
@@ -331,12 +335,12 @@ class WaitRecvInPlace(WaitRecv):
 
 
 def send(comm: Comm, x: Tensor, dest: int, tag: int) -> Tensor:
-    """Returns when ``x`` may be changed again. The result is a 0-dim tensor that depends on it."""
+    """Send ``x`` and return a 0-dim tensor that depends on it, once ``x`` may be changed."""
     return record(Send(comm, *comm.check_dest(dest, tag)), x)
 
 
 def recv(comm: Comm, x: Tensor, source: int, tag: int) -> Tensor:
-    """Fills ``x``, and returns it (a new tensor, if ``x`` is a leaf that requires grad)."""
+    """Receive into ``x`` and return it; a new tensor if ``x`` is a leaf that requires grad."""
     comm.check_source(source, tag)
     return overwrite(RecvInPlace(comm, source, tag), Recv(comm, source, tag), x)
 
@@ -344,7 +348,7 @@ def recv(comm: Comm, x: Tensor, source: int, tag: int) -> Tensor:
 def sendrecv(
     comm: Comm, x: Tensor, dest: int, sendtag: int, like: Tensor | None, source: int, recvtag: int
 ) -> Tensor:
-    """Sends ``x`` and receives a tensor shaped as ``like`` (default: as ``x``), both at once."""
+    """Send ``x`` and receive a tensor like ``like`` (default: ``x``) at the same time."""
     like = x if like is None else like
     if is_differentiable(like.dtype) != is_differentiable(x.dtype):
         raise ArgumentError(
@@ -356,14 +360,14 @@ def sendrecv(
 
 @_compiled.eager_only
 def isend(comm: Comm, x: Tensor, dest: int, tag: int) -> WaitHandle:
-    """Starts sending ``x``, which must not be changed until ``Wait``."""
+    """Start to send ``x``, which must not change until ``Wait``."""
     call = Isend(comm, *comm.check_dest(dest, tag))
     return WaitHandle(call.transfer, record(call, x))
 
 
 @_compiled.eager_only
 def irecv(comm: Comm, x: Tensor, source: int, tag: int) -> WaitHandle:
-    """Starts receiving into ``x``; ``Wait`` gives the result."""
+    """Start to receive into ``x``; ``Wait`` returns the result."""
     call = Irecv(comm, *comm.check_source(source, tag))
     call.transfer.target = x
     call.transfer.in_place = can_overwrite(x)
@@ -372,7 +376,7 @@ def irecv(comm: Comm, x: Tensor, source: int, tag: int) -> WaitHandle:
 
 @_compiled.eager_only
 def wait(handle: WaitHandle) -> Tensor:
-    """Ends what ``handle`` started. Collective handles: see :mod:`torchrelay.mpi._nonblocking`."""
+    """Complete what ``handle`` started and return its result."""
     transfer = handle.transfer
     if transfer.target is None:
         finish_all(transfer.sending, transfer.call)
@@ -386,12 +390,12 @@ def wait(handle: WaitHandle) -> Tensor:
 
 
 def JoinDummies(x: Tensor, dummies: Sequence[Tensor]) -> Tensor:
-    """``x``, which autograd then takes to depend on ``dummies`` too."""
+    """Return ``x`` with an autograd dependency on ``dummies``. Communicates nothing."""
     return _join(x, *dummies)  # type: ignore[no-any-return]
 
 
 def JoinDummiesHandle(handle: WaitHandle, dummies: Sequence[Tensor]) -> WaitHandle:
-    """``handle``, whose ``dummy`` autograd then takes to depend on ``dummies`` too."""
+    """Return ``handle`` with an autograd dependency of its ``dummy`` on ``dummies``."""
     return WaitHandle(handle.transfer, JoinDummies(handle.dummy, dummies))
 
 

@@ -1,6 +1,6 @@
-"""Reduce: root gets the reduction of all ranks' tensors, the others zeros.
+"""Reduce: reduce the tensors of all ranks on root, with zeros elsewhere.
 
-The derivative of a sum hands root's cotangent to every rank: Bcast.
+The derivative of a sum copies root's cotangent to every rank: Bcast.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ReduceInPlace(Reduce):
 
 
 def reduce(comm: Comm, x: Tensor, op: Op, root: int) -> Tensor:
-    """The element-wise reduction of all ranks' ``x`` on root, zeros on the others, in new memory."""
+    """Reduce all ranks' ``x`` on root into new memory, with zeros on the others."""
     comm.check_rank(root)
     if op in LOGICAL and x.dtype is not torch.bool:
         return record(Reduce(comm, op, root), x != 0).to(x.dtype)
@@ -101,7 +101,7 @@ def reduce(comm: Comm, x: Tensor, op: Op, root: int) -> Tensor:
 
 
 def reduce_(comm: Comm, x: Tensor, op: Op, root: int) -> Tensor:
-    """As :func:`reduce`, into ``x`` itself."""
+    """Call :func:`reduce` into ``x`` itself."""
     comm.check_rank(root)
     if op is Op.SUM:
         return overwrite(ReduceInPlace(comm, op, root), Reduce(comm, op, root), x)

@@ -1,6 +1,6 @@
-"""Reduce_scatter: every rank gets its part of the reduction of all ranks' tensors, cut along an axis.
+"""Reduce_scatter: reduce the tensors of all ranks and cut the result along an axis.
 
-The derivative of a sum hands every part's cotangent to all ranks: Allgather.
+The derivative of a sum copies the cotangent of every part to all ranks: Allgather.
 """
 
 from __future__ import annotations
@@ -97,9 +97,11 @@ class ReduceScatter(Call):
 
 
 def reduce_scatter(comm: Comm, x: Tensor, op: Op, axis: int, numelem: int) -> Tensor:
-    """This rank's ``numelem`` along ``axis`` of the reduction of all ranks' ``x``, which have one shape and dtype.
+    """Return this rank's ``numelem`` along ``axis`` of the reduction of all ranks' ``x``.
 
-    MAX, MIN and PROD are reduced locally, after an Alltoall, where a derivative is wanted.
+    Shapes and dtypes are equal. If a derivative is wanted, MAX, MIN and PROD reduce locally after
+    an
+    Alltoall.
     """
     axis = axis_of(axis, x.ndim)
     call = ReduceScatter(comm, op, axis, numelem)

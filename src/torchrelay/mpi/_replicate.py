@@ -1,7 +1,7 @@
-"""Replicate: marks a tensor that all ranks hold alike and go on to use each in its own way.
+"""Replicate: mark a tensor, equal on all ranks, as used differently by each from here on.
 
-It communicates nothing forward. Under the convention "replicated" it is Allreduce's conjugate: its derivative
-sums the ranks' cotangents, so that each rank has that of the whole. Under "sum" it is the identity.
+It communicates nothing forward. Under the convention "replicated" it is the conjugate of Allreduce:
+its derivative sums the cotangents of the ranks. Under "sum" it is the identity.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Replicate(Call):
 
 
 def own_use(comm: Comm, grad: Tensor, complete: Callable[[Tensor], Tensor] = unchanged) -> Adjoint:
-    """The derivative of what gives all ranks the same: ``grad``, from here on used by each rank in its own way."""
+    """Differentiate a function with equal results on all ranks, whose cotangent is ``grad``."""
     return Adjoint(Replicate(comm.reverse) if is_differentiated() else None, grad, complete)
 
 
 def replicate(comm: Comm, x: Tensor) -> Tensor:
-    """A copy of ``x``, which all ranks hold alike."""
+    """Return a copy of ``x``, which is equal on all ranks."""
     return record(Replicate(comm), x)

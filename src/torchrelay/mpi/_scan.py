@@ -1,6 +1,6 @@
-"""Scan and Exscan: rank r gets the reduction of ranks 0 to r, or of those before r.
+"""Scan and Exscan: reduce the tensors of all ranks up to this one, or before it.
 
-The derivative of a sum is a scan from the other end.
+The derivative of a sum is a scan in the reverse order of ranks.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Exscan(Scan):
 
 
 def scan(comm: Comm, x: Tensor, op: Op) -> Tensor:
-    """The element-wise reduction of the ``x`` of ranks 0 to this one."""
+    """Reduce the ``x`` of ranks 0 to this one, elementwise."""
     return _scan(Scan, comm, x, op)
 
 
 def exscan(comm: Comm, x: Tensor, op: Op) -> Tensor:
-    """The element-wise reduction of the ``x`` of all ranks before this one; zeros on rank 0."""
+    """Reduce the ``x`` of all ranks before this one, elementwise; zeros on rank 0."""
     return _scan(Exscan, comm, x, op)
 
 

@@ -1,6 +1,6 @@
-"""Scatter: every rank gets its part of root's tensor, cut along an axis.
+"""Scatter: cut root's tensor along an axis into one part per rank.
 
-The derivative gathers the parts' cotangents on root; the others' tensors have had no influence.
+The derivative gathers the cotangents of the parts on root. Tensors of other ranks have none.
 """
 
 from __future__ import annotations
@@ -93,5 +93,5 @@ class Scatter(Call):
 
 
 def scatter(comm: Comm, x: Tensor, axis: int, numelem: int, root: int) -> Tensor:
-    """This rank's ``numelem`` of root's ``x`` along ``axis``; root's shape rules, the others' tensors are not read."""
+    """Return ``numelem`` of root's ``x`` along ``axis``. Other ranks' tensors are not read."""
     return record(Scatter(comm, axis, numelem, comm.check_rank(root)), x)

@@ -1,4 +1,4 @@
-"""The room's settings, read once from the environment; a test replaces single ones with :func:`changed`."""
+"""Settings of ``mpi``, read when it is imported; tests replace them with :func:`changed`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ settings = _Settings()
 
 @contextlib.contextmanager
 def changed(**values: Any) -> Iterator[None]:
-    """Settings with other values, for the length of the block; must be the same on all ranks."""
+    """Change settings within the block; equally on all ranks."""
     before = {name: getattr(settings, name) for name in values}
     try:
         for name, value in values.items():

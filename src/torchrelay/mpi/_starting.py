@@ -1,4 +1,4 @@
-"""The collectives that :mod:`torchrelay.mpi._nonblocking` starts, one function each."""
+"""Functions that start non-blocking collectives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def iallreduce(comm: Comm, x: Tensor, op: Op) -> CollectiveHandle:
-    """Starts Allreduce."""
+    """Start Allreduce."""
     call = Allreduce(comm, op)
     if not is_gathered(call, x):
         return _reduction(call, x, op)
@@ -48,7 +48,7 @@ def iallreduce(comm: Comm, x: Tensor, op: Op) -> CollectiveHandle:
 
 
 def ireduce(comm: Comm, x: Tensor, op: Op, root: int) -> CollectiveHandle:
-    """Starts a reduction to ``root``, in new memory; zeros on the others."""
+    """Start a reduction to ``root`` into new memory, with zeros elsewhere."""
     call, is_root = Reduce(comm, op, comm.check_rank(root)), comm.rank == root
     if not is_gathered(call, x):
         return _reduction(call, x, op)
@@ -60,7 +60,7 @@ def ireduce(comm: Comm, x: Tensor, op: Op, root: int) -> CollectiveHandle:
 def ireduce_scatter(
     comm: Comm, x: Tensor, op: Op, counts: Sequence[int] | None, axis: int
 ) -> CollectiveHandle:
-    """Starts Reduce_scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part."""
+    """Start Reduce_scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part."""
     axis = axis_of(axis, x.ndim)
     parts = _parts(comm, x, axis) if counts is None else _checked(comm, counts, x.shape[axis])
     call = ReduceScatter(comm, op, axis, parts[comm.rank], parts)
@@ -72,7 +72,7 @@ def ireduce_scatter(
 
 
 def iscan(comm: Comm, x: Tensor, op: Op, exclusive: bool) -> CollectiveHandle:
-    """Starts Scan, or Exscan."""
+    """Start Scan or Exscan."""
     call = Exscan(comm, op) if exclusive else Scan(comm, op)
     if not is_gathered(call, x):
         return _reduction(call, x, op)
@@ -86,32 +86,32 @@ def iscan(comm: Comm, x: Tensor, op: Op, exclusive: bool) -> CollectiveHandle:
 
 
 def ibcast(comm: Comm, x: Tensor, root: int) -> CollectiveHandle:
-    """Starts to give every rank root's tensor, in new memory."""
+    """Start a broadcast of root's tensor into new memory."""
     return start(Bcast(comm, comm.check_rank(root)), x)
 
 
 def igather(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int) -> CollectiveHandle:
-    """Starts Gather; rank r gives ``counts[r]`` along ``axis``, or all give as much."""
+    """Start Gather; rank r sends ``counts[r]`` along ``axis``, or equal lengths."""
     axis = axis_of(axis, x.ndim)
     lengths = _lengths(comm, x, counts, axis)
     return start(Gather(comm, axis, x.shape[axis], comm.check_rank(root), lengths), x)
 
 
 def iallgather(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int) -> CollectiveHandle:
-    """Starts Allgather; rank r gives ``counts[r]`` along ``axis``, or all give as much."""
+    """Start Allgather; rank r sends ``counts[r]`` along ``axis``, or equal lengths."""
     axis = axis_of(axis, x.ndim)
     return start(Allgather(comm, axis, _lengths(comm, x, counts, axis)), x)
 
 
 def iscatter(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int) -> CollectiveHandle:
-    """Starts Scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part; all give root's shape."""
+    """Start Scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part."""
     axis = axis_of(axis, x.ndim)
     parts = _parts(comm, x, axis) if counts is None else _checked(comm, counts, x.shape[axis])
     return start(Scatter(comm, axis, parts[comm.rank], comm.check_rank(root), parts), x)
 
 
 def ialltoall(comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
-    """Starts Alltoall, in equal parts."""
+    """Start Alltoall in equal parts."""
     g, s = axis_of(gatheraxis, x.ndim), axis_of(scatteraxis, x.ndim)
     numelem = x.shape[s] if g == s else _parts(comm, x, s)[0]
     return start(Alltoall(comm, g, s, numelem, x.shape[g], True), x)
@@ -120,7 +120,7 @@ def ialltoall(comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int) -> Colle
 def ialltoallv(
     comm: Comm, x: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int
 ) -> CollectiveHandle:
-    """Starts Alltoallv; ``recvcounts[r]`` along ``axis`` come from rank r."""
+    """Start Alltoallv; rank r sends ``recvcounts[r]`` along ``axis``."""
     axis = axis_of(axis, x.ndim)
     sent = _checked(comm, sendcounts, x.shape[axis])
     return start(Alltoallv(comm, sent, axis, _checked(comm, recvcounts, sum(recvcounts))), x)

@@ -1,14 +1,17 @@
-"""Waiting for other ranks, never for ever.
+"""Waiting for other ranks, with a timeout.
 
-No call blocks inside MPI: every communication is started without blocking and tested until it is done. A rank
-that waits longer than ``timeout_s`` asks the others over a communicator of its own what they are doing, tells
-all of them that it gives up, and raises an error that names the call and who is missing. A rank that ends with
-an exception tells the others, which then raise at once. After such an error MPI's state is lost: further
-communications raise, and the process ends the job with ``MPI_Abort`` when it exits, since ``MPI_Finalize``
-would wait for what never completes.
+Waits start a non-blocking communication and test it until it is done. (Collectives may call
+blocking
+functions of MPI after all ranks have arrived.) A rank that waits longer than ``timeout_s`` asks the
+others for their state over a control communicator, notifies them, and raises an error that names
+the
+call and the missing ranks. A rank that ends with an exception notifies the others, which raise at
+once. After such an error the state of MPI is undefined: further communications raise, and the
+process
+ends the job with ``MPI_Abort`` at exit, because ``MPI_Finalize`` would never return.
 
-A rank that ends without an exception, be it by ``sys.exit``, waits for the others to end too. If they do not, it
-tells them that it has ended; those that wait for it raise as soon as all others they wait for are in the same call.
+A rank that ends without an exception waits at exit for the others. If they do not end, it notifies
+them. Those that wait for it raise once all other ranks they wait for are in the same call.
 """
 
 from __future__ import annotations
@@ -51,22 +54,22 @@ __all__ = [
     "unregister",
 ]
 
-# Tests in a tight loop, some 0.3 us each, before the core is offered to others: a rank that shares its core with
-# another holds up the very message it waits for, one that does not loses a time slice to whoever else is there.
+# Tests in a tight loop, about 0.3 us each, before yielding the core. A rank that shares its core delays
+# the message it waits for; one that does not would lose a time slice by yielding.
 SPINS = 3000 if MPI.COMM_WORLD.size <= len(os.sched_getaffinity(0)) else 50
-TESTS = max(1, SPINS // 10)  # and then between two offers: what is under way moves while it is tested
-YIELD_S = 1.0  # after that, give the core to others, but go on at full speed
-NAP_S = 2e-4  # after a second, the peer is late rather than slow
-LISTEN_S = 0.02  # how often a waiting rank looks for what others tell or ask
+TESTS = max(1, SPINS // 10)  # tests between two yields; testing makes progress
+YIELD_S = 1.0  # then yield, but continue to test
+NAP_S = 2e-4  # sleep between tests after a second
+LISTEN_S = 0.02  # interval at which a waiting rank checks for control messages
 
-ENDING_S = 1.0  # how long a rank that has ended waits for the others before it tells them
+ENDING_S = 1.0  # how long a rank waits at exit before it notifies the others
 
 QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, PLACE = 1, 2, 3, 4, 5, 6  # tags on the control communicator
 MESSAGE_BYTES = 1024
 
 
 class Testable(Protocol):
-    """A request, as far as waiting goes."""
+    """A request that can be tested."""
 
     def Test(self) -> bool: ...
 
@@ -83,7 +86,7 @@ class Waiting(Protocol):
 
 
 class Comparable(Waiting, Protocol):
-    """A communication whose ranks can compare what they call."""
+    """A communication whose ranks can compare their calls."""
 
     @property
     def everyone(self) -> bool: ...
@@ -103,7 +106,7 @@ _told = False
 
 
 def register(lease: SharedState) -> None:
-    """Answers questions that arrive over its control communicator while this rank waits anywhere."""
+    """Answer questions over its control communicator while this rank waits anywhere."""
     _leases.add(lease)
 
 
@@ -112,11 +115,11 @@ def unregister(lease: SharedState) -> None:
 
 
 def check_usable() -> None:
-    """Whether messages would still match.
+    """Check that messages of this process still match those of others.
 
     Raises:
         PeerLostError: a communication failed before.
-        UnavailableError: this process is no rank, but was started by one.
+        UnavailableError: this process is not a rank, but was started by one.
     """
     if _broken is None:
         return
@@ -126,24 +129,24 @@ def check_usable() -> None:
 
 
 def _is_no_rank(reason: str) -> None:
-    """From now on this process, which inherited its rank from another, communicates with nobody."""
+    """Disable communication in a process that inherited its rank from another."""
     global _broken, _is_rank
     _broken, _is_rank = reason, False
     atexit.unregister(_leave)
 
 
 def abandon(memory: object) -> None:
-    """Keeps memory that MPI may still write to, or read from."""
+    """Keep memory alive that MPI may still read or write."""
     _abandoned.append(memory)
 
 
 def finish(request: Testable, call: Waiting, memory: object = None) -> None:
-    """Returns when ``request``, which uses ``memory``, is done.
+    """Wait until ``request``, which uses ``memory``, is done.
 
     Raises:
-        OperationTimeoutError: it was not done within ``timeout_s``; ``ranks`` names those that are missing.
-        PeerLostError: a rank reported that it ended with an exception.
-        MismatchError: MPI refused it, mostly because a message is longer than the memory for it.
+        OperationTimeoutError: it was not done within ``timeout_s``; ``ranks`` are the missing ones.
+        PeerLostError: a rank ended with an exception.
+        MismatchError: MPI reported an error, mostly a message longer than its memory.
     """
     test = request.Test
     try:
@@ -165,7 +168,7 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
 
 
 class Named:
-    """Something that all ranks of a communicator do, by its name."""
+    """An operation of all ranks of a communicator, identified by its name."""
 
     def __init__(self, comm: Comm, name: str) -> None:
         self.comm = comm
@@ -184,7 +187,7 @@ class Named:
 
 
 def barrier(comm: Comm) -> None:
-    """Returns when all ranks have called it."""
+    """Wait until all ranks have called it."""
     check_usable()
     finish(comm.mpi.Ibarrier(), Named(comm, "Barrier()"))
 
@@ -219,7 +222,7 @@ def _finish_late(request: Testable, call: Waiting) -> None:
 
 
 def listen() -> list[tuple[int, str]]:
-    """Answers questions, raises on farewells, and returns the answers that came."""
+    """Answer questions, raise on notices of failure, and return the answers that arrived."""
     answers = []
     status = MPI.Status()
     for lease, tag in itertools.product(list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH, PLACE)):
@@ -323,7 +326,7 @@ def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
 
 
 def _peers(call: Waiting) -> list[int]:
-    """The other ranks it waits for."""
+    """Return the other ranks that it waits for."""
     mine = call.comm.lease.rank
     return [rank for rank in call.peers() if rank != mine and rank >= 0]
 
@@ -380,7 +383,7 @@ def _receive(message: MPI.Message) -> str:
 
 
 def _end_together() -> None:
-    """Waits until all ranks end. Raises if another gives up."""
+    """Wait until all ranks end. Raise if another one fails."""
     global _has_ended  # noqa: PLW0603
     _has_ended = True
     request, start, is_told = _endings.Ibarrier(), time.monotonic(), False
