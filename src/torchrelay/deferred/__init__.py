@@ -1,8 +1,8 @@
-"""Fake tensors and deferred initialisation: build a module without memory, materialize it where it is wanted.
+"""Fake tensors and deferred initialisation: build a module without memory, materialise it later.
 
-Public: :mod:`.fake` (:func:`~.fake.fake_mode`, :func:`~.fake.is_fake`, :func:`~.fake.meta_like`),
-:func:`deferred_init`, :func:`is_deferred`, :func:`materialize_tensor`, :func:`materialize_module`,
-:func:`dematerialize`, :func:`recipe`, :func:`from_recipe`, :func:`plan`.
+Fake tensors: :mod:`.fake`. Deferred initialisation: :func:`deferred_init`, :func:`is_deferred`,
+:func:`materialize_tensor`, :func:`materialize_module`, :func:`plan`. Back to deferred:
+:func:`dematerialize`, :func:`recipe`, :func:`from_recipe`.
 """
 
 from torchrelay._deprecation import old_modules

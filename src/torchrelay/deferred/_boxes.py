@@ -1,7 +1,8 @@
-"""Regions of one storage as boxes on a common grid, so that they can be intersected and cut.
+"""Regions of a storage as boxes on a common grid, so that they can be intersected and cut.
 
-A grid is a descending list of strides, each a multiple of the next. A region whose strides are on the grid,
-or span several of its axes, covers a box: on each axis a start and a length.
+A grid is a descending list of strides, each a multiple of the next. A region whose strides are on
+the
+grid, or span several of its axes, covers a box: on each axis a start and a length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class Box:
 
     Attributes:
         starts, lengths: for each axis of the grid.
-        groups: for each dimension of the region, the axes that it spans, outermost first; none: its size is 1.
+        groups: for each dimension of the region, the axes that it spans, outermost first; none if
+            its
+            size is 1.
     """
 
     starts: tuple[int, ...]
@@ -29,13 +32,13 @@ class Box:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The axes in the order in which the region's dimensions have them; axes of length 1 come last."""
+        """The axes in the order of the region's dimensions; axes of length 1 come last."""
         used = [axis for group in self.groups for axis in group]
         return (*used, *(axis for axis in range(len(self.lengths)) if axis not in used))
 
 
 def common_grid(regions: list[Region]) -> tuple[int, ...] | None:
-    """The strides of a grid on which all ``regions`` may lie; None: there is none."""
+    """Return the strides of a grid on which all ``regions`` may be boxes; None: there is none."""
     strides = {
         stride
         for region in regions
@@ -51,7 +54,7 @@ def common_grid(regions: list[Region]) -> tuple[int, ...] | None:
 
 
 def box_of(region: Region, grid: tuple[int, ...]) -> Box | None:
-    """``region`` on ``grid``; None: it is not a box there."""
+    """Return ``region`` as a box on ``grid``; None if it is not one."""
     starts, left = [], region.offset
     for stride in grid:
         starts.append(left // stride)
@@ -74,7 +77,7 @@ def box_of(region: Region, grid: tuple[int, ...]) -> Box | None:
 
 
 def _span(extent: int, stride: int, grid: tuple[int, ...], lengths: list[int]) -> tuple[int, ...] | None:
-    """The axes, outermost first, that a dimension spans; their lengths are entered."""
+    """Return the axes that a dimension spans, outermost first, and enter their lengths."""
     if extent == 1:
         return ()
     axis = grid.index(stride)
@@ -96,7 +99,7 @@ def _span(extent: int, stride: int, grid: tuple[int, ...], lengths: list[int]) -
 
 
 def intersection(one: Box, other: Box) -> tuple[tuple[int, int], ...] | None:
-    """For each axis, start and stop of what two boxes of one grid have in common; None: nothing."""
+    """Return start and stop per axis of the intersection of two boxes; None if empty."""
     ranges = []
     for start, length, start2, length2 in zip(
         one.starts, one.lengths, other.starts, other.lengths, strict=True

@@ -1,9 +1,11 @@
-"""Places in torch that ask a tensor ``is_meta`` before they compute, send or make initial values.
+"""Functions of torch that read ``is_meta`` before they compute, send or create initial values.
 
-A fake tensor looks who asks, and does better than either answer would: ``trunc_normal_`` draws until nothing
-is rejected, which needs values, and becomes one recorded operation; the scatter and broadcast inside
-``distribute_tensor`` become copies, since every rank has the whole record; FSDP1, which asks before it calls
-``param_init_fn``, does call it.
+A fake tensor inspects its caller, because neither answer would do: ``trunc_normal_`` draws until
+nothing
+is rejected, which needs values, and is recorded as one operation; the scatter and broadcast inside
+``distribute_tensor`` become copies, because every rank has the whole record; FSDP1, which asks
+before it
+calls ``param_init_fn``, gets True.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__ = ["is_meta"]
 
 
 def is_meta(fake: FakeTensor, frame: FrameType) -> bool:
-    """Return ``fake.is_meta`` for the function in ``frame``: True if that function has nothing left to do."""
+    """Return ``fake.is_meta`` for the function that ``frame`` executes."""
     caller = _torch.caller_of(frame)
     if caller == "trunc_normal":
         return _trunc_normal(fake, frame.f_locals)

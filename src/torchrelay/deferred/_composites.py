@@ -1,4 +1,4 @@
-"""Initialisers that are recorded as one operation, since their own course depends on values."""
+"""Initialisers recorded as one operation, because their control flow depends on values."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _FARTHEST_ELSE = 6.0
 def trunc_normal(
     tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *, generator: Any = None
 ) -> torch.Tensor:
-    """``nn.init.trunc_normal_``, which draws again until no number is outside ``[a, b]``."""
+    """Call ``nn.init.trunc_normal_``, which redraws until no number is outside ``[a, b]``."""
     return _torch.trunc_normal(tensor, mean, std, a, b, generator)
 
 
 def is_plain_normal(dtype: torch.dtype, mean: float, std: float, a: float, b: float) -> bool:
-    """Whether no number can fall outside ``[a, b]``, so that the first draw is the last."""
+    """Return whether no number can fall outside ``[a, b]``, so that nothing is redrawn."""
     reach = _FARTHEST.get(dtype, _FARTHEST_ELSE) * std
     return a < mean - reach and mean + reach < b
 
 
 def constant(value: torch.Tensor) -> torch.Tensor:
-    """Values that were known when they were recorded: ``torch.tensor([1, 2])``."""
+    """Return values that were known when recorded: ``torch.tensor([1, 2])``."""
     return value
 
 

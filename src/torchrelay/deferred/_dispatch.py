@@ -1,7 +1,8 @@
-"""Carrying out an operation on fake tensors: for real, on shapes alone, or recorded.
+"""Execution of operations on fake tensors: for real, on shapes only, or recorded.
 
-Shapes come from torch's own meta kernels, run on meta tensors of the same shape and stride; the operations
-that fill a module with initial values take shorter ways.
+Shapes come from torch's meta kernels on meta tensors of the same shape and stride; common
+initialisers
+take shorter paths.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ aten = torch.ops.aten
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911
-    """Carries out ``func``: for real if nothing about it is fake, else on shapes alone, recorded if deferred."""
+    """Execute ``func``: for real without fake arguments, else on shapes, recorded if deferred."""
     operator = describe(func)
     if (
         operator.is_simple
@@ -72,7 +73,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
 
 
 def _for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on real tensors; what it draws it draws where the program believes the generators."""
+    """Execute ``func`` on real tensors, with generators at their recorded positions."""
     innermost = sessions.current()
     if func is aten.set_.source_Storage and innermost is not None:
         innermost.memory = args[1]
@@ -88,9 +89,10 @@ def _for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict
 
 
 def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out ``func`` on arguments whose memory was handed out with other tensors, which see what it writes.
+    """Execute ``func`` on arguments whose memory was handed out as other tensors.
 
-    ``NotImplemented``: it only reads them, beside others that are still deferred, and is to be recorded.
+    Returns:
+        ``NotImplemented`` if it only reads them, beside deferred ones, and must be recorded.
     """
     written = [tensor for place in operator.written for tensor in tensors_at(place, args, kwargs)]
     deferred = any(fake._history.given is None for fake in fakes_in((args, kwargs)))
@@ -180,10 +182,11 @@ def _check_supported(func: Any, operator: Operator, fakes: list[FakeTensor]) -> 
 def _is_only_shapeless(
     operator: Operator, written: list[Any], fakes: list[FakeTensor], error: Exception
 ) -> bool:
-    """Whether ``func`` can be recorded although it has no meta kernel, or one that refuses.
+    """Return whether ``func`` can be recorded although its meta kernel is missing or refuses.
 
-    Some meta kernels refuse what the real ones do. Then the operation is run for real now, and if it fails, too,
-    the error is eager's; not so a view, which must stay one.
+    Some meta kernels refuse what the real ones accept. The operation is then run for real, and if
+    that
+    fails, the error is the eager one. This excludes views, which must stay views.
     """
     if isinstance(error, NotImplementedError):
         return bool(written) and not operator.creates
@@ -199,7 +202,7 @@ def _have_values(fakes: list[FakeTensor]) -> bool:
 def _by_value(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[FakeTensor], deferred: bool
 ) -> Any:
-    """The program wants to see values: they are computed now, and results are known from here on."""
+    """Execute an operation that reads values; its results are constants."""
     if not deferred or not all(fake._region.storage.deferred for fake in fakes):
         which = repr(fakes[0]) if fakes else "its result"
         raise DeferredError(

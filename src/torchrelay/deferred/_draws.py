@@ -1,9 +1,12 @@
-"""Filling a tensor with random numbers: how many words it takes from the CPU generator, and filling only a part.
+"""Random fills: how many words they take from the CPU generator, and filling only a part.
 
-The CPU generator gives 32-bit words in one sequence, and a contiguous fill takes them in the order of its
-elements. So the words before any element can be counted, and skipped. What is counted here was read off the
-generator; :func:`rule_for` checks it once a process against the torch that is running, for each operation and
-dtype, and knows no rule where it does not hold.
+The CPU generator produces 32-bit words in one sequence, and a contiguous fill takes them in the
+order of
+its elements, so the words before any element can be counted and skipped. The counts were derived
+from
+the generator. :func:`rule_for` verifies them once per process, operation and dtype against the
+running
+torch, and returns no rule if they do not hold.
 """
 
 from __future__ import annotations
@@ -28,26 +31,26 @@ _GROUP = 16
 
 
 class Rule:
-    """How a contiguous fill takes its words: ``words`` of them for each element, in order."""
+    """How a contiguous fill takes its words: ``words`` for each element, in order."""
 
     def __init__(self, words: int) -> None:
         self.words = words
 
     def total(self, count: int) -> int | None:
-        """The words taken by a fill of ``count`` elements; None: not known without drawing."""
+        """Return the words that a fill of ``count`` elements takes; None: unknown."""
         return count * self.words
 
     def pieces(self, count: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """What to draw for the elements from ``start`` to ``stop``: word, number to draw, and which to keep."""
+        """Return the draws for elements ``start`` to ``stop``: word, count, and which to keep."""
         yield start * self.words, stop - start, 0, stop - start
 
 
 class _NormalRule(Rule):
-    """Normal numbers. Fewer than sixteen are drawn by another method, whose rest is kept for the next draw.
+    """Normal numbers. Fewer than sixteen use another method, which caches a number.
 
     Args:
         words: for each element.
-        groups_first: the remainder's own words are not taken, only those of whole groups.
+        groups_first: only the words of whole groups are taken, not those of the remainder.
     """
 
     def __init__(self, words: int, groups_first: bool) -> None:
@@ -126,7 +129,7 @@ _AS_FILL: dict[Any, Any] = {
 
 
 def rule_for(func: Any, dtype: torch.dtype, args: tuple[Any, ...] = ()) -> Rule | None:
-    """How ``func`` draws for a contiguous tensor of ``dtype``; None: not known, or not so in this torch."""
+    """Return how ``func`` draws for a contiguous tensor of ``dtype``; None: unknown."""
     if func is trunc_normal and is_plain_normal(dtype, *args[1:]):
         func, args = aten.normal_.default, args[:3]
     func = _AS_FILL.get(func, func)
@@ -143,7 +146,7 @@ def rule_for(func: Any, dtype: torch.dtype, args: tuple[Any, ...] = ()) -> Rule 
 
 @lru_cache(maxsize=1024)
 def _holds(func: Any, dtype: torch.dtype, words: int, values: tuple[float, ...]) -> bool:
-    """Whether the rule predicts what a fill of 100 elements does, whole and in parts."""
+    """Return whether the rule predicts a fill of 100 elements, whole and in parts."""
     rule = _RULES[func](dtype, (None, *values))
     generator = torch.Generator()
     generator.manual_seed(0)
@@ -167,7 +170,7 @@ def _holds(func: Any, dtype: torch.dtype, words: int, values: tuple[float, ...])
 
 
 def words_drawn(func: Any, region: Region, args: tuple[Any, ...]) -> int | None:
-    """How many words the CPU generator gives to ``func`` filling ``region``; None: not known without drawing."""
+    """Return the words that ``func`` takes to fill ``region``; None: unknown before drawing."""
     if func is aten.randperm.default or func is aten.randperm.generator:
         return max(0, args[0] - 1) if args[0] < _RANDPERM_SMALL else None
     if func in (aten.normal_.default, trunc_normal) and not region.is_contiguous:
@@ -197,11 +200,11 @@ def fill_part(
     part: torch.Tensor,
     at: Callable[[int], torch.Generator],
 ) -> None:
-    """Fills ``part``, contiguous, with elements ``start`` on of a contiguous fill of ``count`` elements.
+    """Fill contiguous ``part`` with the elements from ``start`` of a fill of ``count`` elements.
 
     Args:
         values: the arguments of ``func`` after the tensor.
-        at: gives a generator that stands so many words after the start of the fill.
+        at: returns a generator that many words after the start of the fill.
     """
     if func is trunc_normal:
         func, values = aten.normal_.default, values[:2]

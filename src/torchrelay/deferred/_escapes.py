@@ -1,8 +1,10 @@
-"""Fake tensors that a deferred initialisation has left elsewhere than in its result: in caches and globals.
+"""Fake tensors that deferred initialisation left in caches and globals instead of its result.
 
-A table that a program computes once and keeps (``functools.lru_cache``, a global dict) would stay fake, and make
-fake what is built with it later. Who keeps them is searched for once after such an initialisation, when its
-module is materialized; what is kept by others, as by a closure, is listed.
+A table that a program computes once and keeps (``functools.lru_cache``, a global dict) would stay
+fake,
+and later construction with it would be fake, too. After such an initialisation, materialisation
+searches
+once for what keeps them; tensors kept elsewhere, such as by a closure, are reported.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _DEPTH = 3
 
 
 def note(lives: list[weakref.ref[Life]], result: Any) -> None:
-    """``lives`` are those of all fake tensors made for ``result``, and of others that may have gone elsewhere."""
+    """Register the lives of all fake tensors created for ``result``."""
     alive = [life for life in lives if life() is not None]
     if alive:
         expected = {id(fake._life) for fake in _fakes_of(result)}
@@ -38,7 +40,7 @@ def note(lives: list[weakref.ref[Life]], result: Any) -> None:
 
 
 def found() -> tuple[list[tuple[str, FakeTensor]], list[tuple[str, FakeTensor]]]:
-    """Such tensors that a cache or a global keeps, and those that others keep, with where; each is found once."""
+    """Return each escaped tensor once: those in caches and globals, and the others with owners."""
     lives = _lives[:]
     _lives.clear()
     alive = _alive(lives)
@@ -59,7 +61,7 @@ def found() -> tuple[list[tuple[str, FakeTensor]], list[tuple[str, FakeTensor]]]
 
 
 def _alive(lives: list[weakref.ref[Life]]) -> list[FakeTensor]:
-    """The fake tensors that still have one of ``lives``."""
+    """Return the fake tensors that still have one of ``lives``."""
     left = {id(life()) for life in lives if life() is not None}
     return [one for one in gc.get_objects() if _is_left(one, left)] if left else []
 
@@ -70,10 +72,10 @@ def _is_left(one: object, left: set[int]) -> bool:
 
 
 def _holder(fake: FakeTensor, ours: set[int]) -> str | None:
-    """Who keeps ``fake``: a function with a closure, or an object; None if no object of Python does.
+    """Return what keeps ``fake``: a function with a closure, or an object; None if unknown.
 
     Args:
-        ours: the ids of the lists with which it is searched for.
+        ours: ids of the lists with which the search itself holds it.
     """
     level: list[Any] = [fake]
     where = None
@@ -117,7 +119,7 @@ def _fakes_of(result: Any) -> Iterator[FakeTensor]:
 
 
 def _inside(value: Any, depth: int) -> Iterator[FakeTensor]:
-    """The fake tensors in ``value``; no code of its own is run, as of a mapping that imports what it is asked for."""
+    """Return the fake tensors in ``value``, without running any code of its own."""
     kind = type(value)
     if issubclass(kind, FakeTensor):
         yield value
@@ -134,7 +136,7 @@ _PLAIN = {
 
 
 def _roots() -> Iterator[tuple[str, Any]]:
-    """Whatever lives as long as the process: results of cached functions, globals, attributes of classes."""
+    """Yield what lives as long as the process: cached results, globals, class attributes."""
     for one in gc.get_objects():
         if type(one) is functools._lru_cache_wrapper:
             name = f"functools.cache of {one.__module__}.{one.__qualname__}"

@@ -1,4 +1,4 @@
-"""Putting a generator at any position of a recorded sequence, without drawing what lies before where possible."""
+"""Generators at any position of a recorded sequence, mostly without drawing what precedes it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["Generators"]
 
 
 class Generators:
-    """Private generators, one a device, that are moved from draw to draw.
+    """Private generators, one per device, that are moved from draw to draw.
 
     Args:
-        run: runs a node whose draw must be made to know where the next one starts, and throws its result away.
+        run: executes a node whose draw determines where the next one starts, and discards the
+            result.
     """
 
     def __init__(self, run: Callable[[Node], None]) -> None:
@@ -28,7 +29,7 @@ class Generators:
         self._last: dict[Origin, tuple[int, torch.Tensor | None]] = {}
 
     def at(self, position: Position) -> torch.Generator:
-        """A generator standing at ``position``."""
+        """Return a generator at ``position``."""
         device = position.origin.device
         generator = self._generators.get(device)
         if generator is None:
@@ -40,19 +41,19 @@ class Generators:
         return generator
 
     def loose_at(self, position: Position) -> torch.Generator:
-        """The same, for a draw after which nothing is known of the generator."""
+        """Return a generator at ``position``, for a draw after which its state is unknown."""
         generator = self.at(position)
         del self._positions[position.origin.device]
         return generator
 
     def drawn(self, device: torch.device, after: Position) -> None:
-        """The generator of ``device`` has just drawn, and stands at ``after``."""
+        """Record that the generator of ``device`` has drawn, and is at ``after``."""
         if after.origin.state is None:
             after.origin.settle(self._generators[device].get_state())
         self._positions[device] = after
 
     def state(self, position: Position) -> torch.Tensor:
-        """The generator's state at ``position``."""
+        """Return the generator's state at ``position``."""
         origin = position.origin
         if position.words == 0:
             return self._origin_state(origin)

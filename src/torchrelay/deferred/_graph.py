@@ -1,10 +1,13 @@
-"""What deferred initialisation remembers: storages, the operations that write them, and regions of them.
+"""The record of deferred initialisation: storages, operations that write them, and their regions.
 
-A fake tensor is a *region* (dtype, size, stride, offset) of a :class:`Storage` that has no memory yet. Views
-are therefore not operations: they are other regions of the same storage. A :class:`Node` is one operation
-that allocates or writes storages; its tensor arguments are regions, and its place in the program is ``seq``.
-The state of a storage at a place in the program is decided by the operations before that place alone: nothing
-that is run, or changed from outside, later or earlier, has a part in it.
+A fake tensor is a *region* (dtype, size, stride, offset) of a :class:`Storage` without memory.
+Views are
+therefore not operations, but other regions of the same storage. A :class:`Node` is one operation
+that
+allocates or writes storages; its tensor arguments are regions, and ``seq`` is its place in the
+program.
+Only the operations before a place in the program decide the state of a storage there. What is run
+earlier or later, or changed from outside, does not matter.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ next_seq = itertools.count(1).__next__
 
 
 class Record(list["Node"]):
-    """The operations that write one storage, in program order. Grows only; what was run stays in it."""
+    """The operations that write one storage, in program order. Operations are never removed."""
 
     __slots__ = ("__weakref__",)
 
@@ -69,18 +72,18 @@ class History:
         self.job = 0
 
     def holds(self, version: int, job: int) -> bool:
-        """Whether ``job`` can reach the state ``version`` from the memory by running later operations only."""
+        """Return whether later operations alone lead from the memory to state ``version``."""
         if self.real is None or self.version > version:
             return False
         return self.given is None or (self.job == job and self.version == version)
 
     def hand_out(self, tensor: torch.Tensor, job: int) -> None:
-        """The memory is now that of ``tensor``, which the program may change."""
+        """Note that the memory is now that of ``tensor``, which the program may change."""
         self.given = tensor.detach()
         self.job = job
 
     def drop(self) -> None:
-        """Free the memory, if it has not been handed out."""
+        """Free the memory, unless it was handed out."""
         if self.given is None:
             self.real, self.version = None, 0
 
@@ -105,7 +108,7 @@ class Storage:
         self._record: weakref.ref[Record] | None = None
 
     def history(self) -> History:
-        """The operations that write it; a new empty one if nobody holds it."""
+        """Return the operations that write it; a new empty history if nothing holds it."""
         history = None if self._history is None else self._history()
         if history is None:
             record = None if self._record is None else self._record()
@@ -114,12 +117,12 @@ class Storage:
         return history
 
     def has_memory(self) -> bool:
-        """Whether somebody still holds memory of it."""
+        """Return whether anything still holds memory of it."""
         history = None if self._history is None else self._history()
         return history is not None and history.real is not None
 
     def keep_record(self, history: History) -> Record:
-        """The record, for who needs no memory: :meth:`history` finds it as long as it is held."""
+        """Return the record, without its memory; :meth:`history` finds it while it is held."""
         if self._record is None:
             self._record = weakref.ref(history.record)
         return history.record

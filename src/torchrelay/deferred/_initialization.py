@@ -1,4 +1,4 @@
-"""Deferred initialisation: build a module without its memory, and give it its values later."""
+"""Deferred initialisation: build a module without memory, for later materialisation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ R = TypeVar("R")
 
 
 def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What ``fn(*args, **kwargs)`` returns, with every tensor made inside deferred.
+    """Call ``fn(*args, **kwargs)`` with deferred tensors: recorded, without memory or values.
+
+    Afterwards generators are in the state in which eager execution would have left them.
 
     Args:
-        fn: a module class, or any function that makes tensors or modules.
-        *args: for ``fn``.
-        **kwargs: for ``fn``.
+        fn: a module class, or any function that creates tensors or modules.
+        *args: passed to ``fn``.
+        **kwargs: passed to ``fn``.
+
+    Returns:
+        The result of ``fn``.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called.
-        DeferredError, UnsupportedError: ``fn`` does what cannot be recorded; the generators are then as before.
+        ArgumentError: ``fn`` is not callable.
+        DeferredError: ``fn`` needs memory of a deferred tensor. Generators are reset.
+        UnsupportedError: ``fn`` does something that cannot be recorded. Generators are reset.
     """
     if not callable(fn):
         raise ArgumentError(f"deferred_init() takes a module class or a function, not {type(fn).__name__}.")
@@ -51,10 +57,13 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def is_deferred(value: torch.Tensor | torch.nn.Module) -> bool:
-    """Whether ``value``, a tensor or any tensor of a module, waits to be materialized, or a part of it does.
+    """Return whether ``value``, or any tensor in it, is not materialised yet.
+
+    Args:
+        value: a tensor or a module.
 
     Raises:
-        ArgumentError: ``value`` is neither tensor nor module.
+        ArgumentError: it is neither.
     """
     if isinstance(value, torch.Tensor):
         return any(

@@ -1,4 +1,4 @@
-"""Making fake tensors: by factories, as results of operations, as views, over the memory of others."""
+"""Creation of fake tensors: by factories, as results, as views, over the memory of others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FACTORIES = {
 def factory(
     func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> FakeTensor | None:
-    """What a factory of the usual kind makes, or None for another kind."""
+    """Return the result of a common factory; None for any other operation."""
     session = sessions.current()
     dtype = kwargs.get("dtype") or (None if func is aten.full.default else torch.get_default_dtype())
     if session is None or dtype is None or kwargs.get("memory_format") is not None:
@@ -68,7 +68,7 @@ def factory(
 
 
 def _contiguous(size: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The strides of a contiguous tensor of ``size``, and its number of elements."""
+    """Return the strides of a contiguous tensor of ``size``, and its number of elements."""
     stride, step = [], 1
     for extent in reversed(size):
         stride.append(step)
@@ -77,7 +77,7 @@ def _contiguous(size: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
 
 
 def constant_fake(value: torch.Tensor, deferred: bool) -> FakeTensor:
-    """A fake tensor whose values are known."""
+    """Return a fake tensor whose values are known."""
     fake = new_fake(value, value.device, deferred)
     if deferred:
         known = Constant(value.clone(memory_format=torch.preserve_format))
@@ -89,7 +89,7 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 
 
 def new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeTensor:
-    """A fake tensor with a storage of its own, shaped like ``like``."""
+    """Return a fake tensor with its own storage, shaped like ``like``."""
     if like.layout is not torch.strided or like.is_nested or like.dtype in _QUANTIZED:
         raise UnsupportedError(
             f"A fake tensor is dense: a sparse, nested or quantized one ({like.layout}, {like.dtype}) cannot be "
@@ -118,7 +118,7 @@ SETS = {
 
 
 def set_memory(func: Any, fake: FakeTensor, source: Any, *place: Any) -> FakeTensor:
-    """``set_``: the same object, over other memory; over real memory it is a real tensor."""
+    """Execute ``set_``: the same object over other memory; a real tensor over real memory."""
     if isinstance(source, FakeTensor):
         old, region = fake._region, source._region
         offset, size, stride = place if place else (region.offset, region.size, region.stride)
@@ -133,7 +133,7 @@ def set_memory(func: Any, fake: FakeTensor, source: Any, *place: Any) -> FakeTen
 
 
 def reshape_in_place(fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
-    """The effect of ``t_``, ``squeeze_``, ``resize_`` ...: the same storage, seen otherwise."""
+    """Execute ``t_``, ``squeeze_``, ``resize_`` and similar: the same storage, another region."""
     storage = fake._region.storage
     size_bytes = result.untyped_storage().nbytes()
     if size_bytes > storage.size_bytes:
@@ -153,10 +153,10 @@ def explicit_device(kwargs: dict[str, Any]) -> torch.device:
 
 
 def device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where the results are: as asked, else where the arguments are.
+    """Return the device of the results: the requested one, else that of the arguments.
 
     Raises:
-        ArgumentError: arguments that are not 0-dim lie on different devices.
+        ArgumentError: arguments that are not 0-dim are on different devices.
     """
     if kwargs.get("device") is not None:
         where: torch.device = kwargs["device"]
@@ -176,12 +176,12 @@ def device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 
 
 def _may_be_same(one: torch.device, other: torch.device) -> bool:
-    """Without an index, a device is whichever is the current one when memory is taken: ``cuda`` fits ``cuda:0``."""
+    """Compare devices; one without an index, such as ``cuda``, equals any of its type."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
 def check_device(device: torch.device, session: sessions.Session) -> None:
-    """Raises :class:`UnavailableError` if ``device`` is absent and must not be pretended."""
+    """Raise :class:`UnavailableError` if ``device`` is absent and must not be simulated."""
     if session.pretend is False and not _torch.device_available(device):
         raise UnavailableError(
             f"device={device} is not on this machine, and fake_mode(fake_cuda=False) does not pretend it. "

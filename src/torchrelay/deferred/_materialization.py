@@ -1,4 +1,4 @@
-"""Materialization: the recorded operations are run, and fake tensors become real ones."""
+"""Materialisation: run the recorded operations and turn fake tensors into real ones."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with its values: the same object, of its class. A real tensor is returned as it is.
+    """Compute the values of ``tensor`` and return it, the same object. Real tensors are unchanged.
 
     Raises:
         ArgumentError: ``tensor`` is not a tensor.
-        DeferredError: ``tensor`` is fake but was not made by :func:`deferred_init`, or a real tensor that its
-            initialisation read has been changed since.
-        UnavailableError: it was recorded for a device that this machine does not have.
+        DeferredError: ``tensor`` is fake but not from :func:`deferred_init`, or a real tensor that
+            its
+            initialisation read has changed since.
+        UnavailableError: it was recorded for a device that this machine lacks.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"materialize_tensor() takes a tensor, not {type(tensor).__name__}.")
@@ -59,7 +60,7 @@ def _whole(fake: FakeTensor, replay: Replay) -> torch.Tensor:
 
 
 def _give(fake: FakeTensor, replay: Replay, convert: Convert = lambda real: real) -> torch.Tensor:
-    """``fake`` with all of its values, after ``convert``."""
+    """Return ``fake`` with all of its values, after ``convert``."""
     history = fake._history
     with _torch.plain_torch():
         memory = _whole(fake, replay)
@@ -80,26 +81,35 @@ def materialize_module(
     shard: Shard | None = None,
     uninitialized: Collection[str] = (),
 ) -> None:
-    """Gives the deferred tensors of ``module`` their values, children first, one tensor at a time.
+    """Compute the deferred tensors of ``module``, children first, one tensor at a time.
 
-    Parameters stay the objects that they are, except where a DTensor takes their place. Deferred tensors that
-    are plain attributes of a module, or in a list, tuple or dict there, are materialized too, whole.
+    Parameters stay the same objects, unless a DTensor replaces them. Deferred tensors that are
+    plain
+    attributes of a module, or in a list, tuple or dict there, are materialised whole. No values are
+    sent
+    between ranks.
 
     Args:
         buffers_only: leave parameters deferred.
-        check_fn: called with each submodule; if False, that module's own tensors are left as they are.
-        device: where the values go; also where what was recorded for an absent device is computed.
-        dtype: what floating-point tensors are converted to, after their values are computed.
-        shard: what this process makes of each tensor. A function of the qualified name and the fake tensor
-            that gives a tuple of slices (the parameter becomes that slice) or None (all of it); or a pair
-            (device_mesh, placements) where placements may be such a function, too: the parameter becomes a
-            DTensor, of which only the local part is computed.
-        uninitialized: qualified names of tensors that get memory but no values, because the caller is about to
-            fill them. Values that others are computed from are as recorded all the same.
+        check_fn: called with each submodule; if it returns False, the submodule's own tensors are
+            left
+            unchanged.
+        device: the device of the values, also for tensors recorded for an absent device.
+        dtype: floating-point tensors are converted to it after their values are computed.
+        shard: the part that this process keeps. Either a function of the qualified name and the
+            fake
+            tensor that returns a tuple of slices, or None for all of it; or a pair
+            ``(device_mesh, placements)``, of which the parameter becomes a DTensor and only the
+                local
+            part is computed. The placements may be a function of name and tensor, too.
+        uninitialized: qualified names of tensors that get memory but no values, because the caller
+            will
+            fill them. Values that depend on them are computed from the recorded ones.
 
     Raises:
-        ArgumentError: an argument is of the wrong kind, or slices do not fit.
-        DeferredError, UnavailableError: as for :func:`materialize_tensor`.
+        ArgumentError: an argument has the wrong type, or slices do not fit.
+        DeferredError: as for :func:`materialize_tensor`.
+        UnavailableError: as for :func:`materialize_tensor`.
     """
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"materialize_module() takes a module, not {type(module).__name__}.")
@@ -117,7 +127,7 @@ def materialize_module(
 
 
 def _materialize_escaped() -> None:
-    """Caches that were filled during deferred_init must not make later, ordinary construction fake."""
+    """Materialise caches filled by deferred_init, so that later construction is not fake."""
     cached, elsewhere = _escapes.found()
     for _, fake in cached:
         _give(fake, Replay())
@@ -137,7 +147,7 @@ def _materialize_escaped() -> None:
 
 
 def _listed(found: list[tuple[str, FakeTensor]]) -> str:
-    """Where the first few are, with their shapes."""
+    """Describe the first few with their owners and shapes."""
     names = [f"{where} {tuple(fake.shape)}" for where, fake in found[:_MOST_LISTED]]
     return ", ".join(names) + (", ..." if len(found) > _MOST_LISTED else "")
 
@@ -146,7 +156,7 @@ _MOST_LISTED = 10
 
 
 class _Job:
-    """One call of :func:`materialize_module`: its arguments, and what took the place of tied parameters."""
+    """State of one call of :func:`materialize_module`."""
 
     def __init__(self, replay: Replay, device: Any, dtype: torch.dtype | None, shard: Any) -> None:
         self._replay = replay
@@ -168,7 +178,10 @@ class _Job:
     def leave_uninitialized(
         self, places: Iterable[tuple[str, torch.nn.Module]], names: Collection[str]
     ) -> None:
-        """Notes whose values are not wanted. A storage counts only if that is so for every tensor over it."""
+        """Record which values are not wanted.
+
+        A storage counts only if this holds for every tensor over it.
+        """
         if not names:
             return
         wanted: set[Storage] = set()
@@ -255,7 +268,10 @@ class _Job:
 
 
 def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:
-    """Deferred tensors that are attributes of ``module`` but not registered; results before what they are of."""
+    """Return deferred tensors that are plain attributes of ``module``.
+
+    Results come before their arguments.
+    """
     found: dict[int, FakeTensor] = {}
 
     def look(value: Any, depth: int) -> None:

@@ -1,4 +1,4 @@
-"""The tensors of a module and of its submodules, in the order in which they are materialized."""
+"""The tensors of a module and its submodules, in the order of materialisation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["children_first", "own_tensors"]
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that ``module`` itself has, by name."""
+    """Return the module's own parameters and buffers, by name."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
 def children_first(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each submodule once, with the prefix of its tensors' names; children before parents, in their order."""
+    """Yield each submodule once, children first, with the prefix of its tensors' names."""
     names = {
         id(submodule): name
         for name, submodule in reversed(list(module.named_modules(remove_duplicate=False)))

@@ -1,4 +1,4 @@
-"""What an operation is, as far as recording and replaying it is concerned. Looked up once an overload."""
+"""Properties of operations that recording and replay depend on, looked up once per overload."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _known: dict[Any, Operator] = {}
 
 
 def describe(func: Any) -> Operator:
-    """The properties of ``func``, an ``OpOverload``."""
+    """Return the properties of ``func``, an ``OpOverload``."""
     found = _known.get(func)
     if found is None:
         found = _known[func] = _describe(func)
@@ -104,7 +104,7 @@ def describe(func: Any) -> Operator:
 
 
 def define(func: Any, operator: Operator) -> None:
-    """Gives ``func``, an operation of our own, its properties."""
+    """Set the properties of ``func``, an operation defined here."""
     _known[func] = operator
 
 
@@ -139,13 +139,13 @@ def _describe(func: Any) -> Operator:
 
 
 def _name(schema: Any) -> str:
-    """``add`` of ``aten::add_.Tensor``."""
+    """Return ``add`` for ``aten::add_.Tensor``."""
     name: str = schema.name.removeprefix("aten::")
     return name if name == "copy_" else name.removesuffix("_")
 
 
 def _is_tagged(func: Any) -> bool:
-    """Whether ``func`` says so where it draws: those of torch do, those of a program may not."""
+    """Return whether ``func`` reliably declares that it draws, as operators of torch do."""
     return func.namespace in _OF_TORCH
 
 

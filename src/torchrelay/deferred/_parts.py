@@ -1,9 +1,10 @@
-"""The values of a part of a tensor, in the time and memory of that part.
+"""The values of a part of a tensor, computed in the time and memory of that part.
 
-The operations that wrote a storage are gone through in order, and each is carried out on what it has in
-common with the part: constants and random numbers are filled in (the generator is moved to the first word
-that the part needs), elementwise operations are given the same part of their arguments. What cannot be cut
-so (a decomposition, a permutation) is evaluated whole and then sliced, one tensor at a time.
+The operations that wrote a storage are executed in order, each on its intersection with the part:
+constants and random numbers are filled in (the generator is moved to the first word that the part
+needs), and elementwise operations get the same part of their arguments. Operations that cannot be
+cut (a
+decomposition, a permutation) are evaluated whole and then sliced, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ __all__ = ["materialize_storage", "part_of"]
 
 
 class _NotSliceableError(Exception):
-    """Some operation cannot be carried out on a part."""
+    """An operation cannot be executed on a part."""
 
 
 def part_of(region: Region, replay: Replay) -> torch.Tensor:
-    """The values of ``region``: contiguous, of its shape, in memory of their own."""
+    """Return the values of ``region``: contiguous, of its shape, in new memory."""
     if region.storage.history().given is not None:
         return replay.values(region).clone(memory_format=torch.contiguous_format)
     return _Parts(replay, region.size_bytes).values(region, END)
 
 
 def materialize_storage(storage: Storage, dtype: torch.dtype, replay: Replay) -> torch.UntypedStorage:
-    """The memory of ``storage``, for good. What it copied a part of is not made whole if that can be avoided."""
+    """Return the memory of ``storage``, for good, without materialising its sources if possible."""
     history, nodes = storage.history(), writers(storage, END)
     if history.real is None and storage.size_bytes and any(_reads_part(node) for node in nodes):
         flat = Region(storage, dtype, (storage.size_bytes // dtype.itemsize,), (1,))
@@ -71,7 +72,7 @@ class _Parts:
         self._known: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def values(self, region: Region, before: int) -> torch.Tensor:
-        """The values of ``region`` as the operations before place ``before`` left them. Read only."""
+        """Return the values of ``region`` before place ``before`` in the program. Read only."""
         if 0 in region.size:
             where = self.replay.place(region.storage.device)
             return torch.empty(region.size, dtype=region.dtype, device=where)
@@ -106,7 +107,7 @@ _REMEMBERED_BYTES = 1 << 20
 
 
 class _Part:
-    """One region, and the operations that decide its values, on a common grid."""
+    """A region, and the operations that decide its values, on a common grid."""
 
     def __init__(self, region: Region, before: int, parts: _Parts) -> None:
         self._parts = parts
@@ -152,7 +153,7 @@ class _Part:
         return canvas.permute(self._box.order).reshape(self._region.size)
 
     def _canvas(self) -> torch.Tensor:
-        """The part in the order of the grid, laid out in memory in the order of the region."""
+        """Return the part in the order of the grid, laid out in memory like the region."""
         order = self._box.order
         lengths = [self._box.lengths[axis] for axis in order]
         laid_out = torch.empty(lengths, dtype=self._region.dtype, device=self._device)
@@ -165,7 +166,7 @@ class _Part:
     def _apply(
         self, node: Node, target: Region, box: Box, common: tuple[tuple[int, int], ...], canvas: torch.Tensor
     ) -> None:
-        """Carries out ``node`` on ``canvas``, what its target has in common with the part."""
+        """Execute ``node`` on ``canvas``, the intersection of its target with the part."""
         cut = _Cut(target, box, common)
         mine = canvas.permute(box.order)
         operator = describe(node.func)
@@ -236,7 +237,7 @@ def _fill_box(
     ranges: Sequence[tuple[int, int]],
     part: torch.Tensor,
 ) -> None:
-    """Fills ``part``, the box ``ranges`` of a contiguous tensor of ``shape`` whose first element is ``start``."""
+    """Fill ``part``, the box ``ranges`` of a contiguous tensor of ``shape``."""
     row = math.prod(shape[1:])
     low, high = ranges[0]
     if all(inner == (0, extent) for inner, extent in zip(ranges[1:], shape[1:], strict=True)):
@@ -257,7 +258,7 @@ def _fill_box(
 
 
 def _target(node: Node) -> Region:
-    """The one region that ``node`` writes."""
+    """Return the one region that ``node`` writes."""
     found = node.targets()
     if len(found) != 1:
         raise _NotSliceableError

@@ -1,4 +1,4 @@
-"""What a materialization will cost, before it is done."""
+"""Estimate of the cost of a materialisation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["Plan", "plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of one rank's materialization.
+    """The cost of one rank's materialisation.
 
     Attributes:
-        tensors: how many tensors become real.
+        tensors: the number of tensors that become real.
         size_bytes: the memory that they keep.
-        peak_bytes: the most memory at once, what is needed for one tensor at a time included.
-        seconds: an estimate from short runs of the same operations here, on the CPU, good to a factor of about
-            five.
+        peak_bytes: the peak memory, including temporary memory for one tensor at a time.
+        seconds: an estimate from short runs of the same operations on this CPU, within a factor of
+            about five.
     """
 
     tensors: int
@@ -49,10 +49,12 @@ class Plan:
 
 
 def plan(module: torch.nn.Module, *, dtype: torch.dtype | None = None, shard: Any = None) -> Plan:
-    """What ``materialize_module(module, dtype=dtype, shard=shard)`` will cost. Materializes nothing.
+    """Estimate the cost of ``materialize_module(module, dtype=dtype, shard=shard)``.
+
+    Materialises nothing.
 
     Raises:
-        ArgumentError: an argument is of the wrong kind, or slices do not fit.
+        ArgumentError: an argument has the wrong type, or slices do not fit.
     """
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"plan() takes a module, not {type(module).__name__}.")
@@ -79,7 +81,7 @@ def plan(module: torch.nn.Module, *, dtype: torch.dtype | None = None, shard: An
 
 
 def _cost(fake: FakeTensor, region: Region) -> tuple[float, int]:
-    """Seconds, and bytes in use, for ``region`` of ``fake``: the operations on as much of each as is wanted."""
+    """Return seconds and bytes in use for ``region`` of ``fake``."""
     trace = Trace.of_fake(fake)
     share = region.numel / max(1, fake._region.numel)
     # Of a part of its columns, whole rows are drawn.
@@ -104,7 +106,7 @@ _DECOMPOSITION = (
 )
 _MATRIX = (512, 1024)
 
-# What an element costs is tried out on this many (of a decomposition: on a matrix of them), for about this long, with no more tries than that.
+# Size of a trial (for a decomposition: of its matrix), its duration, and the largest number of repeats.
 _SAMPLE = math.prod(_MATRIX)
 _TRIAL_S = 0.01
 _TRIES = 16
@@ -112,7 +114,7 @@ _generator = torch.Generator()
 
 
 def _kind(func: Any, rule: _draws.Rule | None) -> str:
-    """The trial that stands for ``func``: multiplication, where it cannot be tried alone."""
+    """Return the trial for ``func``; multiplication if it cannot be tried alone."""
     name = describe(func).name.partition("::")[2].partition(".")[0]
     if name == "trunc_normal" and rule is not None:
         return "normal_"  # nothing can be rejected
@@ -143,14 +145,17 @@ _TRIALS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @cache
 def _seconds_per_element(kind: str, dtype: torch.dtype) -> float:
-    """Measured once a process; ``_TOUCH`` is the first write to fresh memory, which the others leave out."""
+    """Measure an operation, once per process.
+
+    ``_TOUCH`` is the first write to fresh memory, which the others exclude.
+    """
     if not dtype.is_floating_point or dtype.itemsize == 1:  # little can be done with eight bits
         kind, dtype = kind if kind in (_TOUCH, "random_") else "mul_", torch.int64
     samples: list[torch.Tensor] = []
     spent = 0.0
     with _torch.plain_torch():
         while spent < _TRIAL_S and len(samples) < _TRIES:
-            # All are kept till the end, so that the next one is fresh.
+            # All are kept until the end, so that the next one is fresh.
             samples.append(torch.empty(_SAMPLE, dtype=dtype, device="cpu"))
             if kind != _TOUCH:
                 samples[-1].fill_(0.5)

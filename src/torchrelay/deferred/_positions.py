@@ -1,9 +1,11 @@
-"""Where in a generator's sequence each recorded operation draws its random numbers.
+"""Positions in generator sequences at which recorded operations draw their random numbers.
 
-While a deferred initialisation runs, nothing is drawn. Each drawing operation gets a :class:`Position`, and
-the real generator is put into a *mark*: its own state, of which a few words are replaced by a number that
-names the position after the draw, the others by noise. Whatever the program does with generator states (seeding, ``fork_rng``,
-copying one to another generator) moves marks around, and the next draw finds out where it stands by looking.
+During deferred initialisation nothing is drawn. Each drawing operation gets a :class:`Position`,
+and the
+real generator is put into a *mark*: its own state, with a few words replaced by an identifier of
+the
+position after the draw, and the others by noise. Whatever the program does with generator states
+(seeding, ``fork_rng``, copying) moves marks, and the next draw identifies its position by them.
 """
 
 from __future__ import annotations

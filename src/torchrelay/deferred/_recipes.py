@@ -1,7 +1,8 @@
-"""A module's record as a small file: a checkpoint of its initial values in nearly no bytes.
+"""Recipes: the record of a module as a small file, in place of a checkpoint of its initial values.
 
-The file is JSON. It names operations by their overloads in ``aten``, out of a list of those allowed, and holds
-seeds, shapes and numbers: reading one runs nothing but these operations, and only when tensors are materialized.
+The file is JSON. It names operations by their overloads in ``aten``, from a fixed list, and holds
+seeds,
+shapes and numbers. Reading one executes only these operations, and only at materialisation.
 """
 
 from __future__ import annotations
@@ -54,20 +55,21 @@ _ALLOWED = {
 
 
 def dump(traces: dict[str, Trace]) -> bytes:
-    """The recipe of named tensors.
+    """Return the recipe of named tensors.
 
     Raises:
         DeferredError: an operation reads a real tensor from outside the record.
-        UnsupportedError: an operation is not one of those that a recipe may hold.
+        UnsupportedError: a recipe cannot contain one of the operations.
     """
     return json.dumps(_Writer().document(traces), separators=(",", ":")).encode()
 
 
 def load(data: bytes) -> dict[str, Trace]:
-    """The traces that :func:`dump` wrote.
+    """Return the traces that :func:`dump` wrote.
 
     Raises:
-        CorruptionError: ``data`` is no recipe, is damaged, or names an operation that is not allowed.
+        CorruptionError: ``data`` is not a recipe, is damaged, or names an operation that is not
+            allowed.
         UnsupportedError: it was written by a later version.
     """
     try:

@@ -1,4 +1,4 @@
-"""Writing operations into the record, and evaluating what the recorded program itself wants to see."""
+"""Recording of operations."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def record(
     writes: tuple[Region, ...] = (),
     outputs: tuple[Region | None, ...] = (),
 ) -> None:
-    """Appends ``func`` to the histories of the storages it writes.
+    """Append ``func`` to the histories of the storages it writes.
 
     Raises:
-        DeferredError: an argument is a fake tensor that has no history: one made by ``fake_mode``.
+        DeferredError: an argument is a fake tensor without history, from ``fake_mode``.
     """
     results = [region for region in outputs if region is not None]
     several = len(writes) + len(results) > 1
@@ -73,7 +73,7 @@ def record(
 
 
 def _fix_attributes(node: Node, operator: Operator, result: Region) -> None:
-    """What a factory took from the defaults of its time becomes explicit."""
+    """Make explicit what a factory took from the current defaults."""
     if operator.takes_dtype:
         node.kwargs["dtype"] = result.dtype
     if operator.takes_device:

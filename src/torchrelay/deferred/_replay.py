@@ -1,4 +1,4 @@
-"""Running recorded operations, and where their results go."""
+"""Execution of recorded operations, and where their results are stored."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _next_job = itertools.count(1).__next__
 
 
 class Replay:
-    """Running operations of the record, for one materialization or for what one program reads.
+    """Execution of the record, for one materialisation or for the values that one program reads.
 
     Args:
-        device: where to run what was recorded for a device that this machine does not have.
+        device: replaces devices that this machine lacks.
 
     Attributes:
-        job: identifies this object to the histories whose memory it hands out.
-        generators: private ones, for the random numbers.
+        job: identifies this object in the histories whose memory it hands out.
+        generators: private generators for the random numbers.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Back to deferred: by the record that a module still has, or by a recipe."""
+"""Back to deferred, by the record that a module still has or by a recipe."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _Place = tuple[dict[str, torch.Tensor | None], str, str, torch.Tensor]
 
 
 def dematerialize(module: torch.nn.Module) -> None:
-    """Takes the memory of ``module``'s tensors back: they are deferred again, and materialize to the same values.
+    """Free the memory of ``module``'s tensors, which become deferred again with the same values.
 
     A parameter that had become a slice is whole again. What had become a DTensor is a new object.
 
     Raises:
         ArgumentError: ``module`` is not a module.
-        DeferredError: a tensor has no record, or has been changed since it was materialized. Nothing is changed.
+        DeferredError: a tensor has no record, or changed since its materialisation. Nothing is
+            changed.
         UnsupportedError: FSDP2 manages the module. Nothing is changed.
     """
     places = _places(module)
@@ -39,18 +40,20 @@ def dematerialize(module: torch.nn.Module) -> None:
 
 
 def recipe(module: torch.nn.Module, path: str | Path | None = None) -> bytes:
-    """How the tensors of ``module`` are made, as JSON: seeds and operations, a few kilobytes for any size.
+    """Return how the tensors of ``module`` are computed: seeds and operations, as JSON.
 
-    The module may be deferred, or materialized and unchanged since.
+    The module may be deferred, or materialised and unchanged since. The size is a few kilobytes for
+    modules of any size.
 
     Args:
-        path: a file to write it to, too.
+        path: a file to which the recipe is written.
 
     Raises:
         ArgumentError: ``module`` is not a module.
-        DeferredError: a tensor has no record, has been changed since it was materialized, or was made of real
-            tensors from outside.
-        UnsupportedError: an operation is not one that a recipe may hold.
+        DeferredError: a tensor has no record, changed since its materialisation, or was computed
+            from
+            real tensors from outside.
+        UnsupportedError: a recipe cannot contain one of the operations.
     """
     data = _recipes.dump({name: trace_of(name, tensor) for name, tensor in _named(_places(module)).items()})
     if path is not None:
@@ -59,11 +62,11 @@ def recipe(module: torch.nn.Module, path: str | Path | None = None) -> bytes:
 
 
 def from_recipe(module: torch.nn.Module, source: bytes | str | Path) -> None:
-    """Makes the tensors of ``module`` deferred, to be materialized as ``source`` says.
+    """Make the tensors of ``module`` deferred, with the values that ``source`` defines.
 
     Args:
-        module: with tensors of the names and shapes of the recipe, in whatever state: deferred, meta or real.
-        source: what :func:`recipe` gave, or the path of a file with it.
+        module: has tensors of the recipe's names and shapes: deferred, meta or real.
+        source: the result of :func:`recipe`, or the path of a file with it.
 
     Raises:
         ArgumentError: ``module`` is not a module.
@@ -102,7 +105,7 @@ def _registries(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None]
 
 
 def _named(places: list[_Place]) -> dict[str, torch.Tensor]:
-    """Each tensor once, under the first of its names."""
+    """Return each tensor once, under the first of its names."""
     first = {id(tensor): (name, tensor) for _, _, name, tensor in reversed(places)}
     return dict(first.values())
 

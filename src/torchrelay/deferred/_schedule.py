@@ -1,4 +1,4 @@
-"""Which recorded operations decide the state of a storage at a place in the program."""
+"""The recorded operations that decide the state of a storage at a place in the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fake or deferred contexts this thread is in, and the generators they watch."""
+"""The fake and deferred contexts of a thread, and the generators they watch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Session:
     """One ``fake_mode`` or ``deferred_init`` of this thread.
 
     Args:
-        deferred: operations are recorded.
-        pretend: whether devices that are absent are pretended; None: yes, where they are absent.
+        deferred: whether operations are recorded.
+        pretend: whether absent devices are simulated; None: yes.
 
     Attributes:
-        replay: computes what the program reads while it is recorded.
-        memory: the storage over which a real tensor has been put last.
+        replay: computes the values that the program reads while it is recorded.
+        memory: the storage over which a real tensor was created last.
     """
 
     def __init__(self, deferred: bool, pretend: bool | None = None) -> None:
@@ -42,16 +42,16 @@ class Session:
         self._read: dict[int, list[External]] = {}
 
     def is_over_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, new to torch, is over a storage of the program, as ``torch.asarray`` puts it there."""
+        """Return whether ``tensor`` is over memory of the program, as from ``torch.asarray``."""
         return self.memory is not None and tensor.untyped_storage()._cdata == self.memory._cdata
 
     def note_read(self, external: External) -> None:
-        """An operation was recorded that reads ``external``, real memory."""
+        """Note that a recorded operation reads ``external``, real memory."""
         if external.tensor.layout is torch.strided:
             self._read.setdefault(external.tensor.untyped_storage()._cdata, []).append(external)
 
     def before_write(self, tensor: torch.Tensor) -> None:
-        """The program writes to ``tensor``, which is real, now; what was recorded before reads what was there."""
+        """Copy what recorded operations read of ``tensor``, which the program is about to write."""
         if self._read and tensor.layout is torch.strided:
             for external in self._read.pop(tensor.untyped_storage()._cdata, ()):
                 external.freeze()
@@ -59,7 +59,7 @@ class Session:
     def draw(
         self, node: Node, generator: torch.Generator | None, device: torch.device, words: int | None
     ) -> None:
-        """Gives ``node`` its place in the sequence of the generator it would draw from."""
+        """Assign ``node`` its position in the sequence of its generator."""
         watch = self._watch(generator, device)
         before = watch.position()
         if words is None:
@@ -79,14 +79,14 @@ class Session:
         return found
 
     def stand(self) -> None:
-        """Put the generators where the program believes them, for an operation that draws for real."""
+        """Set the generators to their recorded states, for an operation that draws for real."""
         for watch in _positions.watches():
             position = watch.mark()
             if position is not None:
                 watch.generator.set_state(self.replay.generators.state(position))
 
     def close(self, done: bool) -> None:
-        """End the watches: generators stand where the program left them if it is done, else where they did."""
+        """End the watches and set the generators: to the end of the program if done, else back."""
         try:
             for key, watch in self._watches.items():
                 if _positions.release(watch):
@@ -117,7 +117,7 @@ _stack = _Stack()
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation, also those without a fake argument. One a thread, however deep sessions nest."""
+    """Receives every operation, also those without a fake argument. One per thread."""
 
     # Lets calls for absent devices through torch's argument parsing, as they are not going to be touched.
     _mode_key = _torch.fake_mode_key
@@ -129,25 +129,25 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_foreign(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of ``kind`` carry operations out themselves, and are not fake."""
+    """Return whether tensors of ``kind`` dispatch operations themselves and are not fake."""
     dispatches = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return dispatches and not issubclass(kind, hooks.fake)
 
 
 def current() -> Session | None:
-    """The innermost session of this thread."""
+    """Return the innermost session of this thread."""
     sessions = _stack.sessions
     return sessions[-1] if sessions else None
 
 
 def recording() -> Session | None:
-    """The innermost session of this thread that records."""
+    """Return the innermost session of this thread that records."""
     return next((session for session in reversed(_stack.sessions) if session.deferred), None)
 
 
 @contextmanager
 def enter(session: Session) -> Iterator[Session]:
-    """Makes ``session`` the innermost of this thread. Closing it is the caller's."""
+    """Make ``session`` the innermost of this thread; the caller closes it."""
     mode: _Mode | None = None
     if not _stack.sessions:
         if _torch.fake_mode_active():

@@ -1,4 +1,4 @@
-"""The shapes of an operation's results, from torch's own meta kernels, and its arguments and results in order."""
+"""Shapes of an operation's results, from torch's meta kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["as_returned", "check_sizes", "fakes_in", "flat", "shapes_of", "tenso
 
 
 def shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of ``func`` on meta tensors. Read only: those of like arguments are computed once."""
+    """Return the results of ``func`` on meta tensors. Read only: results are cached."""
     try:
         by_kind = describe(func).slices
         key = (func, torch.get_default_dtype(), _key(args, by_kind), _key(kwargs, by_kind))
@@ -103,7 +103,7 @@ _LAID_OUT_BY_DEVICE = (
 
 
 def check_sizes(func: Any, results: Any, written: list[Any]) -> None:
-    """Raise :class:`UnsupportedError` if a result does not fit what it is written to."""
+    """Raise :class:`UnsupportedError` if a result does not fit its destination."""
     for result, target in zip(flat(results), written, strict=False):
         if result is not None and result.shape != target.shape:
             raise UnsupportedError(
@@ -113,14 +113,14 @@ def check_sizes(func: Any, results: Any, written: list[Any]) -> None:
 
 
 def flat(results: Any) -> list[Any]:
-    """The tensors of ``results`` in order, lists among them opened; None for what is no tensor."""
+    """Return the tensors in ``results`` in order, from nested lists; None for other values."""
     if isinstance(results, (tuple, list)):
         return [item for value in results for item in flat(value)]
     return [results if isinstance(results, torch.Tensor) else None]
 
 
 def fakes_in(value: Any) -> Any:
-    """The fake tensors in ``value``, through lists, tuples and dicts."""
+    """Return the fake tensors in ``value``, through lists, tuples and dicts."""
     if isinstance(value, FakeTensor):
         yield value
     elif type(value) in (tuple, list):
@@ -132,13 +132,13 @@ def fakes_in(value: Any) -> Any:
 
 
 def tensors_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an argument is, named by its position or its name."""
+    """Return the tensors of an argument, by position or name."""
     value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
     return list(value) if isinstance(value, (tuple, list)) else [] if value is None else [value]
 
 
 def as_returned(func: Any, written: list[Any]) -> Any:
-    """What ``func`` returns where it returns the arguments that it writes."""
+    """Return what ``func`` returns if it returns the arguments that it writes."""
     count = len(func._schema.returns)
     if not written or count == 0:
         return None

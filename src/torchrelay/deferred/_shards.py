@@ -1,4 +1,4 @@
-"""Which part of each tensor this process materializes, and what it then becomes: a slice or a DTensor."""
+"""The part of each tensor that this process materialises: a slice or a DTensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shard = (
 
 
 def check_shard(shard: Any) -> None:
-    """Raises :class:`ArgumentError` if ``shard`` is none of the allowed kinds."""
+    """Raise :class:`ArgumentError` if ``shard`` has none of the allowed types."""
     if shard is None or callable(shard) or (isinstance(shard, tuple) and len(shard) == 2):
         return
     raise ArgumentError(
@@ -37,7 +37,7 @@ def check_shard(shard: Any) -> None:
 
 
 def placements_for(shard: Any, name: str, fake: torch.Tensor) -> Placements | None:
-    """The placements of one tensor, if ``shard`` is of the DTensor kind; None: this tensor stays whole."""
+    """Return the placements of one tensor; None if ``shard`` gives slices or leaves it whole."""
     if not isinstance(shard, tuple):
         return None
     placements = shard[1]
@@ -59,7 +59,7 @@ def _counted_from_zero(placements: Placements, fake: torch.Tensor) -> Placements
 
 
 def _possible(placement: Placement, fake: torch.Tensor) -> Placement:
-    """``placement`` for all tensors of a module, or Replicate where a tensor has no such dimension."""
+    """Return ``placement``, or Replicate if a tensor has no such dimension."""
     from torch.distributed.tensor import Replicate  # noqa: PLC0415
 
     dim = getattr(placement, "dim", None)
@@ -67,10 +67,10 @@ def _possible(placement: Placement, fake: torch.Tensor) -> Placement:
 
 
 def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
-    """The slices of this process; None: all of the tensor.
+    """Return the slices of this process; None: the whole tensor.
 
     Raises:
-        ArgumentError: the slices do not fit the tensor, or a placement is neither Shard nor Replicate.
+        ArgumentError: the slices do not fit, or a placement is neither Shard nor Replicate.
     """
     if shard is None:
         return None
@@ -109,7 +109,7 @@ def _mesh_slices(mesh: DeviceMesh, placements: Placements, name: str, fake: torc
 
 
 def sliced(fake: FakeTensor, slices: Slices) -> Region:
-    """The region of ``fake`` that ``slices`` select."""
+    """Return the region of ``fake`` that ``slices`` select."""
     region = fake._region
     size, offset = list(region.size), region.offset
     for dim, item in enumerate(slices):
@@ -121,7 +121,7 @@ def sliced(fake: FakeTensor, slices: Slices) -> Region:
 
 
 def distributed(shard: Any, name: str, fake: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as it must stand in the module: a DTensor if ``shard`` gives placements for this tensor."""
+    """Return ``local``, as a DTensor if ``shard`` gives placements for this tensor."""
     placements = placements_for(shard, name, fake)
     if placements is None:
         return local

@@ -1,8 +1,9 @@
 """The fake tensor: a tensor with shape, dtype, device and autograd, but without memory.
 
-It is a wrapper subclass of our own. Its methods that need values, and those that torch would stop before they
-reach the dispatcher (``.to("cuda")`` where there is no CUDA), are overridden here, on the class; nothing of
-torch is replaced.
+It is a wrapper subclass. Its methods that need values, and those that torch would stop before they
+reach
+the dispatcher (``.to("cuda")`` without CUDA), are overridden in the class; nothing in torch is
+replaced.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ _wrap = torch.Tensor._make_wrapper_subclass
 
 
 class Life:
-    """Ends with the fake tensor that has it. Torch does not swap tensors that have weak references themselves."""
+    """Ends with its fake tensor, which cannot be weakly referenced itself when it is swapped."""
 
     __slots__ = ("__weakref__",)
 
 
 class FakeTensor(torch.Tensor):
-    """A tensor without memory. Made by :func:`.fake.fake_mode` and :func:`.deferred_init`, never directly.
+    """A tensor without memory, from :func:`.fake.fake_mode` or :func:`.deferred_init`.
 
-    Its class becomes that of the real tensor when it is materialized, and it stays the same object.
+    Materialisation changes its class to that of the real tensor; it stays the same object.
     """
 
     _region: Region
@@ -203,7 +204,7 @@ class FakeTensor(torch.Tensor):
 
 @cache
 def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
-    """Fake tensors that are also ``cls``, a class of the program's own."""
+    """Return the class of fake tensors that are also ``cls``, a class of the program."""
     meta: Any = type(cls)
     body = {"_real_class": cls, "__module__": cls.__module__}
     kind: type[FakeTensor] = meta(f"Fake{cls.__name__}", (FakeTensor, cls), body)
@@ -211,7 +212,7 @@ def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
 
 
 class _LazyFake(FakeTensor):
-    """A lazy module's parameter while it gets its shape, at the end of which torch sets its class."""
+    """A lazy module's parameter while it gets its shape, after which torch sets its class."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "__class__":
@@ -224,7 +225,7 @@ class _LazyFake(FakeTensor):
 
 
 def give_shape(lazy: torch.Tensor, fake: FakeTensor) -> None:
-    """``lazy``, a real parameter without shape, becomes a fake one like ``fake``."""
+    """Turn ``lazy``, a real parameter without shape, into a fake one like ``fake``."""
     twin = fake_from_region(fake._region, fake._history).requires_grad_(lazy.requires_grad)
     twin.__dict__.update(lazy.__dict__, cls_to_become=lazy.cls_to_become)  # type: ignore[attr-defined]
     _torch.swap_tensors(lazy, twin)
@@ -232,7 +233,7 @@ def give_shape(lazy: torch.Tensor, fake: FakeTensor) -> None:
 
 
 def assign(fake: FakeTensor, value: torch.Tensor) -> None:
-    """The effect of ``fake.data = value``: the same object becomes a view of ``value``'s storage."""
+    """Execute ``fake.data = value``: the same object becomes a view of ``value``'s storage."""
     if isinstance(value, FakeTensor):
         _set_data(fake, value)
         fake._region, fake._history = value._region, value._history
@@ -244,7 +245,7 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
-    """A copy with its own storage; what shared a storage before does so after."""
+    """Return a copy with its own storage; tensors that shared one still share one."""
     if not fake.is_leaf:
         raise DeferredError("Only tensors that are leaves of the autograd graph can be deep-copied.")
     region = fake._region
@@ -265,7 +266,7 @@ def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
 
 
 def _resolved(copied: FakeTensor, conj: bool, neg: bool) -> FakeTensor:
-    """What torch's own deepcopy makes of a lazy conjugate or negative."""
+    """Return what torch's deepcopy returns for a lazy conjugate or negative."""
     values: Any = copied.conj_physical() if conj else copied
     resolved: FakeTensor = values.neg() if neg else values
     return resolved
@@ -275,12 +276,12 @@ _OWN = ("_region", "_history", "_life")
 
 
 def user_attributes(fake: FakeTensor) -> dict[str, Any]:
-    """The attributes that were set on ``fake`` from outside."""
+    """Return the attributes that were set on ``fake`` from outside."""
     return {name: value for name, value in fake.__dict__.items() if name not in _OWN}
 
 
 def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
-    """Turns ``fake`` into ``real``, a detached tensor: same object, class, attributes, hooks."""
+    """Turn ``fake`` into ``real``, a detached tensor; object, class and hooks stay."""
     attributes = user_attributes(fake)
     if attributes.pop("_is_param", False):
         real = torch.Tensor._make_subclass(_real_class(fake), real, fake.requires_grad)
@@ -297,7 +298,10 @@ def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def go_back(real: torch.Tensor, fake: FakeTensor) -> torch.Tensor:
-    """Turns ``real`` into ``fake``, the reverse of :func:`become`; a new object where ``real`` cannot change."""
+    """Turn ``real`` into ``fake``, the reverse of :func:`become`.
+
+    Returns a new object if ``real`` cannot change.
+    """
     if isinstance(real, FakeTensor):
         assign(real, fake)
         return real
@@ -318,7 +322,7 @@ def _real_class(fake: FakeTensor) -> type[torch.Tensor]:
 
 
 def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
-    """A new object that is to ``fake`` what :func:`become` makes of it, for a class it cannot take: DTensor."""
+    """Return a new object like :func:`become`, for a class that cannot be assigned: DTensor."""
     attributes = user_attributes(fake)
     if attributes.pop("_is_param", False):
         real = torch.nn.Parameter(real, fake.requires_grad)
@@ -328,7 +332,7 @@ def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def _real_value(fake: FakeTensor, what: str) -> torch.Tensor:
-    """The values, if it is the recorded program itself that wants to see them."""
+    """Return the values if the recorded program itself reads them."""
     if not fake._region.storage.deferred or not hooks.recording():
         fake._no_memory(what)
     return hooks.value(fake)
@@ -348,7 +352,7 @@ def _size_text(size: torch.Size) -> str:
 
 
 def fake_from_region(region: Region, history: History) -> FakeTensor:
-    """A new fake tensor that is ``region``."""
+    """Return a new fake tensor over ``region``."""
     fake: FakeTensor = _wrap(
         FakeTensor,
         region.size,

@@ -1,7 +1,8 @@
-"""Fake tensors: shape, dtype, stride and device of a tensor, without its memory.
+"""Fake tensors: tensors with shape, dtype, stride and device, but without memory.
 
-Inside :func:`fake_mode` every tensor that is made is fake, also for devices that this machine does not have.
-Operations on fake tensors give fake tensors, inside and outside the mode.
+Inside :func:`fake_mode` every new tensor is fake, also on devices that this machine lacks.
+Operations
+on fake tensors return fake tensors, inside and outside the mode.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ __all__ = ["FakeTensor", "fake_mode", "is_fake", "meta_like"]
 
 @contextmanager
 def fake_mode(*, fake_cuda: bool | None = None) -> Iterator[None]:
-    """Tensors made inside are fake. Can be nested; concerns this thread alone.
+    """Create fake tensors inside the block. Can be nested; applies to this thread.
 
     Args:
-        fake_cuda: what to do about devices that this machine does not have. None and True: pretend that they
-            are there. False: making a tensor on one raises, as it does without the mode.
+        fake_cuda: None and True: devices that this machine lacks work as if present. False:
+            creating a
+            tensor on one raises, as it does without the mode.
 
     Raises:
-        UnavailableError: inside, with ``fake_cuda=False``, at a device that is absent.
-        UnsupportedError: a fake mode of torch itself is active.
+        UnavailableError: a device is absent, with ``fake_cuda=False``.
+        UnsupportedError: a fake mode of torch is active.
 
     >>> with fake_mode():
     ...     a = torch.ones([10])
@@ -43,12 +45,12 @@ def fake_mode(*, fake_cuda: bool | None = None) -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has no memory: made in :func:`fake_mode` or by ``deferred_init``."""
+    """Return whether ``tensor`` is from :func:`fake_mode` or ``deferred_init``."""
     return isinstance(tensor, FakeTensor)
 
 
 def meta_like(fake: torch.Tensor) -> torch.Tensor:
-    """A meta tensor with the dtype, size and stride of ``fake``, detached from it.
+    """Return a meta tensor with the dtype, size and stride of ``fake``, detached from it.
 
     Raises:
         ArgumentError: ``fake`` is not a fake tensor.
