@@ -1,11 +1,14 @@
-"""AdamW whose state may be kept in any floating-point type, with Kahan summation for low-precision parameters.
+"""AdamW with state of any floating-point dtype, and Kahan summation for low-precision parameters.
 
-AdamW after Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019); the compensated sum after
-Kahan, "Further remarks on reducing truncation errors" (CACM 1965), used for weights as in Zamirai et al.,
+AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019). Compensated sum:
+Kahan,
+"Further remarks on reducing truncation errors" (CACM 1965), applied to weights as in Zamirai et
+al.,
 "Revisiting BFloat16 training" (2020).
 
-Arithmetic is done in float32 at least, whatever the state's type: each state tensor and parameter is rounded once
-a step. With every type the parameter's own float32 or float64 and no compensation, results equal
+Arithmetic is done in float32 or wider, and each state tensor and parameter is rounded once per
+step. If
+all dtypes are the parameter's float32 or float64, without compensation, results equal
 ``torch.optim.AdamW(foreach=False)`` bit for bit.
 """
 
@@ -32,18 +35,21 @@ _STATE_DTYPES = {
 
 
 class AnyPrecisionAdamW(Optimizer):
-    """AdamW with a chosen type for momentum, variance and the compensation of rounding.
+    """AdamW with selectable dtypes for momentum, variance and rounding compensation.
 
-    ``use_kahan_summation`` keeps, for each parameter, what rounding took from its updates, and adds it to the next
-    one: a bfloat16 parameter then moves by updates far below its resolution. The settings can differ between
-    parameter groups.
+    With ``use_kahan_summation``, the rounding error of each update is added to the next, so a
+    bfloat16
+    parameter accumulates updates far below its resolution. Settings may differ between parameter
+    groups.
 
-    A bfloat16 variance with ``betas[1]`` at 0.999 is slow to shrink: a decay of 0.1 % is below half a unit in
-    the last place of bfloat16, so that old large gradients hold the step size down. Use float32, or
-    a smaller ``betas[1]``, where gradients shrink by orders of magnitude during training.
+    A bfloat16 variance with ``betas[1] = 0.999`` decays slowly: 0.1 % is less than half a unit in
+    the last
+    place of bfloat16, so old large gradients keep the step size down. If gradients shrink by orders
+    of
+    magnitude, use float32 or a smaller ``betas[1]``.
 
     Raises:
-        ArgumentError: a rate, decay or type is out of range; a gradient is sparse.
+        ArgumentError: a rate, decay or dtype is out of range, or a gradient is sparse.
     """
 
     def __init__(
@@ -71,13 +77,13 @@ class AnyPrecisionAdamW(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; what it does not set is as given to the constructor."""
+        """Add a group, with the constructor's arguments as defaults."""
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        """Update every parameter that has a gradient; return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,7 +102,7 @@ class AnyPrecisionAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """As the base class's, but state keeps the types of the loaded groups instead of the parameters' types."""
+        """Load a state dict. State keeps the dtypes of its groups, not the parameters'."""
         super().load_state_dict(state_dict)
         saved_groups = cast(list[dict[str, Any]], state_dict["param_groups"])
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):

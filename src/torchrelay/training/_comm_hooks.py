@@ -1,4 +1,4 @@
-"""What the communication hooks here share: DDP hands them buckets and wants futures, FSDP hands them gradients."""
+"""Functions that the communication hooks share. DDP passes buckets, FSDP passes gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["finished", "refuse_sharded"]
 
 
 def finished(gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """The future DDP asks for, of a gradient that is ready."""
+    """Return a completed future of ``gradient``, as DDP requires."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(gradient)
     return future
 
 
 def refuse_sharded(hook: str, output: torch.Tensor | None) -> None:
-    """Raises :class:`UnsupportedError` if FSDP asks for a shard: no rank then has a whole gradient of its own."""
+    """Raise :class:`UnsupportedError` if FSDP asks for a shard of the gradient."""
     if output is not None:
         raise UnsupportedError(
             f"{hook}: FSDP shards its gradients here, and only whole ones can be averaged among some of the ranks; use "

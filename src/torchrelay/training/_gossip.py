@@ -1,9 +1,11 @@
-"""GossipGraD: gradients are averaged inside a node and with one other node a step, instead of with all.
+"""GossipGraD: average gradients within a node and with one other node per step.
 
-After Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: scalable deep learning using gossip communication based
-asynchronous gradient descent" (2018). Partners follow a dissemination or hypercube pattern: after log2(nodes) steps
-each gradient has reached every node. Then the nodes are renumbered at random, equally on all ranks, so that over time
-all pairs exchange directly (the paper's section 4, rotation of communication partners).
+Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: scalable deep learning using gossip
+communication
+based asynchronous gradient descent" (2018). Partners follow a dissemination or hypercube pattern:
+after
+log2(nodes) steps each gradient has reached every node. Then the nodes are renumbered at random,
+identically on all ranks, so that over time all pairs exchange directly (section 4 of the paper).
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ __all__ = ["GossipGraDState", "GossipTopology", "get_num_modules", "gossip_grad_
 
 
 class GossipTopology(enum.Enum):
-    """With whom a node exchanges at step k. CUBE: pairwise, across bit k. DISSEMINATION: sends 2^k on, around a ring."""
+    """Partners of a node at step k.
+
+    CUBE: pairwise, across bit k. DISSEMINATION: to the node at distance 2^k in a ring.
+    """
 
     CUBE = "cube"
     DISSEMINATION = "dissemination"
 
 
 def partners(topology: GossipTopology, nodes: int, position: int, step: int) -> tuple[int, int] | None:
-    """The positions that ``position`` sends to and receives from at ``step``; None if it sits this step out.
+    """Return the positions that ``position`` sends to and receives from at ``step``.
 
-    A hypercube whose number of nodes is no power of two lacks corners: their neighbours sit out.
+    None if it skips the step: a hypercube of a number of nodes that is no power of two lacks
+    corners.
     """
     distance = 2 ** (step % period(nodes))
     if nodes == 1:
@@ -46,27 +52,30 @@ def partners(topology: GossipTopology, nodes: int, position: int, step: int) -> 
 
 
 def period(nodes: int) -> int:
-    """The number of steps after which every gradient has reached every node: log2(nodes), rounded up."""
+    """Return the steps after which a gradient has reached all nodes: log2(nodes), rounded up."""
     return max(1, (nodes - 1).bit_length())
 
 
 class GossipGraDState:
-    """What :func:`gossip_grad_hook` needs to know; every rank makes one, with equal arguments (collective).
+    """State of :func:`gossip_grad_hook`. Creation is collective, with equal arguments.
 
     Args:
-        num_modules: calls of the hook in one backward pass under FSDP: its number of FSDP modules, see
-            :func:`get_num_modules`. DDP says itself which call is the last.
-        topology: who exchanges with whom; by default ``DISSEMINATION``.
-        local_process_group: this rank's node; by default the ranks that share a host. Goes with ``num_nodes``.
-            Nodes hold equally many ranks.
-        num_nodes: how many nodes there are.
-        master_process_group: the first ranks of all nodes, which exchange with each other; made if not given.
-        proc_per_node: ranks in a node; by default the size of ``local_process_group``.
-        random_seed: for the renumbering of nodes.
+        num_modules: calls of the hook per backward pass under FSDP, see :func:`get_num_modules`.
+            DDP
+            marks its last call itself.
+        topology: the exchange pattern; default ``DISSEMINATION``.
+        local_process_group: this rank's node, together with ``num_nodes``; default: the ranks that
+            share
+            a host. All nodes have equally many ranks.
+        num_nodes: the number of nodes.
+        master_process_group: the first ranks of all nodes, which exchange; default: a new group.
+        proc_per_node: ranks per node; default: the size of ``local_process_group``.
+        random_seed: of the renumbering of nodes.
 
     Raises:
-        ArgumentError: the nodes do not divide the ranks evenly, or only one of ``local_process_group`` and
-            ``num_nodes`` is given.
+        ArgumentError: the nodes do not divide the ranks evenly, or only one of
+            ``local_process_group``
+            and ``num_nodes`` is given.
     """
 
     def __init__(
@@ -107,14 +116,14 @@ class GossipGraDState:
             self.master_process_group = dist.new_group(self.masters)
 
     def numbering(self) -> list[int]:
-        """Which node stands at each position now: as given for the first log2(nodes) iterations, then shuffled."""
+        """Return the node at each position: unpermuted for log2(nodes) steps, then shuffled."""
         nodes, epoch = list(range(self.num_nodes)), self.iteration // period(self.num_nodes)
         if epoch > 0:
             random.Random(f"{self.random_seed}/{epoch}").shuffle(nodes)
         return nodes
 
     def peers(self) -> tuple[int, int] | None:
-        """The ranks that this node's master sends to and receives from now; None if it sits this iteration out."""
+        """Return the ranks that this node's master sends to and receives from; None if it skips."""
         numbering = self.numbering()
         step = self.iteration % period(self.num_nodes)
         found = partners(self.topology, self.num_nodes, numbering.index(self.node), step)
@@ -123,22 +132,22 @@ class GossipGraDState:
         )
 
     def count_call(self, is_last: bool) -> None:
-        """Notes one call of the hook; the last of a backward pass ends the iteration."""
+        """Count a call of the hook; the last of a backward pass ends the iteration."""
         self.calls = 0 if is_last else self.calls + 1
         self.iteration += is_last
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to exchange with the same partners."""
+        """Return what a resumed run needs to continue with the same partners."""
         return {"iteration": self.iteration, "calls": self.calls, "random_seed": self.random_seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the saved state was."""
+        """Continue from a saved state."""
         self.iteration, self.calls = state_dict["iteration"], state_dict["calls"]
         self.random_seed = state_dict["random_seed"]
 
 
 def _masters(local_process_group: dist.ProcessGroup) -> list[int]:
-    """The first rank of every node, in order. Collective over the default group."""
+    """Return the first rank of every node, in order. Collective over the default group."""
     firsts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(firsts, dist.get_process_group_ranks(local_process_group)[0])
     return sorted(set(firsts))
@@ -146,10 +155,19 @@ def _masters(local_process_group: dist.ProcessGroup) -> list[int]:
 
 # DDP looks for the name bucket, and takes no annotation of it or of the result but its own.
 def gossip_grad_hook(state: GossipGraDState, bucket, output=None):  # type: ignore[no-untyped-def]
-    """A communication hook: averages a gradient inside the node, then with one other node.
+    """Average a gradient within the node, then with one other node. A communication hook.
 
-    Under DDP ``bucket`` is a ``GradBucket``, and a future of the averaged flat gradient is returned. Under FSDP with
-    ``NO_SHARD`` it is a flat gradient, averaged in place. Register it with their ``register_comm_hook``.
+    Register it with ``register_comm_hook`` of DDP or of FSDP with ``NO_SHARD``. Blocks until the
+    exchange is
+    done.
+
+    Args:
+        state: of this rank.
+        bucket: a ``GradBucket`` (DDP), or a flat gradient that is averaged in place (FSDP).
+        output: must be None.
+
+    Returns:
+        Under DDP a future of the averaged flat gradient, under FSDP None.
 
     Raises:
         UnsupportedError: FSDP shards its gradients.
@@ -165,7 +183,7 @@ def gossip_grad_hook(state: GossipGraDState, bucket, output=None):  # type: igno
 
 
 def _gossip(state: GossipGraDState, grad: torch.Tensor) -> None:
-    """Reduces inside the node, exchanges between masters, hands the result to the node. In place."""
+    """Reduce within the node, exchange between masters, broadcast within the node. In place."""
     local = state.local_process_group
     alone = state.proc_per_node == 1
     if not alone:
@@ -191,9 +209,9 @@ def _exchange(state: GossipGraDState, grad: torch.Tensor) -> None:
 
 
 def get_num_modules(module: nn.Module) -> int:
-    """How many FSDP modules in ``module`` reduce gradients: :class:`GossipGraDState`'s ``num_modules``.
+    """Count the FSDP modules in ``module`` that reduce gradients.
 
-    One whose parameters all belong to FSDP modules inside it reduces none.
+    An FSDP module whose parameters all belong to inner ones reduces none.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes long, and few need it
 

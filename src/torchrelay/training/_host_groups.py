@@ -1,4 +1,4 @@
-"""Process groups of the ranks that share a host: what SlowMo and GossipGraD call a node by default."""
+"""Process groups of ranks that share a host, the default nodes of SlowMo and GossipGraD."""
 
 from __future__ import annotations
 

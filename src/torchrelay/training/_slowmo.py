@@ -1,9 +1,13 @@
-"""SlowMo: gradients are reduced often among neighbours, parameters rarely among all, with a slow momentum.
+"""SlowMo: reduce gradients among few ranks often, and parameters among all ranks rarely.
 
-After Wang, Tantia, Ballas and Rabbat, "SlowMo: improving communication-efficient distributed SGD with slow
-momentum" (ICLR 2020), algorithm 1. :func:`slowmo_hook` with a :class:`SlowMoState` replaces the gradient reduction of
-DDP, or of FSDP without sharding, by one inside a subgroup, or by none; :class:`SlowMomentumOptimizer` wraps the
-optimizer, and every ``slowmo_freq`` steps averages the parameters over all ranks and moves them by the slow momentum.
+Wang, Tantia, Ballas and Rabbat, "SlowMo: improving communication-efficient distributed SGD with
+slow
+momentum" (ICLR 2020), algorithm 1. :func:`slowmo_hook` with a :class:`SlowMoState` replaces the
+gradient
+reduction of DDP, or of FSDP without sharding, by one within a subgroup, or by none.
+:class:`SlowMomentumOptimizer` wraps the optimizer; every ``slowmo_freq`` steps it averages the
+parameters
+over all ranks and applies the slow momentum.
 """
 
 from __future__ import annotations
@@ -28,10 +32,13 @@ _BUCKET_BYTES = 32 * 2**20
 
 
 class SlowMoState:
-    """What :func:`slowmo_hook` needs to know.
+    """State of :func:`slowmo_hook`.
 
-    ``subgroup``: the ranks among which gradients are averaged at each step; by default those that share a host
-    (creating it is collective: every rank must make its state). ``sync_grads=False``: gradients stay local.
+    Args:
+        subgroup: the ranks that average gradients at each step; default: those that share a host,
+            which
+            makes creation collective.
+        sync_grads: if False, gradients are not averaged.
     """
 
     def __init__(self, subgroup: dist.ProcessGroup | None = None, sync_grads: bool = True) -> None:
@@ -43,11 +50,17 @@ class SlowMoState:
 
 # DDP looks for the name bucket, and takes no annotation of it or of the result but its own.
 def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-untyped-def]
-    """A communication hook: averages gradients over ``state.subgroup``, or leaves them alone.
+    """Average gradients over ``state.subgroup``, or leave them local. A communication hook.
 
-    For ``DistributedDataParallel.register_comm_hook`` (``bucket`` is a ``GradBucket``; returns a future of the
-    averaged flat gradient) and for ``FullyShardedDataParallel.register_comm_hook`` with ``NO_SHARD`` (``bucket`` is a flat
-    gradient, averaged in place; returns None).
+    Register it with ``register_comm_hook`` of DDP or of FSDP with ``NO_SHARD``.
+
+    Args:
+        state: of this rank.
+        bucket: a ``GradBucket`` (DDP), or a flat gradient that is averaged in place (FSDP).
+        output: must be None.
+
+    Returns:
+        Under DDP a future of the averaged flat gradient, under FSDP None.
 
     Raises:
         UnsupportedError: FSDP shards its gradients.
@@ -69,20 +82,25 @@ def _average_bucket(state: SlowMoState, buffer: torch.Tensor) -> torch.futures.F
 
 
 def _divide(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Divided before the sum, so that a float16 gradient does not overflow."""
+    """Divide before the sum, so that a float16 gradient does not overflow."""
     return tensor.div_(dist.get_world_size(group))
 
 
 class SlowMomentumOptimizer(Optimizer):
-    """Wraps ``base_optim``; every ``slowmo_freq`` steps, parameters are averaged and moved by a slow momentum.
+    """Average parameters and apply a slow momentum every ``slowmo_freq`` steps of ``base_optim``.
 
-    With x the parameters after the last such move, y their average over ranks now and lr the base learning rate:
-    ``u = slowmo_factor * u + (x - y) / lr`` and ``x = x - slowmo_lr * lr * u``. With ``slowmo_factor=0`` and
-    ``slowmo_lr=1`` this is local SGD: plain averaging. Costs two more tensors of a parameter's size each.
+    Let x be the parameters after the last slow step, y their current average over ranks, and lr the
+    base
+    learning rate: ``u = slowmo_factor * u + (x - y) / lr`` and ``x = x - slowmo_lr * lr * u``. With
+    ``slowmo_factor=0`` and ``slowmo_lr=1`` this is local SGD. It needs two additional tensors per
+    parameter.
+    A slow step with base learning rate 0 averages and leaves the momentum out.
 
-    ``process_group``: the ranks that average, by default all. Where FSDP shards parameters inside subgroups, give
-    the group of the ranks that hold the same shard. All ranks must start with equal parameters, as DDP sees to. A step
-    whose base learning rate is 0 averages, and leaves the momentum out of it.
+    Args:
+        process_group: the ranks that average; default: all. If FSDP shards parameters inside
+            subgroups,
+            the ranks that hold the same shard. All ranks must start with equal parameters, as under
+                DDP.
 
     Raises:
         ArgumentError: a setting is out of range, or ``base_optim`` has a group without ``lr``.
@@ -139,7 +157,7 @@ class SlowMomentumOptimizer(Optimizer):
                 self._anchor[param] = param.detach().clone()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the base optimizer too."""
+        """Add a group, also to the base optimizer."""
         if self._anchor:
             self._base_optim.add_param_group(param_group)
             self._share_with_base()
@@ -148,11 +166,11 @@ class SlowMomentumOptimizer(Optimizer):
             super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base optimizer's."""
+        """Call the base optimizer's."""
         self._base_optim.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the base optimizer; then, if it is time, the slow step. Returns what the former returns."""
+        """Call the base optimizer's and, if due, the slow step. Collective if it is due."""
         loss = self._base_optim.step(closure) if closure is not None else self._base_optim.step()
         self._step_count_slow += 1
         self._after_step()
@@ -180,7 +198,7 @@ class SlowMomentumOptimizer(Optimizer):
                 anchor.copy_(param)
 
     def state_dict(self) -> StateDict:
-        """The base optimizer's, with the slow step's settings, its counter, and its two tensors per parameter."""
+        """Return the base optimizer's state, with settings, counter and tensors of SlowMo."""
         indexed = list(enumerate(param for param, _ in self._parameters()))
         return {
             **self._base_optim.state_dict(),
@@ -195,10 +213,11 @@ class SlowMomentumOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Goes on where the saved optimizer was, also between two slow steps.
+        """Continue from a saved state, also between two slow steps.
 
         Raises:
-            ArgumentError: ``state_dict`` is not from a ``SlowMomentumOptimizer``, or has bad settings.
+            ArgumentError: ``state_dict`` is not from a ``SlowMomentumOptimizer``, or has invalid
+                settings.
         """
         own = ("slowmo_freq", "slowmo_factor", "slowmo_lr", "step", "slow_momentum", "slow_anchor")
         missing = [key for key in own if key not in state_dict]
@@ -217,16 +236,17 @@ class SlowMomentumOptimizer(Optimizer):
 
 
 def _like(params: list[torch.Tensor], saved: dict[int, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """Copies of the saved tensors, each with its parameter's type and device."""
+    """Return copies of the saved tensors with their parameters' dtype and device."""
     return {params[i]: torch.empty_like(params[i]).copy_(tensor).detach() for i, tensor in saved.items()}
 
 
 @torch.no_grad()
 def average_parameters(params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replaces each tensor by its mean over the ranks of ``group``, all ranks bit for bit the same.
+    """Replace each tensor by its mean over the ranks of ``group``, with equal bits on all ranks.
 
-    Local tensors of a DTensor are averaged with the same shard of other ranks. Every rank must give tensors of
-    the same shapes and types in the same order.
+    Collective. All ranks pass tensors of the same shapes and dtypes in the same order. Local
+    tensors of a
+    DTensor are averaged with the same shard of other ranks.
     """
     for bucket in _buckets(params):
         wide = torch.promote_types(bucket[0].dtype, torch.float32)
@@ -237,7 +257,7 @@ def average_parameters(params: Iterable[torch.Tensor], group: dist.ProcessGroup 
 
 
 def _buckets(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one type and device each, about ``_BUCKET_BYTES`` together."""
+    """Group tensors of one dtype and device, about ``_BUCKET_BYTES`` each."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for param in params:
         tensor = _local(param.detach())
