@@ -1,13 +1,17 @@
-"""An adaptive parameter manager: one table of vectors over many nodes, each key where it is about to be used.
+"""Adaptive parameter manager: tables of vectors whose rows move to the nodes that use them.
 
-Workers announce the keys they will access (*intent*); the manager relocates a key to the only node that wants
-it, or replicates it where several do, just in time. It follows "Good Intentions: Adaptive Parameter Management
-via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD 2022) and Lapse (VLDB 2020).
+Workers announce the keys they will access (*intent*). The manager relocates a key to the only node
+that
+needs it, or replicates it if several do, just in time. It implements "Good Intentions: Adaptive
+Parameter
+Management via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD 2022) and Lapse
+(VLDB 2020).
 
-For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`,
-:class:`TableOptimizer`, :class:`TableWeight`, :mod:`.optim`, :class:`IntentLoader`,
-:class:`Metrics`, :class:`KeyInit`. Below them: :class:`Server` and :class:`Worker`, made by :func:`start` under a
-launcher or over a :class:`Topology`, and :class:`UpdateRule`.
+For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`, :class:`TableOptimizer`,
+:class:`TableWeight`, :mod:`.optim`, :class:`IntentLoader`, :class:`Metrics`, :class:`KeyInit`.
+Below
+them: :class:`Server` and :class:`Worker`, created by :func:`start` under a launcher or over a
+:class:`Topology`, and :class:`UpdateRule`.
 """
 
 from torchrelay._deprecation import old_modules

@@ -1,8 +1,10 @@
-"""What the node offers to everything above it: the vocabulary of this room.
+"""Vocabulary of the parameter manager.
 
-A *node* is a group of processes of one host that share one slab of values. Keys are int64; each key has a row
-of ``length`` elements of the table's dtype. Under an :class:`UpdateRule` other than ``add`` a row also has
-optimizer state beside its value, which travels with it, and :meth:`Worker.push` takes gradients.
+A *node* is a group of processes of one host that share one slab of values. Keys are int64; each key
+has a
+row of ``length`` elements of the table's dtype. Under an :class:`UpdateRule` other than ``add``, a
+row
+also has optimizer state, which moves with it, and :meth:`Worker.push` takes gradients.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ INITS = tuple(kind.name for kind in _native.InitKind)
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How the owner of a key applies what is pushed to it.
+    """How the owner of a key applies pushed values.
 
     Args:
-        kind: ``add`` (value += pushed), or an optimizer as torch.optim defines it, applied to the pushed
-            gradient: ``sgd``, ``adagrad``, ``rowwise_adagrad`` (one accumulator a row: the mean of the
-            squared gradient), ``adam`` (steps counted per row).
-        lr: learning rate; may be changed later by ``server.set_learning_rate``.
+        kind: ``add`` (value += pushed), or an optimizer as in torch.optim, applied to the pushed
+            gradient:
+            ``sgd``, ``adagrad``, ``rowwise_adagrad`` (one accumulator per row: the mean of the
+                squared
+            gradient), ``adam`` (steps counted per row).
+        lr: learning rate; ``server.set_learning_rate`` changes it.
         weight_decay: added to the gradient as ``weight_decay * value``.
-        initial_accumulator: Adagrad's accumulators start here.
+        initial_accumulator: initial value of Adagrad's accumulators.
     """
 
     kind: str = "add"
@@ -41,7 +45,7 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class KeyInit:
-    """The value of a key that nobody has set: a function of ``seed`` and the key alone, so equal everywhere.
+    """The initial value of a key: a function of ``seed`` and the key, so equal on all nodes.
 
     ``constant``: ``a``; ``uniform``: from [a, b); ``normal``: mean ``a``, standard deviation ``b``.
     """

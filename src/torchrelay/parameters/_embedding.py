@@ -1,7 +1,7 @@
-"""Drop-in relatives of :class:`torch.nn.Embedding` and :class:`torch.nn.EmbeddingBag` whose rows live in a table.
+"""Counterparts of :class:`torch.nn.Embedding` and :class:`torch.nn.EmbeddingBag` over a table.
 
-The forward pass pulls the rows that the batch names, each once. The backward pass leaves their gradient at the
-parameter ``weight``, which stands for the table's rows, until :meth:`Table.optimizer` steps.
+The forward pass pulls each row of the batch once. The backward pass stores their gradient in the
+parameter ``weight``, which represents the table's rows, until :meth:`Table.optimizer` steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Embedding", "EmbeddingBag"]
 
 
 class _TableModule(nn.Module):
-    """What :class:`Embedding` and :class:`EmbeddingBag` share: the table, its weight, and rows for a batch."""
+    """Common base: the table, its weight, and the rows of a batch."""
 
     weight: TableWeight
     # Whether state_dict() holds this process's share of the rows, for DCP, instead of all rows.
@@ -64,7 +64,7 @@ class _TableModule(nn.Module):
         self.scale_grad_by_freq = scale_grad_by_freq
 
     def _use(self, table: Table | None, rows: Tensor | None, freeze: bool, **new: Any) -> None:
-        """Looks up in ``table``, or in a new one made with the arguments ``new``; all rows become ``rows``."""
+        """Use ``table``, or create one with the arguments ``new`` and set all rows to ``rows``."""
         shape = (self.num_embeddings, self.embedding_dim)
         if rows is not None and tuple(rows.shape) != shape:
             raise ArgumentError(f"the given rows are {tuple(rows.shape)}, not {shape}")
@@ -83,17 +83,17 @@ class _TableModule(nn.Module):
 
     @property
     def rows(self) -> TableWeight:
-        """The weight, under the name that state dicts have for the rows: DCP looks their names up."""
+        """The weight, under the name of the rows in state dicts, which DCP looks up."""
         return self.weight
 
     def close(self) -> None:
-        """Leaves the table, if this module made it; collective."""
+        """Leave the table if this module created it. Collective."""
         if self.owns_table:
             self.table.close()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all rows anew, as the table's ``init`` says, from torch's generator; collective."""
+        """Draw all rows anew by the table's ``init``, from torch's generator. Collective."""
         start, end = _checkpoint.key_range(self.num_embeddings, self.table.worker_index, self.table.workers)
         rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype)
         init = self.table.server.init
@@ -113,9 +113,10 @@ class _TableModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; but wrappers that ask for a module's own parameters get none.
+        """Yield parameters, except to wrappers that ask for a module's own ones.
 
-        So DistributedDataParallel and ``fully_shard`` leave the weight alone: the table synchronises it.
+        DistributedDataParallel and ``fully_shard`` thus skip the weight, which the table
+        synchronises.
         """
         if recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
@@ -128,7 +129,7 @@ class _TableModule(nn.Module):
             )
 
     def _rows(self, keys: Tensor) -> Tensor:
-        """The rows of ``keys``, ``(*keys.shape, embedding_dim)``."""
+        """Return the rows of ``keys``: ``(*keys.shape, embedding_dim)``."""
         if not torch.compiler.is_compiling():
             self._check()
         return look_up(self._lookup, keys, differentiable=self.trainable)
@@ -206,18 +207,18 @@ def _checked(table: Table, shape: tuple[int, int], new: dict[str, Any]) -> Table
 
 
 class Embedding(_TableModule):
-    """As :class:`torch.nn.Embedding`, over a table; arguments that are not listed are torch's.
+    """A :class:`torch.nn.Embedding` over a table. Arguments not listed are torch's.
 
     Args:
-        sparse: accepted for torch's sake: gradients are always those of the rows that were looked up.
-        device: must be the CPU, where the rows are.
-        table: an existing table to look up in; default: a new one, which all processes make.
+        sparse: has no effect: gradients are always those of the rows that were looked up.
+        device: must be the CPU, which holds the rows.
+        table: an existing table; default: a new one, which all processes create.
         optimizer: of the new table, see :mod:`torchrelay.parameters.optim`; default: Adagrad.
         init: of the new table; default: standard normal, as torch's.
-        name: of the new table, as of :meth:`Table.create`.
-        apply_gradients: of the new table, as of :meth:`Table.create`.
-        reduction: of the new table, as of :meth:`Table.create`.
-        process_group: of the new table, as of :meth:`Table.create`.
+        name: of the new table, as for :meth:`Table.create`.
+        apply_gradients: of the new table, as for :meth:`Table.create`.
+        reduction: of the new table, as for :meth:`Table.create`.
+        process_group: of the new table, as for :meth:`Table.create`.
 
     Raises:
         ArgumentError: the table has another shape, or adds pushes instead of optimizing.
@@ -274,9 +275,11 @@ class Embedding(_TableModule):
         sparse: bool = False,
         **table: Any,
     ) -> Embedding:
-        """A module over a table with the rows ``embeddings`` ``(num_embeddings, embedding_dim)``.
+        """Create a module over a table with the rows ``embeddings``.
 
-        Every process passes the same rows. ``table``: further arguments of :class:`Embedding`.
+        Args:
+            embeddings: of shape ``(num_embeddings, embedding_dim)``, equal on every process.
+            table: further arguments of :class:`Embedding`.
         """
         rows, dim = embeddings.shape
         return cls(
@@ -293,9 +296,9 @@ class Embedding(_TableModule):
         )
 
     def to_torch(self) -> nn.Embedding:
-        """An ``nn.Embedding`` with a copy of the rows, ``(num_embeddings, embedding_dim)``, in this process.
+        """Return an ``nn.Embedding`` with a copy of the rows, ``(num_embeddings, embedding_dim)``.
 
-        Its state dict loads into an :class:`Embedding` again.
+        An :class:`Embedding` can load its state dict.
         """
         return nn.Embedding(
             self.num_embeddings,
@@ -310,12 +313,12 @@ class Embedding(_TableModule):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(*input.shape, embedding_dim)`` in the table's dtype, on the device of ``input`` (integer keys)."""
+        """Return ``(*input.shape, embedding_dim)`` on the device of ``input``, integer keys."""
         return self._rows(input)
 
 
 class EmbeddingBag(_TableModule):
-    """As :class:`torch.nn.EmbeddingBag`, over a table; further arguments as of :class:`Embedding`.
+    """A :class:`torch.nn.EmbeddingBag` over a table. Further arguments as for :class:`Embedding`.
 
     Args:
         mode: ``sum``, ``mean`` or ``max``.
@@ -382,7 +385,7 @@ class EmbeddingBag(_TableModule):
         padding_idx: int | None = None,
         **table: Any,
     ) -> EmbeddingBag:
-        """As :meth:`Embedding.from_pretrained`."""
+        """See :meth:`Embedding.from_pretrained`."""
         rows, dim = embeddings.shape
         module = cls(
             rows,
@@ -401,7 +404,7 @@ class EmbeddingBag(_TableModule):
         return module
 
     def to_torch(self) -> nn.EmbeddingBag:
-        """As :meth:`Embedding.to_torch`."""
+        """See :meth:`Embedding.to_torch`."""
         module = nn.EmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,
@@ -420,10 +423,11 @@ class EmbeddingBag(_TableModule):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """``(bags, embedding_dim)``: each bag's rows, reduced by ``mode``.
+        """Return ``(bags, embedding_dim)``: the rows of each bag, reduced by ``mode``.
 
         Args:
-            input: integer keys, ``(bags, n)``, or ``(n,)`` with ``offsets`` ``(bags,)`` saying where bags begin.
+            input: integer keys, ``(bags, n)``, or ``(n,)`` with ``offsets``.
+            offsets: ``(bags,)``, the start of each bag.
             per_sample_weights: of the shape of ``input``, for mode ``sum``; receives a gradient.
         """
         rows = self._rows(input).reshape(-1, self.embedding_dim)

@@ -1,4 +1,4 @@
-"""A loader that tells the parameter manager which keys the next batches need."""
+"""A loader that announces the keys of coming batches to the parameter manager."""
 
 from __future__ import annotations
 
@@ -35,21 +35,25 @@ class _Announced(Generic[Batch]):
 
 
 class IntentLoader(Generic[Batch]):
-    """Iterates over ``loader``, announces the keys of the next batches and advances the clock of each step.
+    """Iterate over ``loader``, announce the keys of coming batches, and advance the clock per step.
 
-    Batch ``i`` is announced ``lookahead`` batches before it is yielded, for exactly its own step: the step
-    ends when the next batch is asked for. So ``for batch in IntentLoader(...)`` around an ordinary training
-    step is all that has to be done. A table takes part in one iteration at a time. The first step of an iteration
-    waits up to a second for its keys; iterate over all epochs at once to have that once.
+    Batch ``i`` is announced ``lookahead`` batches before it is yielded, for its own step: the step
+    ends when
+    the next batch is requested. A table takes part in one iteration at a time. The first step waits
+    up to a
+    second for its keys, so iterate over all epochs in one loader.
 
     Args:
-        loader: batches; any iterable, a ``DataLoader`` for example. Iterating again starts over.
-        keys_of: the keys a batch's step uses, per table: ``{table: keys}`` with int64 tensors of any shape,
-            or the keys alone if ``table`` is given.
-        lookahead: batches announced ahead, at least 1; ``auto`` starts with 4, doubles it, up to 256, while
-            steps still find keys that are elsewhere, and shrinks it again while they do not. How early the manager then acts is its own matter:
-            announcing earlier than needed costs memory for keys, not traffic.
-        table: the table whose keys ``keys_of`` gives.
+        loader: any iterable of batches, such as a ``DataLoader``. A new iteration starts over.
+        keys_of: returns the keys of a batch per table: ``{table: keys}`` with int64 tensors of any
+            shape,
+            or only the keys if ``table`` is given.
+        lookahead: batches announced ahead, at least 1. ``auto`` starts with 4, doubles it up to 256
+            while
+            steps still find remote keys, and shrinks it while they do not. The manager decides
+                itself how
+            early it acts: announcing too early costs memory for keys, not traffic.
+        table: the table whose keys ``keys_of`` returns.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the parameter manager did: where accesses were served, what was sent, what moved."""
+"""Counters of the parameter manager: accesses, traffic, moved keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Metrics"]
 
 @dataclass(frozen=True)
 class Metrics:
-    """Counters of one node since its start; ``later - earlier`` is what happened between.
+    """Counters of one node since its start; ``later - earlier`` is the difference.
 
     ``replicas`` and ``owned`` are states, not counters: a difference keeps the later one.
     """
@@ -34,7 +34,7 @@ class Metrics:
 
     @classmethod
     def from_statistics(cls, statistics: Mapping[str, float]) -> Metrics:
-        """Of what :meth:`Server.statistics` gives."""
+        """Convert the result of :meth:`Server.statistics`."""
         return cls(**{field.name: statistics.get(field.name, 0) for field in fields(cls)})
 
     def __sub__(self, earlier: Metrics) -> Metrics:
@@ -49,20 +49,20 @@ class Metrics:
 
     @property
     def locality(self) -> float:
-        """The share of pulled keys that this host's memory served, from 0 to 1; 1 if none was pulled."""
+        """The share of pulled keys served from this host's memory, 0 to 1; 1 if none was pulled."""
         pulls = self.local_pulls + self.remote_pulls
         return self.local_pulls / pulls if pulls else 1.0
 
     @property
     def staleness_s(self) -> float:
-        """For how long, on average, a change of this node's keys had waited at most when it was sent to replicas.
+        """The average of the longest time that a changed key waited until it was sent to replicas.
 
-        In seconds; the way to the replica comes on top. 0 if nothing was sent.
+        In seconds, without the transfer; 0 if nothing was sent.
         """
         return self.refresh_age_seconds / self.refreshes if self.refreshes else 0.0
 
     def __str__(self) -> str:
-        """One line for a progress bar."""
+        """Return one line for a progress bar."""
         return (
             f"{self.locality:.3%} local, {self.sent_bytes / 1e6:.1f} MB out, {self.received_bytes / 1e6:.1f} MB in, "
             f"{self.relocations:.0f} moved, {self.replicas:.0f} replicas, staleness {self.staleness_s * 1e3:.1f} ms"

@@ -37,26 +37,29 @@ _NO_RULE, _NO_INIT = UpdateRule(), KeyInit()
 
 
 class Server:
-    """This node's part of the table; make one per process, in the same order everywhere.
+    """This node's part of a table. Create one per process, in the same order everywhere.
 
-    In a node's first process it allocates the node's memory and serves other nodes, in the others it attaches
-    that memory. A key starts at node ``key % num_nodes``.
+    In a node's first process it allocates the node's memory and serves other nodes; in the others
+    it
+    attaches that memory. A key starts at node ``key % num_nodes``.
 
     Args:
-        keys: the number of keys, 0 for a table whose keys are made when they are first used; or one length per
-            key, as an int64 tensor or array.
+        keys: the number of keys; 0 for keys created at first use; or one length per key, as an
+            int64
+            tensor or array.
         length: elements of a value, if ``keys`` is a number.
-        capacity: rows this node can hold, if keys are made at first use; then the least recently used are
-            evicted, and start anew when they are used again.
+        capacity: rows that this node can hold, if keys are created at first use; the least recently
+            used
+            are evicted, and initialised again at their next use.
         dtype: float32, float64, float16, bfloat16 or int64.
-        rule: what :meth:`Worker.push` does.
-        init: the value of keys that nobody has set.
-        description: more that must be the same on every process.
+        rule: the effect of :meth:`Worker.push`.
+        init: the initial value of keys.
+        description: further values that must be equal on all processes.
 
     Raises:
-        ArgumentError: a number, dtype, rule or length is not served.
+        ArgumentError: a number, dtype, rule or length is not supported.
         MismatchError: the processes describe different tables; on every process.
-        OperationTimeoutError: another node did not come, or cannot be reached.
+        OperationTimeoutError: another node is missing, or cannot be reached.
     """
 
     def __init__(
@@ -218,19 +221,19 @@ class Server:
         return self._store.address
 
     def my_rank(self) -> int:
-        """This node's number."""
+        """The index of this node."""
         return self.topology.node
 
     def row_length(self, key: int = 0) -> int:
-        """Elements of the row of ``key``: its value and its optimizer state."""
+        """Return the elements of the row of ``key``: value and optimizer state."""
         keys = np.array([key], dtype=np.int64)
         return self._store.elements(True, keys.ctypes.data, 1)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The rate of the optimizer in this node's store from now on; call it on every node.
+        """Set the optimizer's learning rate in this node's store; call it on every node.
 
         Raises:
-            ArgumentError: the rate is not a finite number from 0 up.
+            ArgumentError: the rate is negative or not finite.
         """
         self.check_open()
         if not (math.isfinite(lr) and lr >= 0):
@@ -248,16 +251,21 @@ class Server:
         weights: torch.Tensor | np.ndarray[Any, Any] | None = None,
         seed: int | None = None,
     ) -> None:
-        """Makes ``Worker.prepare_sample`` draw keys from [``min``, ``max``); before workers are made.
+        """Let ``Worker.prepare_sample`` draw keys from [``min``, ``max``).
+
+        Call it before creating workers.
 
         Args:
-            scheme: ``naive``, ``preloc``, ``pool`` or ``local``.
-            distribution: ``uniform`` or ``log-uniform``; ``weights`` (one per key of the range) replaces it.
+            scheme: ``naive`` draws independently; ``preloc`` draws and announces; ``pool`` reuses a
+                drawn
+                pool; ``local`` takes the nearest key of this node.
+            distribution: ``uniform`` or ``log-uniform``; ``weights`` (one per key of the range)
+                replace it.
             max: 0 means the number of keys.
-            seed: of this node's draws; default: drawn.
+            seed: of this node's draws; default: random.
 
         Raises:
-            ArgumentError: a name or the range is wrong.
+            ArgumentError: a name or the range is invalid.
         """
         self.check_open()
         high = max or self._num_keys
@@ -268,9 +276,9 @@ class Server:
         self.sampling = Sampling(scheme, with_replacement, distribution, min, high, weights, seed)
 
     def statistics(self) -> dict[str, float]:
-        """Counters of this node since its start, all its processes together; keys, messages, bytes and seconds.
+        """Return the counters of this node since its start, over all its processes.
 
-        Messages and bytes are those from and to other nodes, of the node's threads and of its workers.
+        Keys, messages, bytes and seconds. Messages and bytes are those to and from other nodes.
         """
         stats = {stat.name: float(value) for stat, value in self._store.stats().items()}
         seconds = {f"{name}_seconds": stats.pop(f"{name}_ns") / 1e9 for name in ("round", "refresh_age")}
@@ -281,14 +289,14 @@ class Server:
         return self.topology.num_nodes * self.topology.members
 
     def check_open(self) -> None:
-        """Raises UnavailableError if this process has left the table, by :meth:`shutdown` or :meth:`stop`."""
+        """Raise UnavailableError if this process has left the table."""
         if self._is_stopped:
             raise UnavailableError(
                 f"node {self.node}: this process has left the table; nothing can be read or written any more"
             )
 
     def barrier(self) -> None:
-        """Waits for all processes of all nodes."""
+        """Wait for all processes of all nodes."""
         self.check_open()
         self.topology.barrier(
             f"{self._table}/servers",
@@ -350,7 +358,7 @@ class Server:
                 )
 
     def shutdown(self) -> None:
-        """Waits for all nodes, then stops serving them. After a lost node it stops at once. Idempotent."""
+        """Wait for all nodes, then stop serving; at once if a node was lost. Idempotent."""
         if self._down:
             return
         self._down = self._ending.is_over = True
@@ -366,7 +374,7 @@ class Server:
             self._stop_service()
 
     def stop(self) -> None:
-        """Leaves the table at once. Processes that still use it, of any node, raise PeerLostError. Idempotent."""
+        """Leave the table at once. Processes that still use it raise PeerLostError. Idempotent."""
         if not self._down and self._participants > 1:
             self._store.leave_in_need()
         self._down = self._ending.is_over = True

@@ -1,4 +1,4 @@
-"""Starting a table in all processes of a job."""
+"""Creation of a table in all processes of a job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ __all__ = ["Place", "start"]
 
 @dataclass(frozen=True)
 class Place:
-    """What :func:`start` made: this process's part of a table, and its worker."""
+    """Result of :func:`start`.
+
+    Attributes:
+        server: this process's part of the table.
+        worker: its worker.
+        world: the processes of the job.
+    """
 
     server: Server
     worker: Worker
@@ -66,20 +72,21 @@ def start(
     process_group: ProcessGroup | None = None,
     description: Mapping[str, Any] | None = None,
 ) -> Place:
-    """Makes the table ``name`` with one worker per process; collective over all processes of the job.
+    """Create the table ``name`` with one worker per process. Collective over the job.
 
     Args:
-        world: the job; default: that of ``process_group``, of the default process group if there is one, or of the
-            launcher.
-        store: where the processes of ``world`` meet.
-        node_of_rank: which ranks form which node; default: those of one host.
-        description: more that must be the same on every process.
+        world: the job; default: that of ``process_group``, of the default process group if there is
+            one,
+            or of the launcher.
+        store: shared by the processes of ``world``.
+        node_of_rank: the node of each rank; default: its host.
+        description: further values that must be equal on all processes.
 
     Raises:
-        ArgumentError: a size, dtype, rule or technique is not served.
-        ConfigError: the default process group is not what the launcher's variables describe.
+        ArgumentError: a size, dtype, rule or technique is not supported.
+        ConfigError: the default process group contradicts the launcher's variables.
         MismatchError: the processes describe different tables; on every process.
-        OperationTimeoutError: a process did not come.
+        OperationTimeoutError: a process is missing.
     """
     import torch.distributed as dist  # noqa: PLC0415
 

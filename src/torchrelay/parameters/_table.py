@@ -1,4 +1,4 @@
-"""One logical table of vectors over all nodes of a job."""
+"""A table of vectors over all nodes of a job."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _open_tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDiction
 
 
 class Table:
-    """``num_keys`` vectors of ``dim`` elements, owned by the nodes in shares that follow their use.
+    """``num_keys`` vectors of ``dim`` elements, distributed over the nodes by their use.
 
-    One process has one worker; all its methods are for one thread at a time. Use :meth:`create`.
+    Use :meth:`create`. A process has one worker, whose methods are for one thread at a time.
 
     Args:
         server: this node's part of the table.
         worker: this process's access to it.
-        worker_index: this worker among the ``workers`` of all nodes.
+        worker_index: the index of this worker among the ``workers`` of all nodes.
     """
 
     def __init__(
@@ -85,32 +85,40 @@ class Table:
         apply_gradients: ApplyGradients | None = None,
         reduction: Reduction | None = None,
     ) -> Table:
-        """Makes or joins a table; collective over all processes of the job.
+        """Create or join a table. Collective over all processes of the job.
 
-        The job is the default process group if there is one, else what torchrun, mpirun or Slurm started;
-        a process started alone is the only node. The processes of one host form a node and share its memory.
+        The job is the default process group if there is one, else that of torchrun, mpirun or
+        Slurm; a
+        process started alone is the only node. The processes of one host form a node and share its
+        memory.
 
         Args:
-            optimizer: how gradients are applied, see :mod:`torchrelay.parameters.optim`; default: pushed
+            optimizer: how gradients are applied, see :mod:`torchrelay.parameters.optim`; default:
+                pushed
                 values are added.
-            init: the value of rows that nobody has set; default: zeros.
+            init: the initial value of rows; default: zeros.
             techniques: ``all``, ``replication_only`` or ``relocation_only``.
-            name: for messages. Tables are matched by name, tables without one by the order they are made in.
-            node_of_rank: which node a rank belongs to; default: its host's. Ranks of one node share a host.
-            process_group: the processes that share the table, instead of those of the default group.
-            apply_gradients: when the gradients of modules over this table are applied. ``step``: when its
-                :meth:`optimizer` steps, summed until then, as elsewhere in torch. ``backward``: as soon as they
-                are computed, by each process for itself; this excludes gradient scaling, clipping and
-                accumulation. Default: ``step`` once there is an optimizer; until then ``backward``, with
+            name: for messages. Named tables are matched by name, others by the order of creation.
+            node_of_rank: the node of a rank; default: its host's. Ranks of one node share a host.
+            process_group: the processes that share the table, instead of those of the default
+                group.
+            apply_gradients: when the gradients of modules over this table are applied. ``step``:
+                when its
+                :meth:`optimizer` steps, accumulated until then. ``backward``: as soon as they are
+                computed, by each process separately; this excludes gradient scaling, clipping and
+                accumulation. Default: ``step`` once there is an optimizer; until then ``backward``,
+                    with
                 a DeprecationWarning.
-            reduction: of the gradients of several processes: ``mean``, as DistributedDataParallel's, or
-                ``sum``; default: ``mean`` for ``step`` and ``sum`` for ``backward``.
+            reduction: of the gradients of several processes, ``mean`` or ``sum``; default: ``mean``
+                for
+                ``step`` and ``sum`` for ``backward``.
 
         Raises:
-            ArgumentError: a size, dtype, rule, technique or option is not served, or the name is taken.
-            ConfigError: the default process group is not what the launcher's variables describe.
+            ArgumentError: a size, dtype, rule, technique or option is not supported, or the name is
+                taken.
+            ConfigError: the default process group contradicts the launcher's variables.
             MismatchError: the processes describe different tables; on every process.
-            OperationTimeoutError: a process did not come.
+            OperationTimeoutError: a process is missing.
         """
         if name is not None and name in _open_tables:
             raise ArgumentError(
@@ -146,10 +154,10 @@ class Table:
 
     @cached_property
     def weight(self) -> TableWeight:
-        """What stands for the rows among a model's parameters, and holds their gradient.
+        """The parameter that represents the rows in a model and holds their gradient.
 
         Raises:
-            ArgumentError: the table has no optimizer, so a gradient would be added: it would lead uphill.
+            ArgumentError: the table has no optimizer, so gradients would be added.
         """
         if self.rule.kind == "add":
             raise ArgumentError(
@@ -159,11 +167,11 @@ class Table:
         return TableWeight(self)
 
     def optimizer(self, lr: float | None = None) -> TableOptimizer:
-        """The optimizer that applies the gradients of modules over this table, when it steps.
+        """Return the optimizer that applies the gradients of modules over this table.
 
-        For the training loop it is one of ``torch.optim``'s: it takes schedulers and scalers, and
-        ``clip_grad_norm_`` finds the gradients at the modules' parameters. Make it before the first backward
-        pass. ``TableOptimizer`` makes one for several tables.
+        It is a ``torch.optim.Optimizer``: schedulers, scalers and ``clip_grad_norm_`` work with it.
+        Create
+        it before the first backward pass. ``TableOptimizer`` makes one for several tables.
 
         Args:
             lr: learning rate; default: that of the table's own optimizer.
@@ -174,7 +182,7 @@ class Table:
         return TableOptimizer([self.weight], lr)
 
     def check_open(self) -> None:
-        """Raises UnavailableError if the table was closed, or belongs to another process."""
+        """Raise UnavailableError if the table is closed or belongs to another process."""
         if self._closed:
             raise UnavailableError(f"table {self.name!r} has been closed")
         if os.getpid() != self._process:
@@ -193,14 +201,21 @@ class Table:
 
     @property
     def row_length(self) -> int:
-        """Elements a row has: the vector's and its optimizer state's."""
+        """Elements of a row: of the vector and its optimizer state."""
         return self.server.row_length()
 
     def pull(self, keys: Tensor, out: Tensor | None = None) -> Tensor:
-        """The vectors of ``keys`` (int64, any shape): ``(*keys.shape, dim)``, in the table's dtype, on the CPU.
+        """Return the vectors of ``keys``. Blocks until all have arrived.
+
+        Args:
+            keys: int64, any shape.
+            out: a tensor to fill.
+
+        Returns:
+            A CPU tensor of shape ``(*keys.shape, dim)`` and the table's dtype.
 
         Raises:
-            ArgumentError: a key is out of range, or ``out`` has not that shape and dtype.
+            ArgumentError: a key is out of range, or ``out`` has another shape or dtype.
             PeerLostError: a node was lost.
         """
         self.check_open()
@@ -210,23 +225,25 @@ class Table:
         return values
 
     def push(self, keys: Tensor, values: Tensor, *, wait: bool = True) -> None:
-        """Adds ``values`` to the vectors of ``keys``, or applies them as gradients where there is an optimizer.
+        """Add ``values`` to the vectors of ``keys``, or apply them as gradients with an optimizer.
 
-        ``values`` is ``(*keys.shape, dim)``. Repeated keys accumulate. Without ``wait``, returns at once;
-        this process's later pulls see the push all the same.
+        Args:
+            keys: int64, any shape; repeated keys accumulate.
+            values: of shape ``(*keys.shape, dim)``.
+            wait: if False, return at once; later pulls of this process include the push.
         """
         self.check_open()
         flat = _flat_keys(keys)
         self.worker.push(flat, self._flat_values(flat, values), not wait)
 
     def set(self, keys: Tensor, values: Tensor) -> None:
-        """Overwrites the vectors of ``keys``; optimizer state stays. Of repeated keys, the last counts."""
+        """Overwrite the vectors of ``keys``; optimizer state stays. The last key wins."""
         self.check_open()
         flat = _flat_keys(keys)
         self.worker.set(flat, self._flat_values(flat, values))
 
     def is_local(self, keys: Tensor) -> bool:
-        """Whether this node has all ``keys`` (int64, any shape) now, as their owner or as replicas; does not wait."""
+        """Return whether this node owns or replicates all ``keys`` now. Does not block."""
         self.check_open()
         flat = _flat_keys(keys)
         found = flat.clone()
@@ -245,13 +262,17 @@ class Table:
         with_replacement: bool = True,
         seed: int | None = None,
     ) -> None:
-        """Makes :meth:`sample` draw from the keys [``low``, ``high``), uniformly or by ``weights``.
+        """Let :meth:`sample` draw from the keys [``low``, ``high``), uniformly or by ``weights``.
 
         Args:
-            scheme: see :mod:`torchrelay.parameters._sampling`. ``local`` gives keys that are at this node.
+            scheme: ``naive`` draws independently; ``preloc`` draws and announces; ``pool`` reuses a
+                drawn pool; ``local`` takes the nearest key of this node.
+            weights: one per key of the range.
+            with_replacement: if False, no key occurs twice in a sample.
+            seed: of this node's draws.
 
         Raises:
-            ArgumentError: a name or the range is wrong.
+            ArgumentError: the scheme or the range is invalid.
         """
         self.check_open()
         end = self.num_keys if high is None else high
@@ -260,13 +281,13 @@ class Table:
         )
 
     def sample(self, count: int, start: int | None = None) -> Tensor:
-        """``count`` keys, int64, by the scheme that :meth:`enable_sampling` chose.
+        """Draw ``count`` keys, int64, by the scheme of :meth:`enable_sampling`.
 
         Args:
-            start: the clock in which they will be used, for schemes that announce what they draw; default: now.
+            start: the clock in which they will be used, for schemes that announce; default: now.
 
         Raises:
-            ArgumentError: sampling was not enabled, or there are not that many distinct keys.
+            ArgumentError: sampling is not enabled, or there are not that many distinct keys.
             UnavailableError: the scheme is ``local`` and no key of the range is at this node.
         """
         self.check_open()
@@ -275,12 +296,12 @@ class Table:
         return keys
 
     def intent(self, keys: Tensor, start: int, end: int | None = None) -> None:
-        """Announces that this worker will use ``keys`` while its clock is from ``start`` to before ``end``."""
+        """Announce that this worker will use ``keys`` in the clocks [``start``, ``end``)."""
         self.check_open()
         self.worker.intent(_flat_keys(keys), start, start + 1 if end is None else end)
 
     def advance_clock(self) -> int:
-        """This worker's step is done; returns the new clock. Intents that end at or before it end."""
+        """End the current clock, and the intents that end by then. Return the new clock."""
         self.check_open()
         return self.worker.advance_clock()
 
@@ -290,94 +311,102 @@ class Table:
         return self.worker.current_clock()
 
     def sync(self) -> None:
-        """Waits until every worker sees every push any worker made before its own call; collective."""
+        """Wait until every worker sees every push made before this call. Collective."""
         self.check_open()
         self.worker.waitall()
         self.worker.wait_sync()
         self.worker.barrier()
 
     def metrics(self) -> Metrics:
-        """Counters of this node since the start; ``print(table.metrics())`` gives one line."""
+        """Return the counters of this node since its start; printed as one line."""
         self.check_open()
         return Metrics.from_statistics(self.server.statistics())
 
     def set_learning_rate(self, lr: float) -> None:
-        """Changes the learning rate of pushed gradients on this node; call it on all.
+        """Change the learning rate of pushed gradients on this node; call it on all.
 
         A table with an :meth:`optimizer` takes the rate from its parameter groups instead.
 
         Raises:
-            ArgumentError: the rate is not a finite number from 0 up.
+            ArgumentError: the rate is negative or not finite.
         """
         self.check_open()
         self.server.set_learning_rate(lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's share of the rows, optimizer state included; collective, ends in agreement on values.
+        """Return this worker's share of the rows, with optimizer state. Collective.
 
-        DCP saves it (``dcp.save({"table": table.state_dict()}, ...)``) and loads it on any number of nodes.
+        DCP saves it (``dcp.save({"table": table.state_dict()}, ...)``) and loads it on any number
+        of nodes.
         """
         self.check_open()
         return {"rows": _checkpoint.shard_of(self)}
 
     def empty_state_dict(self) -> dict[str, Any]:
-        """What :meth:`state_dict` gives, with rows still to be filled: for ``dcp.load``."""
+        """Return a state dict like :meth:`state_dict` with uninitialised rows, for ``dcp.load``."""
         return {"rows": _checkpoint.empty_shard(self)}
 
     def rows(self) -> Tensor:
-        """All rows, optimizer state included: ``(num_keys, row_length)`` in this process's memory.
+        """Return all rows, with optimizer state: ``(num_keys, row_length)``.
 
-        Not collective: call :meth:`sync` first where other processes push asynchronously.
+        They are copied to this process's memory. Not collective: call :meth:`sync` first if other
+        processes push asynchronously.
         """
         self.check_open()
         return _checkpoint.all_rows(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets the rows; collective: every process gives its own share, or all rows.
+        """Set the rows. Collective: every process passes its own share, or all rows.
 
         Args:
-            state: of :meth:`state_dict`; or all rows, ``{"rows": (num_keys, row_length)}``; or the state dict
-                of an ``nn.Embedding``, ``{"weight": (num_keys, dim)}``, which leaves optimizer state as it is.
+            state: from :meth:`state_dict`; or all rows, ``{"rows": (num_keys, row_length)}``; or
+                the state
+                dict of an ``nn.Embedding``, ``{"weight": (num_keys, dim)}``, which keeps optimizer
+                    state.
 
         Raises:
-            MismatchError: the state is of a table with other keys, dimensions, dtype or optimizer, or a
-                process was given another's share; on every process.
+            MismatchError: the state is of a table with other keys, dimensions, dtype or optimizer,
+                or of
+                another process; on every process.
         """
         self.check_open()
         _checkpoint.load_rows(self, state)
 
     def save(self, path: str, *, storage_writer: StorageWriter | None = None) -> None:
-        """Write the table to the folder `path` as a DCP checkpoint; collective.
+        """Write the table to the folder `path` as a DCP checkpoint. Collective and blocking.
 
         Args:
-            storage_writer: DCP's storage layer; by default its `FileSystemWriter`. A
-                :class:`torchrelay.checkpoint.Writer` commits in one step, with checksums.
+            storage_writer: DCP's storage layer; default: its `FileSystemWriter`. A
+                :class:`torchrelay.checkpoint.Writer` commits atomically, with checksums.
         """
         self.check_open()
         _checkpoint.save(self, path, storage_writer)
 
     def load(self, path: str, *, storage_reader: StorageReader | None = None) -> None:
-        """Read a checkpoint that :meth:`save` wrote on any number of nodes; collective.
+        """Read a checkpoint of :meth:`save`. Collective and blocking.
+
+        The checkpoint may be from any number of nodes.
 
         Args:
-            storage_reader: DCP's storage layer, as for :meth:`save`. A :class:`torchrelay.checkpoint.Reader` reads
-                what either wrote, and verifies it first.
+            storage_reader: DCP's storage layer, as for :meth:`save`. A
+                :class:`torchrelay.checkpoint.Reader`
+                reads checkpoints of both writers and verifies them first.
 
         Raises:
             MismatchError: the checkpoint is of another table.
-            CorruptionError, StorageError: what a Reader of ours finds.
+            CorruptionError, StorageError: from a :class:`torchrelay.checkpoint.Reader`.
         """
         self.check_open()
         _checkpoint.load(self, path, storage_reader)
 
     def close(self) -> None:
-        """Leaves the table; collective. Idempotent. Afterwards every use of the table is an error."""
+        """Leave the table. Collective and idempotent. Every later use raises UnavailableError."""
         if self._forget():
             self.worker.finalize()
             self.server.shutdown()
 
     def _forget(self) -> bool:
-        """Marks the table as closed; whether it was open and this process's."""
+        """Mark the table as closed; return whether it was open in this process."""
         was_open, self._closed = not self._closed and os.getpid() == self._process, True
         if _open_tables.get(self.name) is self:
             del _open_tables[self.name]

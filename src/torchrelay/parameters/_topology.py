@@ -36,14 +36,14 @@ _LONGEST_PARTING_S = 5.0
 
 @dataclass
 class Topology:
-    """This process's place among all nodes.
+    """This process's position among all nodes.
 
     Args:
-        node: this process's node, of ``num_nodes``.
-        member: this process among its node's ``members``; 0 is the leader.
-        workers_per_node: how many workers each node has, over all its processes; barriers wait for all.
-        store: where processes meet; ``None`` where there is one.
-        network: makes this process's network; asked once.
+        node: the index of this process's node, of ``num_nodes``.
+        member: the index of this process among its node's ``members``; 0 is the leader.
+        workers_per_node: the workers of each node, over all its processes; barriers wait for all.
+        store: shared by all processes; ``None`` if there is one process.
+        network: creates this process's network; called once.
         ranks: of the processes of all nodes, in order of nodes; empty: they have none.
     """
 
@@ -71,7 +71,7 @@ class Topology:
     def in_memory(
         cls, num_nodes: int, network: _native.Network | None = None, **fields: Any
     ) -> list[Topology]:
-        """``num_nodes`` nodes for threads of this process, over one network, by default in memory."""
+        """Create ``num_nodes`` nodes for threads of this process, by default over memory."""
         import torch.distributed as dist  # noqa: PLC0415 - importing it takes long, and one process needs none of it
 
         shared = network or _native.MemoryNetwork()

@@ -1,4 +1,4 @@
-"""One worker's access to the table."""
+"""Access of one worker to the table."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ _PULL, _PUSH, _SET, _PULL_ROWS, _SET_ROWS = _native.TableOp
 
 
 class Worker:
-    """Reads and writes any key of the table; used by one thread at a time.
+    """Reads and writes any key of the table. For one thread at a time.
 
-    Operations of one worker on one key take effect in the order they are called, asynchronous ones too: before it
-    begins, an operation waits for unfinished ones on its keys. Pushes that are added do not wait for each other.
-    Buffers of an asynchronous call must not change before it is finished, and are kept alive until then.
+    Operations of one worker on one key take effect in call order, including asynchronous ones: an
+    operation
+    first waits for unfinished ones on its keys. Added pushes do not wait for each other. Buffers of
+    an
+    asynchronous call must not change before it is finished, and are kept alive until then.
 
     Args:
-        worker_id: this worker's number within its node, below ``setup``'s ``num_threads``.
+        worker_id: the index of this worker in its node, below ``setup``'s ``num_threads``.
         server: this process's part of the table.
 
     Raises:
-        ArgumentError: the number is in use or too large.
+        ArgumentError: the index is in use or too large.
     """
 
     def __init__(self, worker_id: int, server: Server) -> None:
@@ -84,12 +86,15 @@ class Worker:
     def pull(
         self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
     ) -> int:
-        """Reads the values of ``keys`` into ``values``.
+        """Read the values of ``keys`` into ``values``.
 
         Args:
             keys: int64, of shape ``(n,)``.
-            values: the table's dtype, of shape ``(n, length)`` or any other with each key's value after the other's.
-            asynchronous: return before it is done; also the third argument, and ``**{"async": True}``.
+            values: of the table's dtype and shape ``(n, length)``, or any other in which the values
+                of the
+                keys follow each other.
+            asynchronous: return before it is done; also the third argument, and ``**{"async":
+                True}``.
 
         Returns:
             -1 if it is done, else a timestamp for :meth:`wait`.
@@ -105,10 +110,11 @@ class Worker:
     def push(
         self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
     ) -> int:
-        """Adds ``values`` to the values of ``keys``, or applies them as gradients; see :class:`UpdateRule`.
+        """Add ``values`` to the values of ``keys``; see :class:`UpdateRule`.
 
-        Repeated keys accumulate; gradients of a repeated key are summed, then applied once. Arguments,
-        result and errors as in :meth:`pull`.
+        With an optimizer they are applied as gradients. Repeated keys accumulate; gradients of a
+        repeated
+        key are summed, then applied once. Arguments, result and errors as for :meth:`pull`.
         """
         wait = not _asynchronous(async_, asynchronous, reserved)
         if self._sums:
@@ -118,15 +124,15 @@ class Worker:
     def set(
         self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
     ) -> int:
-        """Overwrites the values of ``keys``; of a repeated key, the last counts. Otherwise as :meth:`pull`."""
+        """Overwrite the values of ``keys``; the last of repeated keys wins."""
         return self._access(_SET, keys, values, _asynchronous(async_, asynchronous, reserved))
 
     def pull_rows(self, keys: Any, rows: Any) -> None:
-        """Reads whole rows: values, then optimizer state; ``server.row_length(key)`` elements each."""
+        """Read rows: values and optimizer state, ``server.row_length(key)`` elements each."""
         self._access(_PULL_ROWS, keys, rows, False)
 
     def set_rows(self, keys: Any, rows: Any) -> None:
-        """Overwrites whole rows."""
+        """Overwrite rows."""
         self._access(_SET_ROWS, keys, rows, False)
 
     def _summed(self, keys: Any, values: Any) -> tuple[Any, Any]:
@@ -147,39 +153,42 @@ class Worker:
         )
 
     def pull_if_local(self, keys: Any, values: Any) -> bool:
-        """Like :meth:`pull` if all keys are at this node; else ``False``, and ``values`` is undefined."""
+        """Call :meth:`pull` if all keys are local.
+
+        Else return ``False``, with ``values`` undefined.
+        """
         self._check_open()
         key_address, count = address_of_keys(keys)
         address, size = address_of_values(values, self._dtype, written=True)
         return self._native.pull_if_local(key_address, count, address, size)
 
     def wait(self, timestamp: int) -> None:
-        """Waits until the operation that returned ``timestamp`` is done.
+        """Wait until the operation that returned ``timestamp`` is done.
 
         Raises:
             ArgumentError: this worker returned no such timestamp.
-            OperationTimeoutError, PeerLostError: as :meth:`pull`.
+            OperationTimeoutError, PeerLostError: as for :meth:`pull`.
         """
         self._check_open()
         self._native.wait(timestamp)
 
     def waitall(self) -> None:
-        """Waits until all operations of this worker are done."""
+        """Wait until all operations of this worker are done."""
         self._check_open()
         self._native.wait_all()
 
     def is_finished(self, timestamp: int) -> bool:
-        """Is the operation done? Does not wait."""
+        """Return whether the operation is done. Does not block."""
         self._check_open()
         return self._native.is_finished(timestamp)
 
     def intent(self, keys: Any, start: int, end: int = 0) -> int:
-        """Announces that this worker will access ``keys`` in the clocks [``start``, ``end``).
+        """Announce that this worker will access ``keys`` in the clocks [``start``, ``end``).
 
-        The keys, or copies of them, come to this node in time. ``end`` 0 means ``start + 1``.
+        The keys, or replicas of them, arrive at this node in time. ``end`` 0 means ``start + 1``.
 
         Returns:
-            -1, which :meth:`wait` takes: the announcement is made, and there is nothing to wait for.
+            -1, which :meth:`wait` accepts: there is nothing to wait for.
         """
         self._check_open()
         address, count = address_of_keys(keys)
@@ -187,7 +196,7 @@ class Worker:
         return -1
 
     def advance_clock(self) -> int:
-        """Ends this worker's current clock; returns the next."""
+        """End the current clock of this worker; return the next."""
         self._check_open()
         return self._native.advance_clock()
 
@@ -196,10 +205,10 @@ class Worker:
         return self._native.clock
 
     def prepare_sample(self, n: int, start: int, end: int = 0) -> int:
-        """Gets ``n`` samples ready for the clocks [``start``, ``end``); returns their id.
+        """Prepare ``n`` samples for the clocks [``start``, ``end``); return their id.
 
         Raises:
-            ArgumentError: sampling was not enabled, or ``n`` distinct keys do not exist.
+            ArgumentError: sampling is not enabled, or there are not ``n`` distinct keys.
         """
         samples = self._sampling().prepare(n)
         announced = samples.announced()
@@ -219,9 +228,9 @@ class Worker:
         asynchronous: bool = False,
         **reserved: Any,
     ) -> int:
-        """Draws the next ``len(keys)`` samples of ``sample_id`` into ``keys`` and pulls them into ``values``.
+        """Draw the next ``len(keys)`` samples of ``sample_id`` into ``keys``; pull into ``values``.
 
-        May be called repeatedly until the samples are used up. Returns as :meth:`pull`.
+        May be called until the samples are used up. Returns as :meth:`pull`.
 
         Raises:
             ArgumentError: there is no such sample, or it has fewer keys left.
@@ -234,9 +243,10 @@ class Worker:
         return self._access(_PULL, keys, values, not wait)
 
     def draw_sample(self, keys: Any, start: int, end: int = 0) -> None:
-        """Fills ``keys`` with a sample of its own, announced for [``start``, ``end``) if the scheme announces.
+        """Fill ``keys`` with a new sample.
 
-        Raises as :meth:`prepare_sample` and :meth:`pull_sample`.
+        If the scheme announces, it is announced for [``start``, ``end``). Raises as
+        :meth:`prepare_sample` and :meth:`pull_sample`.
         """
         _, count = address_of_keys(keys)
         sample = self.prepare_sample(count, start, end)
@@ -245,7 +255,7 @@ class Worker:
         self.finish_sample(sample)
 
     def finish_sample(self, sample_id: int) -> None:
-        """The rest of the samples of ``sample_id`` is not needed."""
+        """Discard the remaining samples of ``sample_id``."""
         self._sample(sample_id)
         del self._samples[sample_id]
 
@@ -261,33 +271,34 @@ class Worker:
         return self.server.sampling
 
     def owned_keys(self) -> torch.Tensor:
-        """The keys whose master copy is at this node now, int64."""
+        """Return the keys that this node owns now, int64."""
         self._check_open()
         return torch.from_numpy(np.asarray(self.server.store.owned_keys()))
 
     def begin_setup(self) -> None:
-        """Starts setting initial values. All workers call it."""
+        """Start to set initial values. All workers call it."""
         self.barrier()
 
     def end_setup(self) -> None:
-        """Ends it: what any worker has set is seen by all. All workers call it."""
+        """End the setup: every worker sees what any has set. All workers call it."""
         self.waitall()
         self.wait_sync()
         self.barrier()
 
     def wait_sync(self) -> None:
-        """After it, every node sees this node's earlier pushes; and all nodes' that also called it, once they did."""
+        """Wait until every node sees this node's earlier pushes. Not collective."""
         self._check_open()
         self._native.flush_updates()
         self._native.flush_refreshes()
 
     def barrier(self) -> None:
-        """Waits for all workers of all nodes.
+        """Wait for all workers of all nodes.
 
         Raises:
-            OperationTimeoutError: some did not come.
-            PeerLostError: a node was lost, or a worker of this node has died and nobody has taken its place
-                for ``transport.silence_s``.
+            OperationTimeoutError: some are missing.
+            PeerLostError: a node was lost, or a worker of this node died and none has replaced it
+                within
+                ``transport.silence_s``.
         """
         self._check_open()
         topology = self.server.topology
@@ -321,14 +332,14 @@ class Worker:
             )
 
     def finalize(self) -> None:
-        """Finishes what is unfinished; this worker's intents end. Idempotent."""
+        """Complete unfinished operations and end the intents of this worker. Idempotent."""
         if not self._finalized:
             self._finalized = True
             self._end.detach()
             self._native.finalize()
 
     def get_key_size(self, key: int = 0) -> int:
-        """Elements of the value of ``key``."""
+        """Return the elements of the value of ``key``."""
         if not self.server.store.valid(key):
             raise ArgumentError(f"key {key} is out of range: the table has the keys 0 to {self.num_keys - 1}")
         return self.server.store.length_of(key)
