@@ -1,4 +1,4 @@
-"""The main job as a program: learn the code graph of Python's standard library, on one process or several::
+"""The demo as a program: learn the code graph of Python's standard library, on one process or several::
 
     python examples/tour.py [EPOCHS]
     torchrun --standalone --nproc-per-node 2 examples/tour.py [EPOCHS]

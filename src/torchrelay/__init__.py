@@ -1,7 +1,6 @@
-"""TorchRelay: what distributed PyTorch needs, for an unpatched PyTorch.
+"""TorchRelay: distributed training and serving with an unpatched PyTorch.
 
-The rooms are imported by name (``import torchrelay.aggregation``); this module holds only the version, so
-that importing it costs nothing.
+Import components by name (``import torchrelay.aggregation``); this module holds only the version.
 """
 
 __all__ = ["__version__"]

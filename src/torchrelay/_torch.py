@@ -1,7 +1,7 @@
 """Private and version-bound torch calls, each with the versions it was checked on.
 
-What a tensor subclass and a dispatch mode are made of (``_make_wrapper_subclass``, ``DispatchKey``,
-``torch.utils._python_dispatch``, a DTensor's ``_local_tensor``) stays where the deferred room uses it.
+Tensor subclasses and dispatch modes of ``deferred`` use some private names directly
+(``_make_wrapper_subclass``, ``DispatchKey``, ``torch.utils._python_dispatch``, ``_local_tensor``).
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def has_fast_bfloat16() -> bool:
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Any:
-    """``function.apply`` for use outside of ``torch.func`` transforms, without its checks for them: 5 us less.
+    """Return ``function.apply`` without its checks for ``torch.func`` transforms, 5 us faster.
 
-    Checked on 2.13.
+    Only for use outside of transforms. Checked on 2.13.
     """
     plain: Any = super(torch.autograd.Function, function)
     return plain.apply
@@ -125,9 +125,9 @@ def graph_break(reason: str) -> None:
 
 
 def script_as(python_class: type, scripted: type) -> None:
-    """Make TorchScript take a ``python_class`` as if it were ``scripted``, whose attributes it has. Checked on 2.13.
+    """Let TorchScript treat ``python_class`` as ``scripted``. Checked on 2.13.
 
-    ``scripted`` has been scripted where the names of its annotations are known.
+    Both have the same attributes; ``scripted`` was scripted where its annotations are known.
     """
     state: Any = torch.jit._state
     state._add_script_class(python_class, state._get_script_class(scripted))
@@ -174,7 +174,7 @@ def plain_torch() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The default dtype, for a while."""
+    """Set the default dtype within the block."""
     before = torch.get_default_dtype()
     if before is dtype:
         yield
@@ -222,7 +222,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def default_generator_as(generator: torch.Generator) -> Iterator[None]:
-    """The default generator of ``generator``'s device stands where ``generator`` does, and moves it."""
+    """Let the default generator of the device draw from ``generator`` in the block."""
     default = default_generator(generator.device)
     before = default.get_state()
     default.set_state(generator.get_state())
@@ -265,9 +265,9 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Each object becomes what the other was; weak references and views stay with the object. Checked on 2.13.
+    """Exchange two objects' contents; weak references and views stay. Checked on 2.13.
 
-    ``torch.utils.swap_tensors`` refuses tensors that have weak references (those of recurrent layers have).
+    ``torch.utils.swap_tensors`` refuses tensors that have weak references, as in recurrent layers.
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
@@ -275,7 +275,7 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 class _CudaArray:
-    """Device memory as the CUDA array interface describes it; holds `owner` for as long as it is used."""
+    """Device memory with the CUDA array interface; keeps `owner` alive."""
 
     def __init__(self, address: int, size_bytes: int, owner: object) -> None:
         self.owner = owner
@@ -296,9 +296,9 @@ def tensor_at(address: int, size_bytes: int, device: torch.device, owner: object
 
 
 def callback_error(error: RuntimeError) -> tuple[str, str] | None:
-    """Type name and message of what a future's callback raised, if that is what ``error`` wraps. Checked on 2.13.
+    """Return type name and message of the exception of a future's callback. Checked on 2.13.
 
-    DistributedDataParallel waits for its group in C++, which keeps no more than the text of a Python exception.
+    None if ``error`` wraps none. DistributedDataParallel waits in C++, which keeps only the text.
     """
     wrapped = r"when running the callback: (?:[\w.]+\.)?(\w+): (.*?)\s*(?:\n\nAt:|$)"
     found = re.search(wrapped, str(error), re.DOTALL)
@@ -423,8 +423,9 @@ def caller_of(frame: FrameType) -> str | None:
 
 
 def lazy_caller() -> torch.Tensor | type | None:
-    """What asked for memory, if it is the parameter of a lazy module: its class when made, itself when it gets
-    its shape. Checked on 2.13.
+    """Return the lazy module's parameter that asks for memory. Checked on 2.13.
+
+    Its class when it is created, itself when it gets its shape; None for other callers.
     """
     frame: FrameType | None = sys._getframe(3)
     for _ in range(4):
@@ -462,9 +463,9 @@ def is_dcp_loading(frame: FrameType) -> bool:
 
 
 def sharding_of(tensor: torch.Tensor) -> str:
-    """How a checkpoint takes ``tensor`` apart: "dtensor", "shards" or "plain". Checked on 2.13.
+    """Return how a checkpoint divides ``tensor``: "dtensor", "shards" or "plain". Checked on 2.13.
 
-    Shards are those of a ShardedTensor, or of any class that answers ``torch.distributed._checkpointable``.
+    Shards are those of a ShardedTensor or of a class with ``torch.distributed._checkpointable``.
     """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return "plain"
@@ -479,9 +480,9 @@ def sharding_of(tensor: torch.Tensor) -> str:
 
 
 def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Offsets and local tensor of each block that this rank has. Checked on 2.13.
+    """Return offsets and local tensor of each block of this rank. Checked on 2.13.
 
-    For a ShardedTensor, or a tensor of a class that answers ``torch.distributed._checkpointable``.
+    For a ShardedTensor, or a tensor of a class with ``torch.distributed._checkpointable``.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415
 
@@ -497,10 +498,11 @@ Block = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
 
 
 def local_blocks(tensor: Any) -> list[Block]:
-    """The blocks of the global tensor that this rank's part of a DTensor consists of. Checked on 2.13.
+    """Return the blocks of the global tensor that form this rank's part of a DTensor.
 
-    There is one, except where a strided shard (FSDP over tensor parallelism, with sizes that do not divide
-    evenly) interleaves: then one for each run. Each has its offsets, its sizes and where in the local tensor it is.
+    One, unless a strided shard (FSDP over tensor parallelism, with uneven sizes) interleaves: then
+    one per
+    run. Each has offsets, sizes and its position in the local tensor. Checked on 2.13.
     """
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
@@ -581,7 +583,7 @@ def lowest_mode(mode: Any) -> Iterator[None]:
 
 
 def operator_results(operator: Any, args: Any, work: Any) -> Any:
-    """What one of c10d's operators returns: its first tensors where it returns tensors, and ``work``.
+    """Return the results of a c10d operator: its first tensors where it returns some, and ``work``.
 
     Checked on 2.13.
     """
@@ -602,16 +604,16 @@ class BackendsAsked:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Those of other backends than ``sml`` that are not registered yet."""
+        """Backends other than ``sml`` that are not registered yet."""
         made = {device.type for device in self.group._device_types}
         return {d: name for d, name in self.devices.items() if name != "sml" and d not in made}
 
 
 def backends_asked() -> BackendsAsked | None:
-    """What the caller's caller was asked for, if that is c10d; c10d does not tell a backend. Checked on 2.13.
+    """Return what c10d was asked for, if it is the caller's caller. Checked on 2.13.
 
     Raises:
-        UnsupportedError: this torch makes groups in a way that is not known here.
+        UnsupportedError: this torch creates groups in an unknown way.
     """
     frame = sys._getframe(2)
     if caller_of(frame) != "new_group":

@@ -1,8 +1,11 @@
 """Tensors over memory that several processes share.
 
-A :class:`Segment` is a block of host memory without a name in any file system: nothing can be left behind,
-whatever kills its users. Its ``address`` is a short string that another process of the same user and host
-passes to :meth:`Segment.attach` while the creator holds the segment; its ``fd`` may be sent over a Unix
+A :class:`Segment` is a block of host memory without a name in any file system, so nothing is left
+behind
+when its users are killed. Its ``address`` is a short string that another process of the same user
+and host
+passes to :meth:`Segment.attach` while the creator holds the segment. Its ``fd`` may be sent over a
+Unix
 socket instead. Tensors over a segment keep it alive.
 """
 
@@ -32,11 +35,11 @@ class Segment:
 
     @classmethod
     def create(cls, size_bytes: int, label: str = "torchrelay", *, populate: bool = False) -> Segment:
-        """A new zero-filled block of ``size_bytes``.
+        """Create a zero-filled block of ``size_bytes``.
 
         Args:
-            label: shows in ``/proc/<pid>/maps``.
-            populate: make every page now, so that the first use of each costs nothing.
+            label: shown in ``/proc/<pid>/maps``.
+            populate: allocate every page now instead of at first use.
 
         Raises:
             ArgumentError: ``size_bytes`` is less than 1.
@@ -48,32 +51,32 @@ class Segment:
 
     @classmethod
     def attach(cls, address: str, *, read_only: bool = False) -> Segment:
-        """The block another process created.
+        """Map the block that another process created.
 
         Raises:
             ArgumentError: ``address`` is malformed.
-            SegmentError: its creator is gone, is another user's, or has closed it.
+            SegmentError: its creator has ended, is another user's, or has closed it.
         """
         return cls(_native.SharedMemory.attach(address, read_only))
 
     @classmethod
     def from_fd(cls, fd: int, *, read_only: bool = False) -> Segment:
-        """The block behind a descriptor, which is duplicated: the caller keeps and closes its own."""
+        """Map the block behind a descriptor, which is duplicated: the caller closes its own."""
         return cls(_native.SharedMemory.from_fd(fd, read_only))
 
     @property
     def address(self) -> str:
-        """What another process passes to :meth:`attach`; valid while this object lives."""
+        """The argument for :meth:`attach`, valid while this object lives."""
         return self._memory.address
 
     @property
     def fd(self) -> int:
-        """The descriptor; closed when the segment and all tensors over it are gone."""
+        """The descriptor, closed when the segment and all tensors over it are gone."""
         return self._memory.fd
 
     @property
     def memory(self) -> _native.SharedMemory:
-        """The native block, for native code that works on it."""
+        """The native block."""
         return self._memory
 
     @property
@@ -81,9 +84,10 @@ class Segment:
         return self._memory.size_bytes
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """A contiguous CPU tensor over the bytes from ``offset_bytes``; it keeps the segment alive.
+        """Return a contiguous CPU tensor over the bytes from ``offset_bytes``.
 
-        Writing to a tensor over a read-only segment crashes the process, as torch has no read-only tensors.
+        It keeps the segment alive. Writing to a tensor over a read-only segment crashes the
+        process.
 
         Raises:
             ArgumentError: it does not fit, or ``offset_bytes`` is not a multiple of the item size.

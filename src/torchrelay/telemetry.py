@@ -1,7 +1,8 @@
-"""What happens inside, told to whoever wants to know: counters, spans and events.
+"""Counters, spans and events, for handlers that users install.
 
-Rooms call :func:`count`, :func:`span` and :func:`event`; nothing is done unless a handler is installed. Handlers are plain objects with the methods of
-:class:`Handler`; :func:`handling` installs one for the length of a ``with`` block.
+Components call :func:`count`, :func:`span` and :func:`event`, which do nothing without a handler.
+Handlers
+have the methods of :class:`Handler`; :func:`handling` installs one within a ``with`` block.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Label = str | int | float
 
 
 class Handler(Protocol):
-    """Receives what rooms report. Called from any thread; must not raise."""
+    """Receives counters, spans and events. Called from any thread; must not raise."""
 
     def count(self, name: str, value: float, labels: dict[str, Label]) -> None: ...
     def span(self, name: str, start_ns: int, end_ns: int, labels: dict[str, Label]) -> None: ...
@@ -44,20 +45,20 @@ _handlers: tuple[Handler, ...] = ()
 
 
 def install(handler: Handler) -> None:
-    """Sends everything reported from now on to ``handler`` too."""
+    """Pass everything reported from now on to ``handler`` too."""
     global _handlers  # noqa: PLW0603 - the one registry; replaced, never changed, so readers need no lock
     _handlers = (*_handlers, handler)
 
 
 def uninstall(handler: Handler) -> None:
-    """Takes ``handler`` back out."""
+    """Remove ``handler``."""
     global _handlers  # noqa: PLW0603
     _handlers = tuple(h for h in _handlers if h is not handler)
 
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Installs ``handler`` for the length of the block."""
+    """Install ``handler`` within the block."""
     install(handler)
     try:
         yield
@@ -66,24 +67,24 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 def listening() -> bool:
-    """Whether a handler is installed: for callers to whom even making a :class:`span` is too slow."""
+    """Return whether a handler is installed, to skip even creating a :class:`span`."""
     return bool(_handlers)
 
 
 def count(name: str, value: float = 1, **labels: Label) -> None:
-    """Adds ``value`` to the counter ``name``."""
+    """Add ``value`` to the counter ``name``."""
     for handler in _handlers:
         handler.count(name, value, labels)
 
 
 def event(name: str, **labels: Label) -> None:
-    """Reports something that happened once: a retry, a fallback, a lost peer."""
+    """Report a single event: a retry, a fallback, a lost peer."""
     for handler in _handlers:
         handler.event(name, labels)
 
 
 class span:  # noqa: N801 - used as a function; a class is cheaper than a generator
-    """``with span("aggregation.all_reduce", size_bytes=n):`` reports how long the block took."""
+    """Report the duration of a block: ``with span("aggregation.all_reduce", size_bytes=n):``."""
 
     __slots__ = ("_labels", "_name", "_start_ns")
 
@@ -102,7 +103,7 @@ class span:  # noqa: N801 - used as a function; a class is cheaper than a genera
 
 
 class Collector:
-    """Keeps counters, total span seconds and events in memory; for tests and for printed summaries."""
+    """Handler that keeps counters, span seconds and events in memory."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -124,7 +125,7 @@ class Collector:
 
 
 class ChromeTrace:
-    """Collects spans and events and writes them in Chrome's trace format (open in ``chrome://tracing``)."""
+    """Handler that writes Chrome's trace format (open in ``chrome://tracing``)."""
 
     def __init__(self) -> None:
         self._records: list[dict[str, object]] = []
@@ -147,6 +148,6 @@ class ChromeTrace:
         self._add({"ph": "i", "s": "p", "name": name, "ts": time.perf_counter_ns() / 1e3}, labels)
 
     def write(self, path: str | Path) -> None:
-        """Writes what was collected so far."""
+        """Write what was collected so far."""
         with self._lock:
             Path(path).write_text(json.dumps({"traceEvents": self._records}))

@@ -1,7 +1,6 @@
-"""Networks between the nodes of a job, for the native core: ZeroMQ, with encryption, or plain sockets.
+"""Networks between the nodes of a job: plain sockets, or ZeroMQ with encryption.
 
-Messages of the parameter manager never pass through Python: its native core opens endpoints on these networks, with one
-token, the limits and the heartbeats of :class:`TransportSettings`.
+The native core opens endpoints on these networks; messages never pass through Python.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ TOKEN_BYTES = 16
 
 
 def zmq_library_path() -> str:
-    """The path of the libzmq that the pyzmq wheel carries.
+    """Return the path of the libzmq in the pyzmq wheel.
 
     Raises:
-        UnavailableError: pyzmq was built against a libzmq of the system; its wheel carries one.
+        UnavailableError: pyzmq was built against the system's libzmq.
     """
     import zmq  # noqa: PLC0415 - costs 30 ms, and only networks need it
 
@@ -52,10 +51,10 @@ def zmq_library_path() -> str:
 
 
 def create_key_file(path: str | Path) -> None:
-    """Writes a new CURVE key pair, readable by its owner alone. All nodes of a job get the same file.
+    """Write a new CURVE key pair that only its owner can read. All nodes use the same file.
 
     Raises:
-        FileExistsError: there is such a file; keys are never overwritten.
+        FileExistsError: the file exists; keys are never overwritten.
     """
     import zmq  # noqa: PLC0415
 
@@ -66,10 +65,10 @@ def create_key_file(path: str | Path) -> None:
 
 
 def read_key_file(path: str | Path) -> tuple[str, str]:
-    """The public and the secret key in ``path``.
+    """Return the public and the secret key in ``path``.
 
     Raises:
-        ConfigError: it cannot be read, others may read it, or it holds no key pair.
+        ConfigError: it cannot be read, others may read it, or it contains no key pair.
     """
     try:
         others_may_read = Path(path).stat().st_mode & 0o077
@@ -84,10 +83,12 @@ def read_key_file(path: str | Path) -> tuple[str, str]:
 
 
 def session_token(store: Store, node: int, name: str = "", timeout_s: float = 60.0) -> bytes:
-    """The secret that tells nodes of this job from strangers. Node 0 draws it, the others get it.
+    """Return the secret that authenticates the nodes of this job.
+
+    Node 0 draws it; the others wait for it in ``store``.
 
     Raises:
-        OperationTimeoutError: node 0 did not come within ``timeout_s``.
+        OperationTimeoutError: node 0 did not write it within ``timeout_s``.
     """
     key = f"torchrelay/transport/{name}/token"
     if node == 0:
@@ -98,15 +99,15 @@ def session_token(store: Store, node: int, name: str = "", timeout_s: float = 60
 def zmq_network(
     settings: TransportSettings | None = None, *, token: bytes, interface: str = "127.0.0.1"
 ) -> _native.ZmqNetwork:
-    """A ZeroMQ network for this process.
+    """Create a ZeroMQ network for this process.
 
     Args:
         token: the same 16 bytes on all nodes; see :func:`session_token`.
-        interface: the address or device others reach this host by. The default is reached by nobody else.
+        interface: the address or device at which other hosts reach this one; default: none can.
 
     Raises:
-        ConfigError: the key file is no key file.
-        UnavailableError: there is no libzmq.
+        ConfigError: the key file is invalid.
+        UnavailableError: libzmq is missing.
     """
     settings = settings or config.load(TransportSettings)
     public, secret = read_key_file(settings.key_file) if settings.key_file else ("", "")
@@ -129,12 +130,12 @@ def zmq_network(
 def plain_network(
     settings: TransportSettings | None = None, *, token: bytes, interface: str = "127.0.0.1"
 ) -> _native.TcpNetwork:
-    """A network of plain sockets, for the native core: faster than :func:`zmq_network`, and not encrypted.
+    """Create a network of plain sockets: faster than :func:`zmq_network`, and not encrypted.
 
-    Arguments as there.
+    Arguments as for :func:`zmq_network`.
 
     Raises:
-        ConfigError: there is a key file, but plain sockets do not encrypt.
+        ConfigError: a key file is set, but plain sockets do not encrypt.
     """
     settings = settings or config.load(TransportSettings)
     if settings.key_file:

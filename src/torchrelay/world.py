@@ -1,8 +1,8 @@
-"""Who takes part: rank, size, rendezvous store, and which ranks share a host.
+"""Ranks, world size, rendezvous store, and which ranks share a host.
 
-:meth:`World.from_environment` reads what torchrun, Open MPI, MPICH or Slurm set; without any of them the
-world has one process, and everything works the same. Importing this module does not import
-``torch.distributed``.
+:meth:`World.from_environment` reads the variables of torchrun, Open MPI, MPICH or Slurm; without
+any of
+them the world has one process. Importing this module does not import ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["Meeting", "Process", "World", "host_identity", "ranks_on_my_host"]
 
 _logger = logging.getLogger(__name__)
 
-# How often a rank that waits for others looks whether they still live, and when it first names them in the log.
+# Interval at which a waiting rank checks the others, and the wait after which it logs their names.
 _SLICE_S = 1.0
 _PATIENCE_S = 10.0
 
-# Equal for all ranks of one job of a launcher. torchrun says "none" where it was given no --rdzv-id.
+# Equal for all ranks of one job. torchrun sets "none" without --rdzv-id.
 _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
 # launcher, rank, size, rank on this host
@@ -43,13 +43,13 @@ _LAUNCHERS = (
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 
-# srun sets it for a job step. The script of sbatch has the others, too, but runs once for the whole allocation.
+# srun sets it for a job step. The script of sbatch has the other variables, but runs only once.
 _SLURM_STEP = "SLURM_STEP_ID"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all. The default is the world of one process."""
+    """Position of this process among all. Default: the world of one process."""
 
     rank: int = 0
     size: int = 1
@@ -60,10 +60,10 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """The world a launcher describes; the first of torchrun, Open MPI, MPICH, Slurm that is complete.
+        """Return the world of the launcher: torchrun, Open MPI, MPICH or Slurm, in this order.
 
         Raises:
-            ConfigError: a variable is no number, or rank and size contradict each other.
+            ConfigError: a variable is not a number, or rank and size contradict each other.
         """
         environ = os.environ if environ is None else environ
         found = next((names for names in _LAUNCHERS if _has_set(names, environ)), None)
@@ -83,9 +83,9 @@ class World:
         )
 
     def connect(self, timeout_s: float = 300.0) -> Store:
-        """The store all processes of this world share. One process gets a store of its own.
+        """Return the store that all processes share; one process gets its own.
 
-        Under torchrun this is a client of the agent's store, else rank 0 serves it at
+        Under torchrun this is a client of the agent's store; else rank 0 serves it at
         ``MASTER_ADDR:MASTER_PORT``. Blocks until it answers.
 
         Raises:
@@ -133,9 +133,9 @@ def _number(environ: Mapping[str, str], key: str) -> int:
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly if they can attach each other's segments: kernel, pid namespace, user.
+    """Return a string that is equal for processes that can attach each other's segments.
 
-    ``TORCHRELAY_HOST_ID`` tells processes apart that could.
+    Made of kernel, PID namespace and user; ``TORCHRELAY_HOST_ID`` distinguishes further.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     host_id = config.load(config.Host).id
@@ -144,7 +144,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a job, as the others can recognise it."""
+    """Identity of a process of a job."""
 
     host: str
     pid: int
@@ -153,14 +153,14 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """This process."""
+        """Return the identity of this process."""
         job = next(
             (f"{v}={os.environ[v]}" for v in _JOB_VARIABLES if os.environ.get(v, "none") != "none"), ""
         )
         return cls(host_identity(), os.getpid(), _start_ticks("self") or 0, job)
 
     def has_died(self) -> bool:
-        """Whether it ran on this host and has ended; of other hosts' processes nothing is known."""
+        """Return whether it ran on this host and has ended; False for other hosts."""
         return self.host == host_identity() and _start_ticks(str(self.pid)) != self.start_ticks
 
 
@@ -174,19 +174,19 @@ def _start_ticks(pid: str) -> int | None:
 
 
 class Meeting:
-    """The ranks of a group find each other's processes through a store.
+    """Rendezvous of the ranks of a group through a store.
 
-    Making one is collective over all ranks. The same ranks may meet again over the same store.
+    Creation is collective over all ranks, and may be repeated over the same store.
 
     Args:
-        store: of the group's ranks only.
-        names: the ranks as users know them, for messages; the group's own ranks by default.
-        known: processes of other ranks that this process has met before, by name.
+        store: used by the group's ranks only.
+        names: the ranks as users know them, for messages; default: the group's own ranks.
+        known: processes of other ranks from earlier rendezvous, by name.
 
     Raises:
-        OperationTimeoutError: ranks did not come within ``timeout_s``; ``ranks`` names them.
-        PeerLostError: a rank has died meanwhile, or the process that serves the store.
-        MismatchError: processes of two jobs claim to be the ranks of this group.
+        OperationTimeoutError: ranks are missing after ``timeout_s``; ``ranks`` names them.
+        PeerLostError: a rank, or the process that serves the store, has died.
+        MismatchError: processes of two jobs claim to be ranks of this group.
     """
 
     def __init__(
@@ -225,16 +225,19 @@ class Meeting:
         return dict(zip(self.names, self.processes, strict=True))
 
     def on_my_host(self) -> tuple[int, ...]:
-        """The ranks that share this process's host, in order."""
+        """Return the ranks that share this process's host, in order."""
         mine = host_identity()
         return tuple(rank for rank, process in enumerate(self.processes) if process.host == mine)
 
     def announce(self, step: str, text: str = "") -> None:
-        """Tells the others that this rank has come to ``step``."""
+        """Notify the others that this rank has reached ``step``."""
         self.store.set(f"{step}/{self.rank}", text)
 
     def wait(self, step: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
-        """What ``ranks`` (default: all) announced; waits until they have. Raises as the class does."""
+        """Wait until ``ranks`` (default: all) announced ``step``; return their texts.
+
+        Raises as the class does.
+        """
         import torch.distributed as dist  # noqa: PLC0415 - as above
 
         keys = [f"{step}/{rank}" for rank in (range(self.size) if ranks is None else ranks)]
@@ -332,9 +335,9 @@ class Meeting:
 
 
 def ranks_on_my_host(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...]:
-    """The ranks that share this process's host, in order; collective over all ``size`` ranks of ``store``.
+    """Return the ranks that share this process's host, in order. Collective over ``store``.
 
     Raises:
-        OperationTimeoutError: a rank did not report within ``timeout_s``; ``ranks`` names those missing.
+        OperationTimeoutError: a rank is missing after ``timeout_s``; ``ranks`` names it.
     """
     return Meeting(store, rank, size, timeout_s).on_my_host()

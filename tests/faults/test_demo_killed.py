@@ -1,4 +1,4 @@
-"""kill -9 of a rank in the middle of the main job: the others name it, and nothing is left."""
+"""kill -9 of a rank of the demo: the others name it, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMMAND = [sys.executable, "-c", "from torchrelay.cli import main; main()", "de
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The main job on a tiny graph, with more epochs than it could ever finish."""
+    """The demo on a tiny graph, with more epochs than it can finish."""
     facts = [(f"n{n}", f"plus {k}", f"n{(n + k) % 20}") for n in range(20) for k in range(1, 5)]
     for split in ("train", "valid", "test"):
         write_facts(tmp_path / f"{split}.txt", facts)

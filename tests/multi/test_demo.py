@@ -1,4 +1,4 @@
-"""The main job on a small graph, as a user runs it: what it learns, and when its figures are the same again."""
+"""The demo on a small graph, as a user runs it: what it learns, and when results are reproducible."""
 
 from __future__ import annotations
 

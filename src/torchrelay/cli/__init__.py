@@ -1,4 +1,4 @@
-"""The ``torchrelay`` command: one file a sub-command."""
+"""The ``torchrelay`` command: one file per sub-command."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="All-reduce in shared memory, deferred initialisation, differentiable MPI and an adaptive parameter manager for an unpatched PyTorch.\n\n"
-    "Start with [bold]torchrelay doctor[/bold], which tells what works on this machine, "
-    "then [bold]torchrelay demo[/bold], which runs the main job on real data.",
+    help="In-network aggregation, deferred initialisation, checkpoints, differentiable MPI, adaptive "
+    "embeddings and model switching for an unpatched PyTorch.\n\n"
+    "Start with [bold]torchrelay doctor[/bold], which reports what works on this machine, "
+    "then [bold]torchrelay demo[/bold], which trains a model of real data.",
     epilog="Settings are environment variables: docs/settings.md lists them all.",
 )
 app.command(rich_help_panel="First steps")(doctor)
@@ -48,7 +49,7 @@ def _options(
 
 
 def main() -> None:
-    """Runs the command; an error of ours is one sentence, with exit code 2 if the caller's input caused it."""
+    """Run the command. Errors of TorchRelay are printed as one sentence."""
     try:
         app()
     except TorchRelayError as error:

@@ -1,4 +1,4 @@
-"""``torchrelay demo``; it imports torch only when it runs."""
+"""``torchrelay demo``; imports torch only when it runs."""
 
 from __future__ import annotations
 
@@ -51,11 +51,13 @@ def demo(
         bool, typer.Option(help="Serve the trained model beside another at the end, and time switches.")
     ] = Options.serve,
 ) -> None:
-    """Learn a graph of real data on several processes, and time each stage beside the usual way.
+    """Train a model of real data on several processes, and compare each stage with the usual way.
 
-    A ComplEx model is built by deferred initialisation; its entities' embeddings are trained in a parameter table
-    and the rest by DistributedDataParallel over the [bold]sml[/bold] backend. It is saved to a sharded checkpoint, loaded
-    again, evaluated by link prediction, and served beside another model.
+    A ComplEx model is built by deferred initialisation. Its entity embeddings are trained in a
+    parameter
+    table, the rest by DistributedDataParallel over the [bold]sml[/bold] backend. It is saved to a
+    sharded
+    checkpoint, loaded again, evaluated by link prediction, and served beside another model.
     """
     options = Options(
         data=data or Path(),

@@ -1,4 +1,4 @@
-"""``torchrelay doctor``: what works on this machine, and what to do about what does not."""
+"""``torchrelay doctor``: report what works on this machine, and the remedy for what does not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ _CAP_NET_ADMIN, _CAP_BPF = 12, 39
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: ``status`` is ok, limited or missing; ``advice`` is what to do unless ok."""
+    """Result of one check.
+
+    Attributes:
+        subject: what was checked.
+        status: ok, limited or missing.
+        found: what is there.
+        advice: the remedy, unless ok.
+    """
 
     subject: str
     status: str
@@ -155,7 +162,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def examine() -> Iterator[Finding]:
-    """Looks at each thing in turn. A check that fails is a finding, never an error."""
+    """Run all checks. A check that raises is a finding."""
     for check in _CHECKS:
         try:
             yield check()
@@ -165,9 +172,9 @@ def examine() -> Iterator[Finding]:
 
 
 def doctor() -> None:
-    """Tell what works on this machine, and what to do about what does not.
+    """Report what works on this machine, and the remedy for what does not.
 
-    Exit code 0 if the rooms that need no optional part work here (Python, torch, shared memory); else 1.
+    Exit code 0 if Python, torch and shared memory work; else 1.
     """
     table = Table("", "status", "found", "what to do", title=f"torchrelay {__version__} on {sys.platform}")
     findings = list(examine())

@@ -1,11 +1,12 @@
-"""Drop-in modules under the names of the systems TorchRelay implements.
+"""Drop-in modules under the names of the systems that TorchRelay implements.
 
-Each is imported by its own path (``from torchrelay.compat import torchdistx``) or put in the place of the
-original for a script that must run unchanged::
+Import one by its path (``from torchrelay.compat import torchdistx``), or replace the originals for
+an
+unchanged script::
 
     python -m torchrelay.compat script.py arguments ...
 
-which is :func:`install` for all of them, then the script. Python processes that the script starts find them too.
+which calls :func:`install` for all of them, also in Python processes that the script starts.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ _ORIGINALS = str(Path(__file__).parent / "_originals")
 
 
 def names() -> tuple[str, ...]:
-    """The modules that can be installed."""
+    """Return the modules that can be installed."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name[0] != "_"))
 
 
 def install(*modules: str) -> None:
-    """Makes ``import <name>`` find ``torchrelay.compat.<name>`` in this process, submodules too.
+    """Let ``import <name>`` find ``torchrelay.compat.<name>`` in this process, and its submodules.
 
-    A module is loaded when it is first imported, so those that a script does not use need not work here.
-    ``pipeswitch`` puts its functions on `torch.cuda` at once, because scripts find them there.
+    A module is loaded when it is first imported, so the requirements of unused ones need not be
+    installed.
+    ``pipeswitch`` puts its functions on `torch.cuda` at once, because scripts look for them there.
 
     Args:
         modules: which; none means all.
@@ -58,10 +60,12 @@ def install(*modules: str) -> None:
 
 
 def install_in_children() -> None:
-    """Make ``import <name>`` find the drop-in modules in the Python processes started from now on.
+    """Let ``import <name>`` find the drop-in modules in Python processes started from now on.
 
-    A spawned process imports the script before anything else could call :func:`install`. So a directory of one-line
-    modules goes in front of ``PYTHONPATH``, and into ``sys.path``, which multiprocessing passes on instead.
+    A spawned process imports the script before anything could call :func:`install`. A directory of
+    one-line
+    modules is therefore put in front of ``PYTHONPATH``, and into ``sys.path``, which
+    multiprocessing passes on.
     """
     path = os.environ.get("PYTHONPATH")
     if _ORIGINALS not in sys.path:
@@ -71,14 +75,14 @@ def install_in_children() -> None:
 
 
 def replace(name: str) -> None:
-    """Put ``torchrelay.compat.<name>`` in the place of the module ``name``, which is being imported."""
+    """Install ``torchrelay.compat.<name>`` while the module ``name`` is being imported."""
     del sys.modules[name]
     install(name)
     importlib.import_module(name)
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Gives the module that TorchRelay itself uses, under the original's name: not a second copy of it."""
+    """Finds TorchRelay's own module under the original's name, instead of a second copy."""
 
     def __init__(self) -> None:
         self.installed: set[str] = set()

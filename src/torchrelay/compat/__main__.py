@@ -1,4 +1,4 @@
-"""``python -m torchrelay.compat script.py ...``: runs a script with all compat modules in the originals' place."""
+"""``python -m torchrelay.compat script.py ...``: run a script with all compat modules installed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""PipeSwitch's six functions on :class:`torchrelay.switching.SharedCache`, for an unpatched torch.
+"""PipeSwitch's six functions over :class:`torchrelay.switching.SharedCache`.
 
-``torchrelay.compat.install("pipeswitch")`` puts them on `torch.cuda`, where PipeSwitch's patch had them. Called
-without arguments, sizes, device and address come from the settings ``TORCHRELAY_SWITCHING_*``. A process has
-one shared cache, as in the original.
+``torchrelay.compat.install("pipeswitch")`` puts them on `torch.cuda`, where PipeSwitch's patch had
+them.
+Without arguments, sizes, device and address come from the settings ``TORCHRELAY_SWITCHING_*``. A
+process
+has one shared cache, as in the original.
 
-Unlike the patch, torch's allocator is left alone: the two insert functions return a
-:class:`~torchrelay.switching.Region`, into which a model is placed by ``region.put(model)``.
+Unlike the patch, this does not change torch's allocator: the two insert functions return a
+:class:`~torchrelay.switching.Region`, into which ``region.put(model)`` places a model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gets the data ready, then hands over to torchrun."""
+"""Prepares the data and starts torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the main job is asked to do; travels to its processes as one line of JSON."""
+"""Options of the demo, passed to its processes as one line of JSON."""
 
 from __future__ import annotations
 

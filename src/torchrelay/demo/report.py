@@ -1,4 +1,4 @@
-"""What the main job prints: progress, figures, predictions, and the table of stages."""
+"""Output of the demo: progress, metrics, predictions, and the table of stages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""AdaPM's Python bindings on :mod:`torchrelay.parameters`: ``import torchrelay.compat.adapm as adapm``.
+"""AdaPM's Python bindings over :mod:`torchrelay.parameters`.
 
-Its names and their meaning, with these differences: what is wrong raises a typed error instead of ending the
-process; ``scheduler`` is needed only with the original's ``DMLC_*`` variables, not under torchrun. Both the
-original's names for arguments and TorchRelay's are accepted.
+``import torchrelay.compat.adapm as adapm``. Differences: errors are typed exceptions instead of the
+end
+of the process, and ``scheduler`` is needed only with the original's ``DMLC_*`` variables, not under
+torchrun. Arguments may have the original's or TorchRelay's names.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class _Setup:
 
 
 def setup(num_keys: int, num_threads: int, use_techniques: str = "", num_channels: int = -1) -> None:
-    """Joins this process as a node with ``num_threads`` workers; before any ``Server``.
+    """Join the job as a node with ``num_threads`` workers; call it before any ``Server``.
 
     Args:
         use_techniques: ``all`` (or empty), ``replication_only`` or ``relocation_only``.
         num_channels: threads that serve other nodes; -1: the setting ``parameters.num_channels``.
 
     Raises:
-        ArgumentError: a number or name is wrong.
-        ConfigError: the environment does not say who is who.
+        ArgumentError: a number or name is invalid.
+        ConfigError: the environment does not describe the job.
     """
     techniques = use_techniques or "all"
     if techniques not in TECHNIQUES:
@@ -70,10 +71,12 @@ def setup(num_keys: int, num_threads: int, use_techniques: str = "", num_channel
 
 
 def scheduler(num_keys: int, num_threads: int) -> None:
-    """Serves the address where nodes meet, ``DMLC_PS_ROOT_URI``:``DMLC_PS_ROOT_PORT``, until all have shut down.
+    """Serve the rendezvous at ``DMLC_PS_ROOT_URI``:``DMLC_PS_ROOT_PORT``.
+
+    Blocks until all nodes have shut down.
 
     Raises:
-        PeerLostError: a node was lost; names it.
+        PeerLostError: a node was lost.
     """
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -140,7 +143,7 @@ class Server(_Server):
     __init__ = _with_names(__init__, lengths="value_lengths")
 
     def shutdown(self) -> None:
-        """Waits for all nodes, then stops."""
+        """Wait for all nodes, then stop."""
         if not self._down:
             try:
                 super().shutdown()
@@ -148,7 +151,7 @@ class Server(_Server):
                 self._report_end(None)
 
     def stop(self) -> None:
-        """Leaves at once; the other nodes raise PeerLostError."""
+        """Leave at once; the other nodes raise PeerLostError."""
         if not self._down:
             super().stop()
             self._report_end(f"node {self.node} has left with an error; see its own output for why")

@@ -1,6 +1,6 @@
-"""mpi4torch's names on :mod:`torchrelay.mpi`.
+"""mpi4torch's names over :mod:`torchrelay.mpi`.
 
-Two differences show: the order of communications is kept without dummies, and a backward pass that leaves
+Differences: the order of communications is kept without dummies, and a backward pass that leaves
 communications out warns.
 """
 

@@ -1,9 +1,11 @@
-"""mpi4torch's communicator as TorchScript sees it.
+"""mpi4torch's communicator for TorchScript.
 
-Scripted code knows neither our communicators nor autograd functions in Python. It gets a class of its own, whose
-methods name the function and the communicator to operators of ``torch.library``, which TorchScript takes to
-have side effects: calls whose result is not used are kept, and keep their order. A communication under way is known
-to it by a number.
+Scripted code supports neither our communicators nor autograd functions in Python. It gets a class
+whose
+methods call operators of ``torch.library`` with the function's name and the communicator's number.
+TorchScript treats these as having side effects: it keeps calls whose result is unused, and their
+order. A
+started communication is identified by a number.
 """
 
 # TorchScript compiles no casts of an operator's result.

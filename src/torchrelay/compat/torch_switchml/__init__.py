@@ -1,4 +1,4 @@
-"""The face of SwitchML's PyTorch plugin: importing it registers the backend ``sml``.
+"""SwitchML's PyTorch plugin: importing this module registers the backend ``sml``.
 
 ::
 

@@ -1,4 +1,4 @@
-"""torchdistX's names: :mod:`.fake` and :mod:`.deferred_init` on :mod:`torchrelay.deferred`, and :mod:`.checkpoint`."""
+"""torchdistX's names: :mod:`.fake`, :mod:`.deferred_init` and :mod:`.checkpoint`."""
 
 from torchrelay.compat.torchdistx import deferred_init, fake
 

@@ -1,4 +1,4 @@
-"""The public face of torchrelay.mpi in one process, without mpirun."""
+"""The public API of torchrelay.mpi in one process, without mpirun."""
 
 from __future__ import annotations
 
