@@ -94,7 +94,7 @@ class Slot:
         self.chain = Chain(self)
 
     def renew(self) -> Chain:
-        """A new chain in the place of the one there was, whose backward pass runs."""
+        """Replace the chain, whose backward pass runs, by a new one."""
         self.chain.close()
         self.chain = Chain(self)
         return self.chain
@@ -113,7 +113,7 @@ class Link:
             chain.first = weakref.ref(node)
 
     def enter(self, unreached: str) -> bool:
-        """Called when the node's backward starts. False: it has run before, and only passes the order on."""
+        """Start the node's backward; return False if it has run before and only keeps the order."""
         if self.done:
             return False
         chain, task = self.chain, _torch.backward_id()
@@ -124,7 +124,7 @@ class Link:
         return True
 
     def _begin(self, unreached: str) -> None:
-        """This is the first communication of its chain in this backward pass: are all others in reach?"""
+        """Check, as the first communication of this backward pass, that all others are in reach."""
         chain = self.chain
         chain.begun = self.position
         if unreached != "ignore":
@@ -194,7 +194,7 @@ def current() -> Chain:
 
 
 def current_compiled() -> Chain:
-    """The chain that code under ``torch.compile`` joins, that of the main thread; simple enough to be traced."""
+    """Return the chain for code under ``torch.compile``: that of the main thread."""
     return _main.chain
 
 
@@ -205,7 +205,7 @@ def check_compiled() -> None:
 
 
 def begin_compiled(task: int) -> None:
-    """A compiled region's backward communicates in the backward pass ``task``: what :class:`Link` does for a node."""
+    """Start the backward pass ``task`` for a compiled region, as :class:`Link` does for a node."""
     chain = _main.chain
     if task >= 0 and chain.task != task:
         chain.task, chain.begun = task, len(chain.names)
@@ -223,10 +223,11 @@ _scratches: dict[int, Slot] = {}
 
 
 def _scratch(task: int) -> Slot:
-    """For forward code that runs inside a backward pass: a checkpoint that is computed again.
+    """Return a chain for forward code inside a backward pass, such as a recomputed checkpoint.
 
-    Its graph serves that backward pass alone, so it must not become part of the thread's chain. A reentrant
-    checkpoint runs it backward at once, in a pass of its own, and the next one finds a new chain.
+    Its graph serves that backward pass only and must not join the thread's chain. A reentrant
+    checkpoint
+    differentiates it at once in its own pass; the next one gets a new chain.
     """
     if task not in _scratches:
         _scratches[task] = Slot()
@@ -242,7 +243,7 @@ def _forget(task: int) -> None:
 
 @contextlib.contextmanager
 def adjoint_chain(link: Link) -> Iterator[None]:
-    """Inside, what is recorded (under ``create_graph``) joins the chain of the node whose backward runs."""
+    """Record within the block in the chain of the node whose backward runs."""
     here, before = _here, _here.adjoint
     is_open = link.chain.head is not None
     here.adjoint = link.chain if is_open else _scratch(_torch.backward_id()).chain

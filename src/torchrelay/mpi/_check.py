@@ -36,10 +36,10 @@ _announcements: list[tuple[MPI.Request, object]] = []  # under way
 
 
 def compare(call: Comparable, x: Tensor) -> None:
-    """Collective over ``call.comm``.
+    """Compare function, arguments, shape, dtype and grad mode. Collective over ``call.comm``.
 
     Raises:
-        MismatchError: on every rank, if two ranks differ in function, arguments, shape, dtype or grad mode.
+        MismatchError: two ranks differ; on every rank.
     """
     if not call.everyone or call.comm.size == 1:
         return
@@ -48,10 +48,10 @@ def compare(call: Comparable, x: Tensor) -> None:
 
 
 def compare_texts(call: Waiting, text: str) -> None:
-    """Collective over ``call.comm``.
+    """Compare texts. Collective over ``call.comm``.
 
     Raises:
-        MismatchError: on every rank, if two ranks give different texts.
+        MismatchError: two ranks differ; on every rank.
     """
     comparison = Comparison(call, text)
     finish(comparison.request, call, comparison)
@@ -61,7 +61,7 @@ def compare_texts(call: Waiting, text: str) -> None:
 
 
 class Comparison:
-    """A comparison of all ranks' texts under way. Its ``Test`` raises, and ends all communication, if they differ."""
+    """A started comparison of all ranks' texts. ``Test`` raises if they differ."""
 
     __slots__ = ("call", "record", "records", "request")
 
@@ -80,7 +80,7 @@ class Comparison:
         return True
 
     def error(self) -> MismatchError | None:
-        """What to raise, once all texts are there."""
+        """Return what to raise once all texts have arrived."""
         if (self.records == self.records[0]).all():
             return None
         texts, comm = [_text(row) for row in self.records], self.call.comm
@@ -90,7 +90,7 @@ class Comparison:
 
 
 class Counts:
-    """What each rank sends to each, under way. Its ``Test`` raises, and ends all communication, if it does not fit."""
+    """A started exchange of what each rank sends to each. ``Test`` raises if it does not fit."""
 
     __slots__ = ("call", "expected", "received", "request", "sent")
 
@@ -116,7 +116,7 @@ class Counts:
 
 
 def exchange_counts(call: Waiting, sent: Sequence[int]) -> list[int]:
-    """What each rank sends to this one, of what all tell each other; collective, and waits for it."""
+    """Return what each rank sends to this one. Collective and blocking."""
     memory, received, request = _exchanged(call, sent)
     finish(request, call, memory)
     return received.tolist()  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ def _exchanged(call: Waiting, sent: Sequence[int]) -> tuple[np.ndarray, np.ndarr
 
 
 def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
-    """Tells ``dest`` what ``call`` is about to send it."""
+    """Send ``dest`` a description of the message that ``call`` will send."""
     if dest == MPI.PROC_NULL:
         return
     record = _record(f"{_contents(memory)} in {call.describe()}")
@@ -140,14 +140,17 @@ def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
 
 
 def expect(comm: Comm, source: int, tag: int) -> Announced | None:
-    """What ``source`` announces of its next message with ``tag``; None if that is not known yet, or none comes."""
+    """Return the announcement of the next message of ``source`` with ``tag``.
+
+    None if the source or tag is not known yet, or none is announced.
+    """
     if source in (MPI.ANY_SOURCE, MPI.PROC_NULL) or tag == MPI.ANY_TAG:
         return None
     return Announced(comm, source, tag)
 
 
 class Announced:
-    """An announcement under way."""
+    """An announcement in transit."""
 
     __slots__ = ("record", "request", "source")
 
@@ -157,10 +160,10 @@ class Announced:
         self.request = comm.lease.control.Irecv([self.record, MPI.BYTE], source, _announcement(comm, tag))
 
     def compare(self, call: Waiting, memory: Tensor) -> None:
-        """Waits for the announcement.
+        """Wait for the announcement.
 
         Raises:
-            MismatchError: it is of another shape or dtype than ``memory``; the sender is told, and raises too.
+            MismatchError: it has another shape or dtype than ``memory``; on the sender, too.
         """
         finish(self.request, call)
         contents, theirs = _contents(memory), _text(self.record)

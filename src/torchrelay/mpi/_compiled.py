@@ -31,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Traceable(Protocol):
-    """A communication, as far as the operator needs to know it; see :class:`torchrelay.mpi._record.Call`."""
+    """The interface of communications for the operator; see ``Call``."""
 
     everyone: ClassVar[bool]
 
@@ -55,7 +55,7 @@ _communicators: dict[int, weakref.WeakSet[Comm]] = {}
 
 
 def register(comm: Comm) -> int:
-    """Return a number by which compiled code finds ``comm``, its backward communicator and its copies."""
+    """Return the number by which compiled code finds ``comm`` and its backward communicator."""
     number = next(_numbers)
     _communicators[number] = weakref.WeakSet([comm])
     weakref.finalize(comm.lease, _communicators.pop, number, None)
@@ -63,20 +63,21 @@ def register(comm: Comm) -> int:
 
 
 def join(comm: Comm) -> None:
-    """``comm`` is a copy of the communicator that has its number."""
+    """Register ``comm``, a copy of the communicator that has its number."""
     _communicators[comm.number].add(comm)
 
 
 def communicator(number: int) -> Comm:
-    """The communicator that :func:`register` gave ``number``, or a copy of it."""
+    """Return the communicator of ``number``, or a copy of it."""
     return next(iter(_communicators[number]))
 
 
 def communicate(call: Traceable, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """``call`` on ``x`` as an operator that ``torch.compile`` can trace, or ``eager(call, x)`` outside of the graph.
+    """Run ``call`` on ``x`` as a traceable operator, or ``eager(call, x)`` outside of the graph.
 
-    It runs outside where a shape depends on other ranks' arguments, or where nobody knows yet who will send; and
-    inside a ``torch.func`` transform, which operators of ``torch.library`` do not support.
+    It runs outside if a shape depends on other ranks' arguments, if the sender is unknown, or
+    inside a
+    ``torch.func`` transform, which operators of ``torch.library`` do not support.
     """
     if _torch.transforms_active():
         _torch.graph_break("a communication inside of a torch.func transform")
@@ -95,7 +96,7 @@ def communicate(call: Traceable, x: Tensor, eager: Callable[[Any, Tensor], Tenso
 
 
 def eager_only(function: _Function) -> _Function:
-    """Decorator: ``torch.compile`` leaves ``function``, and all that it calls, alone."""
+    """Exclude ``function`` and what it calls from ``torch.compile``; a decorator."""
     disabled: list[Any] = []
 
     @functools.wraps(function)

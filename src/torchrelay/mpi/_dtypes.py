@@ -140,7 +140,7 @@ def mpi_op(dtype: torch.dtype, op: Op) -> MPI.Op:
 
 
 def is_differentiable(dtype: torch.dtype) -> bool:
-    """Floating point and complex; equal on all ranks, so all of them record a communication or none does."""
+    """Return whether ``dtype`` is floating point or complex, equally on all ranks."""
     return dtype.is_floating_point or dtype.is_complex
 
 

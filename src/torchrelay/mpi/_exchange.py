@@ -1,6 +1,7 @@
-"""Moving blocks of contiguous memory between ranks: what the collectives with counts are made of.
+"""Movement of contiguous blocks between ranks, for the collectives with counts.
 
-Nothing here is recorded. Counts are in elements. Where a count does not fit one MPI call, blocks go as
+Nothing here is recorded. Counts are in elements. If a count does not fit one MPI call, blocks are
+sent as
 point-to-point messages in pieces.
 """
 
@@ -26,19 +27,19 @@ PIECE_TAG = 7
 
 
 class Moving(NamedTuple):
-    """Blocks under way."""
+    """Blocks in transit."""
 
     requests: list[MPI.Request]
     received: Blocks
     kept: object  # memory that is being sent
 
 
-# Of these, each that is told that all ranks are ``there`` (they have just told each other their lengths) may block
-# in MPI, since nobody is waited for any more. All ranks come to the same decision, from the sizes of all.
+# If all ranks are ``there`` (they have just exchanged their lengths), these may block in MPI. All ranks
+# take the same decision, from the sizes of all.
 
 
 def allgather_blocks(call: Waiting, block: Tensor, layout: Layout, there: bool) -> Moving:
-    """Every rank's block, on every rank."""
+    """Copy every rank's block to every rank."""
     received, mpi = Blocks.empty(block.dtype, layout), call.comm.mpi
     if layout.total > settings.max_count:
         return _move_pieces(call, [block] * call.comm.size, received)
@@ -49,7 +50,7 @@ def allgather_blocks(call: Waiting, block: Tensor, layout: Layout, there: bool) 
 
 
 def gather_blocks(call: Waiting, block: Tensor, layout: Layout, root: int, there: bool) -> Moving:
-    """Every rank's block, on ``root``; empty blocks on the others."""
+    """Copy every rank's block to ``root``; others get empty blocks."""
     comm, is_root = call.comm, call.comm.rank == root
     received = Blocks.empty(block.dtype, layout if is_root else parts((0,), (0,) * comm.size, 0))
     if layout.total > settings.max_count:
@@ -65,7 +66,7 @@ def gather_blocks(call: Waiting, block: Tensor, layout: Layout, root: int, there
 def scatter_blocks(
     call: Waiting, sending: Blocks | None, dtype: torch.dtype, layout: Layout, root: int, there: bool
 ) -> Moving:
-    """This rank's block, as the only one received, of those that ``root`` gives in ``layout``."""
+    """Receive this rank's block of those that ``root`` passes in ``layout``."""
     comm, size = call.comm, call.comm.size
     if layout.total > settings.max_count:
         nothing = torch.empty(0, dtype=dtype)
@@ -82,9 +83,9 @@ def scatter_blocks(
 
 
 def alltoall_blocks(call: Waiting, sending: Blocks, layout: Layout, total: int, there: bool) -> Moving:
-    """Rank r gets the block r that is sent, and what comes from all has ``layout``.
+    """Send block r to rank r and receive blocks with ``layout``.
 
-    ``total`` is the number of elements on all ranks: they must agree on whether to send in pieces.
+    ``total`` is the number of elements on all ranks, which decides whether to send in pieces.
     """
     received, mpi = Blocks.empty(sending.memory.dtype, layout), call.comm.mpi
     if total > settings.max_count:
@@ -96,7 +97,7 @@ def alltoall_blocks(call: Waiting, sending: Blocks, layout: Layout, total: int, 
 
 
 def _move_pieces(call: Waiting, sending: Sequence[Tensor], received: Blocks) -> Moving:
-    """``sending[r]`` goes to rank r and block r comes from it, in pieces."""
+    """Send ``sending[r]`` to rank r and receive block r from it, in pieces."""
     comm = call.comm
     requests: list[MPI.Request] = []
     for rank, tensor in enumerate(received.tensors()):

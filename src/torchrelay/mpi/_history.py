@@ -19,11 +19,11 @@ REMEMBERED = 64  # collectives back from the last one
 
 
 class Place(NamedTuple):
-    """A collective under way.
+    """A collective in progress.
 
     Attributes:
-        number: how many were begun on its communicator when it was.
-        has_met: whether the ranks told each other its terms before any data moved, or have begun to.
+        number: its count on its communicator.
+        has_met: whether the ranks exchange its terms before data moves.
         terms: what must be equal on all ranks.
         communicator: its name.
     """
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class History:
-    """The collectives of one communicator of MPI."""
+    """The collectives of one MPI communicator."""
 
     __slots__ = ("_met", "count", "dtype", "shape")
 
@@ -47,25 +47,25 @@ class History:
         self._met: deque[int] = deque(maxlen=REMEMBERED)
 
     def begin(self, x: Tensor) -> None:
-        """A collective on ``x`` begins."""
+        """Count a new collective on ``x``."""
         self.count += 1
         self.dtype, self.shape = x.dtype, x.shape
 
     def meet(self) -> None:
-        """In the collective that has begun last, ranks tell each other their terms before any data moves."""
+        """Note that the ranks exchange their terms before data moves in the last collective."""
         self._met.append(self.count)
 
     def example(self) -> Tensor:
-        """A tensor without memory like that which the last one was given."""
+        """Return a tensor without memory like the argument of the last collective."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def place(self, number: int, terms: str, communicator: str) -> Place:
         return Place(self, number, number in self._met, terms, communicator)
 
     def differs(self, number: int, has_met: bool, terms: str, mine: Place | None) -> str | None:
-        """What this rank's collective ``number`` was, if it cannot match another rank's of these ``terms``.
+        """Return this rank's collective ``number``, if it cannot match one of these ``terms``.
 
-        ``mine`` is where this rank waits. None: they match, or it is not known.
+        ``mine`` is the collective in which this rank waits. None: they match, or it is unknown.
         """
         if mine is not None and mine.history is self and mine.number == number:
             return None if mine.terms == terms else mine.terms

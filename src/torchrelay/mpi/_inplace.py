@@ -25,7 +25,7 @@ __all__ = ["can_overwrite", "overwrite"]
 
 
 def overwrite(in_place: Call | None, copying: Call | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Runs ``in_place`` on ``x`` where its memory and its history allow it, else ``copying``."""
+    """Run ``in_place`` on ``x`` if its memory and history allow it, else ``copying``."""
     run: Callable[[Tensor], Tensor] = copying if callable(copying) else lambda t: record(copying, t)
     if is_compiling():
         return x.copy_(run(x))
@@ -44,7 +44,7 @@ def _is_used_leaf(x: Tensor) -> bool:
 
 
 def can_overwrite(x: Tensor) -> bool:
-    """Whether MPI can write into the tensor's own memory, and autograd can replace its history."""
+    """Return whether MPI can write into the memory, and autograd can replace the history."""
     return (
         not (_torch.transforms_active() or _torch.forward_mode_active() or _is_used_leaf(x))
         and x.device.type == "cpu"
@@ -68,7 +68,7 @@ def _overwrite_leaf(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class _Guard:
-    """Knows the one cotangent that may reach an overwritten leaf, as long as its result can be differentiated."""
+    """Knows the one cotangent that may reach an overwritten leaf."""
 
     def __init__(self) -> None:
         self.expected: Tensor | None = None
@@ -90,7 +90,7 @@ def _check(guard: _Guard | None, grad: Tensor) -> None:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity; tells the guard of the leaf which cotangent comes from the result."""
+    """The identity; marks the leaf's cotangent that comes from the result."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

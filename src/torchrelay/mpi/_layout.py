@@ -1,4 +1,4 @@
-"""How the parts of a tensor that is cut along an axis lie in memory."""
+"""Memory layout of the parts of a tensor that is cut along an axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Blocks", "Layout", "axis_of", "equal_part", "layout", "parts", "with
 
 
 def axis_of(axis: int, ndim: int) -> int:
-    """``axis`` counted from the front.
+    """Return ``axis`` counted from the front.
 
     Raises:
         ArgumentError: there is no such axis.
@@ -30,14 +30,14 @@ def axis_of(axis: int, ndim: int) -> int:
 
 
 def with_length(shape: Sequence[int], axis: int, length: int) -> list[int]:
-    """``shape``, but ``length`` along ``axis``."""
+    """Return ``shape`` with ``length`` along ``axis``."""
     result = list(shape)
     result[axis] = length
     return result
 
 
 def equal_part(x: Tensor, axis: int, size: int) -> int:
-    """How much of ``x`` along ``axis`` each of ``size`` ranks gets.
+    """Return the length along ``axis`` of each of ``size`` equal parts of ``x``.
 
     Raises:
         ArgumentError: it cannot be cut into equal parts.
@@ -49,7 +49,7 @@ def equal_part(x: Tensor, axis: int, size: int) -> int:
 
 
 class Layout(NamedTuple):
-    """Where the parts of a tensor lie that is cut along an axis: one after the other."""
+    """Positions of the consecutive parts of a tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
     axis: int
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=128)
 def layout(shapes: tuple[tuple[int, ...], ...], axis: int) -> Layout:
-    """Of parts that have ``shapes``. Remembered, as :func:`parts`: it takes longer than a small message."""
+    """Return the layout of parts of these ``shapes``. Cached."""
     first, counts = shapes[0], tuple(math.prod(shape) for shape in shapes)
     whole = (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
     starts = (0, *accumulate(counts[:-1]))
@@ -71,24 +71,24 @@ def layout(shapes: tuple[tuple[int, ...], ...], axis: int) -> Layout:
 
 @functools.lru_cache(maxsize=128)
 def parts(shape: tuple[int, ...], lengths: tuple[int, ...], axis: int) -> Layout:
-    """Of parts that are like ``shape``, but have ``lengths`` along ``axis``."""
+    """Return the layout of parts like ``shape`` with ``lengths`` along ``axis``."""
     return layout(tuple((*shape[:axis], length, *shape[axis + 1 :]) for length in lengths), axis)
 
 
 class Blocks(NamedTuple):
-    """Contiguous memory, of any shape, in which parts of a tensor lie."""
+    """Contiguous memory that holds parts of a tensor."""
 
     memory: Tensor
     layout: Layout
 
     @classmethod
     def empty(cls, dtype: torch.dtype, layout: Layout) -> Blocks:
-        """New memory for them."""
+        """Allocate memory for the parts."""
         return cls(fresh(layout.whole if layout.is_whole else (layout.total,), dtype), layout)
 
     @classmethod
     def cut(cls, x: Tensor, lengths: Sequence[int], axis: int) -> Blocks:
-        """Contiguous ``x``, cut along ``axis``; no copy where the parts lie one after the other."""
+        """Cut contiguous ``x`` along ``axis``, without a copy if the parts are consecutive."""
         layout = parts(tuple(x.shape), tuple(lengths), axis)
         if layout.is_whole:
             return cls(x, layout)
@@ -102,10 +102,10 @@ class Blocks(NamedTuple):
         return [part.view(shape) for part, shape in zip(flat, self.layout.shapes, strict=True)]
 
     def joined(self) -> Tensor:
-        """The tensor; no copy where none is needed."""
+        """Return the tensor, without a copy if possible."""
         return self.memory if self.layout.is_whole else torch.cat(self.tensors(), self.layout.axis)
 
     def vector(self) -> tuple[object, ...]:
-        """As mpi4py takes the memory of a v-collective."""
+        """Return the memory as an argument of a v-collective of mpi4py."""
         memory, _, kind = buffer(self.memory)
         return (memory, self.layout.counts, self.layout.starts, kind)

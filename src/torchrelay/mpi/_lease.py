@@ -22,7 +22,7 @@ __all__ = ["Lease"]
 
 
 class _Handles:
-    """What is freed together, and what was made of it, in an order that is the same on all ranks."""
+    """Communicators freed together, and their children, in an order equal on all ranks."""
 
     __slots__ = ("children", "mpi")
 
@@ -50,10 +50,12 @@ class _Child(NamedTuple):
 
 
 class Lease:
-    """Held by a communicator and its copies, and by those that were made of it.
+    """Ownership shared by a communicator, its copies and its children.
 
-    ``control`` is for ranks that wait for each other; ``ended`` are the ranks that said they have ended; ``histories``
-    are those of the collectives forward and backward.
+    Attributes:
+        control: carries messages of waiting ranks.
+        ended: the ranks that have ended.
+        histories: of the collectives forward and backward.
     """
 
     __slots__ = (
@@ -69,7 +71,7 @@ class Lease:
     )
 
     def __init__(self, mpi: MPI.Intracomm, parent: Lease | None) -> None:
-        """Collective over ``mpi``'s ranks."""
+        """Collective over the ranks of ``mpi``."""
         self.rank, self.size = mpi.rank, mpi.size
         self.parent = parent
         self.ended: set[int] = set()
@@ -83,16 +85,16 @@ class Lease:
         _wait.register(self)
 
     def own(self, mpi: MPI.Intracomm) -> MPI.Intracomm:
-        """``mpi``, freed with the rest."""
+        """Return ``mpi``, to be freed with the rest."""
         self.handles.mpi.append(mpi)
         return mpi
 
     def no_child(self) -> None:
-        """Of what the others make now, this rank is no part."""
+        """Note a child that this rank is no part of."""
         self.handles.children.append(_Child(None, _Handles()))
 
     def collect(self, call: _wait.Waiting) -> None:
-        """Frees what was made of this, and is out of every rank's reach. Collective."""
+        """Free children that no rank can reach. Collective."""
         children = self.handles.children
         if not children:
             return
@@ -105,6 +107,6 @@ class Lease:
         self.handles.children = [child for child, is_free in zip(children, free, strict=True) if not is_free]
 
     def free(self) -> None:
-        """Collective; what was made of it stays."""
+        """Free the communicators, but not the children. Collective."""
         _wait.unregister(self)
         self.handles.free()

@@ -1,4 +1,4 @@
-"""Memory as MPI takes it: contiguous, on this host, in pieces that one call can count."""
+"""Memory for MPI: contiguous, on this host, in pieces that one call can count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
 
 
 def packed(x: Tensor) -> Tensor:
-    """``x``, or a copy of it, as plain contiguous memory of this host.
+    """Return ``x``, or a copy of it, as contiguous memory of this host.
 
     Raises:
         ArgumentError: it is sparse, or has no values.
@@ -35,17 +35,17 @@ def packed(x: Tensor) -> Tensor:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether ``x`` is contiguous memory of this host as it stands."""
+    """Return whether ``x`` is contiguous memory of this host."""
     return x.layout is torch.strided and x.is_cpu and x.is_contiguous() and not (x.is_neg() or x.is_conj())
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether ``x`` is plain, goes in one MPI call, and wants no huge pages: for paths where each step counts."""
+    """Return whether ``x`` is plain and fits one MPI call without huge pages."""
     return is_plain(x) and x.nbytes < HUGE_BYTES and x.numel() <= settings.max_count
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """New memory. Large memory comes from numpy, which asks for huge pages: their first touch costs a quarter."""
+    """Allocate memory; large blocks by numpy, with huge pages, whose first touch is cheaper."""
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < HUGE_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -53,12 +53,12 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def placed(y: Tensor, x: Tensor) -> Tensor:
-    """``y`` on the device of ``x``."""
+    """Return ``y`` on the device of ``x``."""
     return y if x.device.type == "cpu" else y.to(x.device)
 
 
 def pieces(*tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:
-    """Equal parts of flat, equally long tensors, each part small enough for one MPI call."""
+    """Split flat tensors of equal length into parts that fit one MPI call."""
     count, most = tensors[0].numel(), settings.max_count
     if count <= most:
         return (tensors,)

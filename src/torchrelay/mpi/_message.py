@@ -1,4 +1,4 @@
-"""One message between two ranks: how it is sent, how it is received, and who is told if the two do not fit."""
+"""Point-to-point messages: sending, receiving, and errors if both sides do not match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Incoming", "Receiving", "finish_all", "start_send"]
 
 
 def start_send(call: Waiting, memory: Tensor, dest: int, tag: int) -> Sequence[tuple[MPI.Request, Tensor]]:
-    """Starts to send contiguous memory of this host, which the caller leaves as it is until all is sent."""
+    """Start to send contiguous memory of this host, which must not change until done."""
     if settings.debug:
         _check.announce(call, memory, dest, tag)
     mpi = call.comm.mpi
@@ -33,7 +33,7 @@ def finish_all(started: Sequence[tuple[MPI.Request, Tensor]], call: Waiting) -> 
 
 
 class Incoming:
-    """The request of a message into ``memory``. Its ``Test`` raises if fewer bytes came than there is memory for."""
+    """Request of a message into ``memory``. ``Test`` raises if the message is shorter."""
 
     __slots__ = ("call", "memory", "request", "status")
 
@@ -60,14 +60,14 @@ class Incoming:
 
 
 class Receiving:
-    """A message under way into ``memory``; ``source`` and ``tag`` may be wildcards, until :meth:`finish` knows them."""
+    """A message in transit into ``memory``; ``source`` and ``tag`` may be wildcards."""
 
     __slots__ = ("header", "is_done", "memory", "number", "requests", "source", "tag")
 
     def __init__(
         self, comm: Comm, memory: Tensor, source: int, tag: int, request: MPI.Request | None = None
     ) -> None:
-        """Starts to receive, or joins ``request``, which does."""
+        """Start to receive, or use ``request``, which does."""
         self.is_done = False
         self.requests: list[MPI.Request] = []
         self.memory = memory
@@ -81,15 +81,15 @@ class Receiving:
             self._start_others(comm)
 
     def _start_others(self, comm: Comm) -> None:
-        """A long message's other pieces; they come from where its first came from."""
+        """Start to receive a long message's other pieces from the source of the first."""
         for (part,) in pieces(self.memory)[len(self.requests) :]:
             self.requests.append(comm.mpi.Irecv(buffer(part), self.source, self.tag))
 
     def finish(self, call: Waiting) -> None:
-        """Returns when the message is there.
+        """Wait until the message has arrived.
 
         Raises:
-            MismatchError: it has another length than the memory; in debug mode, another shape or dtype.
+            MismatchError: its length, or in debug mode its shape or dtype, differs from the memory.
         """
         if self.header is not None:
             self.header.compare(call, self.memory)

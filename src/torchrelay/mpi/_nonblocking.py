@@ -35,7 +35,7 @@ Start = Callable[[Tensor], Started]
 
 
 class _Operation:
-    """What start and wait share: the communication forward, and that of the running backward pass."""
+    """State shared by start and wait, forward and in the running backward pass."""
 
     __slots__ = (
         "adjoint",
@@ -75,9 +75,10 @@ class _Operation:
             abandon(self.started)
 
     def issue(self, until: _Operation | None = None, like: Tensor | None = None) -> None:
-        """Starts the derivatives of those whose cotangent is there, last first, down to one that lacks it.
+        """Start the derivatives whose cotangents have arrived, last first.
 
-        Down to ``until``, missing cotangents are zeros: their results were not waited for, or not used.
+        Down to ``until``, missing cotangents are zeros: their results were not waited for or not
+        used.
         """
         now = _torch.backward_id()
         if self.chain is None:
@@ -91,7 +92,7 @@ class _Operation:
                 return
 
     def _issue(self, now: int, like: Tensor | None) -> bool:
-        """Starts the derivative, of zeros like ``like`` if there is no cotangent. False: there is neither."""
+        """Start the derivative; return False if there is no cotangent and no ``like``."""
         if self.grad is None or self.grad[0] != now:
             if like is None:
                 return False

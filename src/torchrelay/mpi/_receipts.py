@@ -1,7 +1,8 @@
-"""Cotangents of received tensors go back in the order in which their sender takes them: last message first.
+"""Order in which cotangents of received tensors are sent back: last message first.
 
-Receives that were posted one after the other may have been waited for in another order. A cotangent that comes
-before those of later messages of the same source and tag is kept until they have been sent.
+Receives posted one after the other may be waited for in another order. A cotangent that arrives
+before those
+of later messages of the same source and tag is kept until these have been sent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ numbers = itertools.count()
 
 
 class _Group:
-    """The receipts of one source and tag, in the order in which they were posted."""
+    """The receipts of one source and tag, in the order of their posts."""
 
     __slots__ = ("left", "receipts", "task")
 
@@ -38,7 +39,7 @@ class _Group:
 
 
 class Receipt:
-    """A recorded receive, and the cotangent on its way back."""
+    """A recorded receive, and the cotangent to be sent back."""
 
     __slots__ = ("chain", "grad", "group", "number", "position")
 
@@ -51,7 +52,7 @@ class Receipt:
         bisect.insort(self.group.receipts, self, key=lambda receipt: receipt.number)
 
     def answer(self, grad: Tensor, post: Callable[[Tensor], object]) -> None:
-        """Posts ``grad``, and those kept for it, unless a later message's must go first."""
+        """Send ``grad``, and those kept for it, unless that of a later message must go first."""
         group, task = self.group, _torch.backward_id()
         if group.task != task:
             group.task, group.left = task, len(group.receipts)

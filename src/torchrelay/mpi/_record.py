@@ -1,8 +1,10 @@
-"""How a communication becomes a node of autograd's graph.
+"""Recording of communications as nodes of autograd's graph.
 
-A :class:`Call` is one communication with its arguments. It knows its forward, its backward (in terms of other
-recorded communications, so that it can be differentiated again), and how ``vmap`` turns it into a call on a
-tensor with one more dimension. :func:`record` runs it in whatever mode torch is in.
+A :class:`Call` is one communication with its arguments: its forward, its backward (in terms of
+recorded
+communications, so that it can be differentiated again), and its batched form for ``vmap``.
+:func:`record`
+runs it in torch's current mode.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 def conjugate(kind: str) -> Callable[..., Call]:
-    """The class of the name ``kind``, for calls whose derivatives are each other: their modules cannot import both."""
+    """Return the class named ``kind``, for derivatives whose modules cannot import each other."""
     found: Any = _compiled.kinds[kind]
     return found  # type: ignore[no-any-return]
 
 
 class Started:
-    """Communication under way: its requests, the memory they use, and what makes the result of it."""
+    """A started communication: requests, the memory they use, and how to make the result."""
 
     __slots__ = ("kept", "requests", "result")
 
@@ -73,7 +75,7 @@ class Started:
 
 
 class Adjoint(NamedTuple):
-    """A cotangent's way back: through ``call`` (None: no communication), then through ``complete``."""
+    """Path of a cotangent: through ``call`` (None: no communication), then ``complete``."""
 
     call: Call | None
     grad: Tensor
@@ -81,7 +83,7 @@ class Adjoint(NamedTuple):
 
 
 class Call:
-    """One communication with its arguments; the tensor is given to its methods."""
+    """One communication with its arguments; methods take the tensor."""
 
     __slots__ = ("comm",)
 
@@ -106,50 +108,50 @@ class Call:
         _compiled.kinds[cls.__name__] = cls
 
     def start(self, x: Tensor) -> Started:
-        """Starts to communicate, and waits for nobody, unless lengths must be told first."""
+        """Start to communicate without blocking, except to exchange lengths."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Communicates; records nothing."""
+        """Communicate, without recording."""
         return self.start(x).finish(self)
 
     def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """What :meth:`backward` and :meth:`tangent` need. Linear functions need nothing."""
+        """Return the tensors that the derivative needs; none for linear functions."""
         return ()
 
     def joined(self, link: _chain.Link) -> None:
-        """Called when it has become part of a chain, if not everyone takes part in it."""
+        """Called when the call has joined a chain, if not all ranks take part in it."""
 
     def adjoint(self, grad: Tensor) -> Adjoint:
-        """Of a linear function: the communication on ``comm.reverse`` that gives the input's cotangent."""
+        """Return the communication that computes a linear function's cotangent."""
         raise NotImplementedError
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor | None:
-        """The input's cotangent, computed with recorded communications."""
+        """Return the input's cotangent, computed with recorded communications."""
         call, grad, complete = self.adjoint(grad)
         return complete(grad if call is None else record(call, grad))
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        """The output's tangent. A linear function is its own."""
+        """Return the output's tangent; for a linear function, the function of it."""
         return record(self, tangent)
 
     def batched(self) -> Call:
-        """The same call on tensors that have one more dimension, in front."""
+        """Return the call for tensors with a further leading dimension."""
         return self
 
     def in_graph(self, x: Tensor) -> Call | None:
-        """The same call with all that its result's shape depends on, taking all ranks' tensors to have one shape.
+        """Return the call with everything that the shape of its result depends on.
 
-        None: it depends on what only other ranks know, so a compiled graph cannot hold it.
+        Assumes tensors of one shape on all ranks. None if it depends on values of other ranks.
         """
         return self
 
     def result_shape(self, shape: Sequence[int]) -> list[int]:
-        """The result's shape on this rank, if all ranks give tensors of ``shape``."""
+        """Return the shape of the result if all ranks pass tensors of ``shape``."""
         return list(shape)
 
     def encode(self) -> list[int]:
-        """The constructor's arguments as integers, for an operator of ``torch.library``."""
+        """Return the constructor's arguments as integers."""
         code: list[int] = []
         for name in self.parameters:
             value = getattr(self, name)
@@ -163,7 +165,7 @@ class Call:
 
     @classmethod
     def decode(cls, comm: Comm, code: Sequence[int]) -> Call:
-        """What :meth:`encode` encoded."""
+        """Invert :meth:`encode`."""
         arguments: list[Any] = [
             OPS[code[i]] if name == "op" else list(code[i:]) if name in SEQUENCES else code[i]
             for i, name in enumerate(cls.parameters)
@@ -171,38 +173,38 @@ class Call:
         return cls(comm, *arguments)
 
     def differentiable(self, x: Tensor) -> bool:
-        """Whether to record it; must be equal on all ranks, so it may depend on dtype and arguments alone."""
+        """Return whether to record it; equal on all ranks, so by dtype and arguments only."""
         return is_differentiable(x.dtype)
 
     def terms(self) -> str:
-        """Function and arguments, which must be equal on all ranks; overwriting the input is each rank's own choice."""
+        """Return function and arguments, which must be equal on all ranks."""
         return f"{self.name.rstrip('_')}({self.arguments()})"
 
     def signature(self, x: Tensor) -> str:
-        """All that must be equal on all ranks."""
+        """Describe all that must be equal on all ranks."""
         return f"{self.terms()} of {x.dtype} {tuple(x.shape)}"
 
     def place(self) -> Place | None:
-        """This call under way, if all ranks take part in it and it has been begun last."""
+        """Return the collective in progress, if this is the last one begun."""
         history = self.comm.history
         if not self.everyone:
             return None
         return history.place(history.count, self.signature(history.example()), self.comm.name)
 
     def describe(self) -> str:
-        """The function and its arguments, for messages."""
+        """Return function and arguments, for messages."""
         return f"{self.name}({self.arguments()})"
 
     def arguments(self) -> str:
         return ""
 
     def peers(self) -> Iterable[int]:
-        """The ranks this call waits for."""
+        """Return the ranks that this call waits for."""
         return range(self.comm.size)
 
 
 class Uniform(Call):
-    """A collective to which all ranks give tensors of one shape and dtype."""
+    """A collective of tensors of one shape and dtype."""
 
     __slots__ = ()
 
@@ -216,7 +218,7 @@ _TOKEN = torch.empty(())
 
 
 class Recorded(_chain.Link):
-    """What a node keeps: its call, its place in the chain, and what a cotangent of zeros looks like."""
+    """State of a node: its call, its place in the chain, and a cotangent of zeros."""
 
     __slots__ = ("call", "device", "dtype", "shape")
 
@@ -228,7 +230,7 @@ class Recorded(_chain.Link):
         self.device = y.device
 
     def pull_back(self, ctx: Any, grad: Tensor | None) -> Tensor | None:
-        """The input's cotangent; None if nobody wants it, but computed even so: other ranks may."""
+        """Compute the input's cotangent, also if only other ranks need it; None if unused here."""
         if grad is None:
             grad = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         result: Tensor | None = self.call.backward(grad, *ctx.saved_tensors)
@@ -236,7 +238,7 @@ class Recorded(_chain.Link):
 
 
 class Node(torch.autograd.Function):
-    """The node of a call that is recorded outside of ``torch.func``."""
+    """Autograd node of a call outside of ``torch.func``."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +263,7 @@ class Node(torch.autograd.Function):
 
 
 class TransformNode(Node):
-    """The node of a call inside ``torch.func`` transforms, which want forward and context apart."""
+    """Autograd node of a call inside ``torch.func`` transforms."""
 
     generate_vmap_rule = False
 
@@ -313,7 +315,7 @@ def save(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
 
 
 def record(call: Call, x: Tensor) -> Tensor:
-    """Runs ``call`` on ``x``, recorded in autograd's graph if grad mode is on."""
+    """Run ``call`` on ``x``, recorded in the graph if grad mode is on."""
     if is_compiling():
         return _compiled.communicate(call, x, record)
     try:
@@ -361,7 +363,7 @@ _in_tangent = False
 
 
 def _record_dual(call: Call, x: Tensor) -> Tensor:
-    """Forward mode: every rank communicates a tangent, zero where it has none."""
+    """Run in forward mode: every rank communicates a tangent, zero if it has none."""
     global _in_tangent  # noqa: PLW0603
     primal, tangent = _unpack_dual(x)
     if not call.differentiable(x):
@@ -380,7 +382,7 @@ _transform_head: Tensor | None = None
 
 
 def _record_under_transform(call: Call, x: Tensor) -> Tensor:
-    """Inside ``torch.func``: the order is kept within one transform, by a chain that ends with it."""
+    """Run inside ``torch.func``, in a chain that ends with the transform."""
     global _transform_head
     if not call.differentiable(x):
         raise UnsupportedError(f"{call.describe()} of {x.dtype} inside a torch.func transform")
@@ -401,10 +403,10 @@ def record_transformed(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Te
 
 
 def is_differentiated() -> bool:
-    """Whether derivatives may be wanted of what is computed now; equal on all ranks."""
+    """Return whether derivatives may be needed; equal on all ranks."""
     return is_grad_enabled() or forward_mode_active()
 
 
 def nothing_of(y: Tensor) -> Tensor:
-    """Zeros of y's shape that depend on it, so that a loss made of them runs what made ``y`` backward."""
+    """Return zeros of y's shape that depend on it, so that a loss of them runs its backward."""
     return torch.where(torch.zeros((), dtype=torch.bool, device=y.device), y, 0)

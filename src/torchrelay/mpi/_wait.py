@@ -243,7 +243,7 @@ def listen() -> list[tuple[int, str]]:
 
 
 def _report_place(call: Waiting) -> None:
-    """Reports to the others in which collective this rank has been waiting for long."""
+    """Report to the others the collective in which this rank has waited long."""
     place = None if settings.debug else call.place()
     if place is None:
         return
@@ -254,7 +254,7 @@ def _report_place(call: Waiting) -> None:
 
 
 def _compare_place(lease: SharedState, source: int, text: str) -> None:
-    """Raises :class:`MismatchError` if what ``source`` reports to be waiting in never matches this rank's calls."""
+    """Raise :class:`MismatchError` if the collective of ``source`` never matches ours."""
     head, theirs = text.split("\n", 1)
     index, number, has_met, name = head.split(" ", 3)
     mine = None if _waiting is None else _waiting[0].place()
@@ -278,7 +278,7 @@ def _whereabouts() -> str:
 
 
 def _give_up(request: Testable, call: Waiting, start: float) -> bool:
-    """Asks who is where, then raises. True: the communication completed while asking."""
+    """Ask all ranks for their state, then raise; return True if it completed meanwhile."""
     comm, peers = call.comm, _peers(call)
     answers = _ask(request, call, peers)
     if answers is None:
@@ -299,10 +299,12 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
 
 
 def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
-    """Raises if ``call`` waits for ranks that have ended, and for no others. True: it completed meanwhile.
+    """Raise if ``call`` waits only for ranks that have ended.
 
-    A rank may end before others when it has done its part, as the root of a broadcast has; so those that have not
-    ended are asked, and any that is not in this call may be the one that is waited for.
+    Returns True if it completed meanwhile. A rank may end before others when its part is done, such
+    as the root
+    of a broadcast, so the others are asked, and any that is not in this call may be the missing
+    one.
     """
     comm, peers = call.comm, _peers(call)
     ended = [rank for rank in peers if rank in comm.lease.ended]
@@ -332,7 +334,10 @@ def _peers(call: Waiting) -> list[int]:
 
 
 def _ask(request: Testable, call: Waiting, ranks: list[int]) -> dict[int, str] | None:
-    """Where ``ranks`` are, as far as they answer within ``grace_s``. None: ``request`` completed meanwhile."""
+    """Return the states of ``ranks`` that arrive within ``grace_s``.
+
+    None if ``request`` completed meanwhile.
+    """
     for rank in ranks:
         _send(call.comm.lease, rank, QUESTION, "")
     answers: dict[int, str] = {}
@@ -346,7 +351,7 @@ def _ask(request: Testable, call: Waiting, ranks: list[int]) -> dict[int, str] |
 
 
 def failed(error: TorchRelayError) -> TorchRelayError:
-    """``error``, to be raised: messages would no longer match, so all ranks are told, and communication ends."""
+    """Notify all ranks, end communication, and return ``error`` to be raised."""
     global _broken  # noqa: PLW0603
     _broken = str(error)
     _tell_all(_broken, MISMATCH if isinstance(error, MismatchError) else FAREWELL)
@@ -396,7 +401,7 @@ def _end_together() -> None:
 
 
 def _leave() -> None:
-    """At exit: wait for the others. After a failure, give them a moment to report theirs, then end the job."""
+    """Wait for the others at exit. After a failure, give them time to report, then end the job."""
     if MPI.COMM_WORLD.size == 1 or MPI.Is_finalized():
         return
     error = getattr(sys, "last_value", None)
