@@ -66,9 +66,12 @@ class Hosts:
         _inside(self.switch, ["ip", "addr", "add", f"{_SUBNET}.254/24", "dev", "switch"])
         return f"{_SUBNET}.254"
 
-    def lose(self, per_thousand: int, port: int) -> None:
-        """Drop so many of a thousand UDP packets to and from ``port`` of the switch, with nftables."""
-        rule = f"numgen random mod 1000 < {per_thousand} drop"
+    def lose(self, one_of: int, port: int) -> None:
+        """Drop one of so many UDP packets to ``port`` of the switch, and as many from it, with nftables.
+
+        What the kernel passes on in one piece (GSO) is one packet here.
+        """
+        rule = f"numgen inc mod {one_of} == 0 drop"
         lines = [
             "table inet lossy {",
             f"chain to {{ type filter hook input priority 0; udp dport {port} {rule}; }}",

@@ -1,0 +1,105 @@
+"""Hosts as network namespaces around a switch: losses by nftables, rates by tbf, a switch in the kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import namespaces
+import torchrelay.aggregation  # noqa: F401 - registers the backend
+from switch_ports import missing_for_xdp, within
+from torchrelay.aggregation import Options
+from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane, XdpDataPlane
+from torchrelay.world import World
+
+pytestmark = pytest.mark.skipif(
+    bool(namespaces.missing("nft", "tc")), reason=namespaces.missing("nft", "tc") or "possible"
+)
+
+
+def _sum(
+    world: World, hosts: namespaces.Hosts, ranks_per_host: int, switches: list[str], path: str, count: int
+) -> int:
+    """Check sums of int32 and float32; return how many bytes this rank sent through the switch."""
+    host = world.rank // ranks_per_host
+    namespaces.enter(hosts.pids[host])
+    os.environ.update(TORCHRELAY_HOST_ID=f"host{host}", TORCHRELAY_AGGREGATION_INTERFACE="eth0")
+    dist.init_process_group(
+        "sml",
+        store=dist.FileStore(path, world.size),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=60),
+        pg_options=Options(switch=switches[host], num_worker_threads=1, max_outstanding_packets=64),
+    )
+    integers = torch.arange(count, dtype=torch.int32) * (world.rank + 1)
+    dist.all_reduce(integers)
+    factor = world.size * (world.size + 1) // 2
+    assert torch.equal(integers, torch.arange(count, dtype=torch.int32) * factor)
+    floats = torch.full((count,), 1.0 + world.rank)
+    dist.all_reduce(floats, dist.ReduceOp.AVG)
+    largest_exponent = (ranks_per_host * world.size).bit_length()
+    error = len(switches) ** 2 * 2.0**largest_exponent / 2**32 / world.size
+    assert ((floats - factor / world.size).abs() <= error + floats * 2.0**-23).all()
+    dist.barrier()
+    links = {link.transport: link for link in dist.group.WORLD.stats().links}
+    dist.destroy_process_group()
+    return links["switch"].sent_bytes
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 3), (4, 2), (8, 1)])
+def test_sums_over_slow_links_with_losses(
+    hosts: int, ranks: int, tmp_path: Path, run_processes: Callable[..., Any]
+) -> None:
+    count = 60_000
+    with namespaces.switched(hosts) as network:
+        address = network.address_switch()
+        network.limit(200)
+        plane = within(network.switch, lambda: UdpDataPlane(address, 0))
+        with SwitchServer(plane) as server:
+            network.lose(12, plane.port)
+            results = run_processes(
+                _sum,
+                hosts * ranks,
+                hosts=network,
+                ranks_per_host=ranks,
+                switches=[server.address] * hosts,
+                path=str(tmp_path / "store"),
+                count=count,
+            )
+            stats = server.stats()
+    for rank, result in enumerate(results):
+        assert result.ok, result.error
+        assert result.value == (8 * count if rank % ranks == 0 else 0)
+    assert stats.duplicates + stats.answered_again > 0  # something was lost
+
+
+@pytest.mark.skipif(bool(missing_for_xdp()), reason=missing_for_xdp() or "possible")
+def test_a_switch_in_the_kernel_with_an_address_for_each_host(
+    tmp_path: Path, run_processes: Callable[..., Any]
+) -> None:
+    count = 20_000
+    with namespaces.star(2) as network:
+        network.route()
+        ports = ["port0", "port1"]
+        plane = within(network.switch, lambda: XdpDataPlane(ports, 0, mode="generic"))
+        with SwitchServer(plane):
+            results = run_processes(
+                _sum,
+                4,
+                hosts=network,
+                ranks_per_host=2,
+                switches=[f"10.78.{host}.1:{plane.port}" for host in range(2)],
+                path=str(tmp_path / "store"),
+                count=count,
+            )
+    for rank, result in enumerate(results):
+        assert result.ok, result.error
+        assert result.value == (8 * count if rank % 2 == 0 else 0)
