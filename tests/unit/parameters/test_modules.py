@@ -248,3 +248,20 @@ def test_casts_profiles_and_transforms() -> None:
             assert not model(torch.tensor([1])).requires_grad
         with pytest.raises(ArgumentError, match="comes from backward"):
             weight.grad = torch.zeros(1, DIM)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor_trains_the_rows_that_eager_mode_trains() -> None:
+    torch._dynamo.reset()
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        model = nn.Sequential(Embedding(ROWS, DIM, table=table), nn.Tanh())
+        optimizer = table.optimizer()
+        keys = torch.tensor([[1, 2, 1]])
+        before = table.pull(keys)
+        result = torch.compile(model, fullgraph=True)(keys)
+        torch.testing.assert_close(result, before.tanh())
+        result.sum().backward()
+        optimizer.step()
+        counts = torch.tensor([[2.0, 1.0, 2.0]]).unsqueeze(-1)
+        torch.testing.assert_close(table.pull(keys), before - counts * (1 - before.tanh() ** 2))
