@@ -1,11 +1,14 @@
-"""all_reduce of float32 on one host: ``sml``, Gloo and Open MPI, interleaved in the same processes; and DDP.
+"""all_reduce of float32 on one host: ``sml``, Gloo and Open MPI, interleaved in the same processes;
+and DDP.
 
-    python benchmarks/bench_aggregation.py            # 8 B to 256 MiB on 2 and on 4 ranks: about 3 minutes
-    python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
+    python benchmarks/bench_aggregation.py            # 8 B to 256 MiB on 2 and on 4 ranks: about 3
+    minutes python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
 
-The floor is what the memory allows: each rank must read the message's bytes and write as many, which is what one copy of
-them does; all ranks copy at the same time. A result is checked before it is timed. Only ratios mean something on a
-virtual machine: now and then its cores take several times as long to pass bytes to each other, for all rivals.
+The floor is what the memory allows: each rank must read the message's bytes and write as many,
+which is what one copy of them does; all ranks copy at the same time. A result is checked before it
+is timed. Only ratios mean something on a
+virtual machine: now and then its cores take several times as long to pass bytes to each other, for
+    all rivals.
 """
 
 from __future__ import annotations
@@ -39,8 +42,10 @@ MOST_CALLS = 1000
 STEPS = 12
 
 ABOUT_DDP = (
-    "DDP, in ms: the buckets of gradients reduced one after another with nothing else to do; a whole training step; "
-    "and what communication adds to a step (the dummy plane communicates nothing). The losses over sml are compared "
+    "DDP, in ms: the buckets of gradients reduced one after another with nothing else to do; a "
+    "whole training step; "
+    "and what communication adds to a step (the dummy plane communicates nothing). The losses over "
+    "sml are compared "
     "with those over Gloo."
 )
 DDP_HEADER = [
@@ -76,7 +81,12 @@ def main() -> None:
     parts = [part for ranks, result in results.items() for part in report(ranks, result)]
     print("\n\n".join(parts))
     if not arguments.smoke:
-        write("aggregation", "all_reduce on one host", (__doc__ or "").split("\n\n")[-1].strip(), *parts)
+        write(
+            "aggregation",
+            "all_reduce on one host",
+            (__doc__ or "").split("\n\n")[-1].strip(),
+            *parts,
+        )
         plot(results)
 
 
@@ -97,7 +107,9 @@ def launch(ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         worker = [sys.executable, __file__, *sys.argv[1:], "--worker", str(out)]
-        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        mpirun = shutil.which(
+            "mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        )
         if mpirun:
             subprocess.run([mpirun, "-n", str(ranks), *worker], env=environ, check=True)
         else:
@@ -129,7 +141,9 @@ def work(arguments: argparse.Namespace) -> None:
             rivals, rounds=1 if smoke else ROUNDS if size < MANY_BYTES else FEW_ROUNDS
         )
     models = {} if arguments.no_ddp else {"transformer": transformer, "ResNet-like": resnet}
-    result["ddp"] = {name: ddp(make, gloo, steps=2 if smoke else STEPS) for name, make in models.items()}
+    result["ddp"] = {
+        name: ddp(make, gloo, steps=2 if smoke else STEPS) for name, make in models.items()
+    }
     if world.rank == 0:
         arguments.worker.write_text(json.dumps(result))
     dist.destroy_process_group()
@@ -193,7 +207,9 @@ def race(rivals: dict[str, tuple[torch.Tensor, Callable[[], object]]], rounds: i
 
 def transformer() -> tuple[torch.nn.Module, torch.Tensor]:
     layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-    return torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.zeros(2, 16, 256)
+    return torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.zeros(
+        2, 16, 256
+    )
 
 
 class Residual(torch.nn.Module):
@@ -224,7 +240,9 @@ def resnet() -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def bucket_sizes(module: torch.nn.Module) -> list[int]:
-    """How many elements DDP reduces at a time: the last parameters first, up to 1 MiB, then up to 25 MiB."""
+    """How many elements DDP reduces at a time: the last parameters first, up to 1 MiB, then up to
+    25 MiB.
+    """
     buckets = [0]
     for parameter in reversed(list(module.parameters())):
         if buckets[-1] * 4 >= (1 << 20 if len(buckets) == 1 else 25 << 20):
@@ -233,8 +251,12 @@ def bucket_sizes(module: torch.nn.Module) -> list[int]:
     return buckets
 
 
-def ddp(make: Callable[[], tuple[torch.nn.Module, torch.Tensor]], gloo: Any, steps: int) -> dict[str, Any]:
-    """Steps of one model over both backends, and without communication; and its buckets reduced alone."""
+def ddp(
+    make: Callable[[], tuple[torch.nn.Module, torch.Tensor]], gloo: Any, steps: int
+) -> dict[str, Any]:
+    """Steps of one model over both backends, and without communication; and its buckets reduced
+    alone.
+    """
     from torchrelay.aggregation import Options  # noqa: PLC0415
 
     groups = {
@@ -270,7 +292,9 @@ def ddp(make: Callable[[], tuple[torch.nn.Module, torch.Tensor]], gloo: Any, ste
                 dist.all_reduce(bucket, group=groups[name])
             alone[name].append(time.perf_counter() - start)
     # Two numbers have one sum; more are added in another order by Gloo's ring.
-    difference = max(abs(a - b) / abs(b) for a, b in zip(losses["sml"], losses["Gloo"], strict=True))
+    difference = max(
+        abs(a - b) / abs(b) for a, b in zip(losses["sml"], losses["Gloo"], strict=True)
+    )
     if difference > (0 if dist.get_world_size() == 2 else 1e-3):
         raise SystemExit(f"DDP over sml and over Gloo have different losses: {losses}")
     return {
@@ -311,7 +335,8 @@ def report(ranks: int, result: dict[str, Any]) -> list[str]:
         )
     parts = [
         f"## {ranks} ranks",
-        f"Medians of {ROUNDS} rounds ({FEW_ROUNDS} from {MANY_BYTES >> 20} MiB up), in µs a call. MPI: {result['mpi'] or 'not here'}.",
+        f"Medians of {ROUNDS} rounds ({FEW_ROUNDS} from {MANY_BYTES >> 20} MiB up), in µs a call. "
+        f"MPI: {result['mpi'] or 'not here'}.",
         table(header, rows),
     ]
     if result["ddp"]:
@@ -354,7 +379,9 @@ def plot(results: dict[int, dict[str, Any]]) -> None:
         for name in next(iter(result["sizes"].values())):
             medians = [statistics.median(result["sizes"][str(size)][name]) for size in sizes]
             style = "--" if name == "floor" else "-"
-            panel.loglog(sizes, [s / m / 1e9 for s, m in zip(sizes, medians, strict=True)], style, label=name)
+            panel.loglog(
+                sizes, [s / m / 1e9 for s, m in zip(sizes, medians, strict=True)], style, label=name
+            )
         panel.set(title=f"{ranks} ranks", xlabel="message (bytes)")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("message bytes / time (GB/s)")

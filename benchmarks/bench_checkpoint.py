@@ -1,12 +1,14 @@
-"""Saving and loading against torch's own ways: rates, the stall of an asynchronous save, a shard of gpt2-xl, planning.
+"""Saving and loading against torch's own ways: rates, the stall of an asynchronous save, a shard of
+gpt2-xl, planning.
 
-    python benchmarks/bench_checkpoint.py              # 2 GB, gpt2-xl: about 20 minutes, 20 GB of disk
-    python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
+    python benchmarks/bench_checkpoint.py              # 2 GB, gpt2-xl: about 20 minutes, 20 GB of
+    disk python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
 
-Rivals run in the same run, interleaved, with fsync wherever ours has it; every result is checked before it is timed.
-``--folder`` names a folder on the disk to measure, which keeps checkpoints and figures; by default a temporary one.
-With it, ``--parts save,load`` runs only some parts; the results are written once the folder has the figures of all.
-``load``, ``cold`` and ``reshard`` need what ``save`` left.
+Rivals run in the same run, interleaved, with fsync wherever ours has it; every result is checked
+before it is timed. ``--folder`` names a folder on the disk to measure, which keeps checkpoints and
+figures; by default a temporary one. With it, ``--parts save,load`` runs only some parts; the
+results are written once the folder has the figures of all. ``load``, ``cold`` and ``reshard`` need
+what ``save`` left.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ from report import gigabytes, spread, table, write
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.multiprocessing.spawn import start_processes
@@ -47,14 +53,21 @@ from torchrelay.checkpoint._write import Part, Source
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
 PLAN_RANKS = (64, 128, 256, 512)
-PRELOAD = ["torchrelay.checkpoint._dcp", "torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2"]
+PRELOAD = [
+    "torchrelay.checkpoint._dcp",
+    "torch.distributed.fsdp",
+    "transformers.models.gpt2.modeling_gpt2",
+]
 PLAN_ROWS = 4  # of each tensor on each rank
 
 
-# --- A shard of a model ----------------------------------------------------------------------------------------------------
+# --- A shard of a model
+# ----------------------------------------------------------------------------------------------------
 
 
-def fresh(function: Callable[[str, str], dict[str, Any]], model: str, folder: str) -> dict[str, Any]:
+def fresh(
+    function: Callable[[str, str], dict[str, Any]], model: str, folder: str
+) -> dict[str, Any]:
     """What ``function`` measures in a process of its own."""
     with ProcessPoolExecutor(1, mp.get_context("forkserver")) as pool:
         return pool.submit(function, model, folder).result()
@@ -71,12 +84,15 @@ def shard_rows(model: str, folder: str, repeats: int) -> Iterator[list[str]]:
         for function, name in names.items():
             runs[name].append(fresh(function, model, folder))
     for name, found in runs.items():
-        peak, size = (statistics.median(one[key] for one in found) for key in ("peak_bytes", "model_bytes"))
+        peak, size = (
+            statistics.median(one[key] for one in found) for key in ("peak_bytes", "model_bytes")
+        )
         seconds = [one["seconds"] for one in found]
         yield [name, spread(seconds), gigabytes(peak), gigabytes(size), f"{peak / size:.2f}"]
 
 
-# --- Planning for many ranks --------------------------------------------------------------------------------------
+# --- Planning for many ranks
+# --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -138,7 +154,9 @@ def plan_dcp(ranks: int, tensors: int) -> Plan:
         return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
     plans = [SavePlan([item(f"t{i}", rank) for i in range(tensors)]) for rank in range(ranks)]
-    save_s, (_, metadata) = seconds_of(lambda: create_default_global_save_plan(dedup_save_plans(plans)))
+    save_s, (_, metadata) = seconds_of(
+        lambda: create_default_global_save_plan(dedup_save_plans(plans))
+    )
     metadata.storage_data = {
         item.index: _StorageInfo(f"__{rank}_0.distcp", 512 + i * 16384, 16384)
         for rank, plan in enumerate(plans)
@@ -150,7 +168,9 @@ def plan_dcp(ranks: int, tensors: int) -> Plan:
     wanted = [ChunkStorageMetadata(offsets, torch.Size((2 * PLAN_ROWS, COLUMNS)))]
     stored: dict[str, Any] = metadata.state_dict_metadata
     load_s, found = seconds_of(
-        lambda: [create_read_items_for_chunk_list(name, one, wanted) for name, one in stored.items()]
+        lambda: [
+            create_read_items_for_chunk_list(name, one, wanted) for name, one in stored.items()
+        ]
     )
     assert all(len(items) == 2 for items in found)
     return Plan(save_s, encode_s, read_s, load_s)
@@ -170,7 +190,8 @@ def plan_rows(plans: dict[int, tuple[Plan, Plan]], tensors: int) -> Iterator[lis
         yield [str(ranks), *(f"{figure:.2f}" for figure in (*saves, *loads)), f"{per_chunk:.1f}"]
 
 
-# --- The results --------------------------------------------------------------------------------------------------
+# --- The results
+# --------------------------------------------------------------------------------------------------
 
 
 def rank_rows(figures: Figures, size_bytes: int, with_peak: bool) -> Iterator[list[str]]:
@@ -183,8 +204,12 @@ def rank_rows(figures: Figures, size_bytes: int, with_peak: bool) -> Iterator[li
         yield [name, *times, f"{size_bytes / median / 1e9:.2f}", f"{median / ours:.2f}", *peak]
 
 
-def reached_rows(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]]) -> Iterator[list[str]]:
-    """The figures that were to be reached, each against the rival that it names, at the best of its settings."""
+def reached_rows(
+    found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]]
+) -> Iterator[list[str]]:
+    """The figures that were to be reached, each against the rival that it names, at the best of its
+    settings.
+    """
 
     def fastest(case: str, *starts: str) -> float:
         return min(
@@ -198,8 +223,18 @@ def reached_rows(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]])
 
     theirs = fastest("save", "DCP", "torch.save")
     yield ["save", "the fastest rival's time / ours", f"{theirs / ours('save'):.2f}", "≥ 1.5"]
-    yield ["save", "the floor's time / ours", f"{fastest('save', 'floor') / ours('save'):.2f}", "≥ 0.8"]
-    yield ["load, same layout", "DCP's time / ours", f"{fastest('load', 'DCP') / ours('load'):.2f}", "≥ 2"]
+    yield [
+        "save",
+        "the floor's time / ours",
+        f"{fastest('save', 'floor') / ours('save'):.2f}",
+        "≥ 0.8",
+    ]
+    yield [
+        "load, same layout",
+        "DCP's time / ours",
+        f"{fastest('load', 'DCP') / ours('load'):.2f}",
+        "≥ 2",
+    ]
     floor = fastest("load", "floor") / ours("load")
     yield ["load, same layout", "the floor's time / ours", f"{floor:.2f}", "≥ 0.8"]
     theirs = fastest("reshard", "DCP")
@@ -208,7 +243,12 @@ def reached_rows(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]])
     limit = f"≤ {MAX_BUFFER_BYTES / 1e6:.0f} MB"
     yield ["load, other layout", "peak memory beside the tensors", f"{peak / 1e6:.0f} MB", limit]
     yield ["stall", "ours / DCP's", f"{ours('stall') / fastest('stall', 'DCP'):.2f}", "≤ 0.2"]
-    yield ["stall", "one memcpy's time / ours", f"{fastest('stall', 'floor') / ours('stall'):.2f}", "≥ 0.8"]
+    yield [
+        "stall",
+        "one memcpy's time / ours",
+        f"{fastest('stall', 'floor') / ours('stall'):.2f}",
+        "≥ 0.8",
+    ]
     for ranks in (min(plans), max(plans)):
         mine, theirs_plan = plans[ranks]
         ratios = (theirs_plan.save_s / mine.save_s, theirs_plan.load_s / mine.load_s)
@@ -220,7 +260,9 @@ def reached_rows(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]])
         ]
 
 
-def plot(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]], tensors: int, image: Path) -> None:
+def plot(
+    found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]], tensors: int, image: Path
+) -> None:
     """Times of each case beside the floor, and planning over the number of ranks."""
     import matplotlib as mpl  # noqa: PLC0415 - for the main process only
 
@@ -237,7 +279,11 @@ def plot(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]], tensors
     cases = ("save", "load", "reshard", "stall")
     for index, (start, label) in enumerate(families.items()):
         for place, case in enumerate(cases):
-            times = [statistics.median(f["seconds"]) for n, f in found[case].items() if n.startswith(start)]
+            times = [
+                statistics.median(f["seconds"])
+                for n, f in found[case].items()
+                if n.startswith(start)
+            ]
             if times:
                 shown = label if case == "save" else None
                 left.bar(place + index / 5, 1e3 * min(times), 1 / 5, color=f"C{index}", label=shown)
@@ -248,9 +294,15 @@ def plot(found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]], tensors
     for side, label in enumerate(("torchrelay", "DCP")):
         for key, line in (("save_s", "o-"), ("load_s", "s--")):
             values = [getattr(pair[side], key) for pair in plans.values()]
-            right.plot(ranks, values, line, color=f"C{side}", label=f"{label}, {key.removesuffix('_s')}")
+            right.plot(
+                ranks, values, line, color=f"C{side}", label=f"{label}, {key.removesuffix('_s')}"
+            )
     right.set(
-        xscale="log", yscale="log", xlabel=f"ranks, {tensors} tensors", ylabel="planning, s", xticks=ranks
+        xscale="log",
+        yscale="log",
+        xlabel=f"ranks, {tensors} tensors",
+        ylabel="planning, s",
+        xticks=ranks,
     )
     right.set_xticklabels(map(str, ranks))
     right.minorticks_off()
@@ -299,7 +351,9 @@ def measure(setup: Setup, parts: list[str]) -> None:
 
 def report(setup: Setup, image: Path) -> list[str]:
     """The results, from the figures of all parts."""
-    found: dict[str, Figures] = {name: json.loads(setup.figures(name).read_text()) for name in CASES}
+    found: dict[str, Figures] = {
+        name: json.loads(setup.figures(name).read_text()) for name in CASES
+    }
     shards = json.loads(setup.figures("shard").read_text())
     plans = {
         int(ranks): (Plan(**ours), Plan(**theirs))
@@ -316,16 +370,21 @@ def report(setup: Setup, image: Path) -> list[str]:
         sections += [f"## {case.title}", table(heads, lines)]
     return [
         table(["case", "figure", "reached", "to reach"], list(reached_rows(found, plans))),
-        f"A state of {setup.size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each rank. Times are of the "
-        f"slowest rank, medians (least to most) of {setup.repeats} interleaved runs after one that warms up. The floors write "
-        "zeros with the same fsync (what `dd bs=16M conv=fsync` does), read one file on each rank, and copy the state "
+        f"A state of {setup.size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each "
+        "rank. Times are of the "
+        f"slowest rank, medians (least to most) of {setup.repeats} interleaved runs after one that "
+        "warms up. The floors write "
+        "zeros with the same fsync (what `dd bs=16M conv=fsync` does), read one file on each rank, "
+        "and copy the state "
         "once.",
         *sections,
         f"## Load 1/16 of {setup.model} in a fresh process, files in the page cache",
         table(["", "time", "peak memory", "the shard", "peak / shard"], shards),
         f"## Planning for {setup.tensors} tensors, without communication",
-        "Seconds on one core. Save: what rank 0 does, for ours all of it until the bytes of the manifest, for DCP its planner, "
-        "and besides the pickling of its metadata. Read: what each rank does to parse and check the manifest, or to unpickle "
+        "Seconds on one core. Save: what rank 0 does, for ours all of it until the bytes of the "
+        "manifest, for DCP its planner, "
+        "and besides the pickling of its metadata. Read: what each rank does to parse and check "
+        "the manifest, or to unpickle "
         "the metadata, unchecked. Load: what each rank does to find what it reads.",
         table(
             [
@@ -354,9 +413,13 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=2048, help="of the state, over all ranks")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--model", default="gpt2-xl", help="of bench_deferred.py")
-    parser.add_argument("--folder", help="where to write, and to keep figures; by default a temporary folder")
+    parser.add_argument(
+        "--folder", help="where to write, and to keep figures; by default a temporary folder"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="only these of %(default)s")
-    parser.add_argument("--smoke", action="store_true", help="small, one iteration, nothing written")
+    parser.add_argument(
+        "--smoke", action="store_true", help="small, one iteration, nothing written"
+    )
     options = parser.parse_args()
     parts = options.parts.split(",")
     if not set(parts) <= set(PARTS):

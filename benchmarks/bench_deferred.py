@@ -1,12 +1,14 @@
-"""Deferred initialisation of gpt2-xl: building, materializing whole, a shard, and on four ranks under FSDP2.
+"""Deferred initialisation of gpt2-xl: building, materializing whole, a shard, and on four ranks
+under FSDP2.
 
-    python benchmarks/bench_deferred.py                        # gpt2-xl: about 10 minutes, 9 GB of memory
-    python benchmarks/bench_deferred.py --model gpt2-medium    # 1.4 GB, for a quick look; writes nothing
-    python benchmarks/bench_deferred.py --smoke                # a tiny model, one iteration; writes nothing
+    python benchmarks/bench_deferred.py                        # gpt2-xl: about 10 minutes, 9 GB of
+    memory python benchmarks/bench_deferred.py --model gpt2-medium    # 1.4 GB, for a quick look;
+    writes nothing python benchmarks/bench_deferred.py --smoke                # a tiny model, one
+    iteration; writes nothing
 
-Each materialization runs in a fresh process, which reports its time and its peak memory: the most resident memory
-after imports (VmHWM) less what was resident then. It also reports a digest of each tensor that it made, which must be that
-of the eager module's.
+Each materialization runs in a fresh process, which reports its time and its peak memory: the most
+resident memory after imports (VmHWM) less what was resident then. It also reports a digest of each
+tensor that it made, which must be that of the eager module's.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ MODELS = {
 }
 SEED = 20
 RANKS = 4
-# glibc keeps freed blocks below a size that it adapts; fixed, the peak does not depend on what it has learned.
+# glibc keeps freed blocks below a size that it adapts; fixed, the peak does not depend on what it
+# has learned.
 MMAP_BYTES = 1 << 20
 Digests = dict[str, str]
 
@@ -55,7 +58,8 @@ def builder(model: str) -> Callable[[], nn.Module]:
     return lambda: GPT2LMHeadModel(config)
 
 
-# --- In fresh processes -----------------------------------------------------------------------------------------
+# --- In fresh processes
+# -----------------------------------------------------------------------------------------
 
 
 def measured(work: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
@@ -71,7 +75,8 @@ def measured(work: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
 def model_bytes(module: nn.Module) -> int:
     """The bytes of its tensors, tied ones once."""
     storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.state_dict().values()
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in module.state_dict().values()
     }
     return sum(storages.values())
 
@@ -108,7 +113,9 @@ def work_deferred(model: str, counts: list[int]) -> dict[str, Any]:
     build_seconds = time.perf_counter() - start
 
     def work() -> nn.Module:
-        materialize_module(module, shard=None if count == 1 else lambda _, tensor: part(tensor, count))
+        materialize_module(
+            module, shard=None if count == 1 else lambda _, tensor: part(tensor, count)
+        )
         return module
 
     _, figures = measured(work)
@@ -148,7 +155,9 @@ READS, READ_ROWS = 320, 512
 
 
 def power_iteration() -> tuple[float, torch.Tensor]:
-    """An initialisation that reads :data:`READS` values, as those do that look for a largest singular value."""
+    """An initialisation that reads :data:`READS` values, as those do that look for a largest
+    singular value.
+    """
     matrix, vector = torch.randn(READ_ROWS, READ_ROWS), torch.randn(READ_ROWS)
     for _ in range(READS // 2):
         vector = matrix @ vector
@@ -159,7 +168,9 @@ def power_iteration() -> tuple[float, torch.Tensor]:
 
 
 def work_reading(model: str, counts: list[int]) -> dict[str, Any]:
-    """Seconds of an initialisation that reads values all the time, interleaved; its results must be eager's."""
+    """Seconds of an initialisation that reads values all the time, interleaved; its results must be
+    eager's.
+    """
     seconds: dict[str, list[float]] = {"deferred": [], "eager": []}
     (repeats,) = counts
     for repeat in range(repeats + 1):
@@ -177,7 +188,9 @@ def work_reading(model: str, counts: list[int]) -> dict[str, Any]:
             if repeat:  # the first one warms up
                 measured_seconds.append(elapsed)
         if results["deferred"] != results["eager"]:
-            raise SystemExit(f"reading values: {results['deferred']} is not eager's {results['eager']}")
+            raise SystemExit(
+                f"reading values: {results['deferred']} is not eager's {results['eager']}"
+            )
     return {"seconds": seconds}
 
 
@@ -190,7 +203,9 @@ def work_floor(model: str, counts: list[int]) -> dict[str, Any]:
 
 
 def work_fsdp(model: str, counts: list[int]) -> dict[str, Any]:
-    """One rank under FSDP2: its peak memory; on rank 0 also digests of all tensors as gathered from all ranks."""
+    """One rank under FSDP2: its peak memory; on rank 0 also digests of all tensors as gathered from
+    all ranks.
+    """
     build = builder(model)
     dist.init_process_group("gloo")
     torch.manual_seed(SEED)
@@ -227,14 +242,26 @@ WORKS = {
 }
 
 
-# --- The main process -------------------------------------------------------------------------------------------
+# --- The main process
+# -------------------------------------------------------------------------------------------
 
 
 def start(
     work: str, model: str, counts: list[int], environ: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--work", work, "--model", model, "--counts", *map(str, counts)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})})
+    command = [
+        sys.executable,
+        __file__,
+        "--work",
+        work,
+        "--model",
+        model,
+        "--counts",
+        *map(str, counts),
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})}
+    )
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -259,7 +286,9 @@ def run_fsdp(model: str, ranks: int) -> list[dict[str, Any]]:
         "OMP_NUM_THREADS": "1",
         "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES),
     }
-    processes = [start("fsdp", model, [ranks], {**common, "RANK": str(rank)}) for rank in range(ranks)]
+    processes = [
+        start("fsdp", model, [ranks], {**common, "RANK": str(rank)}) for rank in range(ranks)
+    ]
     return [result(process) for process in processes]
 
 
@@ -317,7 +346,14 @@ def materialize_rows(
         reach = reaches.get(count, ("", ""))
         rival = spread([one["seconds"] for one in eagers])
         ratio = median(runs, "seconds") / theirs
-        yield [what, spread([one["seconds"] for one in runs]), "eager", rival, f"{ratio:.2f}", reach[0]]
+        yield [
+            what,
+            spread([one["seconds"] for one in runs]),
+            "eager",
+            rival,
+            f"{ratio:.2f}",
+            reach[0],
+        ]
         peak = median(runs, "peak_bytes")
         ratio = peak / whole
         yield [
@@ -329,7 +365,14 @@ def materialize_rows(
             reach[1],
         ]
     peak = median(eagers, "peak_bytes")
-    yield ["eager: peak memory", gigabytes(peak), "the model", gigabytes(whole), f"{peak / whole:.3f}", ""]
+    yield [
+        "eager: peak memory",
+        gigabytes(peak),
+        "the model",
+        gigabytes(whole),
+        f"{peak / whole:.3f}",
+        "",
+    ]
 
 
 def fsdp_rows(ranks: list[dict[str, Any]], whole: int) -> Iterator[list[str]]:
@@ -339,7 +382,9 @@ def fsdp_rows(ranks: list[dict[str, Any]], whole: int) -> Iterator[list[str]]:
         yield [str(rank), *times, gigabytes(one["peak_bytes"]), f"{share:.3f}"]
 
 
-def plot(deferreds: dict[int, list[dict[str, Any]]], eagers: list[dict[str, Any]], model: str) -> None:
+def plot(
+    deferreds: dict[int, list[dict[str, Any]]], eagers: list[dict[str, Any]], model: str
+) -> None:
     """Time and peak memory over the number of shards, to :data:`IMAGE`."""
     import matplotlib as mpl  # noqa: PLC0415 - for the main process only
 
@@ -359,7 +404,9 @@ def plot(deferreds: dict[int, list[dict[str, Any]]], eagers: list[dict[str, Any]
             label="deferred, one shard",
         )
         eager = median(eagers, key) / scale
-        axis.plot(counts, [eager / count for count in counts], "k:", label="eager / number of shards")
+        axis.plot(
+            counts, [eager / count for count in counts], "k:", label="eager / number of shards"
+        )
         axis.axhline(eager, color="tab:gray", ls="--", label="eager, whole")
         axis.set(
             xscale="log",
@@ -382,7 +429,9 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=MODELS, default="gpt2-xl")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, one iteration, nothing written")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model, one iteration, nothing written"
+    )
     parser.add_argument("--work", choices=WORKS, help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=int, nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -410,13 +459,18 @@ def main() -> None:
         check(one, eagers[0])
     parts = [
         table(["what", "ours", "rival", "its figure", "ratio", "to reach"], rows),
-        f"Times are medians (least to most) of {repeats} runs, interleaved; 1/2, 1/8 and 1/16 ran once. Each shard is the last "
-        "one, which lies farthest into the sequence of random numbers. Eager fills most tensors twice (torch's default "
-        f"initialisation, then the model's own); one normal draw for each element takes {floor:.1f} s here, the floor for "
+        f"Times are medians (least to most) of {repeats} runs, interleaved; 1/2, 1/8 and 1/16 ran "
+        "once. Each shard is the last "
+        "one, which lies farthest into the sequence of random numbers. Eager fills most tensors "
+        "twice (torch's default "
+        "initialisation, then the model's own); one normal draw for each element takes "
+        f"{floor:.1f} s here, the floor for "
         "the whole model.",
         f"## FSDP2 on {ranks} ranks of one machine",
-        "Build deferred, `fully_shard` each block and the model, `materialize_module`. Gathered afterwards, every tensor "
-        f"equals the eager module's bit for bit (compared by 128-bit digests of their bytes). Run with `MALLOC_MMAP_THRESHOLD_={MMAP_BYTES}`: "
+        "Build deferred, `fully_shard` each block and the model, `materialize_module`. Gathered "
+        "afterwards, every tensor "
+        "equals the eager module's bit for bit (compared by 128-bit digests of their bytes). Run "
+        f"with `MALLOC_MMAP_THRESHOLD_={MMAP_BYTES}`: "
         "without it, glibc now and then keeps 0.3 GB of freed temporaries on a rank.",
         table(
             ["rank", "time", "processor time", "peak memory", "of the whole model"],

@@ -1,6 +1,8 @@
-"""all_reduce over hosts in network namespaces: ``sml`` and plain Gloo over all ranks, and the links' own limit.
+"""all_reduce over hosts in network namespaces: ``sml`` and plain Gloo over all ranks, and the
+links' own limit.
 
-Needs root and iproute2. Hosts are joined by a bridge; each link has a token bucket of the given rate each way.
+Needs root and iproute2. Hosts are joined by a bridge; each link has a token bucket of the given
+rate each way.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ def run(placement: str, mbit: int, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="one round, to see that it runs; writes nothing")
+    parser.add_argument(
+        "--smoke", action="store_true", help="one round, to see that it runs; writes nothing"
+    )
     smoke = parser.parse_args().smoke
     rounds = 1 if smoke else 7
     if namespaces.missing():
@@ -99,7 +103,15 @@ def main() -> None:
             ]
         )
         print(*rows[-1], sep=" | ", flush=True)
-    header = ["hosts x ranks", "links", "sml", "Gloo", "sml / Gloo", "floor: U at the link's rate", "of it"]
+    header = [
+        "hosts x ranks",
+        "links",
+        "sml",
+        "Gloo",
+        "sml / Gloo",
+        "floor: U at the link's rate",
+        "of it",
+    ]
     notes = f"all_reduce of {SIZE_BYTES >> 20} MiB float32, median of {rounds}, backends in turn, a barrier at the end."
     if not smoke:
         write("hosts", "all_reduce between hosts", notes, table(header, rows))

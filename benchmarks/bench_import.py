@@ -24,7 +24,9 @@ print(time.perf_counter() - start, any(name.startswith("torch.distributed") for 
 
 
 def seconds(first: str, second: str) -> tuple[float, bool]:
-    """How long ``second`` takes in a fresh process after ``first``, and if torch.distributed is loaded then."""
+    """How long ``second`` takes in a fresh process after ``first``, and if torch.distributed is
+    loaded then.
+    """
     program = PROGRAM.format(first=first, second=second)
     output = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True

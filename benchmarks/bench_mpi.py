@@ -1,16 +1,19 @@
-"""Differentiable MPI beside bare mpi4py, mpi4torch (if it is installed) and torch's own collectives (gloo), on 2 ranks.
+"""Differentiable MPI beside bare mpi4py, mpi4torch (if it is installed) and torch's own collectives
+(gloo), on 2 ranks.
 
-    python benchmarks/bench_mpi.py                                # every case, 8 B to 64 MiB: about 5 minutes
-    python benchmarks/bench_mpi.py --cases Allreduce --sizes 8    # some of them; prints, and writes nothing
-    python benchmarks/bench_mpi.py --smoke                        # one tiny iteration; writes nothing
+    python benchmarks/bench_mpi.py                                # every case, 8 B to 64 MiB: about
+    5 minutes python benchmarks/bench_mpi.py --cases Allreduce --sizes 8    # some of them; prints,
+    and writes nothing python benchmarks/bench_mpi.py --smoke                        # one tiny
+    iteration; writes nothing
 
-Starts ``mpirun -n 2`` on itself. mpi4torch 0.1.3 has to be adapted to compile with torch 2.13, whose autograd nodes
-are intrusive pointers. A case's result is checked before it is timed. The rivals of a row run in turn in the
-same processes; a time is the slower rank's, the median over rounds. Every call gives new memory, save ``Bcast_`` and
-``Reduce_``, which overwrite. Up to 16 MiB it mostly is memory that was freed before; of 64 MiB, whose pages are touched for
-the first time, that is a large part, for every rival.
-Forward and backward by bare mpi4py reduces a tensor, then a cotangent, and holds both results, as autograd does.
-mpi4py's calls block inside MPI, where neither a timeout nor Ctrl-C reaches them; ours start without blocking and test.
+Starts ``mpirun -n 2`` on itself. mpi4torch 0.1.3 has to be adapted to compile with torch 2.13,
+whose autograd nodes are intrusive pointers. A case's result is checked before it is timed. The
+rivals of a row run in turn in the same processes; a time is the slower rank's, the median over
+rounds. Every call gives new memory, save ``Bcast_`` and ``Reduce_``, which overwrite. Up to 16 MiB
+it mostly is memory that was freed before; of 64 MiB, whose pages are touched for the first time,
+that is a large part, for every rival. Forward and backward by bare mpi4py reduces a tensor, then a
+cotangent, and holds both results, as autograd does. mpi4py's calls block inside MPI, where neither
+a timeout nor Ctrl-C reaches them; ours start without blocking and test.
 """
 
 from __future__ import annotations
@@ -151,7 +154,8 @@ cold. Forward and backward of 1 MiB exceeds two calls without gradient by more t
 in C++: no page is new, the gradient is not copied, and what else takes the time is not known. From run to run a row may
 double, for bare mpi4py too, and reductions of 1 MiB take four times as long at times: compare within a row, and no closer than 0.2."""
 
-# What is asked for: case, size, the most seconds or a ratio to a rival, in words, and as a function of the row.
+# What is asked for: case, size, the most seconds or a ratio to a rival, in words, and as a function
+# of the row.
 TARGETS: tuple[tuple[str, int, str, Callable[[Row], float | None]], ...] = (
     ("Allreduce", 8, "8 us", lambda row: 8e-6),
     ("Allreduce, forward and backward", 8, "40 us", lambda row: 40e-6),
@@ -181,8 +185,12 @@ def targets(rows: list[Row]) -> list[str]:
                 met = "not measured" if most is None else "yes" if ours <= most else "no"
                 lines.append((case, human(size_bytes), *cells(row), f"at most {words}", met))
     large = [row for row in rows if row.size_bytes >= 1 << 20]
-    over = [f"{row.case} {human(row.size_bytes)} {row.ratio:.2f}" for row in large if row.ratio > 1.1]
-    text = f"From 1 MiB up, {len(large) - len(over)} of {len(large)} rows are within 1.1 x bare mpi4py"
+    over = [
+        f"{row.case} {human(row.size_bytes)} {row.ratio:.2f}" for row in large if row.ratio > 1.1
+    ]
+    text = (
+        f"From 1 MiB up, {len(large) - len(over)} of {len(large)} rows are within 1.1 x bare mpi4py"
+    )
     header = ("case", "size", *(f"{rival}, us" for rival in RIVALS), "asked for", "met")
     summary = f"{text}{'; not: ' if over else '.'}{', '.join(over)}"
     return ["## What is asked for", table(header, lines), summary, BOUNDS]

@@ -2,11 +2,12 @@
 
     python benchmarks/bench_parameters.py [--smoke]
 
-Writes ``results/parameters.md``. Training on two nodes: ``bench_parameters_wn18rr.py``. Two processes of this
-machine, or four, are the two nodes; they speak TCP over the loopback device, once over plain
-sockets and once through ZeroMQ (``transport.zeromq``). Rivals take turns within one run; each figure is the median of the
-rounds, with the smallest and the largest. The floors move the same bytes with nothing else to do: a copy in
-memory for what is local, a request and its answer over a bare TCP connection for what is remote.
+Writes ``results/parameters.md``. Training on two nodes: ``bench_parameters_wn18rr.py``. Two
+processes of this machine, or four, are the two nodes; they speak TCP over the loopback device, once
+over plain sockets and once through ZeroMQ (``transport.zeromq``). Rivals take turns within one run;
+each figure is the median of the rounds, with the smallest and the largest. The floors move the same
+bytes with nothing else to do: a copy in memory for what is local, a request and its answer over a
+bare TCP connection for what is remote.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ from torchrelay.parameters import Embedding, Table, optim
 
 KEYS, DIM, BATCH = 100_000, 64, 4096
 NETWORKS = {"plain sockets": "0", "ZeroMQ": "1"}
-# What a batch takes on the wire: each key with its place and the age of what is known of it, and its value.
+# What a batch takes on the wire: each key with its place and the age of what is known of it, and
+# its value.
 ASK_BYTES, VALUE_BYTES = 16, 4 * DIM
 Result = dict[str, list[float]]
 Calls = dict[str, Callable[[], object]]
 
 
 def in_turns(calls: Calls, rounds: int, repeats: int) -> Result:
-    """Seconds a call takes, in each of ``rounds``; within a round each call runs ``repeats`` times in a row."""
+    """Seconds a call takes, in each of ``rounds``; within a round each call runs ``repeats`` times
+    in a row.
+    """
     for call in calls.values():
         call()
     times: Result = {name: [] for name in calls}
@@ -60,11 +64,17 @@ def _seconds(call: Callable[[], object], repeats: int) -> float:
 def local(rounds: int, repeats: int) -> Result:
     """One node, one worker."""
     torch.set_num_threads(1)
-    keys, values, out = torch.randint(KEYS, (BATCH,)), torch.randn(BATCH, DIM), torch.empty(BATCH, DIM)
+    keys, values, out = (
+        torch.randint(KEYS, (BATCH,)),
+        torch.randn(BATCH, DIM),
+        torch.empty(BATCH, DIM),
+    )
     weight = torch.randn(KEYS, DIM)
     with (
         Table.create(KEYS, DIM) as table,
-        Table.create(KEYS, DIM, optimizer=optim.adam(), name="adam", apply_gradients="backward") as adam,
+        Table.create(
+            KEYS, DIM, optimizer=optim.adam(), name="adam", apply_gradients="backward"
+        ) as adam,
     ):
         table.set(torch.arange(KEYS), weight)
         assert torch.equal(table.pull(keys), weight[keys])
@@ -109,7 +119,9 @@ def _rpc_push(keys: Tensor, values: Tensor) -> None:
 
 
 def _bare_tcp(rank: int, other: int, sizes: dict[str, tuple[int, int]]) -> Calls:
-    """The floors: calls that exchange the bytes of ``sizes`` (request, answer) with process ``other``."""
+    """The floors: calls that exchange the bytes of ``sizes`` (request, answer) with process
+    ``other``.
+    """
     calls: Calls = {}
     for name, (request, answer) in sizes.items():
         listener = socket.create_server(("127.0.0.1", 0))
@@ -187,10 +199,16 @@ def node(rank: int, size: int, port: int, rounds: int, repeats: int, out: Simple
         f"worker{rank}",
         rank=rank,
         world_size=size,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port + 1}"),
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://127.0.0.1:{port + 1}"
+        ),
     )
     theirs = torch.arange(1 - mine, KEYS, 2)
-    keys, one, values = theirs[torch.randint(len(theirs), (BATCH,))], theirs[:1], torch.zeros(BATCH, DIM)
+    keys, one, values = (
+        theirs[torch.randint(len(theirs), (BATCH,))],
+        theirs[:1],
+        torch.zeros(BATCH, DIM),
+    )
     peer = f"worker{other}"
     calls: Calls = {
         "pull, RPC": lambda: rpc.rpc_sync(peer, _rpc_pull, args=(keys,)),
@@ -198,12 +216,18 @@ def node(rank: int, size: int, port: int, rounds: int, repeats: int, out: Simple
         "one key, RPC": lambda: rpc.rpc_sync(peer, _rpc_pull, args=(one,)),
     }
     full, empty = BATCH * (ASK_BYTES + VALUE_BYTES), BATCH * ASK_BYTES
-    sizes = {"pull, floor": (empty, full), "push, floor": (full, empty), "one key, floor": (100, 400)}
+    sizes = {
+        "pull, floor": (empty, full),
+        "push, floor": (full, empty),
+        "one key, floor": (100, 400),
+    }
     calls |= _bare_tcp(rank, other, sizes)
     tables = {}
     for network, zeromq in NETWORKS.items():
         os.environ["TORCHRELAY_TRANSPORT_ZEROMQ"] = zeromq
-        tables[network] = Table.create(KEYS, DIM, name=network, node_of_rank=lambda r: r // per_node)
+        tables[network] = Table.create(
+            KEYS, DIM, name=network, node_of_rank=lambda r: r // per_node
+        )
         # one after the other, so that each finds its own pushes
         for turn in range(size):
             dist.barrier()
@@ -227,7 +251,9 @@ def node(rank: int, size: int, port: int, rounds: int, repeats: int, out: Simple
 
 
 def _measure(calls: Calls, mine: int, rounds: int, repeats: int) -> Result:
-    """Seconds of each call, with node 0 asking alone (``one``) and with both nodes asking (``both``)."""
+    """Seconds of each call, with node 0 asking alone (``one``) and with both nodes asking
+    (``both``).
+    """
     times: Result = {f"{name}, {who}": [] for name in calls for who in ("one", "both")}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -263,7 +289,8 @@ def on_two_nodes(workers: int, rounds: int, repeats: int) -> list[Result]:
         port = probe.getsockname()[1]
     size = 2 * workers
     processes = [
-        context.Process(target=node, args=(rank, size, port, rounds, repeats, out)) for rank in range(size)
+        context.Process(target=node, args=(rank, size, port, rounds, repeats, out))
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -309,7 +336,15 @@ def local_rows(times: Result) -> list[list[str]]:
     ]
     floor = rate(times["memcpy"])
     rows = [
-        [ours, rate(times[ours]), rival, rate(times[rival]), ratio(times[ours], times[rival]), floor, goal]
+        [
+            ours,
+            rate(times[ours]),
+            rival,
+            rate(times[rival]),
+            ratio(times[ours], times[rival]),
+            floor,
+            goal,
+        ]
         for ours, rival, goal in pairs
     ]
     ours, theirs = times["train_ours"], times["train_theirs"]
@@ -327,7 +362,9 @@ def local_rows(times: Result) -> list[list[str]]:
     ]
 
 
-def remote_rows(times: Result, show: Callable[[list[float]], str], goals: dict[str, str]) -> list[list[str]]:
+def remote_rows(
+    times: Result, show: Callable[[list[float]], str], goals: dict[str, str]
+) -> list[list[str]]:
     rows = []
     for name, goal in goals.items():
         for who, asks in (("one", "one node asks"), ("both", "both ask at once")):
@@ -378,11 +415,15 @@ def main() -> None:
     write(
         "parameters",
         "The parameter manager",
-        f"Million keys a second, {DIM} float32 a key, batches of {BATCH}; median (smallest-largest) of {rounds} "
+        f"Million keys a second, {DIM} float32 a key, batches of {BATCH}; median "
+        f"(smallest-largest) of {rounds} "
         "rounds. The ratio is to the rival; the last column is the figure to reach.",
         "One node, one worker; the floor is a copy of the batch.",
-        markdown(["operation", "ours", "rival", "rival's", "ratio", "floor", "reach"], local_rows(here)),
-        "Two nodes, one worker each, synchronous accesses to keys of the other node: each worker's rate; the floor "
+        markdown(
+            ["operation", "ours", "rival", "rival's", "ratio", "floor", "reach"], local_rows(here)
+        ),
+        "Two nodes, one worker each, synchronous accesses to keys of the other node: each worker's "
+        "rate; the floor "
         "is a bare TCP connection.",
         markdown(
             ["operation", "ours", "torch RPC", "ratio", "floor", "reach"],
@@ -393,7 +434,8 @@ def main() -> None:
             ["operation", "ours", "torch RPC", "ratio", "floor", "reach"],
             remote_rows(apart, microseconds, {"one key": "80 or less"}),
         ),
-        "Announcing keys (the call alone; to reach: 20), and until they have been relocated here while as many go the "
+        "Announcing keys (the call alone; to reach: 20), and until they have been relocated here "
+        "while as many go the "
         "other way (2).",
         markdown(["network", "intent call", "relocation"], announced),
         "Two workers a node beside one: the node's rate.",

@@ -2,10 +2,11 @@
 
     python benchmarks/bench_parameters_scaling.py [--smoke] [--data DIR]
 
-The keys are those that training ComplEx uses (``examples/parameters_kge.py``): each node takes the facts about its
-own subjects. The same trace runs on the real manager, with nodes as threads of this process, and through the model
-of its algorithm (``parameters_model.py``), which is checked against it before it is trusted with more nodes. Writes
-``results/parameters_scaling.md`` and ``docs/images/parameters_scaling.png``.
+The keys are those that training ComplEx uses (``examples/parameters_kge.py``): each node takes the
+facts about its own subjects. The same trace runs on the real manager, with nodes as threads of this
+process, and through the model of its algorithm (``parameters_model.py``), which is checked against
+it before it is trusted with more nodes. Writes ``results/parameters_scaling.md`` and
+``docs/images/parameters_scaling.png``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ PLOT = Path(__file__).parents[1] / "docs" / "images" / "parameters_scaling.png"
 DIM, FACTS, LOOKAHEAD, WARM_UP = 128, 64, 12, 20
 ROUNDS_PER_STEP, STEP_S = 5, 0.1
 TECHNIQUES = ("all", "relocation_only", "replication_only")
-# The model is trusted where it is off by no more than this, in messages and in bytes, at every size measured.
+# The model is trusted where it is off by no more than this, in messages and in bytes, at every size
+# measured.
 TRUSTED = 1.5
 
 
@@ -41,14 +43,20 @@ def record(graph: Graph, nodes: int, steps: int) -> Trace:
     """The distinct keys of each node's steps."""
     trace: Trace = []
     for node in range(nodes):
-        batches = parameters_kge.Batches(graph, node, nodes, epochs=steps)  # of each epoch, at least one step
-        keys = [np.unique(batch.keys().numpy()) for _, batch in zip(range(steps), batches, strict=False)]
+        batches = parameters_kge.Batches(
+            graph, node, nodes, epochs=steps
+        )  # of each epoch, at least one step
+        keys = [
+            np.unique(batch.keys().numpy()) for _, batch in zip(range(steps), batches, strict=False)
+        ]
         trace.append(keys)
     return trace
 
 
 class Real:
-    """The trace on real nodes, which are threads over the in-memory network; pushes add 1, so values count them."""
+    """The trace on real nodes, which are threads over the in-memory network; pushes add 1, so
+    values count them.
+    """
 
     def __init__(self, trace: Trace, num_keys: int, techniques: str) -> None:
         self.trace, self.num_keys = trace, num_keys
@@ -60,7 +68,9 @@ class Real:
         self.begin_s = 0.0
 
     def run(self) -> Counts:
-        threads = [threading.Thread(target=self._guarded, args=(node,)) for node in range(len(self.trace))]
+        threads = [
+            threading.Thread(target=self._guarded, args=(node,)) for node in range(len(self.trace))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -116,7 +126,9 @@ class Real:
         worker.pull(keys, values)
         return max(0, int(expected - values[:, 0].sum().item()))
 
-    def _add(self, before: dict[str, float], after: dict[str, float], missed: int, steps: int) -> None:
+    def _add(
+        self, before: dict[str, float], after: dict[str, float], missed: int, steps: int
+    ) -> None:
         counts = self.counts
         counts.messages += int(after["sent_messages"] - before["sent_messages"])
         counts.bytes += int(after["sent_bytes"] - before["sent_bytes"])
@@ -131,7 +143,9 @@ def simulate(trace: Trace, num_keys: int, techniques: str) -> Counts:
 
 
 def figures(counts: Counts) -> list[float]:
-    """Of one node and step: messages, kilobytes; then remote pulls in %, updates missing in a pulled value."""
+    """Of one node and step: messages, kilobytes; then remote pulls in %, updates missing in a
+    pulled value.
+    """
     pulls = counts.local + counts.remote
     return [
         counts.messages / counts.steps,
@@ -145,7 +159,9 @@ def text(values: list[float]) -> list[str]:
     return [f"{values[0]:.1f}", f"{values[1]:.0f}", f"{values[2]:.2f}", f"{values[3]:.3f}"]
 
 
-def plot(simulated: dict[tuple[str, int], list[float]], measured: dict[tuple[str, int], list[float]]) -> None:
+def plot(
+    simulated: dict[tuple[str, int], list[float]], measured: dict[tuple[str, int], list[float]]
+) -> None:
     import matplotlib as mpl  # noqa: PLC0415 - takes long to import, and a smoke run draws nothing
 
     mpl.use("Agg")
@@ -154,9 +170,13 @@ def plot(simulated: dict[tuple[str, int], list[float]], measured: dict[tuple[str
     titles = ("messages a node and step", "kB a node and step", "updates missing in a pulled value")
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
     for axis, title, at in zip(axes, titles, (0, 1, 3), strict=True):
-        for techniques, colour in zip(TECHNIQUES, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+        for techniques, colour in zip(
+            TECHNIQUES, ("tab:blue", "tab:orange", "tab:green"), strict=True
+        ):
             for source, style in ((simulated, "-"), (measured, "o")):
-                points = sorted((n, values[at]) for (name, n), values in source.items() if name == techniques)
+                points = sorted(
+                    (n, values[at]) for (name, n), values in source.items() if name == techniques
+                )
                 label = f"{techniques}, {'simulated' if style == '-' else 'measured'}"
                 axis.plot(*zip(*points, strict=True), style, color=colour, label=label)
         axis.set(title=title, xlabel="nodes", xscale="log")
@@ -173,7 +193,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="2 and 4 nodes, few steps; writes nothing")
+    parser.add_argument(
+        "--smoke", action="store_true", help="2 and 4 nodes, few steps; writes nothing"
+    )
     parser.add_argument("--data", type=Path, help="folder with WN18RR; default: the code graph")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -195,13 +217,18 @@ def main() -> None:
                 measured[techniques, nodes] = figures(Real(trace, num_keys, techniques).run())
             simulated[techniques, nodes] = figures(simulate(trace, num_keys, techniques))
             print(
-                nodes, techniques, measured.get((techniques, nodes)), simulated[techniques, nodes], flush=True
+                nodes,
+                techniques,
+                measured.get((techniques, nodes)),
+                simulated[techniques, nodes],
+                flush=True,
             )
     ratios = {key: [simulated[key][i] / measured[key][i] for i in (0, 1)] for key in measured}
     for key, pair in ratios.items():
         if not options.smoke and not all(1 / TRUSTED < ratio < TRUSTED for ratio in pair):
             raise SystemExit(
-                f"the model is off by {pair} in messages and bytes at {key}: it must not be believed"
+                f"the model is off by {pair} in messages and bytes at {key}: it must not be "
+                "believed"
             )
     if options.smoke:
         return
@@ -214,7 +241,9 @@ def main() -> None:
             *(
                 f"{a} / {b}"
                 for a, b in zip(
-                    text(measured[techniques, nodes]), text(simulated[techniques, nodes]), strict=True
+                    text(measured[techniques, nodes]),
+                    text(simulated[techniques, nodes]),
+                    strict=True,
                 )
             ),
         ]
@@ -228,18 +257,26 @@ def main() -> None:
     write(
         "parameters_scaling",
         "The parameter manager from 2 to 256 nodes",
-        f"A trace of the keys that training ComplEx on {name} uses: every node takes the facts about its own "
-        f"subjects, {FACTS} in a step, which are {min(keys_a_step.values()):.0f} to {max(keys_a_step.values()):.0f} distinct keys of {num_keys:,}; "
-        f"values of {DIM} float32. A step lasts {ROUNDS_PER_STEP} rounds of the channels and is announced {LOOKAHEAD} steps "
-        f"before; {steps - WARM_UP} steps after {WARM_UP} to warm up. Per node and step. *Updates missing* is staleness: how many pushes that other "
+        f"A trace of the keys that training ComplEx on {name} uses: every node takes the facts "
+        "about its own "
+        f"subjects, {FACTS} in a step, which are {min(keys_a_step.values()):.0f} to "
+        f"{max(keys_a_step.values()):.0f} distinct keys of {num_keys:,}; "
+        f"values of {DIM} float32. A step lasts {ROUNDS_PER_STEP} rounds of the channels and is "
+        f"announced {LOOKAHEAD} steps "
+        f"before; {steps - WARM_UP} steps after {WARM_UP} to warm up. Per node and step. *Updates "
+        "missing* is staleness: how many pushes that other "
         "nodes had made before a pull its value did not have, on average over all pulled keys.",
         "![traffic and staleness from 2 to 256 nodes](../../docs/images/parameters_scaling.png)",
         "Measured / simulated: the real manager with nodes as threads over the in-memory network, "
-        f"{ROUNDS_PER_STEP / STEP_S:.0f} rounds a second; and the model of its algorithm, `benchmarks/parameters_model.py`.",
+        f"{ROUNDS_PER_STEP / STEP_S:.0f} rounds a second; and the model of its algorithm, "
+        "`benchmarks/parameters_model.py`.",
         table(["techniques", "nodes", *columns], checked),
-        f"Simulated, {' / '.join(TECHNIQUES)}. In the model a message arrives within the round it is sent in and workers move "
-        "in whole rounds, so it sees less staleness than there is, by the factors above: of that, only the trend counts. "
-        f"The graph is the same for all: at {all_nodes[-1]} nodes a node has {len(graph.train) // all_nodes[-1]} facts, which its "
+        f"Simulated, {' / '.join(TECHNIQUES)}. In the model a message arrives within the round it "
+        "is sent in and workers move "
+        "in whole rounds, so it sees less staleness than there is, by the factors above: of that, "
+        "only the trend counts. "
+        f"The graph is the same for all: at {all_nodes[-1]} nodes a node has "
+        f"{len(graph.train) // all_nodes[-1]} facts, which its "
         f"steps go through {steps * FACTS * all_nodes[-1] // len(graph.train)} times.",
         table(["nodes", *columns], grown),
     )

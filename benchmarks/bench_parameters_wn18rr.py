@@ -1,7 +1,9 @@
-"""ComplEx trained on two nodes of one worker, four ways: what stays local, what is sent, how long an epoch takes.
+"""ComplEx trained on two nodes of one worker, four ways: what stays local, what is sent, how long
+an epoch takes.
 
-    python benchmarks/bench_parameters_wn18rr.py --data WN18RR    # folder with train.txt, valid.txt, test.txt
-    python benchmarks/bench_parameters_wn18rr.py --smoke          # a tiny model of the code graph, one way
+    python benchmarks/bench_parameters_wn18rr.py --data WN18RR    # folder with train.txt,
+    valid.txt, test.txt python benchmarks/bench_parameters_wn18rr.py --smoke          # a tiny model
+    of the code graph, one way
 
 Writes ``results/parameters_wn18rr.md``. Two processes of this machine are the two nodes; they run
 ``examples/parameters_kge.py``. A run whose test MRR is not several times the baseline's fails.
@@ -34,7 +36,9 @@ EPOCH_LINE = r"(?P<seconds>[\d.]+) s, (?P<local>[\d.]+)% local, (?P<sent>[\d.]+)
 
 @dataclass(frozen=True)
 class Run:
-    """Of node 0: seconds of each epoch; share of keys pulled from its own memory, MB sent and keys moved in all."""
+    """Of node 0: seconds of each epoch; share of keys pulled from its own memory, MB sent and keys
+    moved in all.
+    """
 
     epochs_s: list[float]
     local: float
@@ -49,8 +53,23 @@ def train(data: str, arguments: list[str], epochs: int, dim: int) -> Run:
     Raises:
         SystemExit: the model has not learned.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--node-per-process", "--epochs", str(epochs), "--dim", str(dim), "--questions", "1000"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    options = [
+        "--node-per-process",
+        "--epochs",
+        str(epochs),
+        "--dim",
+        str(dim),
+        "--questions",
+        "1000",
+    ]
     graph = ["--data", data, "--allow-unseen"] if data else []
     output = subprocess.run(
         [*torchrun, str(EXAMPLE), *options, *graph, *arguments],
@@ -66,7 +85,9 @@ def train(data: str, arguments: list[str], epochs: int, dim: int) -> Run:
         raise SystemExit(f"the example printed something else:\n{output}")
     mrr, baseline = float(found[1]), float(found[2])
     if epochs == EPOCHS and mrr < TIMES_BASELINE * baseline:
-        raise SystemExit(f"the model has not learned: MRR {mrr}, the most frequent answers have {baseline}")
+        raise SystemExit(
+            f"the model has not learned: MRR {mrr}, the most frequent answers have {baseline}"
+        )
     return Run(
         [float(line["seconds"]) for line in lines],
         statistics.mean(float(line["local"]) for line in lines),
@@ -99,7 +120,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="one epoch of a tiny model; writes nothing")
+    parser.add_argument(
+        "--smoke", action="store_true", help="one epoch of a tiny model; writes nothing"
+    )
     parser.add_argument("--data", default="", help="folder with WN18RR; default: the code graph")
     options = parser.parse_args()
     if options.smoke:
@@ -121,8 +144,10 @@ def main() -> None:
     write(
         "parameters_wn18rr",
         f"ComplEx on {'WN18RR' if options.data else 'the code graph'}, two nodes",
-        f"`examples/parameters_kge.py`: {DIM} complex numbers an embedding, Adagrad in the table, two nodes of one worker and "
-        f"one torch thread each, {EPOCHS} epochs; median (smallest-largest) of {ROUNDS} runs, the ways in turns. Sent bytes are of "
+        f"`examples/parameters_kge.py`: {DIM} complex numbers an embedding, Adagrad in the table, "
+        "two nodes of one worker and "
+        f"one torch thread each, {EPOCHS} epochs; median (smallest-largest) of {ROUNDS} runs, the "
+        "ways in turns. Sent bytes are of "
         "both epochs, all messages of the node. The MRR is of 1000 test questions.",
         table(header, [row(way, runs[way]) for way in WAYS]),
         NOTES,

@@ -1,10 +1,12 @@
-"""The aggregation switch: packets per second, goodput against loss, and quantization error against its bound.
+"""The aggregation switch: packets per second, goodput against loss, and quantization error against
+its bound.
 
     python benchmarks/bench_switch.py            # about a minute
     python benchmarks/bench_switch.py --smoke    # one tiny iteration; writes nothing
 
-Workers are threads of one process on the loopback interface, so they share the cores with the switch: packets per second
-are those of the whole, not of the switch alone. Every result is checked before it is counted.
+Workers are threads of one process on the loopback interface, so they share the cores with the
+switch: packets per second are those of the whole, not of the switch alone. Every result is checked
+before it is counted.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ SPREADS = (0, 3, 6)
 
 @dataclass(frozen=True)
 class Run:
-    """The rounds of one setting, for ``count`` values and ``packets`` received by the switch in all."""
+    """The rounds of one setting, for ``count`` values and ``packets`` received by the switch in
+    all.
+    """
 
     seconds: list[float]
     count: int
@@ -68,7 +72,11 @@ def run(num_workers: int, count: int, loss: float, rounds: int, dtype: torch.dty
                 tensor.fill_(1)
             before = server.stats().received
             start = time.perf_counter()
-            list(pool.map(lambda pair: pair[0].all_reduce(pair[1]), zip(clients, tensors, strict=True)))
+            list(
+                pool.map(
+                    lambda pair: pair[0].all_reduce(pair[1]), zip(clients, tensors, strict=True)
+                )
+            )
             if round_ > 0:  # the first warms up
                 seconds.append(time.perf_counter() - start)
                 packets += server.stats().received - before
@@ -121,7 +129,12 @@ def main() -> None:
         for dtype in (torch.int32, torch.float32):
             result = measure(num_workers, 0.0, dtype)
             speeds.append(
-                [str(num_workers), str(dtype), f"{result.packets_per_s:,.0f}", f"{result.goodput_gbit:.2f}"]
+                [
+                    str(num_workers),
+                    str(dtype),
+                    f"{result.packets_per_s:,.0f}",
+                    f"{result.goodput_gbit:.2f}",
+                ]
             )
     losses = []
     lossless = measure(2, 0.0, torch.float32)
@@ -129,14 +142,22 @@ def main() -> None:
         result = measure(2, loss, torch.float32) if loss else lossless
         part = result.goodput_gbit / lossless.goodput_gbit
         losses.append(
-            [f"{loss:.1%}", f"{result.goodput_gbit:.2f}", f"{part:.0%}", f"{result.retransmissions:,}"]
+            [
+                f"{loss:.1%}",
+                f"{result.goodput_gbit:.2f}",
+                f"{part:.0%}",
+                f"{result.retransmissions:,}",
+            ]
         )
     errors = []
     for spread in SPREADS[:1] if smoke else SPREADS:
         largest, part = quantization(4, 256 * (4 if smoke else 4096), spread)
         errors.append([f"10^0 to 10^{spread}", f"{largest:.3g}", f"{part:.0%}"])
     parts = [
-        table(["workers", "values", "packets/s into the switch", "goodput of a worker, Gbit/s"], speeds),
+        table(
+            ["workers", "values", "packets/s into the switch", "goodput of a worker, Gbit/s"],
+            speeds,
+        ),
         table(["loss each way", "goodput, Gbit/s", "of lossless", "packets sent again"], losses),
         table(["values' scale, 4 workers", "largest error", "of the chunk's bound"], errors),
     ]

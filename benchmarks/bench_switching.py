@@ -1,14 +1,16 @@
-"""Model switching: what a switch costs beside a ready model, a restarted process, and other ways to load weights.
+"""Model switching: what a switch costs beside a ready model, a restarted process, and other ways to
+load weights.
 
-    python benchmarks/bench_switching.py                                # everything, about half an hour
-    python benchmarks/bench_switching.py --part links --models bert vit # one part, kept in --data
-    python benchmarks/bench_switching.py --part report                  # the results file and plots from --data
-    python benchmarks/bench_switching.py --smoke                        # tiny models, once; writes nothing
+    python benchmarks/bench_switching.py                                # everything, about half an
+    hour python benchmarks/bench_switching.py --part links --models bert vit # one part, kept in
+    --data python benchmarks/bench_switching.py --part report                  # the results file
+    and plots from --data python benchmarks/bench_switching.py --smoke                        # tiny
+    models, once; writes nothing
 
-Remakes figures 5 to 9 of the PipeSwitch paper (Bai et al., OSDI 2020): the time of a request that needs a switch
-(5), throughput and latency over the time between switches (6), and what pipelining and grouping (7), the memory
-pool (8) and the standby worker (9) are worth. Outputs are compared with an unswitched model's before anything is
-timed, and the rivals' measurements alternate.
+Remakes figures 5 to 9 of the PipeSwitch paper (Bai et al., OSDI 2020): the time of a request that
+needs a switch (5), throughput and latency over the time between switches (6), and what pipelining
+and grouping (7), the memory pool (8) and the standby worker (9) are worth. Outputs are compared
+with an unswitched model's before anything is timed, and the rivals' measurements alternate.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -67,7 +70,8 @@ def first_tensor(result: Any) -> torch.Tensor:
     return next(value for value in values if isinstance(value, torch.Tensor)).cpu()
 
 
-# --- rivals -----------------------------------------------------------------------------------------------------
+# --- rivals
+# -----------------------------------------------------------------------------------------------------
 
 RESTART = """
 import sys, torch
@@ -96,7 +100,9 @@ class Rivals:
         self.files = {name: folder / f"{name}.pt" for name in names}
         for name, model in self.ready.items():
             torch.save(model.state_dict(), self.files[name])
-        self.states = {name: torch.load(file, weights_only=True) for name, file in self.files.items()}
+        self.states = {
+            name: torch.load(file, weights_only=True) for name, file in self.files.items()
+        }
 
     def run(self, name: str) -> torch.Tensor:
         with torch.inference_mode():
@@ -113,7 +119,8 @@ class Rivals:
         self.run(name)
 
 
-# --- the switcher -----------------------------------------------------------------------------------------------
+# --- the switcher
+# -----------------------------------------------------------------------------------------------
 
 
 def open_switcher(store: ModelStore, names: tuple[str, ...], **options: Any) -> Switcher:
@@ -139,7 +146,9 @@ def check(switcher: Switcher, rivals: Rivals, names: tuple[str, ...]) -> None:
     for name in names:
         ours, theirs = first_tensor(switcher.infer(name, inputs_of(name))), rivals.run(name)
         same = (
-            torch.equal(ours, theirs) if rivals.device == "cpu" else torch.allclose(ours, theirs, atol=1e-3)
+            torch.equal(ours, theirs)
+            if rivals.device == "cpu"
+            else torch.allclose(ours, theirs, atol=1e-3)
         )
         if not same:
             raise SystemExit(f"{name}: the switched model's output differs from the ready one's")
@@ -208,7 +217,9 @@ VARIANTS: dict[str, Options] = {
 def links(
     store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
 ) -> dict[str, Any]:
-    """Cold switches over emulated links, with the best grouping, one group, and a group for each layer."""
+    """Cold switches over emulated links, with the best grouping, one group, and a group for each
+    layer.
+    """
     fill(store, names, Rivals(names, folder, options["device"]))
     cells: dict[str, Any] = {}
     for link in LINKS_GBPS if repeats > 1 else LINKS_GBPS[:1]:
@@ -277,7 +288,9 @@ def without(
 
 
 def release_memory(switcher: Switcher) -> None:
-    """Give the arena's pages back to the system: whoever copies there allocates again, as without a pool."""
+    """Give the arena's pages back to the system: whoever copies there allocates again, as without a
+    pool.
+    """
     arena = emptied(switcher)
     start, size_bytes = ctypes.c_void_p(arena.data_ptr()), ctypes.c_size_t(arena.numel())
     libc = ctypes.CDLL(None, use_errno=True)
@@ -298,7 +311,9 @@ def emptied(switcher: Switcher) -> torch.Tensor:
 
 
 def end_worker(switcher: Switcher) -> None:
-    """Kill the only worker: the request waits for a new process that imports torch and builds the modules."""
+    """Kill the only worker: the request waits for a new process that imports torch and builds the
+    modules.
+    """
     (worker,) = switcher._daemon.fleet.workers
     os.kill(worker.pid, signal.SIGKILL)
 
@@ -306,7 +321,9 @@ def end_worker(switcher: Switcher) -> None:
 def throughput(
     store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
 ) -> dict[str, Any]:
-    """Latencies of one client that calls two models in turn, so many seconds each; beside ready models."""
+    """Latencies of one client that calls two models in turn, so many seconds each; beside ready
+    models.
+    """
     pairs = [pair for pair in PAIRS if set(pair) <= set(names)] or [(names[0], names[1])]
     cycles, whole_s = (CYCLES_S, BATCH_SECONDS) if repeats > 1 else ((0.1,), 0.4)
     measured: dict[str, Any] = {}
@@ -320,8 +337,9 @@ def throughput(
                 # The two ways alternate, so that both see the same machine.
                 for turn in range(max(2, round(whole_s / cycle_s))):
                     name = pair[turn % 2]
-                    runs["switched"] += repeated(lambda: switcher.infer(name, inputs_of(name)), cycle_s)  # noqa: B023
-                    runs["ready"] += repeated(lambda: rivals.run(name), cycle_s)  # noqa: B023
+                    switched = functools.partial(switcher.infer, name, inputs_of(name))
+                    runs["switched"] += repeated(switched, cycle_s)
+                    runs["ready"] += repeated(functools.partial(rivals.run, name), cycle_s)
                 measured.setdefault(" and ".join(pair), {})[f"{cycle_s:g}"] = runs
     return measured
 
@@ -336,7 +354,8 @@ def repeated(run: Callable[[], object], seconds: float) -> list[float]:
 
 PARTS = {"requests": requests, "links": links, "without": without, "throughput": throughput}
 
-# --- the report -------------------------------------------------------------------------------------------------
+# --- the report
+# -------------------------------------------------------------------------------------------------
 
 
 def report(data: dict[str, Any]) -> list[str]:
@@ -456,7 +475,8 @@ def plot(data: dict[str, Any]) -> None:
     for pair, by_cycle in data["throughput"].items():
         cycles = [float(cycle) for cycle in by_cycle]
         rates = [
-            [len(runs[way]) / sum(runs[way]) for runs in by_cycle.values()] for way in ("switched", "ready")
+            [len(runs[way]) / sum(runs[way]) for runs in by_cycle.values()]
+            for way in ("switched", "ready")
         ]
         axes[0].plot(cycles, [100 * a / b for a, b in zip(*rates, strict=True)], "o-", label=pair)
         for way, style in (("switched", "o-"), ("ready", "--")):
@@ -512,7 +532,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda on a machine with a GPU")
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "bench_switching.json")
-    parser.add_argument("--smoke", action="store_true", help="tiny models, one iteration, nothing written")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny models, one iteration, nothing written"
+    )
     given = parser.parse_args()
     names, repeats = (SMOKE, 1) if given.smoke else (tuple(given.models), given.repeats)
     torch.set_num_threads(given.threads)
@@ -532,7 +554,11 @@ def main() -> None:
     elif "report" in chosen:
         if given.device == "cpu":
             plot(data)
-        write("switching" if given.device == "cpu" else "switching_cuda", "Model switching", *report(data))
+        write(
+            "switching" if given.device == "cpu" else "switching_cuda",
+            "Model switching",
+            *report(data),
+        )
 
 
 if __name__ == "__main__":

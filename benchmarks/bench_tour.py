@@ -1,11 +1,12 @@
 """The main job, whole, as a user runs it: ``torchrelay demo`` on the code graph, or on WN18RR.
 
     python benchmarks/bench_tour.py                   # the code graph of the standard library
-    python benchmarks/bench_tour.py --wn18rr FOLDER   # folder with WN18RR's train.txt, valid.txt, test.txt
-    python benchmarks/bench_tour.py --smoke           # one epoch of the code graph; writes nothing
+    python benchmarks/bench_tour.py --wn18rr FOLDER   # folder with WN18RR's train.txt, valid.txt,
+    test.txt python benchmarks/bench_tour.py --smoke           # one epoch of the code graph; writes
+    nothing
 
-Each run replaces its own section of ``benchmarks/results/tour.md`` by the command, its time, and all it printed.
-A run whose test MRR is below what it must reach fails and writes nothing.
+Each run replaces its own section of ``benchmarks/results/tour.md`` by the command, its time, and
+all it printed. A run whose test MRR is below what it must reach fails and writes nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def mrr(output: str, row: str) -> float:
 
 
 def check(output: str, least: float | None) -> None:
-    """Ends the program unless the model has learned: ``least``, or several times the baseline's MRR."""
+    """Ends the program unless the model has learned: ``least``, or several times the baseline's
+    MRR.
+    """
     reached = mrr(output, "test")
     least = TIMES_BASELINE * mrr(output, "test, most frequent answer") if least is None else least
     if reached < least:
@@ -75,7 +78,9 @@ def write(heading: str, text: str) -> None:
         if not part.startswith(f"## {heading}\n")
     ]
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join([TITLE, *(part.strip() + "\n" for part in sorted([*sections, text]))]))
+    RESULTS.write_text(
+        "\n".join([TITLE, *(part.strip() + "\n" for part in sorted([*sections, text]))])
+    )
 
 
 def main() -> None:

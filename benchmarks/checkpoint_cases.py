@@ -1,4 +1,6 @@
-"""What bench_checkpoint.py measures on several ranks: each case by all rivals, interleaved, checked before it is timed."""
+"""What bench_checkpoint.py measures on several ranks: each case by all rivals, interleaved, checked
+before it is timed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ _DISTINCT = 1 << 24  # consecutive integers that float32 holds exactly
 
 Run = Callable[[], Any]
 State = dict[str, DTensor]
-# Seconds of each repeat on the slowest rank and, for loads, peak memory beside the tensors on the rank that took most.
+# Seconds of each repeat on the slowest rank and, for loads, peak memory beside the tensors on the
+# rank that took most.
 Figures = dict[str, dict[str, list[float]]]
 
 
@@ -51,7 +54,9 @@ class Way:
 
 
 def make_state(rows: int, dim: int) -> State:
-    """Float32 DTensors ``(rows, COLUMNS)`` in memory of their own, sharded along ``dim``; each element has a known value."""
+    """Float32 DTensors ``(rows, COLUMNS)`` in memory of their own, sharded along ``dim``; each
+    element has a known value.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {}
     for index in range(TENSORS):
@@ -76,7 +81,8 @@ def _fresh(folder: str) -> str:
     return folder
 
 
-# --- Save ---------------------------------------------------------------------------------------------------------
+# --- Save
+# ---------------------------------------------------------------------------------------------------------
 
 
 def save_ways(folder: str, rows: int) -> dict[str, Way]:
@@ -124,11 +130,14 @@ def _write_zeros(size_bytes: int, path: str) -> None:
         os.fsync(file.fileno())
 
 
-# --- Load ---------------------------------------------------------------------------------------------------------
+# --- Load
+# ---------------------------------------------------------------------------------------------------------
 
 
 def load_ways(folder: str, rows: int, *, dim: int, cold: bool) -> dict[str, Way]:
-    """Into tensors that are there, from what the case ``save`` left; each result is checked here."""
+    """Into tensors that are there, from what the case ``save`` left; each result is checked
+    here.
+    """
     state = make_state(rows, dim)
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -140,12 +149,16 @@ def load_ways(folder: str, rows: int, *, dim: int, cold: bool) -> dict[str, Way]
     def by_safetensors() -> None:
         found = load_file(_data_file(folder))
         for key, target in state.items():
-            target.to_local().copy_(found[next(name for name in found if name.split("@")[0] == key)])
+            target.to_local().copy_(
+                found[next(name for name in found if name.split("@")[0] == key)]
+            )
 
     before = functools.partial(_evict, folder) if cold else lambda: None
     ways = {
         "torchrelay": Way(lambda: load(state, f"{folder}/ours"), before),
-        'torchrelay, verify="header"': Way(lambda: load(state, f"{folder}/ours", verify="header"), before),
+        'torchrelay, verify="header"': Way(
+            lambda: load(state, f"{folder}/ours", verify="header"), before
+        ),
         "DCP FileSystemReader": Way(lambda: dcp.load(state, checkpoint_id=f"{folder}/dcp"), before),  # type: ignore[attr-defined]
     }
     if dim == 0 and size == 2:  # each rank's shard is what one rank saved
@@ -218,11 +231,14 @@ def _evict(folder: str) -> None:
     dist.barrier()
 
 
-# --- Stall of an asynchronous save --------------------------------------------------------------------------------
+# --- Stall of an asynchronous save
+# --------------------------------------------------------------------------------
 
 
 def stall_ways(folder: str, rows: int) -> dict[str, Way]:
-    """What is timed ends when the state may change; the save itself ends untimed, before the next is timed."""
+    """What is timed ends when the state may change; the save itself ends untimed, before the next
+    is timed.
+    """
     state = make_state(rows, 0)
     plain = [value.to_local() for value in state.values()]
     copies = [torch.zeros_like(value) for value in plain]
@@ -258,7 +274,8 @@ def stall_ways(folder: str, rows: int) -> dict[str, Way]:
     }
 
 
-# --- Measuring ----------------------------------------------------------------------------------------------------
+# --- Measuring
+# ----------------------------------------------------------------------------------------------------
 
 
 def _figures(ways: dict[str, Way], repeats: int, with_peak: bool) -> Figures:
@@ -311,13 +328,17 @@ CASES = {
         functools.partial(load_ways, dim=1, cold=False),
         with_peak=True,
     ),
-    "replicated": Case("Load a replicated tensor on 2 ranks, file in the page cache", 2, replicated_ways),
+    "replicated": Case(
+        "Load a replicated tensor on 2 ranks, file in the page cache", 2, replicated_ways
+    ),
     "stall": Case("Stall of an asynchronous save on 2 ranks", 2, stall_ways),
 }
 
 
 def run_rank(rank: int, ranks: int, names: list[str], folder: str, rows: int, repeats: int) -> None:
-    """Runs the cases ``names`` as one of ``ranks`` ranks; rank 0 leaves their :data:`Figures` in ``folder``."""
+    """Runs the cases ``names`` as one of ``ranks`` ranks; rank 0 leaves their :data:`Figures` in
+    ``folder``.
+    """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store-{os.getppid()}-{ranks}", ranks)  # type: ignore[attr-defined]

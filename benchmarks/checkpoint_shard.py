@@ -21,7 +21,10 @@ def save_model(model: str, folder: str) -> dict[str, Any]:
     state = builder(model)().state_dict()
     save(state, f"{folder}/model")
     dcp.save(state, checkpoint_id=f"{folder}/model-dcp", no_dist=True)  # type: ignore[attr-defined]
-    torch.save({key: value[part(value, SHARDS) or ...] for key, value in state.items()}, f"{folder}/shard.pt")
+    torch.save(
+        {key: value[part(value, SHARDS) or ...] for key, value in state.items()},
+        f"{folder}/shard.pt",
+    )
     return {}
 
 
@@ -59,4 +62,7 @@ def checked(shard: dict[str, torch.Tensor], folder: str, figures: dict[str, Any]
         raise SystemExit(
             f"{len(wrong)} of {len(expected)} tensors are not those that were saved: {wrong[:5]}"
         )
-    return {**figures, "model_bytes": sum({t.data_ptr(): t.nbytes for t in shard.values()}.values())}
+    return {
+        **figures,
+        "model_bytes": sum({t.data_ptr(): t.nbytes for t in shard.values()}.values()),
+    }

@@ -1,4 +1,6 @@
-"""The models of bench_switching: transformers configurations and a GoogLeNet, random weights, nothing downloaded."""
+"""The models of bench_switching: transformers configurations and a GoogLeNet, random weights,
+nothing downloaded.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ SMOKE = ("tiny-resnet", "tiny-bert")
 
 
 class _Inception(torch.nn.Module):
-    """Branches of several widths side by side, as GoogLeNet's (Szegedy et al., 2015); transformers has no such model."""
+    """Branches of several widths side by side, as GoogLeNet's (Szegedy et al., 2015); transformers
+    has no such model.
+    """
 
-    # Channels of each block's 1x1, 3x3 and 5x5 branches (with what reduces before them) and after its pooling.
+    # Channels of each block's 1x1, 3x3 and 5x5 branches (with what reduces before them) and after
+    # its pooling.
     BLOCKS = (
         (64, 96, 128, 16, 32, 32),
         (128, 128, 192, 32, 96, 64),
@@ -39,8 +44,12 @@ class _Inception(torch.nn.Module):
             pool = torch.nn.MaxPool2d(3, 1, 1)
             branches = (
                 _convolution(width, one, 1),
-                torch.nn.Sequential(_convolution(width, reduce3, 1), _convolution(reduce3, three, 3)),
-                torch.nn.Sequential(_convolution(width, reduce5, 1), _convolution(reduce5, five, 5)),
+                torch.nn.Sequential(
+                    _convolution(width, reduce3, 1), _convolution(reduce3, three, 3)
+                ),
+                torch.nn.Sequential(
+                    _convolution(width, reduce5, 1), _convolution(reduce5, five, 5)
+                ),
                 torch.nn.Sequential(pool, _convolution(width, pooled, 1)),
             )
             self.blocks.append(torch.nn.ModuleList(branches))
@@ -93,7 +102,9 @@ def _configuration(name: str) -> tuple[Any, Any]:
         ),
         "tiny-bert": lambda: (
             hf.BertModel,
-            hf.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128),
+            hf.BertConfig(
+                hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128
+            ),
         ),
     }
     return choices[name]()

@@ -37,14 +37,18 @@ class Case(NamedTuple):
             with torch.set_grad_enabled(self.grad):
                 got = run()
             if isinstance(got, Tensor) and not torch.allclose(got.detach(), self.wanted):
-                raise AssertionError(f"{self.name} of {self.size_bytes} bytes by {rival}: a wrong result")
+                raise AssertionError(
+                    f"{self.name} of {self.size_bytes} bytes by {rival}: a wrong result"
+                )
 
 
 def cases(bare: MPI.Intracomm, sizes: Sequence[int]) -> Iterator[Case]:
     """Every case at every size in bytes, each made when it is its turn."""
     comm, theirs = mpi.COMM_WORLD, _mpi4torch()
     for size_bytes in sizes:
-        x = torch.rand(size_bytes // 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        x = torch.rand(
+            size_bytes // 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
         x += bare.rank
         yield from _allreduce(comm, bare, theirs, x)
         if size_bytes >= 1024:
@@ -61,7 +65,9 @@ def _mpi4torch() -> Any:
     return importlib.import_module("mpi4torch")
 
 
-def _by_name(ours: Run, bare: Run, mpi4torch: Run | None = None, gloo: Run | None = None) -> dict[str, Run]:
+def _by_name(
+    ours: Run, bare: Run, mpi4torch: Run | None = None, gloo: Run | None = None
+) -> dict[str, Run]:
     runs = {"torchrelay": ours, "bare mpi4py": bare, "mpi4torch": mpi4torch, "torch (gloo)": gloo}
     return {name: run for name, run in runs.items() if run is not None}
 
@@ -71,7 +77,9 @@ def _ranks(x: Tensor, n: int, rank: int) -> list[Tensor]:
     return [x - rank + r for r in range(n)]
 
 
-def _allreduce(comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tensor) -> Iterator[Case]:
+def _allreduce(
+    comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tensor
+) -> Iterator[Case]:
     a, size_bytes, total = x.numpy(), x.nbytes, sum(_ranks(x, comm.size, comm.rank))
     out, leaf, ones = x.clone(), x.clone().requires_grad_(), torch.ones_like(x)
     cotangent = ones.numpy()
@@ -124,8 +132,15 @@ def _allreduce(comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tens
 
 def _rooted(comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tensor) -> Iterator[Case]:
     n, r, a, size_bytes = comm.size, comm.rank, x.numpy(), x.nbytes
-    every, part, world = _ranks(x, n, r), x.numel() // n, None if theirs is None else theirs.COMM_WORLD
-    memory, same = torch.zeros_like(x), np.full_like(a, 0)  # pages that are there: zeros_like has none yet
+    every, part, world = (
+        _ranks(x, n, r),
+        x.numel() // n,
+        None if theirs is None else theirs.COMM_WORLD,
+    )
+    memory, same = (
+        torch.zeros_like(x),
+        np.full_like(a, 0),
+    )  # pages that are there: zeros_like has none yet
     nothing, zeros = x[:0], torch.zeros_like(x)
 
     def bare_reduce() -> None:
@@ -180,9 +195,15 @@ def _on_root(result: Tensor, rank: int) -> Tensor | None:
     return result if rank == 0 else None
 
 
-def _symmetric(comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tensor) -> Iterator[Case]:
+def _symmetric(
+    comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tensor
+) -> Iterator[Case]:
     n, r, a, size_bytes = comm.size, comm.rank, x.numpy(), x.nbytes
-    every, part, world = _ranks(x, n, r), x.numel() // n, None if theirs is None else theirs.COMM_WORLD
+    every, part, world = (
+        _ranks(x, n, r),
+        x.numel() // n,
+        None if theirs is None else theirs.COMM_WORLD,
+    )
     rows, total = x.view(n, part), sum(every)
     mine = slice(r * part, (r + 1) * part)
     assert isinstance(total, Tensor)
@@ -278,7 +299,10 @@ def _between_two(comm: mpi.Communicator, bare: MPI.Intracomm, x: Tensor) -> Iter
         receiving.Wait()
 
     yield Case(
-        "Send and Recv, there and back", x.nbytes, _by_name(there_and_back, bare_there_and_back), wanted
+        "Send and Recv, there and back",
+        x.nbytes,
+        _by_name(there_and_back, bare_there_and_back),
+        wanted,
     )
     yield Case("Isend, Irecv and Wait", x.nbytes, _by_name(in_two_steps, bare_in_two_steps), wanted)
     yield Case(

@@ -1,9 +1,11 @@
-"""The parameter manager's algorithm without its threads: counts what N nodes would send, for more nodes than fit here.
+"""The parameter manager's algorithm without its threads: counts what N nodes would send, for more
+nodes than fit here.
 
-Time is in rounds: each node's channel does one round per tick, in a random order, and what it sends arrives and is
-answered within the tick. All else follows the native channels: acting on intents by the estimate of ticks,
-relocation or replication at the owner, updates, acknowledgements and refreshes of replicas, upgrades of the last
-replica, routing over known locations. One worker a node, one channel, pushes that add.
+Time is in rounds: each node's channel does one round per tick, in a random order, and what it sends
+arrives and is answered within the tick. All else follows the native channels: acting on intents by
+the estimate of ticks, relocation or replication at the owner, updates, acknowledgements and
+refreshes of replicas, upgrades of the last replica, routing over known locations. One worker a
+node, one channel, pushes that add.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def poisson_quantile(mean: float) -> int:
 
 
 class Model:
-    """Args: ``row_bytes`` of a value; ``rounds_per_step`` of a channel; ``lookahead`` in steps of the announcements."""
+    """Args: ``row_bytes`` of a value; ``rounds_per_step`` of a channel; ``lookahead`` in steps of
+    the announcements.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,11 @@ class Model:
     ) -> None:
         nodes = len(trace)
         self.trace, self.nodes, self.row_bytes = trace, nodes, row_bytes
-        self.rounds_per_step, self.lookahead, self.techniques = rounds_per_step, lookahead, techniques
+        self.rounds_per_step, self.lookahead, self.techniques = (
+            rounds_per_step,
+            lookahead,
+            techniques,
+        )
         self.home = np.arange(num_keys) % nodes
         self.owner = self.home.copy()
         self.state = np.zeros((nodes, num_keys), np.uint8)
@@ -175,13 +183,16 @@ class Model:
         if ticks > 0:
             self.estimate[node] = DECAY * self.estimate[node] + (1 - DECAY) * ticks
         window = poisson_quantile(2 * max(float(ticks), self.estimate[node]))
-        # The worker's clock while it works on step s is s + 1 here, as it ends a step when it begins the next.
+        # The worker's clock while it works on step s is s + 1 here, as it ends a step when it
+        # begins the next.
         horizon = min(clock - 1 + min(window, self.lookahead), len(self.trace[node]) - 1)
         while self.begun[node] <= horizon:
             keys = self.trace[node][self.begun[node]]
             self.begun[node] += 1
             self.intents[node, keys] += 1
-            self._acquire(node, keys[(self.intents[node, keys] == 1) & (self.state[node, keys] == ABSENT)])
+            self._acquire(
+                node, keys[(self.intents[node, keys] == 1) & (self.state[node, keys] == ABSENT)]
+            )
         while self.ended[node] < clock - 1:
             keys = self.trace[node][self.ended[node]]
             self.ended[node] += 1
@@ -276,7 +287,11 @@ class Model:
         """The only node that still needs a key becomes its owner."""
         if self.techniques != "all" or len(keys) == 0:
             return
-        mine = (self.owner[keys] == node) & (self.replicas[keys] == 1) & (self.intents[node, keys] == 0)
+        mine = (
+            (self.owner[keys] == node)
+            & (self.replicas[keys] == 1)
+            & (self.intents[node, keys] == 0)
+        )
         keys = keys[mine]
         fresh = self.rounds[node] - self.arrived[keys] < HYSTERESIS
         if fresh.any():

@@ -31,7 +31,8 @@ def machine() -> str:
     )
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB; Linux {platform.release().split('-')[0]}; "
+        f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB; Linux "
+        f"{platform.release().split('-')[0]}; "
         f"Python {platform.python_version()}, torch {torch.__version__}, torchrelay {__version__}"
     )
 
@@ -52,7 +53,9 @@ def gigabytes(size_bytes: float) -> str:
 
 
 def resident_bytes(key: str) -> int:
-    """``VmRSS``, what is resident now, or ``VmHWM``, the most there was since :func:`reset_peak`."""
+    """``VmRSS``, what is resident now, or ``VmHWM``, the most there was since
+    :func:`reset_peak`.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -67,7 +70,9 @@ def reset_peak() -> int:
 
 
 def write(name: str, title: str, *parts: str) -> None:
-    """Writes ``results/<name>.md``: title, command, date, machine, then ``parts``, separated by blank lines."""
+    """Writes ``results/<name>.md``: title, command, date, machine, then ``parts``, separated by
+    blank lines.
+    """
     command = f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
     head = f"`{command}`, {datetime.date.today()}\n\n{machine()}"
     RESULTS.mkdir(exist_ok=True)

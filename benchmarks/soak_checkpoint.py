@@ -1,10 +1,12 @@
-"""Is a committed checkpoint ever lost, or a torn one taken for whole, when savers are killed at random moments?
+"""Is a committed checkpoint ever lost, or a torn one taken for whole, when savers are killed at
+random moments?
 
-Savers save one checkpoint after another and are killed (SIGKILL) at a random time: synchronous saves under new names
-with retention, saves that replace one another, saves after which many checkpoints are removed at once, asynchronous
-saves whose trainer is killed (the writer process goes on and commits), and asynchronous saves whose writer is. After
-each kill the newest committed checkpoint must load, verify, and be at least as new as the one that the saver last
-reported; after the next save nothing temporary may be left. Exits with an error if not.
+Savers save one checkpoint after another and are killed (SIGKILL) at a random time: synchronous
+saves under new names with retention, saves that replace one another, saves after which many
+checkpoints are removed at once, asynchronous saves whose trainer is killed (the writer process goes
+on and commits), and asynchronous saves whose writer is. After each kill the newest committed
+checkpoint must load, verify, and be at least as new as the one that the saver last reported; after
+the next save nothing temporary may be left. Exits with an error if not.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from report import write
 from torchrelay.checkpoint import async_save, latest, load, save, verify
 from torchrelay.checkpoint._async import _state
 
-MODES = ("new names", "replace", "retention of many", "async, trainer killed", "async, writer killed")
+MODES = (
+    "new names",
+    "replace",
+    "retention of many",
+    "async, trainer killed",
+    "async, writer killed",
+)
 _ELEMENTS = 500_000
 
 
@@ -72,7 +80,9 @@ def _newest(folder: str) -> int:
 
 
 def _kill_one(folder: str, mode: str, first: int, draws: random.Random) -> int:
-    """Forks a saver and kills it; the last step that it reported as committed, ``first`` - 1 if none."""
+    """Forks a saver and kills it; the last step that it reported as committed, ``first`` - 1 if
+    none.
+    """
     reader, writer = os.pipe()
     saver = os.fork()
     if saver == 0:
@@ -88,7 +98,9 @@ def _kill_one(folder: str, mode: str, first: int, draws: random.Random) -> int:
         victim = int(reports.readline())
         start, saves = time.perf_counter(), draws.randint(1, 3)
         last = [int(reports.readline()) for _ in range(saves)][-1]
-        time.sleep(draws.random() * 1.2 * (time.perf_counter() - start) / saves)  # within a save, or the next
+        time.sleep(
+            draws.random() * 1.2 * (time.perf_counter() - start) / saves
+        )  # within a save, or the next
         os.kill(victim, signal.SIGKILL)
         # Ends when a writer process that outlives its trainer does too.
         reported = [int(line) for line in reports.read().split()]
@@ -105,16 +117,21 @@ def _soak_mode(mode: str, kills: int, draws: random.Random) -> str:
             torn += any(name.startswith(".") for name in os.listdir(folder))
             found = _newest(folder)
             if found < max(newest, reported):
-                raise SystemExit(f"{mode}: step {reported} was committed, and the newest is {found}")
+                raise SystemExit(
+                    f"{mode}: step {reported} was committed, and the newest is {found}"
+                )
             newest = found
         save(_values(newest + 1), _path(folder, mode, newest + 1), keep=2)
         if _newest(folder) != newest + 1:
             raise SystemExit(f"{mode}: the save after the kills is not the newest")
-        left = [str(path) for path in Path(folder).rglob("*") if path.name.startswith((".", "part-"))]
+        left = [
+            str(path) for path in Path(folder).rglob("*") if path.name.startswith((".", "part-"))
+        ]
         if left or len(os.listdir(folder)) > 2:
             raise SystemExit(f"{mode}: left behind: {left or os.listdir(folder)}")
         return (
-            f"{mode}: {kills} kills, {torn} of which left an unfinished save or removal, {newest} checkpoints; "
+            f"{mode}: {kills} kills, {torn} of which left an unfinished save or removal, {newest} "
+            "checkpoints; "
             "none lost, none torn, nothing left"
         )
 
@@ -134,7 +151,10 @@ def main() -> None:
         print(lines[-1], flush=True)
     if arguments.kills >= 200:
         write(
-            "checkpoint_soak", "checkpoint: savers killed at random moments", __doc__ or "", "\n".join(lines)
+            "checkpoint_soak",
+            "checkpoint: savers killed at random moments",
+            __doc__ or "",
+            "\n".join(lines),
         )
 
 

@@ -1,12 +1,15 @@
-"""Does the parameter manager lose, double or leak anything, when its links are slow and its workers die?
+"""Does the parameter manager lose, double or leak anything, when its links are slow and its workers
+die?
 
-First, nodes are started again and again, 2, 3 and 4 of them, and must come up, agree and leave cleanly. Then the
-nodes' workers push, pull, set and announce random keys over links that delay, reorder and duplicate, while
-workers are killed (SIGKILL) and started again. Each worker counts in a file what it began to push, and what was
-acknowledged; in the end every count at every node must lie between the two, which are equal for who was never
-killed. Exits with an error, and says what is wrong, if anything is.
+First, nodes are started again and again, 2, 3 and 4 of them, and must come up, agree and leave
+cleanly. Then the nodes' workers push, pull, set and announce random keys over links that delay,
+reorder and duplicate, while workers are killed (SIGKILL) and started again. Each worker counts in a
+file what it began to push, and what was acknowledged; in the end every count at every node must lie
+between the two, which are equal for who was never killed. Exits with an error, and says what is
+wrong, if anything is.
 
-``python benchmarks/soak_parameters.py`` takes 12 minutes; ``--seconds`` and ``--starts`` make it shorter.
+``python benchmarks/soak_parameters.py`` takes 12 minutes; ``--seconds`` and ``--starts`` make it
+shorter.
 """
 
 from __future__ import annotations
@@ -91,7 +94,9 @@ def _delayed(network: Callable[[], _native.Network], seed: int) -> Callable[[], 
 
 @dataclass(frozen=True)
 class Journal:
-    """What a worker did so far, in a file that outlives it: updates by key, and pushes, pulls and sets."""
+    """What a worker did so far, in a file that outlives it: updates by key, and pushes, pulls and
+    sets.
+    """
 
     begun: Keys
     acknowledged: Keys
@@ -151,13 +156,20 @@ class Load:
         if wrong.any():
             key = keys[wrong][0]
             raise AssertionError(
-                f"rank {self.rank} pulled {mine[wrong][0]:g} of its own pushes to key {key}, of which "
+                f"rank {self.rank} pulled {mine[wrong][0]:g} of its own pushes to key {key}, of "
+                "which "
                 f"{least[wrong][0]} were acknowledged and {self.journal.begun[key]} begun"
             )
 
     def set(self) -> None:
-        """Only workers that are never killed set: a set of the dead may arrive late, and a later one count less."""
-        mine = PUSHED_KEYS + self.rank + self.plan.size * self.random.integers(SET_KEYS // self.plan.size)
+        """Only workers that are never killed set: a set of the dead may arrive late, and a later
+        one count less.
+        """
+        mine = (
+            PUSHED_KEYS
+            + self.rank
+            + self.plan.size * self.random.integers(SET_KEYS // self.plan.size)
+        )
         number = self.journal.begun[mine] + 1
         self.journal.begun[mine] = number
         self.worker.set(np.array([mine]), np.full((1, self.plan.size), number, dtype=np.float32))
@@ -184,7 +196,9 @@ def usage() -> dict[str, int]:
 
 
 def run_worker(plan: Plan, rank: int) -> None:
-    """One life of one worker: loads until the store says stop, then shows what it sees of all keys."""
+    """One life of one worker: loads until the store says stop, then shows what it sees of all
+    keys.
+    """
     torch.set_num_threads(1)
     store = plan.store()
     server = Server(ROWS, length=plan.size, topology=plan.topology(rank, store))
@@ -259,7 +273,9 @@ def joined(processes: list[BaseProcess], timeout_s: float = TIMEOUT_S) -> list[s
 
 
 def starts(count: int) -> tuple[list[float], list[str]]:
-    """Seconds from first to last sign of life of each of ``count`` jobs of 2, 3, 4, 2 ... nodes; what went wrong."""
+    """Seconds from first to last sign of life of each of ``count`` jobs of 2, 3, 4, 2 ... nodes;
+    what went wrong.
+    """
     seconds, wrong = [], []
     for number in range(count):
         with tempfile.TemporaryDirectory() as folder:
@@ -341,7 +357,9 @@ def verify(plan: Plan, outcome: Outcome) -> None:
         if lost or doubled:
             outcome.wrong.append(f"rank {rank}: {lost} updates lost, {doubled} doubled")
         if rank in leaders and not np.array_equal(begun, sure):
-            outcome.wrong.append(f"rank {rank} was never killed, but has updates that were not acknowledged")
+            outcome.wrong.append(
+                f"rank {rank} was never killed, but has updates that were not acknowledged"
+            )
         outcome.acknowledged += int(sure.sum())
         outcome.in_flight += int((begun - sure).sum())
         outcome.arrived += int((found - sure).sum())
@@ -362,10 +380,14 @@ def leaks(plan: Plan, rank: int, wrong: list[str]) -> str:
     samples = [json.loads(line) for line in lines]
     fifth = max(1, len(samples) // 5)
     early, late = samples[fifth : 2 * fifth] or samples, samples[-fifth:]
-    before, after = ({name: np.median([s[name] for s in part]) for name in usage()} for part in (early, late))
+    before, after = (
+        {name: np.median([s[name] for s in part]) for name in usage()} for part in (early, late)
+    )
     more = {name: after[name] - before[name] for name in after}
     if more["fds"] > FEWEST_FDS_LOST or more["threads"] > LATE_THREADS or more["segments"] > 0:
-        wrong.append(f"rank {rank} leaks descriptors, threads or segments: {before} early, {after} late")
+        wrong.append(
+            f"rank {rank} leaks descriptors, threads or segments: {before} early, {after} late"
+        )
     if more["bytes"] > max(LEAST_LEAK_BYTES, 0.2 * before["bytes"]):
         wrong.append(f"rank {rank} leaks memory: {before} early, {after} late")
     return (
@@ -387,20 +409,30 @@ def started(seconds: list[float], wrong: list[str]) -> str:
 def described(outcome: Outcome, nodes: int, members: int) -> list[str]:
     counted = outcome.operations
     return [
-        f"{outcome.seconds:.0f} s of random load on {nodes} nodes of {members} workers, links delayed by up to "
+        f"{outcome.seconds:.0f} s of random load on {nodes} nodes of {members} workers, links "
+        "delayed by up to "
         f"{MAX_DELAY_S * 1e3:g} ms (so reordered) and {DUPLICATES:.0%} of messages duplicated; "
         f"{outcome.kills} workers killed and started again.",
         report.table(
             ["counted", ""],
             [
-                ["pushes, pulls, sets (batches)", ", ".join(f"{counted.get(n, 0):,}" for n in counted)],
+                [
+                    "pushes, pulls, sets (batches)",
+                    ", ".join(f"{counted.get(n, 0):,}" for n in counted),
+                ],
                 ["updates of keys acknowledged", f"{outcome.acknowledged:,}"],
                 ["of the killed: under way, not acknowledged", f"{outcome.in_flight:,}"],
                 ["of these, arrived", f"{outcome.arrived:,}"],
                 ["lost, doubled, wrong reads", "none" if not outcome.wrong else "see below"],
                 *[
                     [name.replace("_", " "), f"{outcome.statistics.get(name, 0):,.0f}"]
-                    for name in ("relocations", "replicas_made", "refreshes", "duplicates", "protocol_errors")
+                    for name in (
+                        "relocations",
+                        "replicas_made",
+                        "refreshes",
+                        "duplicates",
+                        "protocol_errors",
+                    )
                 ],
             ],
         ),

@@ -18,20 +18,30 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting is an environment variable with a default. `mpi` reads its settings when it is",
-        "imported; the others read theirs when a process group, table, network, cache or asynchronous",
-        "save is created. An unknown `TORCHRELAY_<SECTION>_...` variable or an invalid value raises a",
+        "Every setting is an environment variable with a default. `mpi` reads its settings when it "
+        "is",
+        "imported; the others read theirs when a process group, table, network, cache or "
+        "asynchronous",
+        "save is created. An unknown `TORCHRELAY_<SECTION>_...` variable or an invalid value "
+        "raises a",
         "`ConfigError` that names it.",
     ]
     for name in sorted(SECTIONS):
         section = SECTIONS[name]
-        lines += ["", f"## {name}", "", "| variable | default | unit | meaning |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            "| variable | default | unit | meaning |",
+            "|---|---|---|---|",
+        ]
         for field in dataclasses.fields(section):  # type: ignore[arg-type]
             allowed = ", ".join(f"`{value}`" for value in field.metadata["allowed"])
             meaning = field.metadata["doc"] + (f"; one of {allowed}" if allowed else "")
             default = f"`{field.default}`" if field.default != "" else "none"
             lines.append(
-                f"| `{variable(section, field.name)}` | {default} | {field.metadata['unit'] or 'none'} | {meaning} |"
+                f"| `{variable(section, field.name)}` | {default} | "
+                f"{field.metadata['unit'] or 'none'} | {meaning} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -65,7 +75,9 @@ COMPONENTS = {
 
 
 def api_page() -> str:
-    """Return the index of all public names, with the API of modules that have no page of their own."""
+    """Return the index of all public names, with the API of modules that have no page of their
+    own.
+    """
     lines = ["# API", "", "| module | public names |", "|---|---|"]
     for name, page in COMPONENTS.items():
         module = importlib.import_module(f"torchrelay.{name}")

@@ -1,8 +1,10 @@
-"""Remake docs/images/switching-status.png: the status page of a server under load, as headless Chromium shows it.
+"""Remake docs/images/switching-status.png: the status page of a server under load, as headless
+Chromium shows it.
 
     python docs/screenshot.py
 
-The models are small and their weights random; the page's figures are those of this machine at this moment.
+The models are small and their weights random; the page's figures are those of this machine at this
+moment.
 """
 
 from __future__ import annotations

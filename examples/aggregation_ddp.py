@@ -35,7 +35,10 @@ def main() -> None:
                 print(f"step {step:3}: loss {mean.item():.4f}")
     stats = aggregation.stats()["shm"]
     if world.rank == 0:
-        print(f"{stats.jobs} operations, {stats.payload_bytes / 1e6:.1f} MB, waited {stats.waiting_s:.2f} s")
+        print(
+            f"{stats.jobs} operations, {stats.payload_bytes / 1e6:.1f} MB, waited "
+            f"{stats.waiting_s:.2f} s"
+        )
     dist.destroy_process_group()
 
 

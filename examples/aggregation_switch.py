@@ -1,10 +1,13 @@
-"""Data-parallel training over several hosts whose gradients an aggregation switch sums, on one machine.
+"""Data-parallel training over several hosts whose gradients an aggregation switch sums, on one
+machine.
 
     sudo python examples/aggregation_switch.py --hosts 3 --ranks-per-host 2
 
-Each host is a network namespace with one link to a namespace in which ``torchrelay switch`` runs. The same model is
-trained over ``sml`` and over Gloo. Needs root and the commands ip, nsenter and unshare; leaves nothing behind.
-On real machines: ``torchrelay switch`` on one, and this file's ``train`` under torchrun on the others.
+Each host is a network namespace with one link to a namespace in which ``torchrelay switch`` runs.
+The same model is trained over ``sml`` and over Gloo. Needs root and the commands ip, nsenter and
+unshare; leaves nothing behind.
+On real machines: ``torchrelay switch`` on one, and this file's ``train`` under torchrun on the
+    others.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ def train() -> None:
             print(f"{step:4}   {through_switch[step]:13.6f}   {over_gloo[step]:14.6f}")
         for link in aggregation.stats()["hosts"].links:
             megabytes = link.sent_bytes / 1e6
-            print(f"rank 0, {link.transport}: {megabytes:.1f} MB, {link.busy_s:.2f} s ({link.reason})")
+            print(
+                f"rank 0, {link.transport}: {megabytes:.1f} MB, {link.busy_s:.2f} s ({link.reason})"
+            )
     torch.testing.assert_close(through_switch, over_gloo, rtol=1e-3, atol=1e-5)
     dist.destroy_process_group()
 
@@ -69,7 +74,9 @@ def losses(group: dist.ProcessGroup | None, rank: int) -> list[float]:
 
 
 def launch(hosts: int, ranks_per_host: int) -> int:
-    """Make the network, run the switch and the ranks, and return the first exit code that is not 0."""
+    """Make the network, run the switch and the ranks, and return the first exit code that is not
+    0.
+    """
     with contextlib.ExitStack() as stack:
         ports, host_pids = network(stack, hosts)
         command = str(Path(sys.executable).with_name("torchrelay"))
@@ -95,13 +102,16 @@ def launch(hosts: int, ranks_per_host: int) -> int:
         switch.send_signal(signal.SIGINT)
         totals = json.loads(switch.stdout.read().splitlines()[-1])
         print(
-            f"switch: {totals['received']} packets in, {totals['completed']} sums, {totals['sent']} packets out"
+            f"switch: {totals['received']} packets in, {totals['completed']} sums, "
+            f"{totals['sent']} packets out"
         )
         return failed
 
 
 def network(stack: contextlib.ExitStack, hosts: int) -> tuple[int, list[int]]:
-    """Processes that hold the switch's namespace, and one for each host. They end with ``stack``."""
+    """Processes that hold the switch's namespace, and one for each host. They end with
+    ``stack``.
+    """
     ports = stack.enter_context(namespace())
     inside(
         ports,
@@ -115,14 +125,18 @@ def network(stack: contextlib.ExitStack, hosts: int) -> tuple[int, list[int]]:
         pid = stack.enter_context(namespace())
         inside(ports, f"link add port{host} type veth peer name eth0 netns {pid}")
         inside(ports, f"link set port{host} master ports up")
-        inside(pid, "link set lo up", f"addr add {SUBNET}.{host + 1}/24 dev eth0", "link set eth0 up")
+        inside(
+            pid, "link set lo up", f"addr add {SUBNET}.{host + 1}/24 dev eth0", "link set eth0 up"
+        )
         pids.append(pid)
     return ports, pids
 
 
 @contextlib.contextmanager
 def namespace() -> Iterator[int]:
-    """A process in a new network namespace without a name, which the kernel removes with its last process."""
+    """A process in a new network namespace without a name, which the kernel removes with its last
+    process.
+    """
     with subprocess.Popen(
         ["unshare", "--net", "sh", "-c", "echo; exec cat"],
         stdin=subprocess.PIPE,
@@ -166,13 +180,18 @@ def running(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=2)
     arguments = parser.parse_args()
     missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
-        sys.exit(f"network namespaces need root, and iproute2 and util-linux; missing: {missing or 'root'}")
+        sys.exit(
+            "network namespaces need root, and iproute2 and util-linux; missing: "
+            f"{missing or 'root'}"
+        )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: sys.exit(128 + received))  # undoes everything
     sys.exit(launch(arguments.hosts, arguments.ranks_per_host))

@@ -1,4 +1,5 @@
-"""A transformer built without memory, then four ranks' shards of it, each equal to the eager model's rows.
+"""A transformer built without memory, then four ranks' shards of it, each equal to the eager
+model's rows.
 
 python examples/deferred_shards.py
 """

@@ -44,7 +44,8 @@ def main() -> None:
     same = all(torch.equal(weights[0], other) for other in weights)
     if world.rank == 0:
         print(
-            f"after the last average, the {world.size} ranks have {'equal' if same else 'different'} parameters"
+            f"after the last average, the {world.size} ranks have "
+            f"{'equal' if same else 'different'} parameters"
         )
     dist.destroy_process_group()
 

@@ -2,10 +2,12 @@
 
     mpirun -n 4 python examples/mpi_heat.py [--plot heat.png]
 
-The 2-d heat equation du/dt = laplace(u) + source is solved by explicit steps on a grid cut into one block a
-rank; before each step every block gets a halo of its neighbours' values. The source is fitted by L-BFGS
-through the whole solve: the gradient runs back through every halo exchange of every step, and the optimizer's inner
-products are summed over the ranks, so the fit does not depend on how many there are.
+The 2-d heat equation du/dt = laplace(u) + source is solved by explicit steps on a grid cut into one
+block a rank; before each step every block gets a halo of its neighbours' values. The source is
+fitted by L-BFGS
+through the whole solve: the gradient runs back through every halo exchange of every step, and the
+optimizer's inner products are summed over the ranks, so the fit does not depend on how many there
+are.
 """
 
 import argparse
@@ -24,7 +26,8 @@ def source_of(rows: Tensor, columns: Tensor) -> Tensor:
     """The truth: two hot spots and a cold one."""
     spots = ((8.0, 9.0, 1.0), (22.0, 20.0, 1.5), (10.0, 24.0, -1.0))
     return sum(
-        (h * torch.exp(-((rows - r) ** 2 + (columns - c) ** 2) / 12) for r, c, h in spots), torch.zeros(())
+        (h * torch.exp(-((rows - r) ** 2 + (columns - c) ** 2) / 12) for r, c, h in spots),
+        torch.zeros(()),
     )
 
 
@@ -39,7 +42,9 @@ def solve(grid: mpi.CartCommunicator, source: Tensor) -> Tensor:
 
 
 class SpreadLBFGS:
-    """L-BFGS for a tensor of which every rank has a block: inner products are sums over all ranks."""
+    """L-BFGS for a tensor of which every rank has a block: inner products are sums over all
+    ranks.
+    """
 
     def __init__(self, comm: mpi.Communicator, x: Tensor, history: int = 10) -> None:
         self.comm = comm
@@ -52,7 +57,9 @@ class SpreadLBFGS:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Moves along the two-loop recursion's direction; ``x.grad`` is this rank's block of the gradient."""
+        """Moves along the two-loop recursion's direction; ``x.grad`` is this rank's block of the
+        gradient.
+        """
         assert self.x.grad is not None
         x, grad = self.x.clone(), self.x.grad.clone()
         if self.before is not None:
@@ -94,16 +101,22 @@ def plot(path: Path, truth: Tensor, fitted: Tensor, temperature: Tensor) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--plot", type=Path, help="save a picture of the source, the fit and the temperature")
+    parser.add_argument(
+        "--plot", type=Path, help="save a picture of the source, the fit and the temperature"
+    )
     parser.add_argument("--iterations", type=int, default=RATE)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
     world = mpi.COMM_WORLD
-    dims = next((d, world.size // d) for d in range(int(world.size**0.5), 0, -1) if world.size % d == 0)
+    dims = next(
+        (d, world.size // d) for d in range(int(world.size**0.5), 0, -1) if world.size % d == 0
+    )
     grid = world.Cart(dims)
     assert grid is not None
-    rows, columns = (block(GRID, parts, index) for parts, index in zip(dims, grid.coords, strict=True))
+    rows, columns = (
+        block(GRID, parts, index) for parts, index in zip(dims, grid.coords, strict=True)
+    )
     everywhere = torch.meshgrid(*[torch.arange(GRID, dtype=torch.float64)] * 2, indexing="ij")
     truth = source_of(*everywhere)
     with torch.no_grad():
@@ -122,7 +135,9 @@ def main() -> None:
     parts = [None] * world.size
     with torch.no_grad():
         blocks = (world.Gather(t.reshape(-1), 0, 0) for t in (source, measured))
-        order = world.Gather((torch.arange(GRID * GRID).view(GRID, GRID)[rows, columns]).reshape(-1), 0, 0)
+        order = world.Gather(
+            (torch.arange(GRID * GRID).view(GRID, GRID)[rows, columns]).reshape(-1), 0, 0
+        )
         fitted, temperature = (
             torch.zeros(GRID * GRID, dtype=torch.float64).index_copy(0, order, b).view(GRID, GRID)
             if world.rank == 0
@@ -131,9 +146,13 @@ def main() -> None:
         )
     assert losses[-1] < 0.02 * losses[0], losses
     if world.rank == 0:
-        print(f"{len(parts)} ranks as {dims}: the misfit fell from {losses[0]:.3g} to {losses[-1]:.3g}")
         print(
-            f"correlation of the fitted source with the truth: {float(torch.corrcoef(torch.stack([fitted.flatten(), truth.flatten()]))[0, 1]):.3f}"
+            f"{len(parts)} ranks as {dims}: the misfit fell from {losses[0]:.3g} to "
+            f"{losses[-1]:.3g}"
+        )
+        print(
+            "correlation of the fitted source with the truth: "
+            f"{float(torch.corrcoef(torch.stack([fitted.flatten(), truth.flatten()]))[0, 1]):.3f}"
         )
         if arguments.plot:
             plot(arguments.plot, truth, fitted, temperature)

@@ -1,9 +1,10 @@
-"""Data-parallel regression with L-BFGS: two Allreduces make a loss function of one process parallel.
+"""Data-parallel regression with L-BFGS: two Allreduces make a loss function of one process
+parallel.
 
     mpirun -n 2 python examples/mpi_linear_regression.py
 
-Each rank holds a part of the data. The parameters are averaged, which brings all ranks on the same page, and
-the local losses are summed; the gradient of both comes with ``backward()``.
+Each rank holds a part of the data. The parameters are averaged, which brings all ranks on the same
+page, and the local losses are summed; the gradient of both comes with ``backward()``.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     mpirun -n 3 python examples/mpi_ring.py
 
-Each rank sends its tensor up and receives from below. The loss of a rank is its weight times what it received,
-so the gradient of what it sent is the weight of the rank above.
+Each rank sends its tensor up and receives from below. The loss of a rank is its weight times what
+it received, so the gradient of what it sent is the weight of the rank above.
 """
 
 import torch
@@ -22,7 +22,8 @@ def main() -> None:
     ((comm.rank + 1) * received).sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None and x.grad.tolist() == [above + 1.0] * 3
     print(
-        f"rank {comm.rank} received {received.tolist()} from {below}; gradient {x.grad.tolist()} came from {above}"
+        f"rank {comm.rank} received {received.tolist()} from {below}; gradient {x.grad.tolist()} "
+        f"came from {above}"
     )
 
 

@@ -1,13 +1,15 @@
-"""Knowledge-graph embeddings (ComplEx) in a parameter table, on the code graph of Python's standard library::
+"""Knowledge-graph embeddings (ComplEx) in a parameter table, on the code graph of Python's standard
+library::
 
     python examples/parameters_kge.py
     torchrun --standalone --nproc-per-node 2 examples/parameters_kge.py
     torchrun --standalone --nproc-per-node 2 examples/parameters_kge.py --node-per-process
     python examples/parameters_kge.py --data WN18RR --allow-unseen --epochs 20
 
-Entities and relations are rows of one table, which Adagrad inside the table updates. Processes of one host share
-its memory; with ``--node-per-process`` each is a node of its own, as if on another host. The loader announces the
-keys of the next batches, negatives included, so that training finds them in its own memory.
+Entities and relations are rows of one table, which Adagrad inside the table updates. Processes of
+one host share its memory; with ``--node-per-process`` each is a node of its own, as if on another
+host. The loader announces the keys of the next batches, negatives included, so that training finds
+them in its own memory.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class Batches:
 
     def __init__(self, graph: Graph, worker_index: int, workers: int, epochs: int) -> None:
         self.sizes = len(graph.entities), len(graph.relations)
-        # A worker takes the facts about its own subjects, so that it mostly shares objects with others.
+        # A worker takes the facts about its own subjects, so that it mostly shares objects with
+        # others.
         self.facts = graph.train[graph.train[:, 0] % workers == worker_index]
         # Workers make the same number of steps, so that their clocks stay together.
         self.steps = max(1, len(graph.train) // (BATCH_SIZE * workers))
@@ -85,8 +88,12 @@ class Batches:
                 yield Batch(epoch, self.facts[mine], *self.sizes)
 
     def _order(self) -> Tensor:
-        """A random order in which facts about one object stand together, some at a time: its row is needed less often."""
-        objects, index, counts = torch.unique(self.facts[:, 2], return_inverse=True, return_counts=True)
+        """A random order in which facts about one object stand together, some at a time: its row is
+        needed less often.
+        """
+        objects, index, counts = torch.unique(
+            self.facts[:, 2], return_inverse=True, return_counts=True
+        )
         shuffled = torch.randperm(len(self.facts), generator=self.generator)
         shuffled = shuffled[index[shuffled].argsort(stable=True)]
         within = torch.arange(len(shuffled)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -96,7 +103,9 @@ class Batches:
 
 
 def draw_negatives(table: Table, announce: bool) -> Tensor:
-    """Entities for the next step that this node has now, and, announced, keeps until then: hardly a message."""
+    """Entities for the next step that this node has now, and, announced, keeps until then: hardly a
+    message.
+    """
     keys = table.sample(NEGATIVES)
     if announce:
         table.intent(keys, table.clock + 1)
@@ -104,7 +113,9 @@ def draw_negatives(table: Table, announce: bool) -> Tensor:
 
 
 def loss_of(rows: Tensor, batch: Batch, negatives: Tensor, model: ComplEx) -> Tensor:
-    """Cross-entropy of each object, and of each subject, against shared negatives; and N3 (Lacroix et al., 2018)."""
+    """Cross-entropy of each object, and of each subject, against shared negatives; and N3 (Lacroix
+    et al., 2018).
+    """
     size = len(batch.facts)
     s, o, r, reciprocal, others = torch.split(rows, [size, size, size, size, len(negatives)])
     query = torch.cat([model.query(s, r), model.query(o, reciprocal)])
@@ -122,7 +133,11 @@ class Progress:
 
     def __init__(self, table: Table, steps: int) -> None:
         self.table, self.steps = table, steps
-        self.started_s, self.before, self.losses = time.perf_counter(), table.metrics(), list[Tensor]()
+        self.started_s, self.before, self.losses = (
+            time.perf_counter(),
+            table.metrics(),
+            list[Tensor](),
+        )
 
     def step(self, epoch: int, loss: Tensor) -> None:
         self.losses.append(loss)
@@ -131,7 +146,9 @@ class Progress:
         seconds, now = time.perf_counter() - self.started_s, self.table.metrics()
         if self.table.worker_index == 0:
             mean = torch.stack(self.losses).mean()
-            print(f"epoch {epoch}: loss {mean:.3f}, {seconds:.2f} s, {now - self.before}", flush=True)
+            print(
+                f"epoch {epoch}: loss {mean:.3f}, {seconds:.2f} s, {now - self.before}", flush=True
+            )
         self.started_s, self.before, self.losses = time.perf_counter(), now, []
 
 
@@ -160,12 +177,18 @@ def evaluate(score: Scorer, graph: Graph, table: Table, questions: int) -> Metri
 @torch.no_grad()
 def show(model: ComplEx, graph: Graph) -> None:
     """Answers to some questions of the test, for a person to judge."""
-    chosen = graph.test[torch.randperm(len(graph.test), generator=torch.Generator().manual_seed(1))[:SHOWN]]
-    for (s, r, o), scores in zip(chosen.tolist(), model.score_all(chosen[:, 0], chosen[:, 1]), strict=True):
+    chosen = graph.test[
+        torch.randperm(len(graph.test), generator=torch.Generator().manual_seed(1))[:SHOWN]
+    ]
+    for (s, r, o), scores in zip(
+        chosen.tolist(), model.score_all(chosen[:, 0], chosen[:, 1]), strict=True
+    ):
         known = graph.train[(graph.train[:, 0] == s) & (graph.train[:, 1] == r), 2]
         scores[known] = -torch.inf
         answers = ", ".join(graph.entities[i] for i in scores.topk(3).indices.tolist())
-        print(f"{graph.entities[s]} {graph.relations[r]} ... {answers}; expected {graph.entities[o]}")
+        print(
+            f"{graph.entities[s]} {graph.relations[r]} ... {answers}; expected {graph.entities[o]}"
+        )
 
 
 def main() -> None:
@@ -213,7 +236,8 @@ def main() -> None:
         if table.worker_index == 0:
             show(model, graph)
             print(
-                f"test: MRR {metrics.mrr:.3f}, hits@10 {metrics.hits[2]:.3f}, {metrics.questions} questions; "
+                f"test: MRR {metrics.mrr:.3f}, hits@10 {metrics.hits[2]:.3f}, {metrics.questions} "
+                "questions; "
                 f"the most frequent answers: MRR {baseline.mrr:.3f}"
             )
         table.sync()

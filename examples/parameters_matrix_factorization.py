@@ -1,11 +1,13 @@
-"""Matrix factorisation of ratings whose users and items are zipf-distributed, in a parameter table::
+"""Matrix factorisation of ratings whose users and items are zipf-distributed, in a parameter
+table::
 
     python examples/parameters_matrix_factorization.py
-    torchrun --standalone --nproc-per-node 2 examples/parameters_matrix_factorization.py --node-per-process
+    torchrun --standalone --nproc-per-node 2 examples/parameters_matrix_factorization.py
+    --node-per-process
 
-The ratings are made: two random factors of rank 8 and noise. So the error that is left is known: the noise. Each
-worker has its own users and shares the items, the case for which the manager moves the rows of users to their
-worker and copies those of frequent items.
+The ratings are made: two random factors of rank 8 and noise. So the error that is left is known:
+the noise. Each worker has its own users and shares the items, the case for which the manager moves
+the rows of users to their worker and copies those of frequent items.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def main() -> None:
             if table.worker_index == 0:
                 error, seconds = torch.stack(losses).mean().sqrt(), time.perf_counter() - started_s
                 print(
-                    f"epoch {epoch}: error {error:.3f}, {seconds:.1f} s, {table.metrics() - before}",
+                    f"epoch {epoch}: error {error:.3f}, {seconds:.1f} s, "
+                    f"{table.metrics() - before}",
                     flush=True,
                 )
         table.sync()

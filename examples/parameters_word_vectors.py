@@ -3,10 +3,11 @@
     python examples/parameters_word_vectors.py
     torchrun --standalone --nproc-per-node 2 examples/parameters_word_vectors.py --node-per-process
 
-Source: Mikolov et al., "Distributed Representations of Words and Phrases and their Compositionality" (NIPS
-2013). Word ``w`` has two vectors in one table: row ``w`` as a centre, row ``words + w`` as a context. Words are
-as unevenly frequent as in any text, so most keys belong on one node at a time and a few on all: the manager
-moves the former and copies the latter.
+Source: Mikolov et al., "Distributed Representations of Words and Phrases and their
+Compositionality" (NIPS 2013). Word ``w`` has two vectors in one table: row ``w`` as a centre, row
+``words + w`` as a context. Words are
+as unevenly frequent as in any text, so most keys belong on one node at a time and a few on all: the
+manager moves the former and copies the latter.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Corpus:
         counts = Counter(word for text in texts for word in text)
         self.words = [word for word, count in counts.most_common() if count >= RAREST]
         number = {word: index for index, word in enumerate(self.words)}
-        pairs = [(number[word], at) for at, text in enumerate(texts) for word in text if word in number]
+        pairs = [
+            (number[word], at) for at, text in enumerate(texts) for word in text if word in number
+        ]
         self.tokens, self.text = torch.tensor(pairs).T.contiguous()
         self.counts = torch.tensor([counts[word] for word in self.words]).double()
 
@@ -77,7 +80,9 @@ def neighbours(tokens: Tensor, text: Tensor) -> Tensor:
 
 
 class Pairs:
-    """This worker's share of an epoch: centres and contexts ``(b,)`` each, and negatives ``(b * NEGATIVES,)``."""
+    """This worker's share of an epoch: centres and contexts ``(b,)`` each, and negatives ``(b *
+    NEGATIVES,)``.
+    """
 
     def __init__(self, corpus: Corpus, table: Table) -> None:
         self.corpus, self.table, self.epoch = corpus, table, 0
@@ -88,19 +93,28 @@ class Pairs:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(1000 * self.epoch + self.table.worker_index)
         self.epoch += 1
-        kept = torch.rand(len(self.corpus.tokens), generator=generator) < self.keep[self.corpus.tokens]
+        kept = (
+            torch.rand(len(self.corpus.tokens), generator=generator) < self.keep[self.corpus.tokens]
+        )
         kept &= self.corpus.text % HELD_OUT != 0
         both = neighbours(self.corpus.tokens[kept], self.corpus.text[kept])
-        # Neighbouring workers take neighbouring stretches of the text, so each mostly has words of its own.
-        low, high = (both.shape[1] * (self.table.worker_index + i) // self.table.workers for i in (0, 1))
+        # Neighbouring workers take neighbouring stretches of the text, so each mostly has words of
+        # its own.
+        low, high = (
+            both.shape[1] * (self.table.worker_index + i) // self.table.workers for i in (0, 1)
+        )
         mine = both[:, torch.randperm(high - low, generator=generator) + low]
         for centres, contexts in zip(*(row.split(BATCH_SIZE) for row in mine), strict=True):
-            wrong = torch.multinomial(self.noise, len(centres) * NEGATIVES, True, generator=generator)
+            wrong = torch.multinomial(
+                self.noise, len(centres) * NEGATIVES, True, generator=generator
+            )
             yield centres, contexts, wrong
 
 
 def loss_of(rows: Tensor, size: int) -> Tensor:
-    """Negative log-likelihood of the pairs against their negatives; a sum, as each word has a rate of its own."""
+    """Negative log-likelihood of the pairs against their negatives; a sum, as each word has a rate
+    of its own.
+    """
     centres, contexts, wrong = torch.split(rows, [size, size, NEGATIVES * size])
     right = (centres * contexts).sum(1)
     others = torch.einsum("bd,bnd->bn", centres, wrong.view(size, NEGATIVES, -1))
@@ -109,7 +123,8 @@ def loss_of(rows: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(corpus: Corpus, table: Table) -> tuple[float, float]:
-    """How often the model, and how often the most frequent word, is right about which of ten words stood nearby.
+    """How often the model, and how often the most frequent word, is right about which of ten words
+    stood nearby.
 
     The nine others are drawn as often as they occur, so that frequency alone tells nothing.
     """
@@ -119,9 +134,13 @@ def evaluate(corpus: Corpus, table: Table) -> tuple[float, float]:
     centres, right = pairs[:, torch.randperm(pairs.shape[1], generator=generator)[:QUESTIONS]]
     others = torch.multinomial(corpus.counts, len(right) * (CHOICES - 1), True, generator=generator)
     choices = torch.cat([right.unsqueeze(1), others.view(len(right), -1)], dim=1)
-    scores = torch.einsum("bd,bnd->bn", table.pull(centres), table.pull(len(corpus.words) + choices))
+    scores = torch.einsum(
+        "bd,bnd->bn", table.pull(centres), table.pull(len(corpus.words) + choices)
+    )
     # An equal score is no right answer.
-    accuracies = [(s[:, 0] > s[:, 1:].amax(1)).float().mean() for s in (scores, corpus.counts[choices])]
+    accuracies = [
+        (s[:, 0] > s[:, 1:].amax(1)).float().mean() for s in (scores, corpus.counts[choices])
+    ]
     return float(accuracies[0]), float(accuracies[1])
 
 
@@ -163,14 +182,16 @@ def main() -> None:
             if table.worker_index == 0:
                 seconds = time.perf_counter() - started_s
                 print(
-                    f"epoch {epoch}: loss {total / seen:.3f}, {seconds:.1f} s, {table.metrics() - before}",
+                    f"epoch {epoch}: loss {total / seen:.3f}, {seconds:.1f} s, "
+                    f"{table.metrics() - before}",
                     flush=True,
                 )
         table.sync()
         if table.worker_index == 0:
             accuracy, baseline = evaluate(corpus, table)
             print(
-                f"test: of {CHOICES} words, picks the one that stood nearby in {accuracy:.1%} of texts not trained on; "
+                f"test: of {CHOICES} words, picks the one that stood nearby in {accuracy:.1%} of "
+                "texts not trained on; "
                 f"the most frequent is it in {baseline:.1%}"
             )
             vectors = functional.normalize(table.pull(torch.arange(words)))

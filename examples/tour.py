@@ -1,9 +1,11 @@
-"""The demo as a program: learn the code graph of Python's standard library, on one process or several::
+"""The demo as a program: learn the code graph of Python's standard library, on one process or
+several::
 
     python examples/tour.py [EPOCHS]
     torchrun --standalone --nproc-per-node 2 examples/tour.py [EPOCHS]
 
-``torchrelay demo`` does the same with a progress bar, predictions, and the usual way timed beside it.
+``torchrelay demo`` does the same with a progress bar, predictions, and the usual way timed beside
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from torchrelay.world import World
 
 
 def read(folder: Path) -> Graph:
-    """Who imports, defines, inherits, calls, takes, raises and catches what, in this Python's own sources."""
+    """Who imports, defines, inherits, calls, takes, raises and catches what, in this Python's own
+    sources.
+    """
     facts = prune(read_code_graph(standard_library()), at_least=3)
     for split, part in split_facts(facts, share=0.05, seed=0).items():
         write_facts(folder / f"{split}.txt", part)
@@ -43,10 +47,13 @@ def read(folder: Path) -> Graph:
 
 
 def build(graph: Graph, dim: int, table: Table) -> ComplEx:
-    """The model: relations in every process, entities in the table, to which each process brings its share."""
+    """The model: relations in every process, entities in the table, to which each process brings
+    its share.
+    """
     entities = len(graph.entities)
     first, last = (entities * (table.worker_index + i) // table.workers for i in (0, 1))
-    # No memory is taken and no number drawn until the module is materialised; then it equals the eager one.
+    # No memory is taken and no number drawn until the module is materialised; then it equals the
+    # eager one.
     torch.manual_seed(0)
     model = deferred_init(ComplEx, entities, len(graph.relations), dim)
     mine = (slice(first, last),)
@@ -63,14 +70,17 @@ def main(epochs: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         graph = read(Path(folder))
 
-    # The same for one process as for many; under torchrun, init_process_group("sml") alone does it too.
+    # The same for one process as for many; under torchrun, init_process_group("sml") alone does it
+    # too.
     dist.init_process_group("sml", store=world.connect(), rank=world.rank, world_size=world.size)
     adagrad = optim.adagrad(options.learning_rate)
     with Table.create(
         len(graph.entities), 2 * options.dim, optimizer=adagrad, apply_gradients="backward"
     ) as table:
         model = build(graph, options.dim, table)
-        Trainer(model, options).train(Batches.of(graph, options, world), on_step=lambda epoch, loss: None)
+        Trainer(model, options).train(
+            Batches.of(graph, options, world), on_step=lambda epoch, loss: None
+        )
         table.sync()
         model = model.gathered()
 

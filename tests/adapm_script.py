@@ -1,7 +1,7 @@
 """A script in the style of AdaPM's own example: a scheduler, and nodes with worker threads.
 
-``python -m torchrelay.compat tests/adapm_script.py NODES [FAULT]``; FAULT is how the last node fails: ``worker``, ``main``
-or ``killed``.
+``python -m torchrelay.compat tests/adapm_script.py NODES [FAULT]``; FAULT is how the last node
+fails: ``worker``, ``main`` or ``killed``.
 """
 
 import multiprocessing
@@ -69,7 +69,9 @@ def init_node(port):
     )
     server.barrier()
     sums = []
-    threads = [threading.Thread(target=run_worker, args=(w, server, sums)) for w in range(NUM_WORKERS)]
+    threads = [
+        threading.Thread(target=run_worker, args=(w, server, sums)) for w in range(NUM_WORKERS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

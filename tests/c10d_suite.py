@@ -13,7 +13,8 @@ import sys
 import tempfile
 import unittest
 
-# The suite reads these when it is imported, here and in the processes it starts. As for Gloo: decorators leave out
+# The suite reads these when it is imported, here and in the processes it starts. As for Gloo:
+# decorators leave out
 # what is not for it.
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="c10d-suite-"))
 os.environ.setdefault("WORLD_SIZE", "2")
@@ -61,14 +62,19 @@ class TestSml(distributed_test.TestDistBackend, distributed_test.DistributedTest
 
 
 def main(words: list[str]) -> int:
-    """Runs the tests whose names contain one of ``words``; the number of those that should not have failed."""
+    """Runs the tests whose names contain one of ``words``; the number of those that should not have
+    failed.
+    """
     names = [
-        n for n in unittest.TestLoader().getTestCaseNames(TestSml) if not words or any(w in n for w in words)
+        n
+        for n in unittest.TestLoader().getTestCaseNames(TestSml)
+        if not words or any(w in n for w in words)
     ]
     result = unittest.TextTestRunner(verbosity=2).run(unittest.TestSuite(map(TestSml, names)))
     bad = {case.id().rpartition(".")[2] for case, _ in [*result.failures, *result.errors]}
     print(
-        f"{len(names) - len(result.skipped) - len(bad)} passed, {len(result.skipped)} skipped, {len(bad)} failed"
+        f"{len(names) - len(result.skipped) - len(bad)} passed, {len(result.skipped)} skipped, "
+        f"{len(bad)} failed"
     )
     for name in sorted(bad):
         print(f"  {name}{'' if name in EXPECTED else ': not expected'}")

@@ -1,10 +1,11 @@
-"""Shared by all tests: test bodies that run in several processes at once, and a check that nothing is left.
+"""Shared by all tests: test bodies that run in several processes at once, and a check that nothing
+is left.
 
-A test marked ``@pytest.mark.processes(n)`` runs in n fresh processes, as ranks 0 to n-1. It asks for the
-fixture ``world`` (a :class:`torchrelay.world.World` whose ``connect()`` gives the store) like any other
-fixture. It fails if any rank fails, and the report shows each failing rank's traceback. The fixture
-``run_processes`` does the same for a function of the test file, and tells how each rank ended: for tests that
-kill some of them.
+A test marked ``@pytest.mark.processes(n)`` runs in n fresh processes, as ranks 0 to n-1. It asks
+for the fixture ``world`` (a :class:`torchrelay.world.World` whose ``connect()`` gives the store)
+like any other fixture. It fails if any rank fails, and the report shows each failing rank's
+traceback. The fixture ``run_processes`` does the same for a function of the test file, and tells
+how each rank ended: for tests that kill some of them.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def _load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 class _HeldWorld(World):
-    """Keeps the stores it connects until the rank ends: rank 0 serves them to those that are not done yet."""
+    """Keeps the stores it connects until the rank ends: rank 0 serves them to those that are not
+    done yet.
+    """
 
     stores: ClassVar[list[Store]] = []
 
@@ -114,7 +117,9 @@ def _rank_main(job: Job, world: World, results: Connection) -> None:
 
 
 def _ports() -> Iterator[int]:
-    """Ports that the system gives to nobody who asks for any; those of pytest-xdist's workers are apart."""
+    """Ports that the system gives to nobody who asks for any; those of pytest-xdist's workers are
+    apart.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
     first = 16000 + 2000 * worker
     return itertools.cycle(range(first, first + 2000))
@@ -133,7 +138,9 @@ def free_port() -> int:
 
 
 def run_job(job: Job, size: int, timeout_s: float) -> list[RankResult]:
-    """Runs ``job`` as ``size`` ranks and waits; ranks that outlive ``timeout_s`` are killed and say so."""
+    """Runs ``job`` as ``size`` ranks and waits; ranks that outlive ``timeout_s`` are killed and say
+    so.
+    """
     port = free_port()
     processes, pipes = [], []
     for rank in range(size):
@@ -160,7 +167,9 @@ def run_job(job: Job, size: int, timeout_s: float) -> list[RankResult]:
                 results[rank].error = "ended without a result"
     pipes[0].close()
     for rank, process in enumerate(processes):
-        process.join(timeout=max(2.0, deadline - time.monotonic()) if pipes[rank] not in waiting else 0)
+        process.join(
+            timeout=max(2.0, deadline - time.monotonic()) if pipes[rank] not in waiting else 0
+        )
         if process.is_alive():
             process.kill()
             process.join()
@@ -173,7 +182,9 @@ def run_job(job: Job, size: int, timeout_s: float) -> list[RankResult]:
 
 @pytest.fixture
 def run_processes(request: pytest.FixtureRequest) -> Callable[..., list[RankResult]]:
-    """``run_processes(function, size, timeout_s=60, environ={}, **kwargs)`` tells how each rank ended."""
+    """``run_processes(function, size, timeout_s=60, environ={}, **kwargs)`` tells how each rank
+    ended.
+    """
 
     def run(
         function: Callable[..., Any],
@@ -224,10 +235,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give this process and its children private copies of the folders that the leak check looks at.
+    """Give this process and its children private copies of the folders that the leak check looks
+    at.
 
-    They are in a mount namespace of their own, so what other programs do there is not seen, and what a killed test
-    run leaves there ends with it. It takes root; without it, see :func:`_left_behind`.
+    They are in a mount namespace of their own, so what other programs do there is not seen, and
+    what a killed test run leaves there ends with it. It takes root; without it, see
+    :func:`_left_behind`.
     """
     if (
         "PYTEST_XDIST_WORKER" in os.environ
@@ -256,7 +269,9 @@ def outer_mounts(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves a file in /dev/shm, a network namespace or a process of multiprocessing."""
+    """Fails a test that leaves a file in /dev/shm, a network namespace or a process of
+    multiprocessing.
+    """
     before = _left_behind(request.config)
     yield
     left = _left_behind(request.config) - before

@@ -1,10 +1,11 @@
 """Random initialisation programs, built eagerly and deferred, and the comparison of the two.
 
-A program is a seed and a length: :func:`run` derives each instruction from them and from the shapes of the tensors
-made so far, so that the same seed means the same program however its tensors are made. Instructions draw, view,
-write in place, copy, read values, reset modules, seed and register tensors. :func:`check` builds a program eagerly,
-then deferred once for each way of materializing it, and compares every tensor, every value that the program has
-read and every generator's end state bit for bit.
+A program is a seed and a length: :func:`run` derives each instruction from them and from the shapes
+of the tensors made so far, so that the same seed means the same program however its tensors are
+made. Instructions draw, view, write in place, copy, read values, reset modules, seed and register
+tensors. :func:`check` builds a program eagerly, then deferred once for each way of materializing
+it, and compares every tensor, every value that the program has read and every generator's end state
+bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Outside:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(99)
         self.tensors = [
-            torch.rand(size, generator=generator) for size in ((4,), (5, 6), (3, 4, 5), (1,), (16, 4))
+            torch.rand(size, generator=generator)
+            for size in ((4,), (5, 6), (3, 4, 5), (1,), (16, 4))
         ]
         self.layer = nn.Linear(4, 5)
         with torch.no_grad():
@@ -87,12 +89,18 @@ class Program:
 
     def size(self) -> tuple[int, ...]:
         return tuple(
-            self.random.choice((1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 0 if self.random.random() < 0.1 else 6))
+            self.random.choice(
+                (1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 0 if self.random.random() < 0.1 else 6)
+            )
             for _ in range(self.random.choice((0, 1, 1, 2, 2, 2, 3)))
         )
 
     def generator(self) -> torch.Generator | None:
-        return self.random.choice(self.generators) if self.generators and self.random.random() < 0.2 else None
+        return (
+            self.random.choice(self.generators)
+            if self.generators and self.random.random() < 0.2
+            else None
+        )
 
     def register(self, tensor: torch.Tensor) -> None:
         self.names += 1
@@ -369,7 +377,9 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bitwise equality of values, NaN equal to NaN, and equal dtype, shape."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    one, other = (t.detach().resolve_conj().resolve_neg().contiguous().clone() for t in (one, other))
+    one, other = (
+        t.detach().resolve_conj().resolve_neg().contiguous().clone() for t in (one, other)
+    )
     if one.numel() == 0 or torch.equal(one, other):
         return True
     if one.is_complex():
@@ -403,7 +413,9 @@ def shuffled(module: nn.Module, eager: nn.Module, r: random.Random) -> None:
 
 
 def changed(module: nn.Module, eager: nn.Module, r: random.Random) -> None:
-    """Each tensor is overwritten as soon as it is materialized, as by loading a checkpoint into it."""
+    """Each tensor is overwritten as soon as it is materialized, as by loading a checkpoint into
+    it.
+    """
     mine, theirs = tensors_of(module), tensors_of(eager)
     names = list(mine)
     r.shuffle(names)

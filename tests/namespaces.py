@@ -1,7 +1,7 @@
 """Namespaces for tests: hosts, each with one link to a switch, and private folders.
 
-Nothing has a name that could stay behind: a namespace is held open by a child process that ends with this one,
-and with the last process in a namespace the kernel takes away its links.
+Nothing has a name that could stay behind: a namespace is held open by a child process that ends
+with this one, and with the last process in a namespace the kernel takes away its links.
 """
 
 from __future__ import annotations
@@ -29,18 +29,28 @@ def missing(*more_tools: str) -> str:
     """Why namespaces cannot be made here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    tools = [tool for tool in ("ip", "nsenter", "unshare", *more_tools) if shutil.which(tool) is None]
+    tools = [
+        tool for tool in ("ip", "nsenter", "unshare", *more_tools) if shutil.which(tool) is None
+    ]
     if tools:
         return f"network namespaces need {' and '.join(tools)} (iproute2, util-linux, nftables)"
     probe = subprocess.run(
-        ["unshare", "--net", "ip", "link", "add", "probe", "type", "veth"], check=False, capture_output=True
+        ["unshare", "--net", "ip", "link", "add", "probe", "type", "veth"],
+        check=False,
+        capture_output=True,
     )
-    return f"no veth pairs in a new namespace: {probe.stderr.decode().strip()}" if probe.returncode else ""
+    return (
+        f"no veth pairs in a new namespace: {probe.stderr.decode().strip()}"
+        if probe.returncode
+        else ""
+    )
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """``pids[i]`` holds host ``i``; its address is ``addresses[i]``. ``switch`` holds the other ends of the links."""
+    """``pids[i]`` holds host ``i``; its address is ``addresses[i]``. ``switch`` holds the other
+    ends of the links.
+    """
 
     pids: list[int]
     switch: int
@@ -67,7 +77,8 @@ class Hosts:
         return f"{_SUBNET}.254"
 
     def lose(self, one_of: int, port: int) -> None:
-        """Drop one of so many UDP packets to ``port`` of the switch, and as many from it, with nftables.
+        """Drop one of so many UDP packets to ``port`` of the switch, and as many from it, with
+        nftables.
 
         What the kernel passes on in one piece (GSO) is one packet here.
         """
@@ -88,7 +99,8 @@ class Hosts:
 
 
 def hide(folders: Iterable[str]) -> bool:
-    """Put an empty folder over each of ``folders``, for this process, its future threads and children.
+    """Put an empty folder over each of ``folders``, for this process, its future threads and
+    children.
 
     Returns False, with nothing changed, where the privilege is missing.
     """
@@ -97,18 +109,24 @@ def hide(folders: Iterable[str]) -> bool:
     _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount --make-rprivate /")
     for folder in folders:
         Path(folder).mkdir(exist_ok=True)
-        _check(_libc.mount(b"tests", folder.encode(), b"tmpfs", 0, b"mode=1777"), f"mount on {folder}")
+        _check(
+            _libc.mount(b"tests", folder.encode(), b"tmpfs", 0, b"mode=1777"), f"mount on {folder}"
+        )
     return True
 
 
 def enter(pid: int) -> None:
-    """Moves this process, all its future threads and children into the network namespace of ``pid``."""
+    """Moves this process, all its future threads and children into the network namespace of
+    ``pid``.
+    """
     with open(f"/proc/{pid}/ns/net") as namespace:
         _check(_libc.setns(namespace.fileno(), _CLONE_NEWNET), f"setns of process {pid}")
 
 
 def enter_mounts(namespace: int) -> None:
-    """Move this process into the mount namespace that the file descriptor ``namespace`` stands for."""
+    """Move this process into the mount namespace that the file descriptor ``namespace`` stands
+    for.
+    """
     _check(_libc.setns(namespace, _CLONE_NEWNS), "setns of a mount namespace")
 
 
@@ -129,9 +147,13 @@ def _inside(pid: int, command: list[str], text: str = "") -> None:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """A process in a new network namespace; it ends when its input does, so at the latest with this process."""
+    """A process in a new network namespace; it ends when its input does, so at the latest with this
+    process.
+    """
     with subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ["unshare", "--net", "sh", "-c", "echo; exec cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as holder:
         assert holder.stdin is not None and holder.stdout is not None
         holder.stdout.readline()  # it is inside
@@ -155,11 +177,25 @@ def switched(hosts: int, delay_ms: float = 0) -> Iterator[Hosts]:
             ]
         _inside(switch, ["ip", "-batch", "-"], "\n".join(lines))
         for host, pid in enumerate(pids):
-            lines = ["link set lo up", f"addr add {_SUBNET}.{host + 1}/24 dev eth0", "link set eth0 up"]
+            lines = [
+                "link set lo up",
+                f"addr add {_SUBNET}.{host + 1}/24 dev eth0",
+                "link set eth0 up",
+            ]
             _inside(pid, ["ip", "-batch", "-"], "\n".join(lines))
         delayed = delay_ms > 0
         for host in range(hosts if delayed else 0):
-            command = ["tc", "qdisc", "add", "dev", f"port{host}", "root", "netem", "delay", f"{delay_ms}ms"]
+            command = [
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                f"port{host}",
+                "root",
+                "netem",
+                "delay",
+                f"{delay_ms}ms",
+            ]
             try:
                 _inside(switch, command)
             except subprocess.CalledProcessError:  # the kernel was built without netem
@@ -169,7 +205,8 @@ def switched(hosts: int, delay_ms: float = 0) -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def star(hosts: int) -> Iterator[Hosts]:
-    """``hosts`` hosts, each on a network of its own with one port of ``switch``, which has an address on each.
+    """``hosts`` hosts, each on a network of its own with one port of ``switch``, which has an
+    address on each.
 
     Host ``i`` is 10.78.``i``.2 on ``eth0``, and its port ``port<i>`` is 10.78.``i``.1.
     """

@@ -1,6 +1,8 @@
-"""Networks for tests of the aggregation switch: hosts with UDP sockets, and a data plane that they reach.
+"""Networks for tests of the aggregation switch: hosts with UDP sockets, and a data plane that they
+reach.
 
-Every test of packets runs over each kind of network, so the data planes are held to the same behaviour.
+Every test of packets runs over each kind of network, so the data planes are held to the same
+behaviour.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from torchrelay import _native
 from torchrelay._native import SwitchHeader
 from torchrelay.aggregation.switch import DataPlane, SessionShape, UdpDataPlane, XdpDataPlane
 
-__all__ = ["NETWORKS", "Network", "Worker", "packet", "udp_network", "values_of", "within", "xdp_network"]
+__all__ = [
+    "NETWORKS",
+    "Network",
+    "Worker",
+    "packet",
+    "udp_network",
+    "values_of",
+    "within",
+    "xdp_network",
+]
 
 PATIENCE_S = 60.0
 T = TypeVar("T")
@@ -57,7 +68,9 @@ class Worker:
 
 @dataclass
 class Network:
-    """``plane`` on a network whose hosts ``connect(host)`` opens sockets on; each call opens one more."""
+    """``plane`` on a network whose hosts ``connect(host)`` opens sockets on; each call opens one
+    more.
+    """
 
     plane: DataPlane
     connect: Callable[[int], Worker]
@@ -65,7 +78,12 @@ class Network:
     pids: list[int] = field(default_factory=list)  # of the hosts' namespaces, where they have some
 
     def open_session(
-        self, num_workers: int, numel: int = 64, session_id: int = 1, sequenced: bool = False, slots: int = 8
+        self,
+        num_workers: int,
+        numel: int = 64,
+        session_id: int = 1,
+        sequenced: bool = False,
+        slots: int = 8,
     ) -> None:
         """Make a session whose worker ``i`` is on host ``i``."""
         self.plane.open_session(session_id, SessionShape(num_workers, slots, numel, sequenced))
@@ -149,7 +167,9 @@ def missing_for_xdp() -> str:
         ctypes.CDLL("libbpf.so.1")
     except OSError as error:
         return f"XDP needs libbpf: {error}"
-    return "" if (Path(_native.__file__).parent / "switch.bpf.o").exists() else "built without clang"
+    return (
+        "" if (Path(_native.__file__).parent / "switch.bpf.o").exists() else "built without clang"
+    )
 
 
 def enable_gro() -> None:
@@ -172,7 +192,9 @@ def packet(values: list[int] | int, *, slot: int = 0, set: int = 0, tsi: int = 0
     """A data packet; one value stands for all."""
     all_values = [values] * numel if isinstance(values, int) else values
     header = SwitchHeader(job, tsi, slot, set, exponent, numel)
-    return header.serialize() + b"".join((value % (1 << 32)).to_bytes(4, "big") for value in all_values)
+    return header.serialize() + b"".join(
+        (value % (1 << 32)).to_bytes(4, "big") for value in all_values
+    )
 
 
 def values_of(datagram: bytes) -> set[int]:

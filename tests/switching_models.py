@@ -14,7 +14,9 @@ from torch import nn
 
 
 class Mixed(nn.Module):
-    """Tied weights, buffers of several dtypes, a non-persistent buffer, a plain tensor, a recurrent layer."""
+    """Tied weights, buffers of several dtypes, a non-persistent buffer, a plain tensor, a recurrent
+    layer.
+    """
 
     def __init__(self, width: int = 32, vocabulary: int = 50) -> None:
         super().__init__()
@@ -108,7 +110,10 @@ class Training:
     def __init__(self, pace_s: float = 0.0) -> None:
         self.pace_s = pace_s
         self.model = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)
+            torch.nn.Linear(8, 16),
+            torch.nn.Dropout(0.5),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.Linear(16, 1),
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 

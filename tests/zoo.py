@@ -1,4 +1,5 @@
-"""Every module constructor of torch's own test database and every transformers configuration, small.
+"""Every module constructor of torch's own test database and every transformers configuration,
+small.
 
 :func:`torch_cases` and :func:`transformers_cases` list what there is.
 """
@@ -20,15 +21,24 @@ from torch import nn
 
 __all__ = ["Case", "reason", "torch_cases", "transformers_cases", "transformers_types"]
 
-# The first form of a configuration with at most so many elements is taken, else the first that is at most huge.
+# The first form of a configuration with at most so many elements is taken, else the first that is
+# at most huge.
 TINY_ELEMENTS, HUGE_ELEMENTS = 20_000_000, 400_000_000
 
-# Parts of names of whole numbers that are numbers of layers, blocks and experts: at most a few of each.
+# Parts of names of whole numbers that are numbers of layers, blocks and experts: at most a few of
+# each.
 _COUNTS = ("layers", "num_blocks", "depths", "n_layer", "expert")
 _NOT_COUNTS = ("per_tok", "topk", "top_k", "size", "dim", "rank")
 # Numbers of rows of tables: some rows do.
-_TABLES = ("vocab", "max_position_embeddings", "n_positions", "num_embeddings", "max_source_positions")
-# Widths are all divided by one number, so that their ratios (width to heads, width to groups) stay valid.
+_TABLES = (
+    "vocab",
+    "max_position_embeddings",
+    "n_positions",
+    "num_embeddings",
+    "max_source_positions",
+)
+# Widths are all divided by one number, so that their ratios (width to heads, width to groups) stay
+# valid.
 _WIDTHS = (
     "size",
     "dim",
@@ -92,7 +102,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A module that can be built: ``fresh()()`` makes it, from copies of its arguments made by ``fresh()``.
+    """A module that can be built: ``fresh()()`` makes it, from copies of its arguments made by
+    ``fresh()``.
 
     ``family`` is ``torch`` or ``transformers``.
     """
@@ -117,10 +128,16 @@ def torch_cases() -> Iterator[Case]:
         )
         for index, module_input in enumerate(inputs):
             call = module_input.constructor_input
-            yield Case("torch", f"{info.name}-{index}", _constructor(info.module_cls, call.args, call.kwargs))
+            yield Case(
+                "torch",
+                f"{info.name}-{index}",
+                _constructor(info.module_cls, call.args, call.kwargs),
+            )
 
 
-def _constructor(cls: type[nn.Module], args: Any, kwargs: Any) -> Callable[[], Callable[[], nn.Module]]:
+def _constructor(
+    cls: type[nn.Module], args: Any, kwargs: Any
+) -> Callable[[], Callable[[], nn.Module]]:
     def fresh() -> Callable[[], nn.Module]:
         return functools.partial(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
 
@@ -135,7 +152,9 @@ def transformers_types() -> list[str]:
 
 
 def transformers_cases(names: list[str] | None = None) -> Iterator[Case | tuple[str, str]]:
-    """For each configuration a :class:`Case`, or (name, reason) if no form of it builds eagerly on this machine."""
+    """For each configuration a :class:`Case`, or (name, reason) if no form of it builds eagerly on
+    this machine.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -154,7 +173,9 @@ def reason(error: Exception) -> str:
 
 
 def _transformers_case(name: str) -> Case:
-    """The smallest form of the configuration that builds; raises what the largest one raised if none does."""
+    """The smallest form of the configuration that builds; raises what the largest one raised if
+    none does.
+    """
     config_cls = _config_class(name)
     model_cls = _model_class(config_cls, name)
     error: Exception | None = None
@@ -196,12 +217,20 @@ def _model_class(config_cls: type, name: str) -> type[nn.Module]:
         return mapped[0] if isinstance(mapped, tuple) else mapped
     for attribute in sorted(vars(modeling_auto)):
         mapping = getattr(modeling_auto, attribute)
-        if attribute.startswith("MODEL_") and attribute.endswith("_MAPPING") and config_cls in mapping:
+        if (
+            attribute.startswith("MODEL_")
+            and attribute.endswith("_MAPPING")
+            and config_cls in mapping
+        ):
             mapped = mapping[config_cls]
             return mapped[0] if isinstance(mapped, tuple) else mapped
     module = importlib.import_module(config_cls.__module__.replace("configuration_", "modeling_"))
     for cls in vars(module).values():
-        if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and cls.config_class is config_cls:
+        if (
+            inspect.isclass(cls)
+            and issubclass(cls, PreTrainedModel)
+            and cls.config_class is config_cls
+        ):
             return cls
     part = getattr(module, config_cls.__name__.removesuffix("Config"), None)  # a part of a model
     if part is not None and list(inspect.signature(part).parameters) == ["config"]:

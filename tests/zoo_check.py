@@ -1,7 +1,9 @@
-"""Checks that deferred modules of the zoo equal eager ones bit for bit; as a command, checks all of them.
+"""Checks that deferred modules of the zoo equal eager ones bit for bit; as a command, checks all of
+them.
 
-``python tests/zoo_check.py`` checks every case in every shard and writes ``benchmarks/results/deferred_zoo.md``;
-``python tests/zoo_check.py NAME...`` checks the cases whose names contain a NAME and prints what differs.
+``python tests/zoo_check.py`` checks every case in every shard and writes
+``benchmarks/results/deferred_zoo.md``; ``python tests/zoo_check.py NAME...`` checks the cases whose
+names contain a NAME and prints what differs.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def deferred(case: zoo.Case, end_state: torch.Tensor) -> nn.Module:
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers (non-persistent ones too) and tensors that are plain attributes, tied ones under each name."""
+    """Parameters, buffers (non-persistent ones too) and tensors that are plain attributes, tied
+    ones under each name.
+    """
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
     for prefix, submodule in module.named_modules(remove_duplicate=False):
@@ -68,7 +72,9 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_whole(case: zoo.Case, reference: nn.Module, end_state: torch.Tensor, seed: int) -> None:
-    """One tensor after the other in shuffled order, each equal to ``reference``'s, with the same ties."""
+    """One tensor after the other in shuffled order, each equal to ``reference``'s, with the same
+    ties.
+    """
     module = deferred(case, end_state)
     order = [tensor for _, tensor in tensors(module)]
     random.Random(seed).shuffle(order)
@@ -86,7 +92,8 @@ def check_whole(case: zoo.Case, reference: nn.Module, end_state: torch.Tensor, s
 def check_shard(
     case: zoo.Case, reference: nn.Module, end_state: torch.Tensor, count: int, index: int, seed: int
 ) -> None:
-    """Rows of each tensor, ``index`` of ``count`` equal parts, module after module in shuffled order.
+    """Rows of each tensor, ``index`` of ``count`` equal parts, module after module in shuffled
+    order.
 
     Real tensors that were given to the constructor stay whole.
     """
@@ -138,7 +145,10 @@ def _groups(module: nn.Module, key: Callable[[torch.Tensor], Any]) -> list[list[
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin) or tensor.layout is not torch.strided:
+    if (
+        isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+        or tensor.layout is not torch.strided
+    ):
         return id(tensor)
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
@@ -150,7 +160,9 @@ def _facts(tensor: torch.Tensor, layout: bool) -> dict[str, Any]:
         return facts
     facts.update(shape=tensor.shape)
     if layout:
-        facts.update(stride=tensor.stride(), offset=tensor.storage_offset(), attributes=sorted(vars(tensor)))
+        facts.update(
+            stride=tensor.stride(), offset=tensor.storage_offset(), attributes=sorted(vars(tensor))
+        )
     return facts
 
 
@@ -160,11 +172,15 @@ def _compare(name: str, tensor: torch.Tensor, expected: torch.Tensor, layout: bo
         for facts in (ours, theirs):
             facts.pop("class"), facts.pop("leaf")
     if ours != theirs:
-        differing = {key: (ours.get(key), theirs.get(key)) for key in theirs if ours.get(key) != theirs[key]}
+        differing = {
+            key: (ours.get(key), theirs.get(key)) for key in theirs if ours.get(key) != theirs[key]
+        }
         raise DifferentError(f"{name}: {differing}")
     if "shape" in ours and not torch.equal(_bytes(tensor), _bytes(expected)):
         wrong = (tensor != expected).sum().item()
-        raise DifferentError(f"{name}: {wrong} of {expected.numel()} values of shape {tuple(expected.shape)}")
+        raise DifferentError(
+            f"{name}: {wrong} of {expected.numel()} values of shape {tuple(expected.shape)}"
+        )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,7 +188,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_reproducible(case: zoo.Case) -> bool:
-    """Whether eager construction gives the same values twice; it does not if it leaves memory uninitialized."""
+    """Whether eager construction gives the same values twice; it does not if it leaves memory
+    uninitialized.
+    """
     one, other = eager(case)[0], eager(case)[0]
     try:
         _compare_structure(one, other)
@@ -188,7 +206,9 @@ def check(case: zoo.Case, seed: int = 1, all_shards: bool = True) -> None:
     reference, end_state = eager(case)
     check_whole(case, reference, end_state, seed)
     for count in SHARD_COUNTS:
-        indexes = range(count) if all_shards else [random.Random(f"{case}/{count}").randrange(count)]
+        indexes = (
+            range(count) if all_shards else [random.Random(f"{case}/{count}").randrange(count)]
+        )
         for index in indexes:
             try:
                 check_shard(case, reference, end_state, count, index, seed + index)
@@ -201,7 +221,9 @@ def _cases(names: Sequence[str]) -> Iterator[zoo.Case | tuple[str, str]]:
         if not names or any(name in str(case) for name in names):
             yield case
     wanted = [
-        one for one in zoo.transformers_types() if not names or any(n in f"transformers-{one}" for n in names)
+        one
+        for one in zoo.transformers_types()
+        if not names or any(n in f"transformers-{one}" for n in names)
     ]
     yield from zoo.transformers_cases(wanted) if wanted else ()
 
@@ -213,7 +235,9 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="*", help="parts of names of cases; none: all, and write the results file"
     )
-    parser.add_argument("--one-shard", action="store_true", help="check one shard of each number of shards")
+    parser.add_argument(
+        "--one-shard", action="store_true", help="check one shard of each number of shards"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -243,19 +267,25 @@ def main() -> int:
     return bool(failed)
 
 
-def _report(passed: dict[str, int], failed: Any, unbuilt: Any, seconds: float, one_shard: bool) -> str:
+def _report(
+    passed: dict[str, int], failed: Any, unbuilt: Any, seconds: float, one_shard: bool
+) -> str:
     import transformers
 
     shards = "one shard each" if one_shard else "every shard"
     lines = [
         "# The zoo: deferred modules against eager ones, bit for bit",
         "",
-        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}; "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}; "
         f"`{' '.join(['python', *sys.argv])}`, {seconds:.0f} s.",
         "",
-        "Each case is compared whole, one tensor after the other in shuffled order, and as 1/2, 1/3 and 1/7 of each "
-        f"tensor's rows ({shards}), module after module in shuffled order: values, types, strides, ties, shared "
-        "memory, non-persistent buffers, tensors that are plain attributes, and the generator's final state.",
+        "Each case is compared whole, one tensor after the other in shuffled order, and as 1/2, "
+        "1/3 and 1/7 of each "
+        f"tensor's rows ({shards}), module after module in shuffled order: values, types, strides, "
+        "ties, shared "
+        "memory, non-persistent buffers, tensors that are plain attributes, and the generator's "
+        "final state.",
         "",
         "| cases | build eagerly | pass |",
         "|---|---|---|",
@@ -266,7 +296,12 @@ def _report(passed: dict[str, int], failed: Any, unbuilt: Any, seconds: float, o
     ):
         count = passed[family] + sum(name.startswith(f"{family}-") for name, _ in failed)
         lines.append(f"| {what} ({family}) | {count} | {passed[family]} |")
-    lines += ["", "## Failures", "", *([f"- `{name}`: {reason}" for name, reason in failed] or ["None."])]
+    lines += [
+        "",
+        "## Failures",
+        "",
+        *([f"- `{name}`: {reason}" for name, reason in failed] or ["None."]),
+    ]
     lines += ["", "## Configurations that do not build eagerly here", ""]
     lines += [f"- `{name}`: {reason}" for name, reason in unbuilt] or ["None."]
     return "\n".join(lines) + "\n"

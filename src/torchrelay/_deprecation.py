@@ -18,7 +18,9 @@ MODULES: dict[str, str] = {}
 
 
 def old_modules(package: str, *modules: str, now: str = "") -> None:
-    """Keep ``package.<module>`` importable, with the public names of ``now`` (default: ``package``)."""
+    """Keep ``package.<module>`` importable, with the public names of ``now`` (default:
+    ``package``).
+    """
     MODULES.update({f"{package}.{module}": now or package for module in modules})
 
 

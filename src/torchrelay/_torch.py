@@ -79,7 +79,9 @@ __all__ = [
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 matrices faster than float32 ones. Checked on 2.13."""
+    """Whether this processor multiplies bfloat16 matrices faster than float32 ones. Checked on
+    2.13.
+    """
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -92,7 +94,8 @@ def apply_of(function: type[torch.autograd.Function]) -> Any:
     return plain.apply
 
 
-# Asked at every communication, so they are torch's own functions, without a call in between. Checked on 2.13.
+# Asked at every communication, so they are torch's own functions, without a call in between.
+# Checked on 2.13.
 # The number of the backward pass that runs in this thread, or -1.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 # Whether the running backward pass was given ``retain_graph``.
@@ -119,7 +122,9 @@ def make_ordered(operator: Any) -> None:
 
 
 def graph_break(reason: str) -> None:
-    """While ``torch.compile`` traces: what follows runs outside of the compiled graph. Checked on 2.13."""
+    """While ``torch.compile`` traces: what follows runs outside of the compiled graph. Checked on
+    2.13.
+    """
     dynamo: Any = torch._dynamo
     dynamo.graph_break(reason)
 
@@ -139,7 +144,9 @@ def forward_mode_active() -> bool:
 
 
 def strip_dead_transform(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without the wrappers of ``torch.func`` transforms that have ended. Checked on 2.13."""
+    """``tensor`` without the wrappers of ``torch.func`` transforms that have ended. Checked on
+    2.13.
+    """
     functorch: Any = torch._C._functorch
     while functorch.is_dead_tensor_wrapper(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -165,7 +172,9 @@ def fake_mode_active() -> bool:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """No dispatch mode, no autograd, no autocast: operations do what their name says. Checked on 2.13."""
+    """No dispatch mode, no autograd, no autocast: operations do what their name says. Checked on
+    2.13.
+    """
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -187,7 +196,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def grad_asked(enabled: bool) -> Any:
-    """No autograd, but kernels that ask whether gradients are enabled hear ``enabled``. Checked on 2.13."""
+    """No autograd, but kernels that ask whether gradients are enabled hear ``enabled``. Checked on
+    2.13.
+    """
     return _grad_enabled() if enabled else nullcontext()
 
 
@@ -202,13 +213,16 @@ def device_available(device: torch.device) -> bool:
     if device.type in ("cpu", "meta"):
         return True
     module = getattr(torch, device.type, None)
-    return bool(module is not None and module.is_available() and (device.index or 0) < module.device_count())
+    return bool(
+        module is not None and module.is_available() and (device.index or 0) < module.device_count()
+    )
 
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operations on ``device`` draw from if given none. Checked on 2.13.
 
-    For a device that is absent here: a CPU generator of its own, with the seed that ``manual_seed`` set.
+    For a device that is absent here: a CPU generator of its own, with the seed that ``manual_seed``
+        set.
     """
     if device.type != "cpu" and device_available(device):
         module = getattr(torch, device.type)
@@ -234,13 +248,17 @@ def default_generator_as(generator: torch.Generator) -> Iterator[None]:
 
 
 def set_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> None:
-    """Set what torch remembers about a lazy conjugate or negative, without computing. Checked on 2.13."""
+    """Set what torch remembers about a lazy conjugate or negative, without computing. Checked on
+    2.13.
+    """
     torch._C._set_conj(tensor, conj)
     torch._C._set_neg(tensor, neg)
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """``tensor``, or the plain tensors that a traceable wrapper subclass is made of. Checked on 2.13."""
+    """``tensor``, or the plain tensors that a traceable wrapper subclass is made of. Checked on
+    2.13.
+    """
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: PLC0415
 
     wrapper: Any = tensor
@@ -260,7 +278,9 @@ def has_fsdp2(module: torch.nn.Module) -> bool:
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
-    """Device, dtype, non_blocking and memory format out of the arguments of ``Tensor.to``. Checked on 2.13."""
+    """Device, dtype, non_blocking and memory format out of the arguments of ``Tensor.to``. Checked
+    on 2.13.
+    """
     return torch._C._nn._parse_to(*args, **kwargs)
 
 
@@ -288,9 +308,11 @@ class _CudaArray:
 
 
 def tensor_at(address: int, size_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Return the `size_bytes` bytes at `address` of a CUDA `device` as a uint8 tensor that keeps `owner` alive.
+    """Return the `size_bytes` bytes at `address` of a CUDA `device` as a uint8 tensor that keeps
+    `owner` alive.
 
-    The public way; ``torch._C._construct_storage_from_data_pointer`` keeps nothing alive. Checked on 2.13.
+    The public way; ``torch._C._construct_storage_from_data_pointer`` keeps nothing alive. Checked
+    on 2.13.
     """
     return torch.as_tensor(_CudaArray(address, size_bytes, owner), device=device)
 
@@ -306,10 +328,12 @@ def callback_error(error: RuntimeError) -> tuple[str, str] | None:
 
 
 class CheckpointShard(torch.Tensor):
-    """A block of rows of a larger tensor that Distributed Checkpoint saves and loads. Checked on 2.13.
+    """A block of rows of a larger tensor that Distributed Checkpoint saves and loads. Checked on
+    2.13.
 
-    It has the larger tensor's size and answers DCP's own protocol (``torch.distributed._checkpointable``);
-    computing with it is an error. ``local`` is this rank's block, at ``offsets`` of the whole.
+    It has the larger tensor's size and answers DCP's own protocol
+    (``torch.distributed._checkpointable``); computing with it is an error. ``local`` is this rank's
+    block, at ``offsets`` of the whole.
     """
 
     local: torch.Tensor
@@ -331,12 +355,16 @@ class CheckpointShard(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].size()):
-            # DCP stages an asynchronous save: it copies the attributes into an empty tensor of the same kind.
+            # DCP stages an asynchronous save: it copies the attributes into an empty tensor of the
+            # same kind.
             return cls(torch.empty_like(args[0].local), args[0].offsets, args[0].size())
-        raise UnsupportedError(f"{func}: a {cls.__name__} is for checkpoints only; compute with its .local")
+        raise UnsupportedError(
+            f"{func}: a {cls.__name__} is for checkpoints only; compute with its .local"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(offsets={self.offsets}, shape={tuple(self.local.shape)}, of={tuple(self.size())})"
+        shape, of = tuple(self.local.shape), tuple(self.size())
+        return f"{type(self).__name__}(offsets={self.offsets}, {shape=}, {of=})"
 
     def _chunk(self) -> Any:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
@@ -353,10 +381,14 @@ class CheckpointShard(torch.Tensor):
 
         chunk = self._chunk()
         data = TensorWriteData(
-            chunk=chunk, properties=TensorProperties.create_from_tensor(self.local), size=self.size()
+            chunk=chunk,
+            properties=TensorProperties.create_from_tensor(self.local),
+            size=self.size(),
         )
         return [
-            WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data
+            )
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -366,7 +398,9 @@ class CheckpointShard(torch.Tensor):
         return self.local
 
 
-def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_shape_and_offset(
+    shape: Any, mesh: Any, placements: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape and the offset of this rank's part of a distributed tensor. Checked on 2.13."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
@@ -393,7 +427,10 @@ CALLERS = {
     "lazy_buffer": ("torch.nn.parameter", "UninitializedBuffer.__new__"),
     "lazy_materialize": ("torch.nn.parameter", "UninitializedTensorMixin.materialize"),
     # It replaces an error by an AssertionError.
-    "dcp_load": ("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict.<locals>.local_step"),
+    "dcp_load": (
+        "torch.distributed.checkpoint.state_dict_loader",
+        "_load_state_dict.<locals>.local_step",
+    ),
     # They treat backends by their type, or do not pass on what they were asked for.
     "new_group": ("torch.distributed.distributed_c10d", "_new_process_group_helper"),
     "set_timeout": ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
@@ -408,7 +445,9 @@ for _caller, (_, _function) in CALLERS.items():
 
 
 def caller_of(frame: FrameType) -> str | None:
-    """Return the name in ``CALLERS`` of the function that ``frame`` executes, None if it has none."""
+    """Return the name in ``CALLERS`` of the function that ``frame`` executes, None if it has
+    none.
+    """
     for caller in _BY_FUNCTION.get(frame.f_code.co_name, ()):
         module, function = CALLERS[caller]
         owner, _, method = function.rpartition(".")
@@ -447,7 +486,9 @@ def parameter_class() -> type[torch.nn.Parameter] | None:
 def results_on_device(
     func: Any, args: Any, kwargs: Any, shadow: Callable[[torch.Tensor], torch.Tensor]
 ) -> Any:
-    """The results of ``func`` on fake tensors of torch, which know their device. Checked on 2.13."""
+    """The results of ``func`` on fake tensors of torch, which know their device. Checked on
+    2.13.
+    """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: PLC0415
     from torch.utils._pytree import tree_map_only  # noqa: PLC0415
 
@@ -488,7 +529,10 @@ def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
     if hasattr(tensor, "__create_chunk_list__"):
         return [
-            (tuple(chunk.offsets), tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets, index)))
+            (
+                tuple(chunk.offsets),
+                tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets, index)),
+            )
             for index, chunk in enumerate(tensor.__create_chunk_list__())
         ]
     return [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
@@ -529,9 +573,15 @@ def _indices_along(tensor: Any, dim: int) -> list[int]:
     coordinate = tensor.device_mesh.get_coordinate()
     for mesh_dim, placement in enumerate(tensor.placements):
         if getattr(placement, "dim", None) == dim:
-            strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+            strided = (
+                {"split_factor": placement.split_factor}
+                if hasattr(placement, "split_factor")
+                else {}
+            )
             along = type(placement)(0, **strided)
-            pieces, _ = along._split_tensor(held, tensor.device_mesh.size(mesh_dim), with_padding=False)
+            pieces, _ = along._split_tensor(
+                held, tensor.device_mesh.size(mesh_dim), with_padding=False
+            )
             held = pieces[coordinate[mesh_dim]]
     return held.tolist()
 
@@ -560,7 +610,9 @@ def watched() -> bool:
 
 
 def dispatches_itself(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is of a subclass that handles operators itself, such as DTensor. Checked on 2.13."""
+    """Whether ``tensor`` is of a subclass that handles operators itself, such as DTensor. Checked
+    on 2.13.
+    """
     return type(tensor).__torch_dispatch__ is not _no_dispatch
 
 
@@ -588,7 +640,8 @@ def operator_results(operator: Any, args: Any, work: Any) -> Any:
     Checked on 2.13.
     """
     results = [
-        work.boxed() if result.type.kind() == "ClassType" else args[0] for result in operator._schema.returns
+        work.boxed() if result.type.kind() == "ClassType" else args[0]
+        for result in operator._schema.returns
     ]
     return tuple(results) if len(results) != 1 else results[0]
 
@@ -623,7 +676,9 @@ def backends_asked() -> BackendsAsked | None:
         devices = dict(found["backend_config"].get_device_backend_map())
         return BackendsAsked(str(found["backend"]), devices, found["pg"], found["prefix_store"])
     except KeyError as error:
-        raise UnsupportedError(f"torch {torch.__version__} makes process groups in an unknown way") from error
+        raise UnsupportedError(
+            f"torch {torch.__version__} makes process groups in an unknown way"
+        ) from error
 
 
 def group_store(group: Any) -> Any:
@@ -641,12 +696,16 @@ def store_host(store: Any) -> str | None:
 
 
 def is_setting_timeout() -> bool:
-    """Whether the caller's caller is c10d's function that sets the timeout of a group. Checked on 2.13."""
+    """Whether the caller's caller is c10d's function that sets the timeout of a group. Checked on
+    2.13.
+    """
     return caller_of(sys._getframe(2)) == "set_timeout"
 
 
 class TimeoutOnly:
-    """Stands for a backend where c10d sets a timeout, which it does for Gloo and NCCL only. Checked on 2.13."""
+    """Stands for a backend where c10d sets a timeout, which it does for Gloo and NCCL only. Checked
+    on 2.13.
+    """
 
     __class__ = property(lambda _: torch.distributed.ProcessGroupGloo)  # what isinstance asks
 
@@ -655,14 +714,18 @@ class TimeoutOnly:
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """A group of gloo's that no other code knows; its collectives take lists of tensors. Checked on 2.13."""
+    """A group of gloo's that no other code knows; its collectives take lists of tensors. Checked on
+    2.13.
+    """
     dist: Any = torch.distributed
     timeout = datetime.timedelta(seconds=timeout_s)
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
 
 
 def model_of_ddp_being_made() -> torch.nn.Module | None:
-    """The model, if DistributedDataParallel's constructor is collecting parameters. Checked on 2.13."""
+    """The model, if DistributedDataParallel's constructor is collecting parameters. Checked on
+    2.13.
+    """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(4):  # a generator, a comprehension (a frame before Python 3.12), the method
         if frame is None:

@@ -34,7 +34,9 @@ class Segment:
         self._memory = memory
 
     @classmethod
-    def create(cls, size_bytes: int, label: str = "torchrelay", *, populate: bool = False) -> Segment:
+    def create(
+        cls, size_bytes: int, label: str = "torchrelay", *, populate: bool = False
+    ) -> Segment:
         """Create a zero-filled block of ``size_bytes``.
 
         Args:
@@ -83,7 +85,9 @@ class Segment:
     def size_bytes(self) -> int:
         return self._memory.size_bytes
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+    def tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
         """Return a contiguous CPU tensor over the bytes from ``offset_bytes``.
 
         It keeps the segment alive. Writing to a tensor over a read-only segment crashes the

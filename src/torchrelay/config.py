@@ -78,7 +78,8 @@ def variable(cls: type[Section], field: str) -> str:
 
 
 def parse_value(text: str, field: dataclasses.Field[Any], origin: str) -> Any:
-    """Parse ``text`` as a value of ``field``. Errors name its ``origin``: a variable, or a file and key.
+    """Parse ``text`` as a value of ``field``. Errors name its ``origin``: a variable, or a file and
+    key.
 
     Raises:
         ConfigError: ``text`` does not have the type of the default, or is not allowed.
@@ -93,7 +94,9 @@ def parse_value(text: str, field: dataclasses.Field[Any], origin: str) -> Any:
         else:
             value = kind(text)
     except (ValueError, KeyError):
-        expected = "one of 1, true, yes, 0, false, no" if kind is bool else f"of type {kind.__name__}"
+        expected = (
+            "one of 1, true, yes, 0, false, no" if kind is bool else f"of type {kind.__name__}"
+        )
         raise ConfigError(f"{origin} = {text!r}: the value must be {expected}") from None
     check_value(value, field, origin)
     return value
@@ -103,10 +106,13 @@ def check_value(value: Any, field: dataclasses.Field[Any], origin: str) -> None:
     """Raise :class:`ConfigError` if ``value`` is not allowed for ``field``."""
     allowed, minimum = field.metadata["allowed"], field.metadata["minimum"]
     if allowed and value not in allowed:
-        raise ConfigError(f"{origin} = {value!r}: the value must be one of {', '.join(map(str, allowed))}")
+        raise ConfigError(
+            f"{origin} = {value!r}: the value must be one of {', '.join(map(str, allowed))}"
+        )
     if minimum is not None and not value >= minimum:
         raise ConfigError(
-            f"{origin} = {value!r}: the value must be at least {minimum} {field.metadata['unit']}".rstrip()
+            f"{origin} = {value!r}: the value must be at least {minimum} "
+            f"{field.metadata['unit']}".rstrip()
         )
 
 
@@ -122,7 +128,9 @@ def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
     for key in environ:
         if key.startswith(prefix) and key not in fields:
             raise ConfigError(f"{key}: no such setting; {cls.name} has {', '.join(sorted(fields))}")
-    values = {f.name: parse_value(environ[key], f, key) for key, f in fields.items() if key in environ}
+    values = {
+        f.name: parse_value(environ[key], f, key) for key, f in fields.items() if key in environ
+    }
     return cls(**values)
 
 
@@ -134,7 +142,8 @@ class Host(Section):
 
     id: str = setting(
         "",
-        "distinguishes hosts: ranks of one machine with different values share no memory. For containers "
+        "distinguishes hosts: ranks of one machine with different values share no memory. For "
+        "containers "
         "without a common /proc, and for tests",
     )
 
@@ -162,7 +171,8 @@ class Mpi(Section):
     )
     convention: str = setting(
         "sum",
-        "a gradient is the derivative of the sum of all ranks' losses (sum), or of one loss of which every "
+        "a gradient is the derivative of the sum of all ranks' losses (sum), or of one loss of "
+        "which every "
         "rank holds a replica (replicated)",
         allowed=("sum", "replicated"),
     )
@@ -193,7 +203,8 @@ class Aggregation(Section):
 
     plane: str = setting(
         "auto",
-        "the data plane: shared memory, with TCP between hosts (auto); shared memory only (shm); or one that "
+        "the data plane: shared memory, with TCP between hosts (auto); shared memory only (shm); "
+        "or one that "
         "communicates nothing (dummy)",
         allowed=("auto", "shm", "dummy"),
     )
@@ -217,19 +228,22 @@ class Aggregation(Section):
     )
     chunk_bytes: int = setting(
         1 << 20,
-        "size of the pieces of messages between hosts: while one is sent, the next is summed in shared "
+        "size of the pieces of messages between hosts: while one is sent, the next is summed in "
+        "shared "
         "memory. Rank 0's value applies to all",
         unit="bytes",
         minimum=4096,
     )
     interface: str = setting(
         "",
-        "address or network device at which ranks of other hosts reach this one; empty: GLOO_SOCKET_IFNAME "
+        "address or network device at which ranks of other hosts reach this one; empty: "
+        "GLOO_SOCKET_IFNAME "
         "if set, else the device of the route to the store",
     )
     switch: str = setting(
         "",
-        "host or host:port of the aggregation switch through which hosts sum: all_reduce with SUM or AVG of "
+        "host or host:port of the aggregation switch through which hosts sum: all_reduce with SUM "
+        "or AVG of "
         "int32, float32, float16 and bfloat16. Empty: hosts use TCP only",
     )
     exact: bool = setting(
@@ -242,7 +256,10 @@ class Aggregation(Section):
     )
     packet_numel: int = setting(256, "elements of a packet to the switch", allowed=(64, 256))
     packet_timeout_ms: float = setting(
-        10.0, "a packet is sent again if the switch does not answer for this long", unit="ms", minimum=0.1
+        10.0,
+        "a packet is sent again if the switch does not answer for this long",
+        unit="ms",
+        minimum=0.1,
     )
     timeout_threshold: int = setting(
         100, "timeouts of packets in one all_reduce after which their timeout doubles", minimum=1
@@ -270,7 +287,8 @@ class Aggregation(Section):
     )
     dummy_process_packets: bool = setting(
         True,
-        "the dummy data plane returns sums as if all ranks had the same values; otherwise tensors stay "
+        "the dummy data plane returns sums as if all ranks had the same values; otherwise tensors "
+        "stay "
         "unchanged",
     )
 
@@ -330,7 +348,8 @@ class Checkpoint(Section):
 
     commit_timeout_s: float = setting(
         600.0,
-        "how long the writer processes of an asynchronous save wait for each other before they discard it",
+        "how long the writer processes of an asynchronous save wait for each other before they "
+        "discard it",
         unit="s",
         minimum=0.1,
     )
@@ -342,19 +361,26 @@ class Switching(Section):
 
     name = "switching"
 
-    device: str = setting("auto", "device of the arena: cpu, cuda, cuda:1, ...; auto: CUDA if present")
+    device: str = setting(
+        "auto", "device of the arena: cpu, cuda, cuda:1, ...; auto: CUDA if present"
+    )
     arena_bytes: int = setting(
-        1 << 30, "size of the arena, or of the shared cache of compat.pipeswitch", unit="bytes", minimum=512
+        1 << 30,
+        "size of the arena, or of the shared cache of compat.pipeswitch",
+        unit="bytes",
+        minimum=512,
     )
     parameter_bytes: int = setting(
         1 << 30,
-        "part of compat.pipeswitch's shared cache that is for parameters; a quarter of a smaller cache",
+        "part of compat.pipeswitch's shared cache that is for parameters; a quarter of a smaller "
+        "cache",
         unit="bytes",
         minimum=512,
     )
     socket: str = setting(
         "",
-        "path of the socket over which compat.pipeswitch sends its cache; empty: a file of this user in "
+        "path of the socket over which compat.pipeswitch sends its cache; empty: a file of this "
+        "user in "
         "$XDG_RUNTIME_DIR or /tmp",
     )
     timeout_s: float = setting(
@@ -372,27 +398,38 @@ class TransportSettings(Section):
     name = "transport"
 
     key_file: str = setting(
-        "", "file with the CURVE keys of the job, from transport.create_key_file; empty: no encryption"
+        "",
+        "file with the CURVE keys of the job, from transport.create_key_file; empty: no encryption",
     )
     connect_timeout_s: float = setting(
         60.0, "how long nodes wait for each other to connect", unit="s", minimum=0.0
     )
-    heartbeat_s: float = setting(1.0, "interval between the heartbeats of a node", unit="s", minimum=0.01)
+    heartbeat_s: float = setting(
+        1.0, "interval between the heartbeats of a node", unit="s", minimum=0.01
+    )
     silence_s: float = setting(
         10.0,
-        "a node that sends nothing for this long is lost, and operations raise; at least twice heartbeat_s",
+        "a node that sends nothing for this long is lost, and operations raise; at least twice "
+        "heartbeat_s",
         unit="s",
         minimum=0.1,
     )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
-    linger_s: float = setting(1.0, "how long closing waits for unsent messages", unit="s", minimum=0.0)
+    linger_s: float = setting(
+        1.0, "how long closing waits for unsent messages", unit="s", minimum=0.0
+    )
     zeromq: bool = setting(
         False,
-        "the parameter manager uses ZeroMQ, as it always does with a key file; otherwise plain sockets, "
+        "the parameter manager uses ZeroMQ, as it always does with a key file; otherwise plain "
+        "sockets, "
         "which wake fewer threads per request",
     )
-    local_sockets: bool = setting(True, "use Unix sockets instead of TCP between processes of one host")
-    spin_s: float = setting(0.0, "how long a receiver spins before it sleeps", unit="s", minimum=0.0)
+    local_sockets: bool = setting(
+        True, "use Unix sockets instead of TCP between processes of one host"
+    )
+    spin_s: float = setting(
+        0.0, "how long a receiver spins before it sleeps", unit="s", minimum=0.0
+    )
     io_threads: int = setting(1, "I/O threads of ZeroMQ", unit="threads", minimum=1)
 
     @property
@@ -403,6 +440,7 @@ class TransportSettings(Section):
     def __post_init__(self) -> None:
         if self.silence_s < 2 * self.heartbeat_s:
             raise ConfigError(
-                f"transport.silence_s = {self.silence_s:g}: it must be at least twice transport.heartbeat_s = "
+                f"transport.silence_s = {self.silence_s:g}: it must be at least twice "
+                "transport.heartbeat_s = "
                 f"{self.heartbeat_s:g} s, or live nodes would be reported lost"
             )

@@ -83,7 +83,9 @@ class DeferredError(TorchRelayError, RuntimeError):
 
 
 class GraphError(TorchRelayError, RuntimeError):
-    """A backward pass cannot run: it would leave communications out, or needs an overwritten input."""
+    """A backward pass cannot run: it would leave communications out, or needs an overwritten
+    input.
+    """
 
 
 class CapacityError(TorchRelayError, MemoryError):
@@ -143,7 +145,9 @@ class SegmentError(TorchRelayError, OSError):
 
 
 class StorageError(TorchRelayError, OSError):
-    """A file or folder cannot be read or written: disk full, permission denied, missing or in use."""
+    """A file or folder cannot be read or written: disk full, permission denied, missing or in
+    use.
+    """
 
 
 class CorruptionError(TorchRelayError, OSError):

@@ -133,7 +133,9 @@ class ChromeTrace:
 
     def _add(self, record: dict[str, object], labels: dict[str, Label]) -> None:
         with self._lock:
-            self._records.append({"pid": os.getpid(), "tid": threading.get_ident(), "args": labels, **record})
+            self._records.append(
+                {"pid": os.getpid(), "tid": threading.get_ident(), "args": labels, **record}
+            )
 
     def count(self, name: str, value: float, labels: dict[str, Label]) -> None:
         self._add(
@@ -142,7 +144,10 @@ class ChromeTrace:
         )
 
     def span(self, name: str, start_ns: int, end_ns: int, labels: dict[str, Label]) -> None:
-        self._add({"ph": "X", "name": name, "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}, labels)
+        self._add(
+            {"ph": "X", "name": name, "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3},
+            labels,
+        )
 
     def event(self, name: str, labels: dict[str, Label]) -> None:
         self._add({"ph": "i", "s": "p", "name": name, "ts": time.perf_counter_ns() / 1e3}, labels)

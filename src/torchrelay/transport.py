@@ -47,7 +47,9 @@ def zmq_library_path() -> str:
     for folder in (package.parent / "pyzmq.libs", package / ".libs", package):
         for path in sorted(folder.glob("libzmq*.so*")):
             return str(path)
-    raise UnavailableError(f"there is no libzmq beside {package}; install pyzmq as a wheel, not from source")
+    raise UnavailableError(
+        f"there is no libzmq beside {package}; install pyzmq as a wheel, not from source"
+    )
 
 
 def create_key_file(path: str | Path) -> None:
@@ -78,7 +80,9 @@ def read_key_file(path: str | Path) -> tuple[str, str]:
     if others_may_read:
         raise ConfigError(f"other users may access the key file {path}; use chmod 600")
     if [len(key) for key in keys] != [40, 40]:
-        raise ConfigError(f"{path} is no key file; make one with torchrelay.transport.create_key_file")
+        raise ConfigError(
+            f"{path} is no key file; make one with torchrelay.transport.create_key_file"
+        )
     return keys[0], keys[1]
 
 
@@ -140,7 +144,8 @@ def plain_network(
     settings = settings or config.load(TransportSettings)
     if settings.key_file:
         raise ConfigError(
-            "TORCHRELAY_TRANSPORT_KEY_FILE is set, but plain sockets do not encrypt: use zmq_network, or unset it"
+            "TORCHRELAY_TRANSPORT_KEY_FILE is set, but plain sockets do not encrypt: use "
+            "zmq_network, or unset it"
         )
     return _native.TcpNetwork(
         token=token,
@@ -159,6 +164,7 @@ def _from_store(store: Store, key: str, owner: int, node: int, timeout_s: float)
         return bytes(store.get(key)).decode()
     except Exception as error:  # DistStoreError from a TCPStore, RuntimeError from others
         raise OperationTimeoutError(
-            f"node {node}: node {owner} did not come to the store within {timeout_s:g} s; is it running?",
+            f"node {node}: node {owner} did not come to the store within {timeout_s:g} s; is it "
+            "running?",
             ranks=(owner,),
         ) from error

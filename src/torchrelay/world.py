@@ -32,7 +32,12 @@ _SLICE_S = 1.0
 _PATIENCE_S = 10.0
 
 # Equal for all ranks of one job. torchrun sets "none" without --rdzv-id.
-_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+)
 
 # launcher, rank, size, rank on this host
 _LAUNCHERS = (
@@ -72,7 +77,9 @@ class World:
         launcher, rank_key, size_key, local_key = found
         rank, size = _number(environ, rank_key), _number(environ, size_key)
         if not 0 <= rank < size:
-            raise ConfigError(f"{rank_key}={rank} and {size_key}={size}: the rank must be from 0 to size - 1")
+            raise ConfigError(
+                f"{rank_key}={rank} and {size_key}={size}: the rank must be from 0 to size - 1"
+            )
         return cls(
             rank=rank,
             size=size,
@@ -99,8 +106,10 @@ class World:
             return dist.HashStore()  # type: ignore[attr-defined]
         if self.master_port is None:
             raise ConfigError(
-                f"{self.size} processes were started by {self.launcher}, but MASTER_PORT is not set: give all of "
-                "them the address of rank 0's host and a free port, e.g. mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500"
+                f"{self.size} processes were started by {self.launcher}, but MASTER_PORT is not "
+                "set: give all of "
+                "them the address of rank 0's host and a free port, e.g. mpirun -x "
+                "MASTER_ADDR=host -x MASTER_PORT=29500"
             )
         try:
             served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -114,15 +123,19 @@ class World:
             )
         except dist.DistNetworkError as error:
             raise OperationTimeoutError(
-                f"rank {self.rank}: the store at {self.master_addr}:{self.master_port} did not answer within "
-                f"{timeout_s:g} s; is rank 0 running, and do MASTER_ADDR and MASTER_PORT name its host? ({error})",
+                f"rank {self.rank}: the store at {self.master_addr}:{self.master_port} did not "
+                "answer within "
+                f"{timeout_s:g} s; is rank 0 running, and do MASTER_ADDR and MASTER_PORT name its "
+                f"host? ({error})",
                 ranks=(0,),
             ) from error
 
 
 def _has_set(launcher: tuple[str, str, str, str], environ: Mapping[str, str]) -> bool:
     name, rank_key, size_key, _ = launcher
-    return rank_key in environ and size_key in environ and (name != "Slurm" or _SLURM_STEP in environ)
+    return (
+        rank_key in environ and size_key in environ and (name != "Slurm" or _SLURM_STEP in environ)
+    )
 
 
 def _number(environ: Mapping[str, str], key: str) -> int:
@@ -155,7 +168,8 @@ class Process:
     def current(cls) -> Process:
         """Return the identity of this process."""
         job = next(
-            (f"{v}={os.environ[v]}" for v in _JOB_VARIABLES if os.environ.get(v, "none") != "none"), ""
+            (f"{v}={os.environ[v]}" for v in _JOB_VARIABLES if os.environ.get(v, "none") != "none"),
+            "",
         )
         return cls(host_identity(), os.getpid(), _start_ticks("self") or 0, job)
 
@@ -165,7 +179,9 @@ class Process:
 
 
 def _start_ticks(pid: str) -> int | None:
-    """When the process started, or None if it has ended (proc(5): state and start time follow the name)."""
+    """When the process started, or None if it has ended (proc(5): state and start time follow the
+    name).
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -246,7 +262,9 @@ class Meeting:
         try:
             while not self._wait_a_slice(keys, started + timeout_s - time.monotonic()):
                 waited_s = time.monotonic() - started
-                missing = [r for r in range(self.size) if f"{step}/{r}" in keys and not self._has(step, r)]
+                missing = [
+                    r for r in range(self.size) if f"{step}/{r}" in keys and not self._has(step, r)
+                ]
                 self._look_after(missing, waited_s)
                 if waited_s >= timeout_s and missing:
                     raise self._late(missing, timeout_s)
@@ -274,7 +292,9 @@ class Meeting:
         return bool(self.store.check([f"{step}/{rank}"]))
 
     def _turn(self, me: Process) -> int:
-        """How often this rank has met over this store, which must have been this process each time."""
+        """How often this rank has met over this store, which must have been this process each
+        time.
+        """
         turn = self._whole.add(f"torchrelay/turns/{self.rank}", 1)
         key = f"torchrelay/taken/{self.rank}"
         if turn > 1:
@@ -282,8 +302,10 @@ class Meeting:
             if before != me:
                 self._refuse(
                     f"rank {self.names[self.rank]} is process {before.pid}"
-                    f"{'' if before.host == me.host else ' of another host'} already, and process {me.pid} wants to be it "
-                    "too: do two jobs use one MASTER_ADDR and MASTER_PORT, or was a rank started twice?"
+                    f"{'' if before.host == me.host else ' of another host'} already, and process "
+                    f"{me.pid} wants to be it "
+                    "too: do two jobs use one MASTER_ADDR and MASTER_PORT, or was a rank started "
+                    "twice?"
                 )
         self._whole.set(key, json.dumps(asdict(me)))
         return int(turn)
@@ -297,7 +319,8 @@ class Meeting:
         if len(jobs) > 1:
             listed = ", ".join(f"rank {name} to {job}" for job, name in jobs.items())
             raise MismatchError(
-                f"{self._me}: the ranks belong to different jobs ({listed}); give each job a MASTER_PORT of its own"
+                f"{self._me}: the ranks belong to different jobs ({listed}); give each job a "
+                "MASTER_PORT of its own"
             )
 
     def _look_after(self, missing: Sequence[int], waited_s: float) -> None:
@@ -307,21 +330,24 @@ class Meeting:
             process = self._processes.get(self.names[rank])
             if process is not None and process.has_died():
                 raise PeerLostError(
-                    f"{self._me}, after {waited_s:.3g} s: rank {self.names[rank]} (process {process.pid}) died before it "
+                    f"{self._me}, after {waited_s:.3g} s: rank {self.names[rank]} (process "
+                    f"{process.pid}) died before it "
                     "joined the group; look at its own output for the cause",
                     ranks=(self.names[rank],),
                 )
 
     def _late(self, missing: Sequence[int], timeout_s: float) -> OperationTimeoutError:
         return OperationTimeoutError(
-            f"{self._me}: {self._list(missing)} did not join the group within {timeout_s:g} s; are they running, and do "
+            f"{self._me}: {self._list(missing)} did not join the group within {timeout_s:g} s; are "
+            "they running, and do "
             "they make the same groups in the same order?",
             ranks=[self.names[rank] for rank in missing],
         )
 
     def _store_lost(self, error: Exception) -> PeerLostError:
         return PeerLostError(
-            f"{self._me}: the store through which the ranks meet has gone: the process that serves it, rank 0 or "
+            f"{self._me}: the store through which the ranks meet has gone: the process that serves "
+            "it, rank 0 or "
             f"torchrun's agent, has ended ({error})",
             ranks=(0,),
         )
@@ -331,7 +357,9 @@ class Meeting:
         return f"rank {self.names[self.rank]}"
 
     def _list(self, ranks: Sequence[int]) -> str:
-        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self.names[rank]) for rank in ranks)
+        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(
+            str(self.names[rank]) for rank in ranks
+        )
 
 
 def ranks_on_my_host(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""Failures of ``sml`` are heard: through every way torch calls a backend, on every rank, naming who is missing."""
+"""Failures of ``sml`` are heard: through every way torch calls a backend, on every rank, naming who
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def start(world: World, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def heard(call: Callable[[], Any]) -> str:
-    """What a failing call says. Whatever passes through autograd or a torch future becomes a RuntimeError."""
+    """What a failing call says. Whatever passes through autograd or a torch future becomes a
+    RuntimeError.
+    """
     try:
         call()
     except Exception as error:
@@ -90,9 +94,9 @@ def test_a_killed_rank_is_named_through(how: str, run_processes: Callable[..., A
     assert results[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         assert results[rank].error is None, results[rank].error
-        assert re.search(r"rank 1 (\(process \d+\) has died|is lost)|rank 1 has left", results[rank].value), (
-            results[rank].value
-        )
+        assert re.search(
+            r"rank 1 (\(process \d+\) has died|is lost)|rank 1 has left", results[rank].value
+        ), results[rank].value
         if how in ("all_reduce", "all_reduce_async", "message"):
             assert results[rank].value.startswith("PeerLostError")
 
@@ -127,13 +131,21 @@ def test_different_calls_raise_on_every_rank_and_name_the_difference(world: Worl
     odd = world.rank == 1
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: dist.all_reduce(torch.ones(9 if odd else 10)), "9 x float32"),
-        (lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32)), "int32"),
-        (lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM), "MAX"),
+        (
+            lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32)),
+            "int32",
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+            "MAX",
+        ),
         (lambda: dist.broadcast(torch.ones(4), 1 if odd else 0), "root 1"),
         (lambda: dist.barrier() if odd else dist.all_reduce(torch.ones(3)), "barrier"),
         (lambda: dist.all_reduce(torch.ones(5 if odd else 4), async_op=True).wait(), "5 x float32"),
         (
-            lambda: dist.all_gather([torch.empty(2) for _ in range(3)], torch.ones(3 if odd else 2)),
+            lambda: dist.all_gather(
+                [torch.empty(2) for _ in range(3)], torch.ones(3 if odd else 2)
+            ),
             "rank 1 sends 12 bytes",
         ),
         (

@@ -25,7 +25,16 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     facts = [(f"n{n}", f"plus {k}", f"n{(n + k) % 20}") for n in range(20) for k in range(1, 5)]
     for split in ("train", "valid", "test"):
         write_facts(tmp_path / f"{split}.txt", facts)
-    options = ["--data", str(tmp_path), "--epochs", "10000000", "--nproc", "3", "--timeout", str(_TIMEOUT_S)]
+    options = [
+        "--data",
+        str(tmp_path),
+        "--epochs",
+        "10000000",
+        "--nproc",
+        "3",
+        "--timeout",
+        str(_TIMEOUT_S),
+    ]
     job = subprocess.Popen(
         [*_COMMAND, *options],
         stdout=subprocess.PIPE,
@@ -73,6 +82,8 @@ def test_the_survivors_name_a_killed_rank(running: subprocess.Popen[str], victim
     assert running.returncode not in (0, None)
     sentences = [line for line in errors.splitlines() if line.startswith("torchrelay demo, rank ")]
     for survivor in {0, 1, 2} - {victim}:
-        said = [line for line in sentences if line.startswith(f"torchrelay demo, rank {survivor}: ")]
+        said = [
+            line for line in sentences if line.startswith(f"torchrelay demo, rank {survivor}: ")
+        ]
         assert len(said) == 1 and f"rank {victim}" in said[0].partition(": ")[2], errors
     assert not any(alive(process) for process in ranks.values())

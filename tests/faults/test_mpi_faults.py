@@ -1,4 +1,6 @@
-"""Ranks that fail, or do not come: every rank ends with an error that names the call and the ranks."""
+"""Ranks that fail, or do not come: every rank ends with an error that names the call and the
+ranks.
+"""
 
 from __future__ import annotations
 

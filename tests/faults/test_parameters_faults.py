@@ -1,4 +1,6 @@
-"""Nodes that die, leave or may not join, as processes; and training that goes on from a checkpoint."""
+"""Nodes that die, leave or may not join, as processes; and training that goes on from a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ QUICK_TO_NOTICE = {"TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1", "TORCHRELAY_TRANSP
 
 
 def _lose_the_leader(world: World) -> tuple[float, tuple[int, ...]]:
-    """Two processes a node. Rank 2 serves node 1; rank 3 goes on with what is at node 1, so asks nobody."""
+    """Two processes a node. Rank 2 serves node 1; rank 3 goes on with what is at node 1, so asks
+    nobody.
+    """
     place = start(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
     worker = place.worker
     keys = torch.arange(1 if world.rank == 3 else 0, KEYS, 2)
@@ -66,13 +70,17 @@ def _lose_a_member(world: World) -> tuple[str, tuple[int, ...]]:
     return "", ()
 
 
-def test_a_process_that_died_before_a_barrier_is_named(run_processes: Callable[..., list[object]]) -> None:
+def test_a_process_that_died_before_a_barrier_is_named(
+    run_processes: Callable[..., list[object]],
+) -> None:
     results = run_processes(_lose_a_member, 4, environ=QUICK_TO_NOTICE)
     for rank in (0, 1, 2):
         result = results[rank]
         assert result.ok, result.error  # type: ignore[attr-defined]
         message, ranks = result.value  # type: ignore[attr-defined]
-        own_leader_left = rank == 1 and "node 0 has been shut down" in message  # when it heard of node 1
+        own_leader_left = (
+            rank == 1 and "node 0 has been shut down" in message
+        )  # when it heard of node 1
         assert ranks == (1,) or own_leader_left, message
     assert "workers [1] of node 1 have died" in results[2].value[0]  # type: ignore[attr-defined]
 

@@ -1,4 +1,6 @@
-"""The soak of ``benchmarks/soak_parameters.py``, short: it takes 50 starts and ten minutes when asked for nothing."""
+"""The soak of ``benchmarks/soak_parameters.py``, short: it takes 50 starts and ten minutes when
+asked for nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak_parameters.py"
 )
 def test_nothing_is_lost_doubled_or_leaked(arguments: list[str]) -> None:
     result = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], check=False, capture_output=True, text=True, timeout=110
+        [sys.executable, SCRIPT, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Wrong" not in result.stdout

@@ -1,4 +1,6 @@
-"""Killed, silent, foreign and hostile peers of the ZeroMQ network, over real sockets between processes."""
+"""Killed, silent, foreign and hostile peers of the ZeroMQ network, over real sockets between
+processes.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,13 @@ def test_strangers_who_speak_zeromq_are_ignored_and_counted() -> None:
         stranger.linger = 0
         stranger.connect(receiver.address)
         preamble = b"TRLY" + b"\x01\x00\x00\x00" + b"wrong token 0000"
-        for frames in ([b"hello"], [b"", b""], [preamble, b"data"], [preamble], [b"a", b"b", b"c"] * 10):
+        for frames in (
+            [b"hello"],
+            [b"", b""],
+            [preamble, b"data"],
+            [preamble],
+            [b"a", b"b", b"c"] * 10,
+        ):
             stranger.send_multipart(frames)
         for _ in range(600):
             assert receiver.receive(0.05) is None

@@ -9,7 +9,9 @@ import torch.distributed as dist
 import torchrelay.aggregation  # noqa: F401 - registers the backend
 from torchrelay.world import World
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device here"
+)
 
 
 @pytest.mark.processes(2)

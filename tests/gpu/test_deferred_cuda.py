@@ -1,4 +1,6 @@
-"""Deferred initialisation of CUDA tensors: filled whole, sliced, one tensor at a time, equal to eager bit for bit."""
+"""Deferred initialisation of CUDA tensors: filled whole, sliced, one tensor at a time, equal to
+eager bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,20 @@ from torch import nn
 from torchrelay.deferred import deferred_init, is_deferred, materialize_module, materialize_tensor
 from torchrelay.world import World
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device here"
+)
 
 _MIB = 1 << 20
 
 
 def from_default_generator() -> nn.Module:
-    """Draws of several kinds and sizes, small and uneven ones among them, from the device's default generator."""
-    module = nn.Sequential(nn.Linear(300, 77), nn.Embedding(1000, 33), nn.Conv2d(3, 8, 3)).to("cuda")
+    """Draws of several kinds and sizes, small and uneven ones among them, from the device's default
+    generator.
+    """
+    module = nn.Sequential(nn.Linear(300, 77), nn.Embedding(1000, 33), nn.Conv2d(3, 8, 3)).to(
+        "cuda"
+    )
     with torch.device("cuda"):
         module.append(nn.Linear(301, 203))
         nn.init.normal_(module[0].weight)

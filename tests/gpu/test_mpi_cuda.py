@@ -1,4 +1,6 @@
-"""Tensors of a CUDA device travel through host memory, and come back to their device, gradients too."""
+"""Tensors of a CUDA device travel through host memory, and come back to their device, gradients
+too.
+"""
 
 from __future__ import annotations
 

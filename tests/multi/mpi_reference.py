@@ -1,7 +1,7 @@
 """What communications must give, computed in one process with plain torch on all ranks' inputs.
 
-A *model* of an MPI function takes the list of all ranks' inputs and returns the list of all ranks' outputs.
-Autograd through the model gives the reference gradients of the sum of all ranks' losses.
+A *model* of an MPI function takes the list of all ranks' inputs and returns the list of all ranks'
+outputs. Autograd through the model gives the reference gradients of the sum of all ranks' losses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def close(ours: Tensor, theirs: Tensor) -> None:
         theirs.dtype,
         theirs.shape,
     )
-    tolerance = TOLERANCE.get(ours.dtype, 1e-12 if ours.is_floating_point() or ours.is_complex() else 0)
+    tolerance = TOLERANCE.get(
+        ours.dtype, 1e-12 if ours.is_floating_point() or ours.is_complex() else 0
+    )
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -72,7 +74,8 @@ def check(function: Function, model: Model, given: list[Tensor], rank: int) -> N
     close(ours.grad, torch.zeros_like(ours) if grad is None else grad)
 
 
-# Distributed functions as functions of one process, for gradcheck: all ranks hold the same inputs and outputs.
+# Distributed functions as functions of one process, for gradcheck: all ranks hold the same inputs
+# and outputs.
 
 _private = MPI.COMM_WORLD.Dup()
 
@@ -110,7 +113,10 @@ class Collected(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, lengths: list[int], rank: int) -> Tensor:
         ctx.lengths, ctx.rank = lengths, rank
         return torch.cat(
-            [torch.from_numpy(part) for part in _private.allgather(x.detach().resolve_conj().numpy())]
+            [
+                torch.from_numpy(part)
+                for part in _private.allgather(x.detach().resolve_conj().numpy())
+            ]
         )
 
     @staticmethod

@@ -1,11 +1,13 @@
 """Tests that run under mpirun, and look like any other test.
 
-A function marked ``@mpi_test(sizes=(1, 2, 3))`` takes a communicator and runs on all ranks. It becomes one
-pytest test for each MPI library and number of ranks. Starting ranks takes longer than most tests, so the
-first test of a file starts mpirun once for all functions of the file, and each test reports its own result.
+A function marked ``@mpi_test(sizes=(1, 2, 3))`` takes a communicator and runs on all ranks. It
+becomes one pytest test for each MPI library and number of ranks. Starting ranks takes longer than
+most tests, so the first test of a file starts mpirun once for all functions of the file, and each
+test reports its own result.
 
-Open MPI is the one beside this Python. MPICH has an environment of its own, since both wheels install an
-``mpirun``: the one named by ``TORCHRELAY_TEST_MPICH``, or ``build/mpich`` in the repository.
+Open MPI is the one beside this Python. MPICH has an environment of its own, since both wheels
+install an ``mpirun``: the one named by ``TORCHRELAY_TEST_MPICH``, or ``build/mpich`` in the
+repository.
 """
 
 from __future__ import annotations
@@ -49,11 +51,15 @@ def prefix(library: str) -> Path:
     else:
         found = Path(os.environ.get("TORCHRELAY_TEST_MPICH", REPOSITORY / "build" / "mpich"))
     if not (found / "bin" / "mpirun").exists():
-        pytest.skip(f"no {library} in {found}; TORCHRELAY_TEST_MPICH names an environment that has mpich")
+        pytest.skip(
+            f"no {library} in {found}; TORCHRELAY_TEST_MPICH names an environment that has mpich"
+        )
     return found
 
 
-def mpirun(library: str, size: int, *command: str, timeout_s: float = 100, **environ: str) -> Finished:
+def mpirun(
+    library: str, size: int, *command: str, timeout_s: float = 100, **environ: str
+) -> Finished:
     """Runs ``python command...`` as ``size`` ranks; ranks that outlive ``timeout_s`` are killed."""
     where = prefix(library)
     scratch = tempfile.mkdtemp(prefix="mpi", dir="/tmp")  # short: it holds sockets
@@ -63,11 +69,18 @@ def mpirun(library: str, size: int, *command: str, timeout_s: float = 100, **env
         "TMPDIR": scratch,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_btl_sm_backing_directory": scratch,  # not /dev/shm, where killed ranks would leave it
+        # not /dev/shm, where killed ranks would leave it
+        "OMPI_MCA_btl_sm_backing_directory": scratch,
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         **environ,
     }
-    arguments = [str(where / "bin" / "mpirun"), "-n", str(size), str(where / "bin" / "python"), *command]
+    arguments = [
+        str(where / "bin" / "mpirun"),
+        "-n",
+        str(size),
+        str(where / "bin" / "python"),
+        *command,
+    ]
     segments = set(Path("/dev/shm").glob("mpich_shm_*"))
     process = subprocess.Popen(
         arguments,
@@ -112,7 +125,9 @@ def say(text):
 def run_script(
     library: str, folder: Path, body: str, size: int = 3, timeout_s: str = "4", **environ: str
 ) -> Finished:
-    """Runs a script as ``size`` ranks; it starts with ``SCRIPT_HEAD``, and must end within a minute."""
+    """Runs a script as ``size`` ranks; it starts with ``SCRIPT_HEAD``, and must end within a
+    minute.
+    """
     script = folder / "script.py"
     script.write_text(SCRIPT_HEAD + textwrap.dedent(body))
     environ["TORCHRELAY_MPI_TIMEOUT_S"] = timeout_s
@@ -124,7 +139,9 @@ def run_script(
 def mpi_test(
     sizes: tuple[int, ...] = (1, 2, 3), mpich: tuple[int, ...] | None = None
 ) -> Callable[[Body], Any]:
-    """Decorator; see the module. ``mpich`` are the numbers of ranks under MPICH, if not the same."""
+    """Decorator; see the module. ``mpich`` are the numbers of ranks under MPICH, if not the
+    same.
+    """
     jobs = [(size, "openmpi") for size in sizes]
     jobs += [(size, "mpich") for size in (sizes if mpich is None else mpich)]
 
@@ -147,7 +164,9 @@ def mpi_test(
 
 @functools.cache
 def run_file(path: str, library: str, size: int) -> tuple[list[dict[str, str]], Finished]:
-    """All functions of a test file on ``size`` ranks: each rank's results, and how the job ended."""
+    """All functions of a test file on ``size`` ranks: each rank's results, and how the job
+    ended.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = (__file__, path, folder, library, str(size))
         job = mpirun(library, size, *command, timeout_s=JOB_S, TORCHRELAY_MPI_TIMEOUT_S="120")
@@ -176,7 +195,9 @@ def _main(path: str, folder: str, library: str, size: int) -> None:
     import warnings
 
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # torch's own use of it
+    warnings.filterwarnings(
+        "ignore", "`torch.jit.script", DeprecationWarning
+    )  # torch's own use of it
     warnings.filterwarnings(
         "ignore", "The .grad attribute of a Tensor that is not a leaf"
     )  # torch.compile's own look

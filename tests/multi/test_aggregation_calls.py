@@ -70,7 +70,9 @@ def test_gather_scatter_and_all_to_all_take_plain_arguments(world: World) -> Non
         pieces = [torch.zeros(2), torch.zeros(2)] if world.rank == 1 else []
         for more in ((), (MINUTE,)):
             group.gather(pieces, own, 1, *more).wait()
-            assert [piece.tolist() for piece in pieces] == ([[1, 1], [2, 2]] if world.rank == 1 else [])
+            assert [piece.tolist() for piece in pieces] == (
+                [[1, 1], [2, 2]] if world.rank == 1 else []
+            )
         gathering = dist.GatherOptions()
         gathering.rootRank = 1
         group.gather([pieces] if pieces else [], [own.mul_(3)], gathering).wait()
@@ -156,7 +158,10 @@ def test_what_sparse_tensors_cannot_do_is_said(world: World) -> None:
     start(world)
     with pytest.raises(UnsupportedError, match="MAX of torch"):
         dist.all_reduce(sparse(0, (), torch.float32, 3), dist.ReduceOp.MAX)
-    with pytest.raises(UnsupportedError, match="sparse_csr"), pytest.warns(UserWarning, match="beta"):
+    with (
+        pytest.raises(UnsupportedError, match="sparse_csr"),
+        pytest.warns(UserWarning, match="beta"),
+    ):
         dist.all_reduce(torch.eye(3).to_sparse_csr())
     with pytest.raises(UnsupportedError, match="sparse_coo"):
         dist.broadcast(sparse(0, (), torch.float32, 3), 0)

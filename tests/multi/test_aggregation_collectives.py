@@ -1,4 +1,6 @@
-"""Every collective of c10d on ``sml``, against values that each rank computes by itself, and against Gloo."""
+"""Every collective of c10d on ``sml``, against values that each rank computes by itself, and
+against Gloo.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ SIZES = (1, 300, 9001)
 @contextmanager
 def groups(world: World) -> Iterator[dist.ProcessGroup]:
     """The default group is ``sml``, with small slots; yields a Gloo group of the same ranks."""
-    os.environ.update(TORCHRELAY_AGGREGATION_SLOT_BYTES="16384", TORCHRELAY_AGGREGATION_ONE_SHOT_BYTES="2048")
+    os.environ.update(
+        TORCHRELAY_AGGREGATION_SLOT_BYTES="16384", TORCHRELAY_AGGREGATION_ONE_SHOT_BYTES="2048"
+    )
     dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=world.size)
     yield dist.new_group(backend="gloo")
     dist.destroy_process_group()
 
 
 def make(rank: int, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What ``rank`` holds: small whole numbers, so that sums and products are exact in any order."""
+    """What ``rank`` holds: small whole numbers, so that sums and products are exact in any
+    order.
+    """
     generator = torch.Generator().manual_seed(rank * 7919 + 13)
     low = 0 if dtype in (torch.uint8, torch.bool) else -3
     values = torch.randint(
@@ -53,7 +59,11 @@ def expected(op: object, tensors: list[torch.Tensor]) -> torch.Tensor:
     """The reduction in float64 or int64, then rounded once."""
     dtype = tensors[0].dtype
     wide = torch.stack(tensors).to(
-        torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+        torch.complex128
+        if dtype.is_complex
+        else torch.float64
+        if dtype.is_floating_point
+        else torch.int64
     )
     if dtype is torch.bool:
         table = {
@@ -71,7 +81,11 @@ def expected(op: object, tensors: list[torch.Tensor]) -> torch.Tensor:
         out = wide.sum(0)
     elif op == ReduceOp.AVG:
         out = wide.sum(0).to(dtype).to(wide.dtype) if dtype in INTS else wide.sum(0)
-        out = out / len(tensors) if dtype not in INTS else torch.div(out, len(tensors), rounding_mode="trunc")
+        out = (
+            out / len(tensors)
+            if dtype not in INTS
+            else torch.div(out, len(tensors), rounding_mode="trunc")
+        )
     elif op == ReduceOp.PRODUCT:
         out = wide.prod(0)
     elif op == ReduceOp.MIN:
@@ -101,7 +115,8 @@ def cases() -> Iterator[tuple[torch.dtype, object]]:
 
 
 def check(got: torch.Tensor, want: torch.Tensor, what: object) -> None:
-    # An average is divided in float32, then rounded: bfloat16 may differ from float64's answer by its last bit.
+    # An average is divided in float32, then rounded: bfloat16 may differ from float64's answer by
+    # its last bit.
     torch.testing.assert_close(
         got,
         want,
@@ -129,7 +144,9 @@ def test_reductions_of_every_dtype_and_op(world: World) -> None:
                 out = torch.empty(size, dtype=dtype)
                 dist.reduce_scatter(out, [b.clone() for b in blocks[me]], op)
                 check(
-                    out, expected(op, [blocks[r][me] for r in range(n)]), ("reduce_scatter", dtype, op, size)
+                    out,
+                    expected(op, [blocks[r][me] for r in range(n)]),
+                    ("reduce_scatter", dtype, op, size),
                 )
                 out = torch.empty(size, dtype=dtype)
                 dist.reduce_scatter_tensor(out, torch.cat(blocks[me]), op)
@@ -173,7 +190,9 @@ def test_copies_of_every_dtype(world: World) -> None:
                 dist.all_to_all(outs, list(inputs))
                 assert all(same(o, inputs[me]) for o in outs)
                 whole = torch.zeros(n * size, dtype=dtype)
-                dist.all_to_all_single(whole, torch.cat([i.view(torch.uint8) for i in inputs]).view(dtype))
+                dist.all_to_all_single(
+                    whole, torch.cat([i.view(torch.uint8) for i in inputs]).view(dtype)
+                )
                 assert all(same(o, inputs[me]) for o in whole.chunk(n))
 
 
@@ -215,7 +234,9 @@ def test_odd_tensors(world: World) -> None:
             ]
             dist.all_gather(outs, (view * (me + 1)))
             assert all(torch.equal(o, view * (r + 1)) for r, o in enumerate(outs))
-            got = torch.zeros(grid.shape).as_strided(view.shape, view.stride(), view.storage_offset())
+            got = torch.zeros(grid.shape).as_strided(
+                view.shape, view.stride(), view.storage_offset()
+            )
             peer, source = (me + 1) % n, (me - 1) % n
             works = [dist.isend(view * (me + 1), peer), dist.irecv(got, source)]
             for w in works:
@@ -300,7 +321,9 @@ def test_overlapping_subgroups(world: World) -> None:
 @pytest.mark.processes(2)
 def test_handles_in_any_order(world: World) -> None:
     with groups(world):
-        tensors = [torch.full((size,), float(world.rank + 1)) for size in (10, 300_000, 1, 50_000) * 5]
+        tensors = [
+            torch.full((size,), float(world.rank + 1)) for size in (10, 300_000, 1, 50_000) * 5
+        ]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         last = torch.ones(4)
         dist.all_reduce(last)  # comes after those in progress
@@ -386,7 +409,9 @@ def test_messages(world: World) -> None:
             assert got.eq((me - 1) % n).all()
         # Everybody sends first: a blocking send would never return.
         works = [
-            dist.isend(torch.full((200_000,), float(me)), peer, tag=7) for peer in range(n) if peer != me
+            dist.isend(torch.full((200_000,), float(me)), peer, tag=7)
+            for peer in range(n)
+            if peer != me
         ]
         for peer in reversed([r for r in range(n) if r != me]):
             got = torch.empty(200_000)
@@ -438,7 +463,9 @@ def test_results_are_the_same_bits_on_all_ranks_and_every_time(world: World) -> 
             for dtype in FLOATS:
                 first = None
                 for _ in range(3):
-                    tensor = torch.randn(size, generator=torch.Generator().manual_seed(world.rank)).to(dtype)
+                    tensor = torch.randn(
+                        size, generator=torch.Generator().manual_seed(world.rank)
+                    ).to(dtype)
                     dist.all_reduce(tensor)
                     copies = [torch.empty_like(tensor) for _ in range(2)]
                     dist.all_gather(copies, tensor)

@@ -1,4 +1,6 @@
-"""Ranks that cannot reach each other's memory: here, in process namespaces of their own, as on several hosts."""
+"""Ranks that cannot reach each other's memory: here, in process namespaces of their own, as on
+several hosts.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ print("done")
 def can_unshare() -> bool:
     try:
         return (
-            subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=20, check=False).returncode == 0
+            subprocess.run(
+                [*UNSHARE, "true"], capture_output=True, timeout=20, check=False
+            ).returncode
+            == 0
         )
     except OSError:
         return False
@@ -85,7 +90,9 @@ def test_ranks_in_two_process_namespaces_are_on_two_hosts(tmp_path: Path) -> Non
         }
         command = [*(UNSHARE if rank == size - 1 else []), sys.executable, str(script)]
         processes.append(
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
     try:
         ended = [process.communicate(timeout=90) for process in processes]

@@ -96,10 +96,15 @@ def _bad_setting(world: World) -> str:
 
 
 def test_settings_come_from_the_environment(run_processes: Callable[..., Any]) -> None:
-    environ = {"TORCHRELAY_AGGREGATION_SLOT_BYTES": "4096", "TORCHRELAY_AGGREGATION_ONE_SHOT_BYTES": "0"}
+    environ = {
+        "TORCHRELAY_AGGREGATION_SLOT_BYTES": "4096",
+        "TORCHRELAY_AGGREGATION_ONE_SHOT_BYTES": "0",
+    }
     for result in run_processes(_small_slots, 2, environ=environ):
         assert result.ok, result.error
-    for result in run_processes(_bad_setting, 2, environ={"TORCHRELAY_AGGREGATION_PLANE": "tofino"}):
+    for result in run_processes(
+        _bad_setting, 2, environ={"TORCHRELAY_AGGREGATION_PLANE": "tofino"}
+    ):
         assert "TORCHRELAY_AGGREGATION_PLANE" in result.value
 
 

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchrelay.aggregation  # noqa: F401 - registers the backend
 from torchrelay.world import World
 
-# The functional collectives and compiled code find groups by name; meshes make groups of the default backend.
+# The functional collectives and compiled code find groups by name; meshes make groups of the
+# default backend.
 Run = Callable[[World, Path], list[torch.Tensor]]
 
 
@@ -35,7 +36,9 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
 
 
 def values(module: nn.Module) -> list[torch.Tensor]:
-    return [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in module.parameters()]
+    return [
+        getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in module.parameters()
+    ]
 
 
 def ddp(world: World, _: Path) -> list[torch.Tensor]:
@@ -85,7 +88,9 @@ def zero(world: World, _: Path) -> list[torch.Tensor]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     module = DistributedDataParallel(model())
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
+    )
     train(module, optimizer, world.rank)
     return values(module)
 
@@ -115,7 +120,11 @@ def fsdp2(world: World, _: Path) -> list[torch.Tensor]:
 def tensor_parallel(world: World, _: Path) -> list[torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     module = parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -124,7 +133,9 @@ def tensor_parallel(world: World, _: Path) -> list[torch.Tensor]:
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     assert isinstance(sharded, DTensor)
     moved = sharded.redistribute(placements=[Shard(1)])
-    product = (moved @ distribute_tensor(whole.t(), mesh, [Shard(0)])).redistribute(placements=[Replicate()])
+    product = (moved @ distribute_tensor(whole.t(), mesh, [Shard(0)])).redistribute(
+        placements=[Replicate()]
+    )
     return [*values(module), moved.full_tensor(), product.to_local(), sharded.sum().full_tensor()]
 
 
@@ -223,7 +234,9 @@ RUNS: tuple[Run, ...] = (
 
 
 def _both(world: World, name: str, folder: Path) -> None:
-    """The same once over each backend. Two numbers have one sum, so the results are equal bit for bit."""
+    """The same once over each backend. Two numbers have one sum, so the results are equal bit for
+    bit.
+    """
     run = next(r for r in RUNS if r.__name__ == name)
     store = world.connect(60)
     results = {}

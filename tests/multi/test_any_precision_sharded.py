@@ -40,5 +40,7 @@ def test_fully_sharded_parameters_move_as_whole_ones(world: World) -> None:
         whole = _train(_model(dtype), use_kahan_summation=kahan)
         sharded = _train(fully_shard(_model(dtype)), use_kahan_summation=kahan)
         assert any(isinstance(tensor, DTensor) for tensor in sharded)
-        full = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in sharded]
+        full = [
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in sharded
+        ]
         assert all(torch.equal(a, b) for a, b in zip(full, whole, strict=True))

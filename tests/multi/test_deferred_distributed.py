@@ -1,4 +1,6 @@
-"""Deferred modules under DTensor, FSDP and tensor parallelism: each rank makes its part, the whole is eager's."""
+"""Deferred modules under DTensor, FSDP and tensor parallelism: each rank makes its part, the whole
+is eager's.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def assert_same(module: nn.Module, reference: nn.Module) -> None:
     found = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     mine = {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in found.items()}
-    theirs = dict(reference.named_parameters(remove_duplicate=False)) | dict(reference.named_buffers())
+    theirs = dict(reference.named_parameters(remove_duplicate=False)) | dict(
+        reference.named_buffers()
+    )
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(full(mine[name].detach()), tensor.detach()), name
@@ -92,7 +96,9 @@ def test_dtensors_on_a_line(world: World) -> None:
 
 
 def _check_dimensions(mesh: Any) -> None:
-    """Placements for all tensors replicate one without that dimension; a function must know better."""
+    """Placements for all tensors replicate one without that dimension; a function must know
+    better.
+    """
     from torch.distributed.tensor import Shard
 
     for placement in (Shard(0), Shard(1), Shard(-1)):
@@ -105,7 +111,9 @@ def _check_dimensions(mesh: Any) -> None:
         assert module[1].num_batches_tracked.placements[0].is_replicate()
         assert_same(module, reference)
     with pytest.raises(ArgumentError, match=r"bias.*Replicate"):
-        materialize_module(deferred_init(nn.Linear, 6, 7), shard=(mesh, lambda name, tensor: [Shard(1)]))
+        materialize_module(
+            deferred_init(nn.Linear, 6, 7), shard=(mesh, lambda name, tensor: [Shard(1)])
+        )
 
 
 def _check_empty_shards(mesh: Any) -> None:
@@ -179,13 +187,19 @@ def test_fully_shard_takes_a_deferred_module(world: World) -> None:
     before = [full(p.detach()) for p in module.parameters()]
     with pytest.raises(UnsupportedError, match="fully_shard"):
         dematerialize(module)
-    assert all(torch.equal(a, full(p.detach())) for a, p in zip(before, module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, full(p.detach())) for a, p in zip(before, module.parameters(), strict=True)
+    )
 
 
 @pytest.mark.processes(2)
 def test_tensor_parallel_plan_takes_a_deferred_module(world: World) -> None:
     from torch.distributed.tensor import DTensor, init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     join(world)
     mesh = init_device_mesh("cpu", (2,))
@@ -220,7 +234,10 @@ def test_fsdp1_materializes_through_param_init_fn(world: World) -> None:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     join(world)
-    _fsdp1(world, param_init_fn=lambda module: materialize_module(module, check_fn=lambda m: m is module))
+    _fsdp1(
+        world,
+        param_init_fn=lambda module: materialize_module(module, check_fn=lambda m: m is module),
+    )
     policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
     _fsdp1(world, param_init_fn=materialize_module, auto_wrap_policy=policy)
 

@@ -1,4 +1,6 @@
-"""The demo on a small graph, as a user runs it: what it learns, and when results are reproducible."""
+"""The demo on a small graph, as a user runs it: what it learns, and when results are
+reproducible.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,19 @@ _SMALL = ("--epochs", "40", "--dim", "16", "--batch-size", "100", "--regularisat
 
 
 def test_two_processes_learn_addition(sums: Path, tmp_path: Path) -> None:
-    """Their updates of the table arrive in any order, so two runs differ in the last digits and what follows."""
+    """Their updates of the table arrive in any order, so two runs differ in the last digits and
+    what follows.
+    """
     result = run_demo("--data", str(sums), *_SMALL, TMPDIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "epoch 40 of 40" in result.stdout
     assert "equal bit for bit" in result.stdout
     assert "DDP over gloo" in result.stdout
-    stages = [line for line in result.stdout.splitlines() if "torch.load" in line or "a new process" in line]
+    stages = [
+        line
+        for line in result.stdout.splitlines()
+        if "torch.load" in line or "a new process" in line
+    ]
     assert len(stages) == 2, result.stdout
     assert "load it, the model not initialised" in stages[0] and "equal bit for bit" in stages[0]
     assert "serve: switch to the other model" in stages[1]

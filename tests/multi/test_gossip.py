@@ -33,7 +33,9 @@ CASES = {  # the ranks of each node
 def _start(backend: str, world: World) -> None:
     if backend == "sml":
         import torchrelay.aggregation  # noqa: F401 - registers the backend
-    dist.init_process_group(backend, store=world.connect(30), rank=world.rank, world_size=world.size)
+    dist.init_process_group(
+        backend, store=world.connect(30), rank=world.rank, world_size=world.size
+    )
 
 
 def _state(nodes: list[list[int]], **options) -> GossipGraDState:
@@ -110,7 +112,9 @@ def _backward(model: nn.Module, rank: int, step: int) -> None:
     model(data).square().mean().backward()
 
 
-def _train_reference(steps: int, nodes, topology: GossipTopology, seed: int) -> list[list[torch.Tensor]]:
+def _train_reference(
+    steps: int, nodes, topology: GossipTopology, seed: int
+) -> list[list[torch.Tensor]]:
     models = [_model() for _ in range(4)]
     for step in range(steps):
         for rank, model in enumerate(models):
@@ -130,7 +134,9 @@ def _train(model: nn.Module, rank: int, steps: int) -> None:
 
 
 def _assert_close(model: nn.Module, expected: list[torch.Tensor]) -> None:
-    torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        [p.detach() for p in model.parameters()], expected, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -177,7 +183,11 @@ def test_fsdp_without_sharding(world: World, backend: str) -> None:
 def test_defaults_resuming_and_refusals(world: World, backend: str) -> None:
     _start(backend, world)
     state = GossipGraDState()
-    assert (state.num_nodes, state.proc_per_node, state.topology) == (1, 2, GossipTopology.DISSEMINATION)
+    assert (state.num_nodes, state.proc_per_node, state.topology) == (
+        1,
+        2,
+        GossipTopology.DISSEMINATION,
+    )
     grad = torch.tensor([float(world.rank)])
     gossip_grad_hook(state, grad)
     assert grad.item() == 0.5

@@ -1,4 +1,6 @@
-"""Every collective, dtype and axis, at 1, 2, 3 and 5 ranks, against plain torch on all ranks' inputs."""
+"""Every collective, dtype and axis, at 1, 2, 3 and 5 ranks, against plain torch on all ranks'
+inputs.
+"""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -125,7 +127,9 @@ def test_gather(comm):
 
                 def model(xs, root=root, axis=axis):
                     whole = torch.cat(xs, axis)
-                    return [whole if r == root else whole.narrow(axis, 0, 0) for r in range(comm.size)]
+                    return [
+                        whole if r == root else whole.narrow(axis, 0, 0) for r in range(comm.size)
+                    ]
 
                 check(lambda x: comm.Gather(x, axis, root), model, given, comm.rank)
 
@@ -159,7 +163,9 @@ def test_scatter(comm):
                     for part in xs[root].split(lengths, axis)
                 ]
 
-            check(lambda x: comm.Scatter(x, axis, lengths[comm.rank], root), model, given, comm.rank)
+            check(
+                lambda x: comm.Scatter(x, axis, lengths[comm.rank], root), model, given, comm.rank
+            )
 
 
 @mpi_test(SIZES)
@@ -230,7 +236,8 @@ def test_scan_and_exscan(comm):
             check(
                 lambda x: comm.Exscan(x, op),
                 lambda xs: [
-                    reduction(torch.stack(xs[:r])) if r else torch.zeros_like(xs[0]) for r in range(comm.size)
+                    reduction(torch.stack(xs[:r])) if r else torch.zeros_like(xs[0])
+                    for r in range(comm.size)
                 ],
                 given,
                 comm.rank,
@@ -251,14 +258,22 @@ def test_layouts(comm):
     )
     for view in views:
         for function, model in (
-            (lambda x: comm.Allreduce(x, mpi.MPI_SUM), lambda xs: [torch.stack(xs).sum(0)] * comm.size),
+            (
+                lambda x: comm.Allreduce(x, mpi.MPI_SUM),
+                lambda xs: [torch.stack(xs).sum(0)] * comm.size,
+            ),
             (lambda x: comm.Allgather(x, 1), lambda xs: [torch.cat(xs, 1)] * comm.size),
             (
                 lambda x: comm.Bcast_(x.clone(memory_format=torch.preserve_format), 0),
                 lambda xs: [xs[0] * 1] * comm.size,
             ),
         ):
-            check(lambda x: function(view(x)), lambda xs: model([view(x) for x in xs]), base, comm.rank)
+            check(
+                lambda x: function(view(x)),
+                lambda xs: model([view(x) for x in xs]),
+                base,
+                comm.rank,
+            )
 
 
 @mpi_test(SIZES)
@@ -280,7 +295,12 @@ def test_large_counts_go_in_pieces(comm):
             given,
             comm.rank,
         )
-        check(lambda x: comm.Allgather(x, 1), lambda xs: [torch.cat(xs, 1)] * comm.size, given, comm.rank)
+        check(
+            lambda x: comm.Allgather(x, 1),
+            lambda xs: [torch.cat(xs, 1)] * comm.size,
+            given,
+            comm.rank,
+        )
         check(
             lambda x: comm.Gather(x, 1, 0),
             lambda xs: [torch.cat(xs, 1) if r == 0 else xs[0][:, :0] for r in range(comm.size)],

@@ -60,7 +60,10 @@ def functions(comm):
     yield "Scatterv", lambda x: comm.Scatterv(x * (r + 1), [1] * n, n - 1)
     yield "Reduce_scatter", lambda x: comm.Reduce_scatter(x * (r + 1), mpi.MPI_SUM, 0, 1)
     yield "Allreduce LAND", lambda x: x * comm.Allreduce(x.detach() > n, mpi.MPI_LAND)
-    yield "Allreduce MAX of integers", lambda x: x * comm.Allreduce(x.detach().long() + r, mpi.MPI_MAX)
+    yield (
+        "Allreduce MAX of integers",
+        lambda x: x * comm.Allreduce(x.detach().long() + r, mpi.MPI_MAX),
+    )
     yield "Allreduce MAXLOC", lambda x: comm.Allreduce(x * (r + 1), mpi.MPI_MAXLOC).values
     yield "Scan MAX", lambda x: comm.Scan(x * (r + 1), mpi.MPI_MAX)
     yield "Reduce_ MAX", lambda x: comm.Reduce_(x * (r + 1), mpi.MPI_MAX, n - 1)
@@ -68,7 +71,10 @@ def functions(comm):
     yield "Halo_exchange", lambda x: grid.Halo_exchange(x * (r + 1), 1, [0])
     if n > 1:  # a message to oneself waits for its receiver
         yield "Send and Recv", ring
-    yield "replicated Allreduce", lambda x: replicated.Allreduce(replicated.Replicate(x) * r, mpi.MPI_SUM)
+    yield (
+        "replicated Allreduce",
+        lambda x: replicated.Allreduce(replicated.Replicate(x) * r, mpi.MPI_SUM),
+    )
     yield "replicated Allgather", lambda x: replicated.Allgather(x * (r + 1), 1)
 
 
@@ -79,7 +85,9 @@ def test_every_function_compiles_to_its_eager_values_and_gradients(comm):
         torch._dynamo.reset()
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         theirs, ours = (
-            (torch.arange(2.0 * comm.size, dtype=torch.float64).view(-1, 2) + comm.rank + 1).requires_grad_()
+            (
+                torch.arange(2.0 * comm.size, dtype=torch.float64).view(-1, 2) + comm.rank + 1
+            ).requires_grad_()
             for _ in range(2)
         )
         wanted = function(theirs)
@@ -93,7 +101,9 @@ def test_every_function_compiles_to_its_eager_values_and_gradients(comm):
 @pytest.mark.timeout(300)
 @mpi_test((3,), mpich=(2,))  # one rank's parts are equal ones
 def test_what_a_graph_cannot_hold_runs_outside_of_it(comm):
-    """Parts of other lengths than equal ones, and ``torch.func`` transforms: the graph breaks, the values are right."""
+    """Parts of other lengths than equal ones, and ``torch.func`` transforms: the graph breaks, the
+    values are right.
+    """
     n, r = comm.size, comm.rank
     x = torch.arange(4.0 * n, dtype=torch.float64).view(n, 4) + r
     lengths = [3] + [1] * (n - 1) if n > 1 else [4]
@@ -106,7 +116,10 @@ def test_what_a_graph_cannot_hold_runs_outside_of_it(comm):
         return comm.Alltoall(x * 2, 0, 0, n * len(x) if r == 0 else 0) + 1
 
     def transformed(x):
-        return torch.func.grad(lambda t: comm.Allreduce(t.sin() * (r + 1), mpi.MPI_SUM).sum())(x * 2) + 1
+        return (
+            torch.func.grad(lambda t: comm.Allreduce(t.sin() * (r + 1), mpi.MPI_SUM).sum())(x * 2)
+            + 1
+        )
 
     for function, given in ((scatter, rows), (borders, x), (transformed, x)):
         torch._dynamo.reset()
@@ -147,7 +160,9 @@ def test_two_steps_run_outside_of_the_graph(comm):
 @mpi_test((3,), mpich=(2,))
 def test_compiled_and_eager_communications_form_one_chain(comm):
     torch._dynamo.reset()
-    double = torch.compile(lambda x: comm.Allreduce(2 * x, mpi.MPI_SUM), fullgraph=True, backend="aot_eager")
+    double = torch.compile(
+        lambda x: comm.Allreduce(2 * x, mpi.MPI_SUM), fullgraph=True, backend="aot_eager"
+    )
     x = torch.ones(3, requires_grad=True)
     y = comm.Allreduce(double(comm.Allreduce(x, mpi.MPI_SUM)), mpi.MPI_SUM)
     (y if comm.rank == 0 else y.detach() + 0 * y).sum().backward()
@@ -161,4 +176,6 @@ def test_inductor(comm):
     function = torch.compile(lambda x: comm.Allreduce(x.sin(), mpi.MPI_SUM).cos(), fullgraph=True)
     x = torch.arange(4.0, requires_grad=True)
     function(x).sum().backward()
-    assert torch.allclose(x.grad, -(comm.size * x.sin()).sin().detach() * comm.size * x.cos().detach())
+    assert torch.allclose(
+        x.grad, -(comm.size * x.sin()).sin().detach() * comm.size * x.cos().detach()
+    )

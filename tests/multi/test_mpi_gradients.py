@@ -1,4 +1,5 @@
-"""gradcheck and gradgradcheck of every differentiable function: as a function of all ranks' inputs to all outputs.
+"""gradcheck and gradgradcheck of every differentiable function: as a function of all ranks' inputs
+to all outputs.
 
 Every output element of every rank gets its own cotangent, so cotangents differ between ranks.
 """
@@ -60,9 +61,15 @@ def functions(comm):
     yield "Scatter", lambda x: comm.Scatter(torch.cat([x * x] * n, 1), 1, 2, n - 1)
     yield "Alltoall", lambda x: comm.Alltoall(torch.cat([x * x] * n, 1), 0, 1, 2)
     yield "Alltoall, equal axes", lambda x: comm.Alltoall(x * x, 1, 1, 2 * n if r == 0 else 0)
-    yield "Alltoallv", lambda x: comm.Alltoallv(x * x, [2 if s == above else 0 for s in range(n)], 1)
+    yield (
+        "Alltoallv",
+        lambda x: comm.Alltoallv(x * x, [2 if s == above else 0 for s in range(n)], 1),
+    )
     yield "Reduce_scatter", lambda x: comm.Reduce_scatter(torch.cat([x * x] * n), mpi.MPI_SUM, 0, 2)
-    yield "Reduce_scatter_block MAX", lambda x: comm.Reduce_scatter_block(torch.cat([x * x] * n), mpi.MPI_MAX)
+    yield (
+        "Reduce_scatter_block MAX",
+        lambda x: comm.Reduce_scatter_block(torch.cat([x * x] * n), mpi.MPI_MAX),
+    )
     yield "Scan", lambda x: comm.Scan(x * x, mpi.MPI_SUM)
     yield "Exscan", lambda x: comm.Exscan(x * x, mpi.MPI_SUM)
     yield "Scan PROD", lambda x: comm.Scan(x, mpi.MPI_PROD)
@@ -77,7 +84,10 @@ def functions(comm):
     yield "Iallgather", lambda x: comm.Iallgather(x * x, 1).Wait()
     yield "Iscatter", lambda x: comm.Iscatter(torch.cat([x * x] * n), 0, 0).Wait()
     yield "Ialltoall", lambda x: comm.Ialltoall(torch.cat([x * x] * n), 1, 0).Wait()
-    yield "Ireduce_scatter", lambda x: comm.Ireduce_scatter(torch.cat([x * x] * n), mpi.MPI_SUM).Wait()
+    yield (
+        "Ireduce_scatter",
+        lambda x: comm.Ireduce_scatter(torch.cat([x * x] * n), mpi.MPI_SUM).Wait(),
+    )
     yield "two collectives at once", two_at_once
     yield "two collectives in turn", lambda x: total(x).Wait() * total(x * x).Wait()
     yield from with_operations(comm)
@@ -95,7 +105,10 @@ def with_operations(comm):
     yield "Iallreduce MAX", lambda x: comm.Iallreduce(x * x, mpi.MPI_MAX).Wait()
     yield "Iallreduce PROD", lambda x: comm.Iallreduce(x, mpi.MPI_PROD).Wait()
     yield "Ireduce MIN", lambda x: comm.Ireduce(x * x, mpi.MPI_MIN, n - 1).Wait()
-    yield "Ireduce_scatter PROD", lambda x: comm.Ireduce_scatter(torch.cat([x] * n), mpi.MPI_PROD).Wait()
+    yield (
+        "Ireduce_scatter PROD",
+        lambda x: comm.Ireduce_scatter(torch.cat([x] * n), mpi.MPI_PROD).Wait(),
+    )
     yield "Iscan", lambda x: comm.Iscan(x * x, mpi.MPI_SUM).Wait()
     yield "Iexscan MAX", lambda x: comm.Iexscan(x * x, mpi.MPI_MAX).Wait()
 
@@ -109,7 +122,10 @@ def with_counts(comm):
     yield "Iallgatherv", lambda x: comm.Iallgatherv((x * x)[:, : counts[r]], counts, 1).Wait()
     yield "Iscatterv", lambda x: comm.Iscatterv(wide(x, 1), counts, n - 1, 1).Wait()
     yield "Ialltoallv", lambda x: comm.Ialltoallv(x * x, to, whence, 1).Wait()
-    yield "Ireduce_scatterv", lambda x: comm.Ireduce_scatterv(wide(x, 0), mpi.MPI_SUM, counts).Wait()
+    yield (
+        "Ireduce_scatterv",
+        lambda x: comm.Ireduce_scatterv(wide(x, 0), mpi.MPI_SUM, counts).Wait(),
+    )
     yield (
         "Ireduce_scatterv MIN",
         lambda x: comm.Ireduce_scatterv(wide(x, 1), mpi.MPI_MIN, counts, 1).Wait(),
@@ -211,7 +227,9 @@ def test_func_grad_jvp_vmap(comm):
         value, tangent = torch.func.jvp(function, (x,), (torch.ones_like(x),))
         with torch.no_grad():
             close = (function(x + 1e-6) - function(x - 1e-6)) / 2e-6
-            assert torch.allclose(value, function(x)) and torch.allclose(tangent, close, atol=1e-7), name
+            assert torch.allclose(value, function(x)) and torch.allclose(
+                tangent, close, atol=1e-7
+            ), name
             batch = torch.stack([x, 2 * x, 3 * x], 1)
             rows = torch.stack([function(batch[:, i]) for i in range(3)])
             assert torch.allclose(torch.vmap(function, in_dims=1)(batch), rows), name

@@ -248,7 +248,9 @@ def test_in_place_on_a_tensor_with_history_becomes_the_result(comm):
 
 @mpi_test(SIZES)
 def test_conventions(comm):
-    """One loss, held alike by all ranks: as the sum of all ranks' losses, and as one replicated loss."""
+    """One loss, held alike by all ranks: as the sum of all ranks' losses, and as one replicated
+    loss.
+    """
     x = leaf(1)
     comm.Allreduce(x, mpi.MPI_SUM).sum().backward()
     assert x.grad.tolist() == [float(comm.size)] * 4
@@ -289,7 +291,10 @@ def test_debug_mode_names_both_calls_on_all_ranks(comm):
             comm.Allreduce(
                 torch.ones(2) if comm.rank == 0 else torch.ones(3, dtype=torch.float64), mpi.MPI_SUM
             )
-        with torch.set_grad_enabled(comm.rank == 0), pytest.raises(MismatchError, match="not recorded"):
+        with (
+            torch.set_grad_enabled(comm.rank == 0),
+            pytest.raises(MismatchError, match="not recorded"),
+        ):
             comm.Allreduce(torch.ones(2), mpi.MPI_SUM)
     with pytest.raises(MismatchError, match="rank 1"):
         comm.Allgather(torch.ones(2, 2 if comm.rank != 1 else 3), 0)
@@ -315,7 +320,10 @@ def test_debug_mode_lets_messages_that_fit_through(comm):
     above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     with changed(debug=True):
         x = leaf(comm.rank + 1)
-        first, second = comm.Irecv(torch.empty(2), below, 1), comm.Irecv(torch.empty(4).double(), below, 1)
+        first, second = (
+            comm.Irecv(torch.empty(2), below, 1),
+            comm.Irecv(torch.empty(4).double(), below, 1),
+        )
         for t in (torch.ones(2), x):
             comm.Wait(comm.Isend(t, above, 1))
         y = comm.Wait(second)  # waited for in another order than sent
@@ -359,7 +367,18 @@ def test_halo_exchange_fills_corners(comm):
 
 # Random programs: every rank draws the same one, and the reference runs all ranks in one process.
 
-STEPS = ("allreduce", "shift", "bcast", "allgather", "scatter", "local", "isend", "max", "scan", "iallreduce")
+STEPS = (
+    "allreduce",
+    "shift",
+    "bcast",
+    "allgather",
+    "scatter",
+    "local",
+    "isend",
+    "max",
+    "scan",
+    "iallreduce",
+)
 
 
 def distributed(comm, program, x):
@@ -422,7 +441,9 @@ def in_one_process(n, program, xs):
 @mpi_test((1, 2, 3, 5))
 def test_random_programs_end_and_agree(comm):
     @seed(7)
-    @settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(
         st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3)), min_size=1, max_size=12),
         st.integers(0, 99),

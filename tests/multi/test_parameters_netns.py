@@ -1,4 +1,6 @@
-"""Nodes as hosts of their own: network namespaces on a switch, with TCP between them and links that can be cut."""
+"""Nodes as hosts of their own: network namespaces on a switch, with TCP between them and links that
+can be cut.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,22 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 
 def _join(world: World, hosts: Hosts) -> tuple[Server, Worker]:
-    """This rank, on its own host, as a node. Where the kernel cannot delay links, the transport does."""
+    """This rank, on its own host, as a node. Where the kernel cannot delay links, the transport
+    does.
+    """
     enter(hosts.pids[world.rank])
     world = dataclasses.replace(world, master_addr=hosts.addresses[0])
     topology = topology_of(world, world.connect(60), node_of_rank=lambda rank: rank)
     network = topology.network
     assert network is not None
     if not hosts.delayed:
-        topology.network = lambda: _native.DelayedNetwork(network(), DELAY_MS / 1e3, seed=world.rank)
+        topology.network = lambda: _native.DelayedNetwork(
+            network(), DELAY_MS / 1e3, seed=world.rank
+        )
     server = Server(KEYS, length=2, topology=topology)
-    assert all(f"://{hosts.addresses[node]}:" in server.addresses[node] for node in range(world.size))
+    assert all(
+        f"://{hosts.addresses[node]}:" in server.addresses[node] for node in range(world.size)
+    )
     return server, Worker(0, server)
 
 
@@ -65,7 +73,9 @@ def _train(world: World, hosts: Hosts) -> dict[str, float]:
     for rank in range(world.size):
         generator = torch.Generator().manual_seed(rank)
         for _ in range(STEPS):
-            expected += torch.bincount(torch.randint(0, KEYS, (BATCH,), generator=generator), minlength=KEYS)
+            expected += torch.bincount(
+                torch.randint(0, KEYS, (BATCH,), generator=generator), minlength=KEYS
+            )
     assert torch.equal(out, expected[:, None].expand(KEYS, 2))
     worker.finalize()
     statistics = server.statistics()
@@ -106,7 +116,9 @@ def test_a_node_out_of_reach_is_named_by_all_others(
     size: int, unplug: bool, run_processes: Callable[..., list[object]]
 ) -> None:
     with switched(size) as hosts:
-        results = run_processes(_lose_last, size, environ=QUICK_TO_NOTICE, hosts=hosts, unplug=unplug)
+        results = run_processes(
+            _lose_last, size, environ=QUICK_TO_NOTICE, hosts=hosts, unplug=unplug
+        )
     for result in results[:-1]:
         assert result.ok, result.error  # type: ignore[attr-defined]
         seconds, ranks, message = result.value  # type: ignore[attr-defined]

@@ -39,7 +39,9 @@ def _push_and_count(world: World) -> None:
             batch = torch.randint(0, KEYS, (BATCH,), generator=generator)
             expected += torch.bincount(batch, minlength=KEYS)
     wrong = (out != expected[:, None]).any(1).nonzero()[:, 0]
-    assert not len(wrong), f"keys {wrong.tolist()}: {out[wrong].tolist()}, not {expected[wrong].tolist()}"
+    assert not len(wrong), (
+        f"keys {wrong.tolist()}: {out[wrong].tolist()}, not {expected[wrong].tolist()}"
+    )
     statistics = place.server.statistics()
     assert statistics["relocations"] + statistics["replicas_made"] > 0
     assert statistics["protocol_errors"] == 0

@@ -1,4 +1,6 @@
-"""Tables over several processes: nodes of their own, shared nodes, checkpoints onto other numbers of workers."""
+"""Tables over several processes: nodes of their own, shared nodes, checkpoints onto other numbers
+of workers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from torchrelay.world import World
 
 KEYS, DIM = 300, 4
 
-LAYOUTS = {"a node each": lambda rank: rank, "one node": lambda rank: 0, "pairs": lambda rank: rank // 2}
+LAYOUTS = {
+    "a node each": lambda rank: rank,
+    "one node": lambda rank: 0,
+    "pairs": lambda rank: rank // 2,
+}
 
 
 def integers(seed: int, *shape: int) -> torch.Tensor:
@@ -111,7 +117,9 @@ def _save(world: World, path: str) -> None:
 def _load(world: World, path: str) -> list[list[float]]:
     if world.size > 1:
         dist.init_process_group("gloo")
-    with Table.create(KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank) as table:
+    with Table.create(
+        KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank
+    ) as table:
         found = []
         for place, reader in ((path, None), (path, Reader()), (f"{path}-ours", Reader())):
             table.set(torch.arange(KEYS), torch.zeros(KEYS, DIM))
@@ -165,7 +173,9 @@ def test_a_table_closed_and_made_again_starts_anew(world: World) -> None:
         with Table.create(2, DIM, name="again", node_of_rank=lambda rank: rank) as table:
             table.push(torch.tensor([1]), torch.full((1, DIM), float(round_ + 1)))
             table.sync()
-            assert torch.equal(table.pull(torch.tensor([1])), torch.full((1, DIM), 2.0 * (round_ + 1)))
+            assert torch.equal(
+                table.pull(torch.tensor([1])), torch.full((1, DIM), 2.0 * (round_ + 1))
+            )
             table.sync()
 
 
@@ -181,7 +191,9 @@ def _fail_on_rank_1(world: World) -> float:
     return -1.0
 
 
-def test_an_error_leaves_the_table_without_waiting(run_processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_the_table_without_waiting(
+    run_processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHRELAY_TRANSPORT_SILENCE_S", "3")
     results = run_processes(_fail_on_rank_1, 2)
     assert all(result.ok and 0 <= result.value < 60 for result in results), results

@@ -1,4 +1,6 @@
-"""Every example that the README prints, and every one of the docs that says how to run it, runs as printed."""
+"""Every example that the README prints, and every one of the docs that says how to run it, runs as
+printed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _examples() -> list[Example]:
         for number, (code, file, command) in enumerate(BLOCK.findall(page.read_text())):
             if page.name == "README.md" or command:
                 name = f"{page.stem}-{number}"
-                found.append(Example(name, code, file or "example.py", command or "python example.py"))
+                found.append(
+                    Example(name, code, file or "example.py", command or "python example.py")
+                )
     return found
 
 
@@ -54,6 +58,12 @@ def test_printed_example(example: Example, tmp_path: Path) -> None:
     if command[0] == "torchrun":
         command.insert(1, "--standalone")  # a free port: other runs may share the machine
     result = subprocess.run(
-        command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=100, check=False
+        command,
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -29,7 +29,9 @@ LR, FREQ, FACTOR, SLOW_LR = 0.1, 3, 0.6, 0.9
 def _start(backend: str, world: World) -> None:
     if backend == "sml":
         import torchrelay.aggregation  # noqa: F401 - registers the backend
-    dist.init_process_group(backend, store=world.connect(30), rank=world.rank, world_size=world.size)
+    dist.init_process_group(
+        backend, store=world.connect(30), rank=world.rank, world_size=world.size
+    )
 
 
 def _model() -> nn.Module:
@@ -52,7 +54,9 @@ def _optimizer(model: nn.Module, **options) -> SlowMomentumOptimizer:
 
 
 def _reference(steps: int, groups: list[list[int]]) -> list[list[torch.Tensor]]:
-    """The parameters of every rank after ``steps``; gradients averaged inside each group. SlowMo, algorithm 1."""
+    """The parameters of every rank after ``steps``; gradients averaged inside each group. SlowMo,
+    algorithm 1.
+    """
     models = [_model() for _ in range(WORLD)]
     bases = [torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9) for model in models]
     x = [p.detach().clone() for p in models[0].parameters()]
@@ -61,7 +65,9 @@ def _reference(steps: int, groups: list[list[int]]) -> list[list[torch.Tensor]]:
         for rank, model in enumerate(models):
             _backward(model, rank, step)
         for group in groups:
-            for grads in zip(*([p.grad for p in models[rank].parameters()] for rank in group), strict=True):
+            for grads in zip(
+                *([p.grad for p in models[rank].parameters()] for rank in group), strict=True
+            ):
                 mean = torch.stack(grads).mean(0)
                 for grad in grads:
                     grad.copy_(mean)
@@ -78,7 +84,9 @@ def _reference(steps: int, groups: list[list[int]]) -> list[list[torch.Tensor]]:
 
 
 def _assert_close(model: nn.Module, expected: list[torch.Tensor]) -> None:
-    torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        [p.detach() for p in model.parameters()], expected, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -159,7 +167,9 @@ def test_fully_shard_inside_subgroups_averages_equal_shards(world: World, backen
         _backward(model, world.rank, step)
         optimizer.step()
     full = [p.full_tensor().detach() for p in model.parameters()]
-    torch.testing.assert_close(full, _reference(7, [[0, 1], [2, 3]])[world.rank], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        full, _reference(7, [[0, 1], [2, 3]])[world.rank], rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -184,7 +194,9 @@ def test_a_checkpoint_between_slow_steps_goes_on_exactly(world: World, backend: 
         for m, o in ((model, optimizer), (other, resumed)):
             _backward(m, world.rank, step)
             o.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -212,7 +224,9 @@ def _alone() -> None:
 def test_schedulers_groups_and_late_parameters(world: World) -> None:
     _alone()
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = SlowMomentumOptimizer(torch.optim.Adam([first], lr=0.1), slowmo_freq=2, slowmo_factor=0.0)
+    optimizer = SlowMomentumOptimizer(
+        torch.optim.Adam([first], lr=0.1), slowmo_freq=2, slowmo_factor=0.0
+    )
     optimizer.add_param_group({"params": [second], "lr": 0.2})
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     losses = []

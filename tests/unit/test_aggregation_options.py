@@ -80,7 +80,9 @@ timeout_threshold_increment = 3
 
 
 @pytest.mark.parametrize("backend", ["dpdk", "rdma"])
-def test_a_plane_that_is_not_offered_is_replaced_with_a_warning(tmp_path: Path, backend: str) -> None:
+def test_a_plane_that_is_not_offered_is_replaced_with_a_warning(
+    tmp_path: Path, backend: str
+) -> None:
     files = write(tmp_path, f"[general]\nbackend = {backend}\n")
     with pytest.warns(UserWarning, match=r"switchml\.cfg, \[general\] backend.*shared memory"):
         assert resolve(None, {}, files).plane == "auto"
@@ -90,12 +92,18 @@ def test_a_plane_that_is_not_offered_is_replaced_with_a_warning(tmp_path: Path, 
     ("text", "message"),
     [
         ("[general]\nranks = 1\n", r"\[general\] ranks: no such key; .*rank, num_workers"),
-        ("[general]\npacket_numel = 128\n", r"packet_numel = 128: the value must be one of 64, 256"),
+        (
+            "[general]\npacket_numel = 128\n",
+            r"packet_numel = 128: the value must be one of 64, 256",
+        ),
         ("[general]\nbackend = tofino\n", r"must be one of shm, dummy, dpdk, rdma"),
         ("[general]\ntimeout = soon\n", r"timeout = 'soon': the value must be of type float"),
         ("[general]\nnum_workers = -1\n", r"at least 0"),
         ("[general]\ninstant_job_completion = perhaps\n", r"true or false"),
-        ("[backend.dummy]\nspeed = 1\n", r"no such key; \[backend\.dummy\] has bandwidth, process_packets"),
+        (
+            "[backend.dummy]\nspeed = 1\n",
+            r"no such key; \[backend\.dummy\] has bandwidth, process_packets",
+        ),
         ("[backend.dummy]\nbandwidth = fast\n", r"bandwidth = 'fast'"),
         ("[worker]\nrank = 1\n", r"no such section \[worker\]"),
         ("rank = 1\n", r"cannot be read"),

@@ -51,7 +51,9 @@ def _run(value: torch.Tensor, gradients, optimizer=AnyPrecisionAdamW, **options)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_full_precision_equals_torch_adamw_bit_for_bit(dtype, weight_decay) -> None:
     value, gradients = torch.randn(1000).to(dtype), _gradients(30)
-    ours = _run(value, gradients, weight_decay=weight_decay, momentum_dtype=dtype, variance_dtype=dtype)
+    ours = _run(
+        value, gradients, weight_decay=weight_decay, momentum_dtype=dtype, variance_dtype=dtype
+    )
     options = {"weight_decay": weight_decay, "foreach": False}
     assert torch.equal(ours, _run(value, gradients, torch.optim.AdamW, **options))
 
@@ -65,11 +67,15 @@ def test_full_precision_is_adamw_by_its_definition() -> None:
         momentum_dtype=torch.float64,
         variance_dtype=torch.float64,
     )
-    torch.testing.assert_close(ours, _reference(value, gradients, weight_decay=0.1), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        ours, _reference(value, gradients, weight_decay=0.1), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_default_types_stay_close_to_adamw() -> None:
-    """A variance rounded to 8 bits changes each step by at most its relative error, 2^-8 / 2 in the square root."""
+    """A variance rounded to 8 bits changes each step by at most its relative error, 2^-8 / 2 in the
+    square root.
+    """
     value, gradients = torch.randn(1000), _gradients(10)
     ours = _run(value, gradients) - value
     theirs = _run(value, gradients, torch.optim.AdamW, weight_decay=0.0) - value
@@ -78,13 +84,19 @@ def test_default_types_stay_close_to_adamw() -> None:
 
 
 def test_kahan_summation_keeps_what_rounding_takes() -> None:
-    """Updates of 1e-5 to a bfloat16 parameter near 1 vanish, one by one, unless they are summed up."""
+    """Updates of 1e-5 to a bfloat16 parameter near 1 vanish, one by one, unless they are summed
+    up.
+    """
     value, gradients = torch.ones(64, dtype=torch.bfloat16), [torch.ones(64)] * 1000
     options = {"lr": 1e-5, **FULL}
     reference = _reference(value, gradients, lr=1e-5)
     assert torch.equal(_run(value, gradients, **options), value)
     ours = _run(
-        value, gradients, use_kahan_summation=True, compensation_buffer_dtype=torch.float32, **options
+        value,
+        gradients,
+        use_kahan_summation=True,
+        compensation_buffer_dtype=torch.float32,
+        **options,
     )
     assert torch.equal(ours, reference.to(torch.bfloat16))
     ours = _run(value, gradients, use_kahan_summation=True, **options)
@@ -112,7 +124,9 @@ def test_bfloat16_with_kahan_summation_is_nearer_to_float64_than_adamw() -> None
 def test_state_has_the_chosen_types() -> None:
     param = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)
-    optimizer = AnyPrecisionAdamW([param], use_kahan_summation=True, compensation_buffer_dtype=torch.float16)
+    optimizer = AnyPrecisionAdamW(
+        [param], use_kahan_summation=True, compensation_buffer_dtype=torch.float16
+    )
     optimizer.step()
     state = optimizer.state[param]
     assert {name: t.dtype for name, t in state.items()} == {
@@ -124,7 +138,9 @@ def test_state_has_the_chosen_types() -> None:
 
 
 def test_a_checkpoint_goes_on_where_it_stopped() -> None:
-    """Also where the state is more precise than the parameter: torch's own loading would round it."""
+    """Also where the state is more precise than the parameter: torch's own loading would round
+    it.
+    """
     gradients = _gradients(20, 64)
     options = {"use_kahan_summation": True, "compensation_buffer_dtype": torch.float32, **FULL}
     whole = _run(torch.ones(64, dtype=torch.bfloat16), gradients, **options)

@@ -26,7 +26,9 @@ def test_help_teaches() -> None:
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [("unknown",), ("demo", "--nproc", "0"), ("demo", "--unknown")])
+@pytest.mark.parametrize(
+    "arguments", [("unknown",), ("demo", "--nproc", "0"), ("demo", "--unknown")]
+)
 def test_a_wrong_call_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     assert torchrelay(*arguments).returncode == 2
 
@@ -34,7 +36,16 @@ def test_a_wrong_call_is_exit_code_2(arguments: tuple[str, ...]) -> None:
 def test_doctor_looks_at_everything_and_leaves_nothing() -> None:
     done = torchrelay("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    for subject in ("Python", "torch", "shared memory", "MPI", "CUDA", "XDP", "huge pages", "limits"):
+    for subject in (
+        "Python",
+        "torch",
+        "shared memory",
+        "MPI",
+        "CUDA",
+        "XDP",
+        "huge pages",
+        "limits",
+    ):
         assert subject in done.stdout
 
 

@@ -23,8 +23,10 @@ def test_an_unknown_name_is_refused() -> None:
 
 def test_install_puts_ours_in_the_originals_place() -> None:
     program = (
-        "from torchrelay.compat import install; install('torch_switchml'); install('torch_switchml');"
-        "import torch_switchml, torchrelay.compat.torch_switchml as ours; assert torch_switchml is ours;"
+        "from torchrelay.compat import install; install('torch_switchml'); "
+        "install('torch_switchml');"
+        "import torch_switchml, torchrelay.compat.torch_switchml as ours; assert torch_switchml is "
+        "ours;"
         "import torch.distributed as dist; assert dist.Backend('sml') == 'sml'"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
@@ -46,7 +48,8 @@ def test_what_a_script_does_not_import_need_not_be_there() -> None:
     program = (
         "import sys; sys.modules['mpi4py'] = None\n"
         "from torchrelay.compat import install; install()\n"
-        "import torchdistx.fake, torchrelay.compat.torchdistx.fake as ours; assert torchdistx.fake is ours\n"
+        "import torchdistx.fake, torchrelay.compat.torchdistx.fake as ours; assert torchdistx.fake "
+        "is ours\n"
         "assert ours.__spec__.name == 'torchrelay.compat.torchdistx.fake'\n"
         "try: import mpi4torch\n"
         "except RuntimeError as error: assert 'pip install' in str(error)\n"
@@ -86,6 +89,10 @@ def test_processes_that_a_script_spawns_find_the_modules(tmp_path: Path) -> None
 
 def test_a_script_needs_a_name() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torchrelay.compat"], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-m", "torchrelay.compat"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert done.returncode == 2 and "torch_switchml" in done.stdout

@@ -1,4 +1,6 @@
-"""torchdistX's optimizers and hooks under its own names, as scripts and transformers import them."""
+"""torchdistX's optimizers and hooks under its own names, as scripts and transformers import
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ print(sorted(optimizer.state[param]))
 
 
 def test_a_script_that_imports_torchdistx() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['compensation', 'exp_avg', 'exp_avg_sq', 'step']"
 
@@ -52,7 +56,8 @@ def test_the_slow_step_comes_where_torchdistx_has_it() -> None:
             seen.append(param.item())
     finally:
         dist.destroy_process_group()
-    # At step 4: u = (0 + 4) / 1 = 4, x = 0 - 2 * 4; at step 7: u = 0.5 * 4 + (-8 + 11) = 5, x = -8 - 2 * 5.
+    # At step 4: u = (0 + 4) / 1 = 4, x = 0 - 2 * 4; at step 7: u = 0.5 * 4 + (-8 + 11) = 5, x = -8
+    # - 2 * 5.
     assert seen == [-1, -2, -3, -8, -9, -10, -18]
 
 
@@ -85,7 +90,11 @@ def test_attributes_that_scripts_for_torchdistx_use() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         param, optimizer = made()
-        assert (optimizer.averager.step, optimizer.averager.period, optimizer.averager.warmup_steps) == (
+        assert (
+            optimizer.averager.step,
+            optimizer.averager.period,
+            optimizer.averager.warmup_steps,
+        ) == (
             0,
             3,
             0,

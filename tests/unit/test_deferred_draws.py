@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from torchrelay.deferred import deferred_init, dematerialize, from_recipe, materialize_module, plan, recipe
+from torchrelay.deferred import (
+    deferred_init,
+    dematerialize,
+    from_recipe,
+    materialize_module,
+    plan,
+    recipe,
+)
 from torchrelay.deferred._draws import fill_part, rule_for
 from torchrelay.deferred._twister import jump
 from torchrelay.errors import CorruptionError, DeferredError, MismatchError, UnsupportedError
@@ -48,7 +55,12 @@ def test_a_part_equals_a_slice(func, values, dtype: torch.dtype, count: int) -> 
         generator.set_state(jump(state, word))
         return generator
 
-    for start, stop in ((0, count), (count // 3, count // 2), (count - 5, count), (count // 2, count - 3)):
+    for start, stop in (
+        (0, count),
+        (count // 3, count // 2),
+        (count - 5, count),
+        (count // 2, count - 3),
+    ):
         part = torch.empty(stop - start, dtype=dtype)
         fill_part(func, values, rule, count, start, part, at)
         assert torch.equal(part, whole[start:stop])
@@ -66,7 +78,9 @@ def test_a_far_shard_of_a_large_tensor() -> None:
     eager = build()
     torch.manual_seed(0)
     module = deferred_init(build)
-    materialize_module(module, shard=lambda name, tensor: (slice(1536, 2048),) if name == "large" else None)
+    materialize_module(
+        module, shard=lambda name, tensor: (slice(1536, 2048),) if name == "large" else None
+    )
     assert torch.equal(module.large, eager.large[1536:])
     assert torch.equal(module.last, eager.last)
 
@@ -127,7 +141,9 @@ def test_a_plan_counts_bytes() -> None:
 @pytest.mark.parametrize("part", [1, 4])
 def test_a_plan_tells_the_time(part: int) -> None:
     def build() -> nn.Module:
-        layers = nn.Sequential(nn.Embedding(16_000, 1000), *(nn.Linear(2000, 2000) for _ in range(8)))
+        layers = nn.Sequential(
+            nn.Embedding(16_000, 1000), *(nn.Linear(2000, 2000) for _ in range(8))
+        )
         nn.init.trunc_normal_(layers[1].weight, std=1.0)
         nn.init.trunc_normal_(layers[2].weight, std=0.02)
         return layers.append(nn.LayerNorm(1000, dtype=torch.bfloat16))

@@ -1,4 +1,6 @@
-"""Deferred initialisation equals eager construction bit for bit: whole, in shuffled order, in parts, and again."""
+"""Deferred initialisation equals eager construction bit for bit: whole, in shuffled order, in
+parts, and again.
+"""
 
 from __future__ import annotations
 
@@ -282,7 +284,9 @@ def small_normals() -> nn.Module:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warnings about nested tensors, and about deprecated ways that are tested here."""
+    """Without torch's warnings about nested tensors, and about deprecated ways that are tested
+    here.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -335,7 +339,8 @@ def test_parts_equal_slices_of_eager(name: str, parts: int) -> None:
         for index in range(parts):
             eager, module = built_twice(build)
             dims = {
-                key: random.Random(key).randrange(max(1, t.dim())) for key, t in tensors_of(eager).items()
+                key: random.Random(key).randrange(max(1, t.dim()))
+                for key, t in tensors_of(eager).items()
             }
 
             def cut(
@@ -350,7 +355,9 @@ def test_parts_equal_slices_of_eager(name: str, parts: int) -> None:
             materialize_module(module, shard=cut)
             for key, tensor in tensors_of(module).items():
                 slices = cut(key, whole[key])
-                assert torch.equal(tensor, whole[key] if slices is None else whole[key][slices]), key
+                assert torch.equal(tensor, whole[key] if slices is None else whole[key][slices]), (
+                    key
+                )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,5 @@
-"""A part of the zoo: all modules of torch's own tests, some transformers configurations of each kind.
+"""A part of the zoo: all modules of torch's own tests, some transformers configurations of each
+kind.
 
 ``python tests/zoo_check.py`` checks all of it, in every shard.
 """
@@ -12,8 +13,10 @@ from torchrelay.world import World
 # Constructor calls of one module that differ in little: at most so many.
 CALLS = 6
 
-# Text, vision, audio, several of these; encoders, decoders, both; attention, convolution, recurrence, state space,
-# experts; learned, rotary and relative positions; tied weights; initialisations that draw until they are content.
+# Text, vision, audio, several of these; encoders, decoders, both; attention, convolution,
+# recurrence, state space,
+# experts; learned, rotary and relative positions; tied weights; initialisations that draw until
+# they are content.
 CONFIGURATIONS = (
     "albert", "bamba", "bark", "bart", "beit", "bert", "big_bird", "blip", "bloom", "canine", "clip", "clvp", "codegen",
     "convbert", "convnext", "cvt", "dac", "data2vec-audio", "deberta-v2", "deepseek_v3", "detr", "dinov2", "dpt",

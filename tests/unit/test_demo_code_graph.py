@@ -1,4 +1,6 @@
-"""The code-graph reader on a small package whose facts are known, and the split's promises on random graphs."""
+"""The code-graph reader on a small package whose facts are known, and the split's promises on
+random graphs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.demo import launch
-from torchrelay.demo.code_graph import prune, read_code_graph, source_files, split_facts, standard_library
+from torchrelay.demo.code_graph import (
+    prune,
+    read_code_graph,
+    source_files,
+    split_facts,
+    standard_library,
+)
 from torchrelay.demo.triples import SPLITS, Fact, read_graph
 from torchrelay.errors import DataError
 
@@ -73,7 +81,10 @@ FACTS = {
     ("shapes.round.Circle", "inherits", "ValueError"),
     ("shapes.round.Circle", "is decorated by", "functools.total_ordering"),
     *(("shapes.round.Circle", "has method", f".{m}()") for m in ("__init__", "_check", "area")),
-    *(("shapes.round.Circle", "defines", f"shapes.round.Circle.{m}") for m in ("__init__", "_check", "area")),
+    *(
+        ("shapes.round.Circle", "defines", f"shapes.round.Circle.{m}")
+        for m in ("__init__", "_check", "area")
+    ),
     ("shapes.round.Circle.__init__", "takes", "radius="),
     ("shapes.round.Circle.__init__", "takes", "unit="),
     ("shapes.round.Circle.__init__", "uses", "shapes.round.Circle.radius"),
@@ -113,7 +124,12 @@ def test_facts_of_a_small_package(sources: Path) -> None:
 
 def test_tests_and_third_party_packages_are_left_out(sources: Path) -> None:
     names = {str(path.relative_to(sources)) for path in source_files(sources)}
-    assert names == {"shapes/__init__.py", "shapes/broken.py", "shapes/round.py", "shapes/square.py"}
+    assert names == {
+        "shapes/__init__.py",
+        "shapes/broken.py",
+        "shapes/round.py",
+        "shapes/square.py",
+    }
 
 
 def test_a_folder_without_sources(tmp_path: Path) -> None:
@@ -134,10 +150,14 @@ def test_prune_leaves_entities_with_enough_facts() -> None:
 
 
 @given(seed=st.integers(0, 10_000), entities=st.integers(2, 30), count=st.integers(1, 200))
-def test_split_keeps_every_entity_and_relation_in_train(seed: int, entities: int, count: int) -> None:
+def test_split_keeps_every_entity_and_relation_in_train(
+    seed: int, entities: int, count: int
+) -> None:
     chance = random.Random(seed)
     names = [str(n) for n in range(entities)]
-    facts = sorted({(chance.choice(names), chance.choice("rst"), chance.choice(names)) for _ in range(count)})
+    facts = sorted(
+        {(chance.choice(names), chance.choice("rst"), chance.choice(names)) for _ in range(count)}
+    )
     splits = split_facts(facts, 0.2, seed)
     assert sorted(fact for split in SPLITS for fact in splits[split]) == facts
     seen = {name for s, _, o in splits["train"] for name in (s, o)}

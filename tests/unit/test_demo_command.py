@@ -14,7 +14,9 @@ from torchrelay.demo.options import Options
 
 
 class Demo:
-    """Calls ``torchrelay demo`` in this process, which cannot become torchrun: that would be an AttributeError."""
+    """Calls ``torchrelay demo`` in this process, which cannot become torchrun: that would be an
+    AttributeError.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.delattr(os, "execve")
@@ -55,7 +57,14 @@ def test_bad_data(tmp_path: Path, demo: Demo, train: str, test: str | None, sent
 
 
 def test_a_missing_folder_from_outside() -> None:
-    command = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo", "--data", "/nowhere"]
+    command = [
+        sys.executable,
+        "-c",
+        "from torchrelay.cli import main; main()",
+        "demo",
+        "--data",
+        "/nowhere",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "/nowhere does not exist" in result.stderr

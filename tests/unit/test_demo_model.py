@@ -35,7 +35,9 @@ ENTITIES, RELATIONS, DIM = 12, 3, 4
 @pytest.fixture(params=range(5))
 def graph(request: pytest.FixtureRequest) -> Graph:
     chance = random.Random(request.param)
-    possible = [(s, r, o) for s in range(ENTITIES) for r in range(RELATIONS) for o in range(ENTITIES)]
+    possible = [
+        (s, r, o) for s in range(ENTITIES) for r in range(RELATIONS) for o in range(ENTITIES)
+    ]
     facts = torch.tensor(chance.sample(possible, 90))
     names = tuple(f"e{n}" for n in range(ENTITIES))
     return Graph(names, ("r", "s", "t"), facts[:60], facts[60:75], facts[75:])
@@ -58,7 +60,9 @@ def reference_scores(model: ComplEx) -> Tensor:
 
 
 def test_scores_are_the_real_part_of_the_complex_product(model: ComplEx) -> None:
-    subjects, relations = torch.cartesian_prod(torch.arange(ENTITIES), torch.arange(2 * RELATIONS)).unbind(1)
+    subjects, relations = torch.cartesian_prod(
+        torch.arange(ENTITIES), torch.arange(2 * RELATIONS)
+    ).unbind(1)
     scores = model.score_all(subjects, relations).view(ENTITIES, 2 * RELATIONS, ENTITIES)
     torch.testing.assert_close(scores.double(), reference_scores(model), rtol=1e-5, atol=1e-5)
 
@@ -74,9 +78,12 @@ def test_loss_with_all_entities_is_the_full_softmax_plus_n3(
     entities, relations = complex_rows(model.rows.detach()), complex_rows(model.relations.detach())
     n3 = sum(part.abs().pow(3).sum() for part in (entities[s], relations[r], entities[o])) / 3
     loss = model(triples, torch.randperm(ENTITIES), 0.25)
-    # bfloat16 keeps 8 bits: a product of 2 * DIM terms is off by up to 2 * DIM * 2**-8 of its terms' size.
+    # bfloat16 keeps 8 bits: a product of 2 * DIM terms is off by up to 2 * DIM * 2**-8 of its
+    # terms' size.
     tolerance = 0.1 if fast else 1e-5
-    torch.testing.assert_close(loss.double(), cross_entropy + 0.25 * n3, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        loss.double(), cross_entropy + 0.25 * n3, rtol=tolerance, atol=tolerance
+    )
 
 
 def test_loss_gradients_match_those_of_the_full_softmax(
@@ -87,7 +94,9 @@ def test_loss_gradients_match_those_of_the_full_softmax(
     s, r, o = triples.unbind(1)
     model(triples, torch.arange(ENTITIES), 0.0).backward()
     scores = model.query(model.rows[s], model.relations[r]) @ model.rows.T
-    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(scores, o), list(model.parameters()))
+    expected = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(scores, o), list(model.parameters())
+    )
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
@@ -98,7 +107,9 @@ def test_entities_in_a_table_give_the_same_loss_and_get_the_same_gradients(
     monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)
     triples, negatives = torch.tensor([[0, 1, 2], [3, 5, 3], [0, 0, 2]]), torch.tensor([1, 2, 7, 3])
     plain = copy.deepcopy(model)
-    with Table.create(ENTITIES, 2 * DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
+    with Table.create(
+        ENTITIES, 2 * DIM, optimizer=optim.sgd(1.0), apply_gradients="backward"
+    ) as table:
         table.set(torch.arange(ENTITIES), model.rows.detach())
         model.move_entities(table)
         assert {name for name, _ in model.named_parameters()} == {"relations", "entities.weight"}
@@ -119,8 +130,12 @@ def test_a_negative_that_is_the_object_itself_gives_no_gradient(model: ComplEx) 
         assert parameter.grad is not None and not parameter.grad.any()
 
 
-def test_sampled_softmax_estimates_the_full_one(model: ComplEx, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum over wrong entities is estimated without bias; here its mean over all samples of one size."""
+def test_sampled_softmax_estimates_the_full_one(
+    model: ComplEx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum over wrong entities is estimated without bias; here its mean over all samples of one
+    size.
+    """
     monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)
     triples = torch.tensor([[4, 2, 5]])
     scores = reference_scores(model)[4, 2]
@@ -136,7 +151,9 @@ def test_sampled_softmax_estimates_the_full_one(model: ComplEx, monkeypatch: pyt
 
 
 def reference_rank(scores: list[float], own: int, others: set[int]) -> float:
-    rivals = [score for entity, score in enumerate(scores) if entity != own and entity not in others]
+    rivals = [
+        score for entity, score in enumerate(scores) if entity != own and entity not in others
+    ]
     best = 1 + sum(score > scores[own] for score in rivals)
     worst = best + sum(score == scores[own] for score in rivals)
     return (best + worst) / 2
@@ -168,13 +185,17 @@ def test_a_model_that_scores_all_the_same_ranks_in_the_middle(graph: Graph) -> N
     question = graph.test[:1]
     s, r, o = question[0].tolist()
     right = {fact[2] for fact in graph.triples().tolist() if fact[:2] == [s, r]} | {o}
-    (rank,) = rank_answers(lambda s, _: torch.zeros(len(s), ENTITIES), question, Answers(graph)).tolist()
+    (rank,) = rank_answers(
+        lambda s, _: torch.zeros(len(s), ENTITIES), question, Answers(graph)
+    ).tolist()
     assert rank == 1 + (ENTITIES - len(right)) / 2
 
 
 def test_a_diverged_model_is_no_perfect_model(graph: Graph) -> None:
     with pytest.raises(ArgumentError, match="diverged"):
-        rank_answers(lambda s, _: torch.full((len(s), ENTITIES), math.nan), graph.test, Answers(graph))
+        rank_answers(
+            lambda s, _: torch.full((len(s), ENTITIES), math.nan), graph.test, Answers(graph)
+        )
 
 
 def test_frequency_baseline_counts_objects_of_a_relation(graph: Graph) -> None:
@@ -188,7 +209,9 @@ def test_frequency_baseline_counts_objects_of_a_relation(graph: Graph) -> None:
             assert scores[relation + RELATIONS, entity] == sum(fact[0] == entity for fact in facts)
 
 
-def test_predictions_leave_out_what_train_knows_and_mark_what_is_right(graph: Graph, model: ComplEx) -> None:
+def test_predictions_leave_out_what_train_knows_and_mark_what_is_right(
+    graph: Graph, model: ComplEx
+) -> None:
     facts = {tuple(fact) for fact in graph.triples().tolist()}
     train = {tuple(fact) for fact in graph.train.tolist()}
     predictions = predict(model, graph, seed=0)

@@ -1,4 +1,6 @@
-"""What is printed: names as they are, progress without a terminal, times with three digits and a unit."""
+"""What is printed: names as they are, progress without a terminal, times with three digits and a
+unit.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,22 @@ def printed(*tables: Table, terminal: bool = False) -> str:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0000668, "0.0668 ms"), (0.0122, "12.2 ms"), (0.9, "900 ms"), (1.04, "1.0 s"), (83.26, "83.3 s")],
+    [
+        (0.0000668, "0.0668 ms"),
+        (0.0122, "12.2 ms"),
+        (0.9, "900 ms"),
+        (1.04, "1.0 s"),
+        (83.26, "83.3 s"),
+    ],
 )
 def test_times(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
 def test_names_are_printed_as_they_are_even_with_brackets() -> None:
-    prediction = Prediction("a[red]", "[b]", [("list[int]", True), ("[/green]", False)], "c[/d]", 1.5)
+    prediction = Prediction(
+        "a[red]", "[b]", [("list[int]", True), ("[/green]", False)], "c[/d]", 1.5
+    )
     text = printed(predictions_table([prediction]))
     assert "a[red] [b] ?" in text
     assert "list[int] ✓" in text and "[/green]" in text
@@ -47,7 +57,14 @@ def test_names_are_printed_as_they_are_even_with_brackets() -> None:
 def test_a_stage_without_a_rival_has_no_ratio() -> None:
     stages = [Stage("alone", 2.0), Stage("beside", 0.5, "the other", 1.0)]
     lines = printed(stages_table(stages)).splitlines()
-    assert next(line for line in lines if "alone" in line).split() == ["│", "alone", "│", "2.0", "s", *"││││"]
+    assert next(line for line in lines if "alone" in line).split() == [
+        "│",
+        "alone",
+        "│",
+        "2.0",
+        "s",
+        *"││││",
+    ]
     assert "│ 2.00 │" in next(line.replace("  ", " ") for line in lines if "beside" in line)
 
 
@@ -68,7 +85,9 @@ def test_progress_is_a_line_an_epoch_without_a_terminal_and_none_on_other_ranks(
 
 def test_progress_is_a_bar_in_a_terminal() -> None:
     out = io.StringIO()
-    with TrainingProgress(Console(file=out, width=100, force_terminal=True), epochs=1, steps=4) as progress:
+    with TrainingProgress(
+        Console(file=out, width=100, force_terminal=True), epochs=1, steps=4
+    ) as progress:
         for _ in range(4):
             progress.step(1, 2.5)
     assert "epoch 1 of 1, loss 2.500" in out.getvalue()

@@ -1,4 +1,6 @@
-"""Reading graphs: numbers in order of appearance, and one clear sentence for each way data can be bad."""
+"""Reading graphs: numbers in order of appearance, and one clear sentence for each way data can be
+bad.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,16 @@ def test_unseen_entities_are_accepted_on_request_and_numbered_last(tmp_path: Pat
         ({"test": "a\tlikes\tb\tc\n"}, "test.txt, line 1: .* but this one has 4"),
         ({"test": "a\t\tb\n"}, "test.txt, line 1: .* the 2nd is empty"),
         ({"test": "a\thates\tb\n"}, "test.txt: the relation 'hates' does not occur in train.txt"),
-        ({"test": "a\tlikes\tz\na\tlikes\tb\n"}, "test.txt: the entity 'z' does not occur in train.txt"),
+        (
+            {"test": "a\tlikes\tz\na\tlikes\tb\n"},
+            "test.txt: the entity 'z' does not occur in train.txt",
+        ),
         ({"valid": "z\tlikes\ta\n"}, "valid.txt: the entity 'z' .* 1 of 1 lines.* --allow-unseen"),
     ],
 )
-def test_bad_data_is_told_in_one_sentence(tmp_path: Path, splits: dict[str, str], sentence: str) -> None:
+def test_bad_data_is_told_in_one_sentence(
+    tmp_path: Path, splits: dict[str, str], sentence: str
+) -> None:
     with pytest.raises(DataError, match=sentence) as caught:
         read_graph(write(tmp_path, **splits))
     assert "\n" not in str(caught.value)

@@ -21,7 +21,9 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 
 
 def test_everything_defined_is_listed() -> None:
-    defined = {n for n, o in inspect.getmembers(errors, inspect.isclass) if o.__module__ == errors.__name__}
+    defined = {
+        n for n, o in inspect.getmembers(errors, inspect.isclass) if o.__module__ == errors.__name__
+    }
     assert {name for name in defined if not name.startswith("_")} == set(errors.__all__)
 
 

@@ -13,10 +13,18 @@ from torch import nn
 
 import torchrelay.compat.torchdistx.deferred_init as compat_deferred_init
 import torchrelay.compat.torchdistx.fake as compat_fake
-from torchrelay.deferred import deferred_init, fake, is_deferred, materialize_module, materialize_tensor
+from torchrelay.deferred import (
+    deferred_init,
+    fake,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 from torchrelay.errors import ArgumentError, DeferredError, UnavailableError, UnsupportedError
 
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: nothing to pretend")
+without_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="CUDA is here: nothing to pretend"
+)
 
 
 @pytest.mark.parametrize("module", [fake, compat_fake, compat_deferred_init])
@@ -29,12 +37,19 @@ def test_examples_of_the_documentation(module) -> None:
 def test_repr_tells_what_is_not_the_default() -> None:
     with fake.fake_mode():
         assert repr(torch.ones(2, 3)) == "tensor(..., size=(2, 3), fake=True)"
-        assert repr(torch.ones(2, dtype=torch.int8)) == "tensor(..., size=(2,), dtype=torch.int8, fake=True)"
         assert (
-            repr(torch.ones(2, requires_grad=True)) == "tensor(..., size=(2,), requires_grad=True, fake=True)"
+            repr(torch.ones(2, dtype=torch.int8))
+            == "tensor(..., size=(2,), dtype=torch.int8, fake=True)"
+        )
+        assert (
+            repr(torch.ones(2, requires_grad=True))
+            == "tensor(..., size=(2,), requires_grad=True, fake=True)"
         )
         parameter = nn.Parameter(torch.ones(2))
-    assert repr(parameter) == "Parameter containing:\ntensor(..., size=(2,), requires_grad=True, fake=True)"
+    assert (
+        repr(parameter)
+        == "Parameter containing:\ntensor(..., size=(2,), requires_grad=True, fake=True)"
+    )
     assert isinstance(parameter, nn.Parameter)
     assert "fake" not in repr(torch.ones(1))
 
@@ -157,7 +172,10 @@ def test_arguments_are_checked() -> None:
 
 @without_cuda
 def test_what_was_recorded_elsewhere_is_materialized_here_on_request() -> None:
-    for module in (deferred_init(nn.Linear, 3, 3, device="cuda"), deferred_init(nn.Linear, 3, 3).cuda()):
+    for module in (
+        deferred_init(nn.Linear, 3, 3, device="cuda"),
+        deferred_init(nn.Linear, 3, 3).cuda(),
+    ):
         with pytest.raises(UnavailableError, match="device='cpu'"):
             materialize_module(module)
         materialize_module(module, device="cpu")
@@ -188,7 +206,10 @@ def test_deferred_tensors_can_be_copied() -> None:
     alias = copy.copy(module.weight)
     materialize_module(module)
     materialize_module(twin)
-    assert torch.equal(module.weight, twin.weight) and module.weight.data_ptr() != twin.weight.data_ptr()
+    assert (
+        torch.equal(module.weight, twin.weight)
+        and module.weight.data_ptr() != twin.weight.data_ptr()
+    )
     assert torch.equal(materialize_tensor(alias), module.weight)
 
 
@@ -199,7 +220,10 @@ def test_materialize_module_goes_where_it_is_told() -> None:
     materialize_module(module, check_fn=lambda submodule: isinstance(submodule, nn.Linear))
     assert not is_deferred(module[1]) and is_deferred(module[0])
     materialize_module(module, dtype=torch.float64)
-    assert module[0].weight.dtype == torch.float64 and module[0].num_batches_tracked.dtype == torch.int64
+    assert (
+        module[0].weight.dtype == torch.float64
+        and module[0].num_batches_tracked.dtype == torch.int64
+    )
 
 
 def test_hooks_and_optimizers_stay_with_the_parameter() -> None:

@@ -1,4 +1,6 @@
-"""The check that every test runs: it must see what the test leaves, and nothing of other programs."""
+"""The check that every test runs: it must see what the test leaves, and nothing of other
+programs.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ def test_overwritten_input_must_not_be_used_again() -> None:
 
 
 def test_overwritten_leaf_may_be_trained_afterwards() -> None:
-    """Parameters that start alike on all ranks: the result is dropped, or has been differentiated."""
+    """Parameters that start alike on all ranks: the result is dropped, or has been
+    differentiated.
+    """
     x = torch.ones(3, requires_grad=True)
     mpi.COMM_WORLD.Bcast_(x, 0)
     mpi.reset()
@@ -117,7 +119,10 @@ def test_scripted_functions_start_communications_and_wait() -> None:
             mpi.backward(y.square().sum())
             assert x.grad is not None and x.grad.tolist() == [0.0, 18.0, 36.0, 54.0]
     for run in (twice, torch.jit.script(twice)):
-        with torch.no_grad(), pytest.raises((ArgumentError, RuntimeError), match="already waited for"):
+        with (
+            torch.no_grad(),
+            pytest.raises((ArgumentError, RuntimeError), match="already waited for"),
+        ):
             run(torch.ones(2), mpi4torch.COMM_WORLD)
 
 

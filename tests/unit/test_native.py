@@ -23,10 +23,16 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
     cmake, ninja = (shutil.which(name, path=TOOLS_PATH) for name in ("cmake", "ninja"))
-    assert cmake and ninja, "cmake and ninja are packages of the dev environment: pip install -e .[dev]"
+    assert cmake and ninja, (
+        "cmake and ninja are packages of the dev environment: pip install -e .[dev]"
+    )
     folder = ROOT / "build" / f"native-{request.param.replace(',', '-')}"
     configure = [cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    options = [f"-DTORCHRELAY_SANITIZE={request.param}", "-DTORCHRELAY_PYTHON=OFF", "-DTORCHRELAY_TESTS=ON"]
+    options = [
+        f"-DTORCHRELAY_SANITIZE={request.param}",
+        "-DTORCHRELAY_PYTHON=OFF",
+        "-DTORCHRELAY_TESTS=ON",
+    ]
     for command in ([*configure, *options], [cmake, "--build", folder]):
         result = subprocess.run(command, check=False, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr

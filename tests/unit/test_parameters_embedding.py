@@ -39,9 +39,9 @@ def create() -> Iterator[Callable[..., Table]]:
 
 def filled(table: Table, seed: int = 0) -> torch.Tensor:
     """Random rows, written to the table; returns them."""
-    values = torch.randn(table.num_keys, table.dim, generator=torch.Generator().manual_seed(seed)).to(
-        table.dtype
-    )
+    values = torch.randn(
+        table.num_keys, table.dim, generator=torch.Generator().manual_seed(seed)
+    ).to(table.dtype)
     table.set(torch.arange(table.num_keys), values)
     return values
 
@@ -65,7 +65,9 @@ def test_forward_and_gradient_equal_torchs(create: Callable[..., Table]) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 0, 3), (2, 3, 4)])
-def test_shapes_and_dtypes(create: Callable[..., Table], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_shapes_and_dtypes(
+    create: Callable[..., Table], dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     table = create(dtype=dtype)
     weight = filled(table)
     keys = torch.randint(ROWS, shape)
@@ -110,7 +112,9 @@ def test_bags_are_torchs(
 ) -> None:
     table = create()
     weight = filled(table)
-    reference = nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=padding_idx, _weight=weight.clone())
+    reference = nn.EmbeddingBag(
+        ROWS, DIM, mode=mode, padding_idx=padding_idx, _weight=weight.clone()
+    )
     ours = EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=padding_idx, table=table)
     keys = torch.tensor([3, 5, 3, 1, 9, 3, 3, 8])
     arguments = (keys.view(2, 4),) if offsets is None else (keys, torch.tensor(offsets))
@@ -126,7 +130,9 @@ def test_bags_are_torchs(
 def test_bag_weights_get_a_gradient(create: Callable[..., Table]) -> None:
     table = create()
     weight = filled(table)
-    reference = nn.EmbeddingBag(ROWS, DIM, mode="sum", include_last_offset=True, _weight=weight.clone())
+    reference = nn.EmbeddingBag(
+        ROWS, DIM, mode="sum", include_last_offset=True, _weight=weight.clone()
+    )
     ours = EmbeddingBag(ROWS, DIM, mode="sum", include_last_offset=True, table=table)
     keys, offsets = torch.tensor([1, 2, 1, 4]), torch.tensor([0, 3, 4])
     gradients = []
@@ -138,7 +144,10 @@ def test_bag_weights_get_a_gradient(create: Callable[..., Table]) -> None:
 
 
 OPTIMIZERS = {
-    "sgd": (optim.sgd(0.1, weight_decay=0.01), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01)),
+    "sgd": (
+        optim.sgd(0.1, weight_decay=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    ),
     "adagrad": (
         optim.adagrad(0.1, initial_accumulator_value=0.2),
         lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.2),
@@ -155,7 +164,9 @@ def test_training_follows_torchs_optimizers(create: Callable[..., Table], name: 
     reference = nn.Embedding.from_pretrained(weight.clone(), freeze=False)
     ours = Embedding(ROWS, DIM, table=table)
     optimizer = make(reference.parameters())
-    keys = torch.arange(ROWS).repeat(2)[torch.randperm(2 * ROWS)]  # all rows: torch's dense step moves all
+    keys = torch.arange(ROWS).repeat(2)[
+        torch.randperm(2 * ROWS)
+    ]  # all rows: torch's dense step moves all
     target = torch.randn(2 * ROWS, DIM)
     for _ in range(10):
         optimizer.zero_grad()
@@ -271,7 +282,10 @@ def test_the_intent_loader_advances_the_clock(create: Callable[..., Table]) -> N
     for step, batch in enumerate(loader):
         assert table.clock == start + step
         seen.append(batch)
-    assert all(torch.equal(a, b) for a, b in zip(seen, batches, strict=True)) and table.clock == start + 10
+    assert (
+        all(torch.equal(a, b) for a, b in zip(seen, batches, strict=True))
+        and table.clock == start + 10
+    )
     for _ in loader:
         break
     assert table.clock == start + 11

@@ -1,4 +1,6 @@
-"""What is bounded: operations under way, rows of tables without a number of keys; and what is counted."""
+"""What is bounded: operations under way, rows of tables without a number of keys; and what is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_a_push_that_finds_no_room_in_time_has_changed_nothing() -> None:
 
 @pytest.mark.parametrize("network", [{}, STORMY], ids=["calm", "stormy"])
 def test_rows_that_moved_and_fell_out_of_use_are_evicted(network: dict[str, float]) -> None:
-    """Three nodes use far more keys than fit, wherever their homes are; locations learnt before are then wrong."""
+    """Three nodes use far more keys than fit, wherever their homes are; locations learnt before are
+    then wrong.
+    """
     capacity, steps, batch = 64, 250, 4
 
     def body(server: Server, worker: Worker) -> tuple[float, int]:
@@ -121,7 +125,9 @@ def test_traffic_is_that_with_other_nodes_and_counts_workers() -> None:
             spent = Metrics.from_statistics(server.statistics()) - before
             assert spent.remote_pulls == len(keys)
             assert len(keys) * 16 < spent.sent_bytes < len(keys) * 24  # key, counter and position
-            assert len(keys) * 32 < spent.received_bytes < len(keys) * 64  # the value, counter and position
+            assert (
+                len(keys) * 32 < spent.received_bytes < len(keys) * 64
+            )  # the value, counter and position
             assert spent.sent_messages < 10
         worker.barrier()
 
@@ -129,7 +135,9 @@ def test_traffic_is_that_with_other_nodes_and_counts_workers() -> None:
 
 
 def test_time_in_rounds_and_staleness_are_measured() -> None:
-    """Ten rounds a second: what a replica gets has waited for a tenth at most, and not for nothing."""
+    """Ten rounds a second: what a replica gets has waited for a tenth at most, and not for
+    nothing.
+    """
     settings = dataclasses.replace(SETTINGS, max_rounds_per_s=10.0)  # type: ignore[type-var]
     key = torch.tensor([0])
 
@@ -145,7 +153,9 @@ def test_time_in_rounds_and_staleness_are_measured() -> None:
         worker.barrier()
         return Metrics.from_statistics(server.statistics())
 
-    owner, replica = on_nodes(2, body, table={"keys": 2}, settings=settings, techniques="replication_only")
+    owner, replica = on_nodes(
+        2, body, table={"keys": 2}, settings=settings, techniques="replication_only"
+    )
     assert owner.refreshes > 0
     assert 0.01 < owner.staleness_s < 60
     assert 0 < owner.round_seconds < 60
@@ -168,5 +178,7 @@ def test_times_that_make_no_sense_are_refused(name: str, text: str) -> None:
 
 
 def test_a_heartbeat_slower_than_the_silence_it_prevents_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"silence_s = 1.5: it must be at least twice .*heartbeat_s = 1 s"):
+    with pytest.raises(
+        ConfigError, match=r"silence_s = 1.5: it must be at least twice .*heartbeat_s = 1 s"
+    ):
         config.load(config.TransportSettings, {"TORCHRELAY_TRANSPORT_SILENCE_S": "1.5"})

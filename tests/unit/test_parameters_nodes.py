@@ -50,7 +50,9 @@ def test_a_key_moves_to_the_only_node_that_wants_it() -> None:
             worker.advance_clock()
         worker.barrier()
         time.sleep(0.05)
-        assert len(worker.owned_keys()) == (20 if server.node == 0 else 0)  # it stays with the last owner
+        assert len(worker.owned_keys()) == (
+            20 if server.node == 0 else 0
+        )  # it stays with the last owner
 
     on_nodes(2, body, table={"keys": 20})
 
@@ -99,7 +101,9 @@ def test_a_replica_follows_the_owner_without_being_asked() -> None:
 
 @pytest.mark.parametrize("techniques", TECHNIQUES)
 def test_set_is_ordered_with_pushes_under_every_technique(techniques: str) -> None:
-    """Each node sets and pushes its own keys while all announce all: the last writes of each stand."""
+    """Each node sets and pushes its own keys while all announce all: the last writes of each
+    stand.
+    """
     num_nodes, rounds = 3, 60
     keys = torch.arange(30)
 
@@ -183,7 +187,9 @@ def test_optimizers_step_at_the_owner(kind: str) -> None:
     rule = UpdateRule(kind, lr=0.1, eps=1e-8)
     table = {"keys": 9, "length": 4, "dtype": torch.float64, "rule": rule}
     keys = torch.arange(9)
-    gradients = torch.randn(12, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradients = torch.randn(
+        12, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     alone = Worker(0, Server(**table))
     for gradient in gradients:
         alone.push(keys, gradient)
@@ -196,7 +202,9 @@ def test_optimizers_step_at_the_owner(kind: str) -> None:
                 worker.push(keys, gradient)
             worker.wait_sync()
             worker.barrier()
-        torch.testing.assert_close(pulled(worker, keys, 4, torch.float64), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            pulled(worker, keys, 4, torch.float64), expected, rtol=1e-12, atol=1e-12
+        )
 
     on_nodes(3, body, table=table)
 
@@ -232,7 +240,9 @@ def test_values_go_back_to_zero_and_monotone_in_between() -> None:
             worker.barrier()
             for clock in range(40):
                 worker.intent(
-                    keys[clock % 4 :: 4].contiguous(), worker.current_clock() + 1, worker.current_clock() + 4
+                    keys[clock % 4 :: 4].contiguous(),
+                    worker.current_clock() + 1,
+                    worker.current_clock() + 4,
                 )
                 worker.push(keys, torch.full((24,), sign), clock % 2 == 0)
                 now = pulled(worker, keys)

@@ -63,12 +63,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_torch(name: str) -> None:
     rule, make = CASES[name]
-    start = torch.randn(KEYS, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    start = torch.randn(
+        KEYS, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+    )
     torch.testing.assert_close(_train(rule, start), _reference(make, start), rtol=1e-12, atol=1e-12)
 
 
 def test_rowwise_adagrad_has_one_accumulator_a_row() -> None:
-    start = torch.randn(KEYS, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    start = torch.randn(
+        KEYS, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+    )
     rows, sums = start.clone(), torch.full((KEYS,), 0.1, dtype=torch.float64)
     for keys, gradients in _batches(0):
         for key in keys.unique().tolist():
@@ -83,7 +87,10 @@ def test_whole_rows_carry_the_optimizer_state() -> None:
     rule = UpdateRule("adam", lr=0.1, eps=1e-8)
     server = Server(KEYS, length=LENGTH, dtype=torch.float64, rule=rule)
     assert server.row_length() == 3 * LENGTH + 1
-    first, second = Worker(0, server), Worker(0, Server(KEYS, length=LENGTH, dtype=torch.float64, rule=rule))
+    first, second = (
+        Worker(0, server),
+        Worker(0, Server(KEYS, length=LENGTH, dtype=torch.float64, rule=rule)),
+    )
     keys = torch.arange(KEYS)
     for batch, gradients in _batches(0)[:20]:
         first.push(batch, gradients)

@@ -19,7 +19,9 @@ LOW, HIGH = 10, 30
 WEIGHTS = np.arange(20.0)  # the first key of the range is never drawn
 
 
-def make(scheme: str, replacement: bool = True, distribution: str = "uniform", **fields: Any) -> Worker:
+def make(
+    scheme: str, replacement: bool = True, distribution: str = "uniform", **fields: Any
+) -> Worker:
     server = Server(50, length=2)
     server.enable_sampling_support(scheme, replacement, distribution, LOW, HIGH, seed=7, **fields)
     worker = Worker(0, server)

@@ -1,4 +1,6 @@
-"""One node: every access against a dictionary of rows, and everything wrong refused with nothing written."""
+"""One node: every access against a dictionary of rows, and everything wrong refused with nothing
+written.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,13 @@ def test_errors_say_what_is_wrong(worker: Worker) -> None:
 
 
 def test_wrong_tables_and_workers() -> None:
-    for keys in (-1, torch.tensor([1.5]), torch.tensor([0, 1]), torch.ones(2, 2, dtype=torch.int64), "many"):
+    for keys in (
+        -1,
+        torch.tensor([1.5]),
+        torch.tensor([0, 1]),
+        torch.ones(2, 2, dtype=torch.int64),
+        "many",
+    ):
         with pytest.raises(ArgumentError):
             Server(keys)  # type: ignore[arg-type]
     for fields in (

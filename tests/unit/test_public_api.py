@@ -117,7 +117,9 @@ def _python(code: str) -> str:
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    loaded = _python("import sys, torchrelay; print('torch' in sys.modules, 'numpy' in sys.modules)")
+    loaded = _python(
+        "import sys, torchrelay; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
     assert loaded == "False False"
 
 

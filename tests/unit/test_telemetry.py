@@ -36,7 +36,11 @@ def test_a_trace_opens_in_chrome(tmp_path: Path) -> None:
         telemetry.event("retry")
     trace.write(tmp_path / "trace.json")
     records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [(r["name"], r["ph"]) for r in records] == [("bytes", "i"), ("retry", "i"), ("step", "X")]
+    assert [(r["name"], r["ph"]) for r in records] == [
+        ("bytes", "i"),
+        ("retry", "i"),
+        ("step", "X"),
+    ]
     assert records[2]["args"] == {"number": 1}
     assert records[2]["ts"] <= records[0]["ts"] <= records[2]["ts"] + records[2]["dur"]
 
@@ -63,7 +67,9 @@ trace.write(sys.argv[1])
 """
     path = tmp_path / "trace.json"
     subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=100)
-    spans = [record for record in json.loads(path.read_text())["traceEvents"] if record["ph"] == "X"]
+    spans = [
+        record for record in json.loads(path.read_text())["traceEvents"] if record["ph"] == "X"
+    ]
     assert [record["name"] for record in spans] == [
         "aggregation.all_reduce",
         "aggregation.collective",

@@ -37,7 +37,10 @@ def test_callback_error_unwraps_what_a_callback_raised() -> None:
     first.set_result(1)
     with pytest.raises(RuntimeError) as caught:
         second.wait()
-    assert _torch.callback_error(caught.value) == ("PeerLostError", "rank 1 has died;\nlook at its output")
+    assert _torch.callback_error(caught.value) == (
+        "PeerLostError",
+        "rank 1 has died;\nlook at its output",
+    )
 
 
 def test_callback_error_leaves_other_errors_alone() -> None:
@@ -64,7 +67,9 @@ def test_fake_mode_key_lets_a_dispatch_mode_see_absent_devices() -> None:
     class Mode(TorchDispatchMode):
         _mode_key = _torch.fake_mode_key
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **{**kwargs, "device": "meta"})
 
     with Mode():
@@ -78,7 +83,9 @@ def test_disabled_torch_function_leaves_only_dispatch() -> None:
         __torch_function__ = _torch.disabled_torch_function
 
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(func)
             return torch.zeros(3)
 
@@ -100,7 +107,9 @@ def test_default_dtype_comes_back_after_an_error() -> None:
 
 
 def test_default_generator_is_what_plain_draws_come_from() -> None:
-    assert _torch.device_available(torch.device("cpu")) and not _torch.device_available(torch.device("hpu"))
+    assert _torch.device_available(torch.device("cpu")) and not _torch.device_available(
+        torch.device("hpu")
+    )
     assert _torch.default_generator(torch.device("cpu")) is torch.default_generator
     torch.manual_seed(17)
     assert _torch.default_generator(torch.device("hpu")).initial_seed() == 17
@@ -120,7 +129,12 @@ def test_default_generator_as_draws_from_another_generator() -> None:
 
 def test_parse_to_understands_every_form_of_to() -> None:
     assert _torch.parse_to(torch.half) == (None, torch.half, False, None)
-    assert _torch.parse_to("cuda:1", non_blocking=True) == (torch.device("cuda:1"), None, True, None)
+    assert _torch.parse_to("cuda:1", non_blocking=True) == (
+        torch.device("cuda:1"),
+        None,
+        True,
+        None,
+    )
     assert _torch.parse_to("cpu", torch.half, memory_format=torch.channels_last) == (
         torch.device("cpu"), torch.half, False, torch.channels_last,
     )  # fmt: skip
@@ -131,7 +145,9 @@ def test_swap_tensors_exchanges_class_values_and_attributes_under_weak_reference
     one.tag = "one"  # type: ignore[attr-defined]
     reference = weakref.ref(one)
     _torch.swap_tensors(one, other)
-    assert torch.equal(one, torch.zeros(3)) and type(one) is torch.Tensor and not hasattr(one, "tag")
+    assert (
+        torch.equal(one, torch.zeros(3)) and type(one) is torch.Tensor and not hasattr(one, "tag")
+    )
     assert isinstance(other, torch.nn.Parameter) and other.tag == "one" and other.requires_grad
     assert reference() is one
 
@@ -149,7 +165,9 @@ def test_local_shape_and_offset_cuts_as_dtensor_does() -> None:
 def test_trunc_normal_is_what_the_public_one_draws() -> None:
     torch.manual_seed(3)
     public = torch.nn.init.trunc_normal_(torch.empty(100), 0.5, 2.0, -1.0, 1.0)
-    mine = _torch.trunc_normal(torch.empty(100), 0.5, 2.0, -1.0, 1.0, torch.Generator().manual_seed(3))
+    mine = _torch.trunc_normal(
+        torch.empty(100), 0.5, 2.0, -1.0, 1.0, torch.Generator().manual_seed(3)
+    )
     assert torch.equal(mine, public)
 
 
@@ -214,7 +232,9 @@ def test_lazy_caller_says_who_asks_for_memory() -> None:
     found: list[Any] = []
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             found.append(ask())
             return func(*args, **(kwargs or {}))
 
@@ -240,7 +260,9 @@ def test_results_on_device_lay_linear_algebra_out_as_the_device_does() -> None:
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
 
-    shapes = _torch.results_on_device(torch.ops.aten._linalg_svd.default, (torch.rand(3, 4), True), {}, meta)
+    shapes = _torch.results_on_device(
+        torch.ops.aten._linalg_svd.default, (torch.rand(3, 4), True), {}, meta
+    )
     assert [one.stride() for one in shapes[:3]] == [one.stride() for one in real]
 
 
@@ -293,7 +315,9 @@ def test_lowest_mode_comes_after_the_modes_that_are_active() -> None:
             super().__init__()
             self.name = name
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             order.append(self.name)
             return func(*args, **(kwargs or {}))
 
@@ -311,7 +335,10 @@ def test_operator_results_has_the_form_of_the_schema() -> None:
     tensors = [torch.ones(2)]
     pair = _torch.operator_results(torch.ops.c10d.allreduce_.default, (tensors,), work)
     assert pair[0] is tensors and dist.Work.unbox(pair[1]) is work
-    assert dist.Work.unbox(_torch.operator_results(torch.ops.c10d.send.default, (tensors,), work)) is work
+    assert (
+        dist.Work.unbox(_torch.operator_results(torch.ops.c10d.send.default, (tensors,), work))
+        is work
+    )
 
 
 def test_backends_asked_reads_what_c10d_makes() -> None:
@@ -335,7 +362,9 @@ def test_backends_asked_reads_what_c10d_makes() -> None:
     assert torch.device("cpu") in found.group._device_types
 
 
-def test_tensor_at_describes_memory_to_the_cuda_array_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_at_describes_memory_to_the_cuda_array_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
 
     def as_tensor(data: Any, device: torch.device) -> torch.Tensor:
@@ -348,7 +377,11 @@ def test_tensor_at_describes_memory_to_the_cuda_array_interface(monkeypatch: pyt
     ((array, device),) = seen
     assert array.owner is owner and device == torch.device("cuda", 0)
     described = array.__cuda_array_interface__
-    assert (described["shape"], described["typestr"], described["data"]) == ((100,), "|u1", (4096, False))
+    assert (described["shape"], described["typestr"], described["data"]) == (
+        (100,),
+        "|u1",
+        (4096, False),
+    )
 
 
 def test_group_store_is_where_a_group_met_and_gloo_groups_need_no_other(tmp_path: Path) -> None:

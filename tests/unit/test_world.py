@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torchrelay.errors import ConfigError, OperationTimeoutError
 from torchrelay.world import Process, World, ranks_on_my_host
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
 
 
 def test_one_process_is_a_world() -> None:
@@ -31,7 +37,11 @@ def test_torchrun() -> None:
     ("environ", "launcher"),
     [
         (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            },
             "Open MPI",
         ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, "MPICH"),
@@ -115,7 +125,9 @@ def test_ranks_as_threads() -> None:
 
 
 def test_a_missing_rank_is_named() -> None:
-    with pytest.raises(OperationTimeoutError, match=r"rank 1 did not join the group within 0\.2 s") as caught:
+    with pytest.raises(
+        OperationTimeoutError, match=r"rank 1 did not join the group within 0\.2 s"
+    ) as caught:
         ranks_on_my_host(dist.HashStore(), 0, 2, 0.2)
     assert caught.value.ranks == (1,)
 

@@ -5,11 +5,13 @@ Importing this module registers the backend::
     import torchrelay.aggregation
     dist.init_process_group(backend="sml")   # under torchrun; also new_group(backend="sml")
 
-It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (Sapio et al., NSDI 2021). Ranks of
-one host meet in a shared segment; hosts exchange over TCP and, where one is configured, through an aggregation switch.
-All collectives, dtypes and reductions of c10d are there, with timeouts and errors that name the rank they are about.
+It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (Sapio et al., NSDI
+2021). Ranks of one host meet in a shared segment; hosts exchange over TCP and, where one is
+configured, through an aggregation switch. All collectives, dtypes and reductions of c10d are there,
+with timeouts and errors that name the rank they are about.
 
-Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`, :class:`SmlGroup`, :func:`register`.
+Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`, :class:`SmlGroup`,
+    :func:`register`.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ __all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "register", "stats"
 def register() -> None:
     """Makes ``sml`` known to torch.distributed; importing this module does it."""
     if not hasattr(dist.Backend, "SML"):
-        dist.Backend.register_backend("sml", _create_group, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            "sml", _create_group, extended_api=True, devices=["cpu", "cuda"]
+        )
 
 
 def stats() -> dict[str, PlaneStats]:
-    """What this process's groups have done, added up for each plane, over the groups that still exist."""
+    """What this process's groups have done, added up for each plane, over the groups that still
+    exist.
+    """
     totals: dict[str, PlaneStats] = {}
     for group in list(LIVING):
         mine = group.stats()
@@ -105,7 +111,8 @@ def _plane_of(meeting: Meeting, store: Any, timeout_s: float, settings: Aggregat
         return ShmPlane(meeting, timeout_s, settings)
     if settings.plane == "shm":
         raise UnavailableError(
-            "sml: plane = shm, but the ranks of this group are not all on one host, in one process namespace and "
+            "sml: plane = shm, but the ranks of this group are not all on one host, in one process "
+            "namespace and "
             "of one user; leave the plane at auto"
         )
     return HostsPlane(meeting, store, timeout_s, settings)

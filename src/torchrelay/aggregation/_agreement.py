@@ -1,7 +1,8 @@
 """What all ranks must agree on before a collective between hosts moves any bytes.
 
-Each rank describes its call in a record of fixed size. Every rank gets all records and compares them in the same way,
-so all find the same difference. A record can carry a small payload, which then needs no step of its own.
+Each rank describes its call in a record of fixed size. Every rank gets all records and compares
+them in the same way, so all find the same difference. A record can carry a small payload, which
+then needs no step of its own.
 """
 
 from __future__ import annotations
@@ -71,11 +72,20 @@ class Record:
     sizes: Sequence[int] = ()
 
     def pack(self, payload: torch.Tensor | None = None) -> torch.Tensor:
-        """The record as ``RECORD_BYTES`` bytes, with a flat payload of at most ``INLINE_BYTES`` bytes."""
+        """The record as ``RECORD_BYTES`` bytes, with a flat payload of at most ``INLINE_BYTES``
+        bytes.
+        """
         row = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
         fields = row.numpy()[: _FIELDS * 8].view(np.int64)
         op = -1 if self.op is None else self.op.value
-        fields[:6] = _FUNCTIONS.index(self.function), code(self.dtype), op, self.root, self.count, self.mine
+        fields[:6] = (
+            _FUNCTIONS.index(self.function),
+            code(self.dtype),
+            op,
+            self.root,
+            self.count,
+            self.mine,
+        )
         fields[6] = _digest(self.sizes) if self.sizes else 0
         if payload is not None:
             row[_FIELDS * 8 :][: payload.numel()] = payload
@@ -97,10 +107,12 @@ def check_records(table: torch.Tensor, rank: int, names: Sequence[int]) -> None:
     calls = fields[:, :5]
     if not (calls == calls[0]).all():
         made = "; ".join(
-            f"rank {name} made {_describe(row, names)}" for name, row in zip(names, fields, strict=True)
+            f"rank {name} made {_describe(row, names)}"
+            for name, row in zip(names, fields, strict=True)
         )
         raise MismatchError(
-            f"rank {names[rank]}, {_FUNCTIONS[fields[rank, 0]]}: the ranks made different calls: {made}. All ranks of "
+            f"rank {names[rank]}, {_FUNCTIONS[fields[rank, 0]]}: the ranks made different calls: "
+            f"{made}. All ranks of "
             "a group must make the same calls in the same order"
         )
     function = _FUNCTIONS[fields[0, 0]]
@@ -110,7 +122,8 @@ def check_records(table: torch.Tensor, rank: int, names: Sequence[int]) -> None:
         if (known != _digest(fields[:, 5].tolist())).any():
             verb = "expects" if function == "scatter" else "sends"
             sizes = ", ".join(
-                f"rank {name} {verb} {size} bytes" for name, size in zip(names, fields[:, 5], strict=True)
+                f"rank {name} {verb} {size} bytes"
+                for name, size in zip(names, fields[:, 5], strict=True)
             )
             who = (
                 "some ranks' outputs"
@@ -118,7 +131,8 @@ def check_records(table: torch.Tensor, rank: int, names: Sequence[int]) -> None:
                 else f"the tensors of the root, rank {names[root]},"
             )
             raise MismatchError(
-                f"rank {names[rank]}, {function}: the ranks do not agree on sizes: {sizes}, but {who} have other sizes; "
+                f"rank {names[rank]}, {function}: the ranks do not agree on sizes: {sizes}, but "
+                f"{who} have other sizes; "
                 "check the shapes on all of them"
             )
 
@@ -129,8 +143,11 @@ def is_uniform(table: torch.Tensor) -> bool:
     return bool((mine != ANY_SIZE).all() and (mine == mine[0]).all())
 
 
-def check_matrix(sends: torch.Tensor, receives: torch.Tensor, rank: int, names: Sequence[int]) -> None:
-    """Compare what each rank sends to each other (``sends[i, j]`` bytes from i to j) with what that one expects.
+def check_matrix(
+    sends: torch.Tensor, receives: torch.Tensor, rank: int, names: Sequence[int]
+) -> None:
+    """Compare what each rank sends to each other (``sends[i, j]`` bytes from i to j) with what that
+    one expects.
 
     Raises:
         MismatchError: the same on every rank.
@@ -139,8 +156,10 @@ def check_matrix(sends: torch.Tensor, receives: torch.Tensor, rank: int, names: 
     if len(different):
         source, to = different[0].tolist()
         raise MismatchError(
-            f"rank {names[rank]}, all_to_all: the ranks do not agree on sizes: rank {names[source]} sends "
-            f"{int(sends[source, to])} bytes to rank {names[to]}, which expects {int(receives[to, source])}; check the "
+            f"rank {names[rank]}, all_to_all: the ranks do not agree on sizes: rank "
+            f"{names[source]} sends "
+            f"{int(sends[source, to])} bytes to rank {names[to]}, which expects "
+            f"{int(receives[to, source])}; check the "
             "shapes and split sizes on both"
         )
 

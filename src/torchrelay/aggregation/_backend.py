@@ -21,7 +21,8 @@ _TYPES = dist.ProcessGroup.BackendType
 class SmlBackend:
     """What ``group._get_backend(device)`` returns for a device of ``sml``.
 
-    The group is its own backend: collectives are the group's. Beside them PyTorch asks a backend what it supports.
+    The group is its own backend: collectives are the group's. Beside them PyTorch asks a backend
+        what it supports.
     """
 
     supports_coalescing = False
@@ -49,9 +50,11 @@ class SmlBackend:
 
 
 def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
-    """Makes the backends that c10d would have made after ``sml``; those before it are there already.
+    """Makes the backends that c10d would have made after ``sml``; those before it are there
+    already.
 
-    c10d stops at the first backend that is a ProcessGroup, which a Python backend must be before torch 2.14.
+    c10d stops at the first backend that is a ProcessGroup, which a Python backend must be before
+    torch 2.14.
 
     Raises:
         UnsupportedError: a backend other than Gloo and NCCL comes after ``sml``.
@@ -59,7 +62,9 @@ def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
     for device, name in asked.missing.items():
         store = dist.PrefixStore(f"{device}/", asked.store)  # type: ignore[attr-defined]
         if name == "gloo":
-            backend: Any = dist.ProcessGroupGloo(store, given.group_rank, given.group_size, given.timeout)
+            backend: Any = dist.ProcessGroupGloo(
+                store, given.group_rank, given.group_size, given.timeout
+            )
         elif name == "nccl" and dist.is_nccl_available():
             chosen = options if options is not None else dist.ProcessGroupNCCL.Options()
             chosen._timeout = given.timeout
@@ -68,7 +73,8 @@ def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
             backend = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, chosen)
         else:
             raise UnsupportedError(
-                f"sml: {device}:{name} after sml in {asked.text!r} is not supported here; name sml last, or make a "
+                f"sml: {device}:{name} after sml in {asked.text!r} is not supported here; name sml "
+                "last, or make a "
                 f"group of its own for {device} tensors with new_group(backend={name!r})"
             )
         asked.group._register_backend(torch.device(device), getattr(_TYPES, name.upper()), backend)

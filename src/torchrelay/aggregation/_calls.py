@@ -53,7 +53,9 @@ def is_options(given: Any) -> bool:
 
 
 def timed(fresh: Any, given: Any, timeout: timedelta | None) -> Any:
-    """``given`` if it is an options object, else ``fresh`` with the timeout: either of the last two arguments."""
+    """``given`` if it is an options object, else ``fresh`` with the timeout: either of the last two
+    arguments.
+    """
     if is_options(given):
         return given
     limit = given if isinstance(given, timedelta) else timeout
@@ -124,22 +126,28 @@ def one_block_a_rank(inputs: Tensors, ranks: int, output: torch.Tensor, operatio
     same_dtype([*inputs, output], operation)
     if len(inputs) != ranks or any(block.numel() != output.numel() for block in inputs):
         raise ArgumentError(
-            f"{operation}: {ranks} inputs of {output.numel()} elements are needed, one for each rank; "
+            f"{operation}: {ranks} inputs of {output.numel()} elements are needed, one for each "
+            "rank; "
             f"got sizes {[block.numel() for block in inputs]}"
         )
 
 
-def split(whole: torch.Tensor, ranks: int, block: torch.Tensor, operation: str) -> list[torch.Tensor]:
+def split(
+    whole: torch.Tensor, ranks: int, block: torch.Tensor, operation: str
+) -> list[torch.Tensor]:
     """``whole`` as one flat piece a rank, each of ``block``'s size."""
     if whole.numel() != block.numel() * ranks:
         raise ArgumentError(
-            f"{operation}: a tensor of {whole.numel()} elements is not {ranks} ranks x {block.numel()} elements"
+            f"{operation}: a tensor of {whole.numel()} elements is not {ranks} ranks x "
+            f"{block.numel()} elements"
         )
     flat = whole.reshape(-1)
     return [flat.narrow(0, r * block.numel(), block.numel()) for r in range(ranks)]
 
 
-def split_rows(tensor: torch.Tensor, ranks: int, splits: Sequence[int], which: str) -> list[torch.Tensor]:
+def split_rows(
+    tensor: torch.Tensor, ranks: int, splits: Sequence[int], which: str
+) -> list[torch.Tensor]:
     """``splits[r]`` rows for rank r; the same number for each where none are given."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not splits:
@@ -150,7 +158,8 @@ def split_rows(tensor: torch.Tensor, ranks: int, splits: Sequence[int], which: s
         splits = [rows // ranks] * ranks
     if len(splits) != ranks or sum(splits) != rows:
         raise ArgumentError(
-            f"all_to_all_single: {which} splits {list(splits)} do not add up to {rows} rows on {ranks} ranks"
+            f"all_to_all_single: {which} splits {list(splits)} do not add up to {rows} rows on "
+            f"{ranks} ranks"
         )
     return list(torch.split(tensor, list(splits))) if rows else [tensor] * ranks
 

@@ -1,7 +1,8 @@
-"""Collectives and messages of one group: the caller's tensors on one side, a data plane on the other.
+"""Collectives and messages of one group: the caller's tensors on one side, a data plane on the
+other.
 
-Every collective comes in the same order: arguments to plain buffers, one or more calls of the plane, a Work.
-A call that c10d marks as synchronous runs in the calling thread and raises at once.
+Every collective comes in the same order: arguments to plain buffers, one or more calls of the
+plane, a Work. A call that c10d marks as synchronous runs in the calling thread and raises at once.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Collectives:
         return self._run(launches, opts, tensors, staging)
 
     def _all_reduce_sparse(self, tensors: Tensors, op: Op | float, timeout_s: float) -> dist.Work:
-        """Sizes differ from rank to rank, so the second gather needs the first: both end before this returns."""
+        """Sizes differ from rank to rank, so the second gather needs the first: both end before
+        this returns.
+        """
         self.count += 1
         with span("aggregation.all_reduce_sparse", tensors=len(tensors)):
             for tensor in tensors:
@@ -108,7 +111,9 @@ class Collectives:
             sources = [_reducible(staging.input(block), op, in_place=False)[0] for block in blocks]
             staging.kept += sources
             launches.append(
-                lambda t, b, x=into, y=sources, o=native_op: self.plane.reduce_scatter(x, y, o, t, b)
+                lambda t, b, x=into, y=sources, o=native_op: self.plane.reduce_scatter(
+                    x, y, o, t, b
+                )
             )
         return self._run(launches, opts, outputs, staging)
 
@@ -119,7 +124,9 @@ class Collectives:
         ]
         return self.reduce_scatter(outputs, blocks, opts)
 
-    def reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
+    def reduce_scatter_tensor(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any
+    ) -> dist.Work:
         return self.reduce_scatter_tensors([output], [tensor], opts)
 
     # --- copies
@@ -128,8 +135,12 @@ class Collectives:
         staging = Staging()
         root = calls.root_of(opts, self.size, "broadcast")
         is_root = root == self.rank
-        buffers = [staging.input(tensor) if is_root else staging.output(tensor) for tensor in tensors]
-        launches = [lambda t, b, x=buffer: self.plane.broadcast(x, root, t, b) for buffer in buffers]
+        buffers = [
+            staging.input(tensor) if is_root else staging.output(tensor) for tensor in tensors
+        ]
+        launches = [
+            lambda t, b, x=buffer: self.plane.broadcast(x, root, t, b) for buffer in buffers
+        ]
         return self._run(launches, opts, tensors, staging)
 
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -138,13 +149,16 @@ class Collectives:
         for targets, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([*targets, tensor], "all_gather")
             buffers = [
-                staging.output(out) for out in calls.one_a_rank(targets, self.size, "all_gather", "outputs")
+                staging.output(out)
+                for out in calls.one_a_rank(targets, self.size, "all_gather", "outputs")
             ]
             source = staging.input(tensor)
             launches.append(lambda t, b, x=buffers, y=source: self.plane.all_gather(x, y, t, b))
         return self._run(launches, opts, [t for targets in outputs for t in targets], staging)
 
-    def all_gather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any
+    ) -> dist.Work:
         """``outputs`` is a list for each rank, not for each input."""
         return self.all_gather(list(zip(*outputs, strict=True)), inputs, opts)
 
@@ -153,7 +167,9 @@ class Collectives:
         launches = []
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([output, tensor], "all_gather_into_tensor")
-            blocks = calls.split(staging.output(output), self.size, tensor, "all_gather_into_tensor")
+            blocks = calls.split(
+                staging.output(output), self.size, tensor, "all_gather_into_tensor"
+            )
             source = staging.input(tensor)
             launches.append(lambda t, b, x=blocks, y=source: self.plane.all_gather(x, y, t, b))
         return self._run(launches, opts, outputs, staging)
@@ -165,7 +181,9 @@ class Collectives:
         root = calls.root_of(opts, self.size, "gather")
         tensor = calls.single(inputs, "gather")
         staging = Staging()
-        targets = calls.on_root(outputs, self.size, "gather", "outputs") if self.rank == root else []
+        targets = (
+            calls.on_root(outputs, self.size, "gather", "outputs") if self.rank == root else []
+        )
         calls.same_dtype([*targets, tensor], "gather")
         buffers = [staging.output(output) for output in targets]
         source = staging.input(tensor)
@@ -181,16 +199,24 @@ class Collectives:
         calls.same_dtype([*sources, output], "scatter")
         blocks = [staging.input(source) for source in sources]
         into = staging.output(output)
-        return self._run([lambda t, b: self.plane.scatter(into, blocks, root, t, b)], opts, outputs, staging)
+        return self._run(
+            [lambda t, b: self.plane.scatter(into, blocks, root, t, b)], opts, outputs, staging
+        )
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         calls.same_dtype([*outputs, *inputs], "all_to_all")
         staging = Staging()
-        into = [staging.output(out) for out in calls.one_a_rank(outputs, self.size, "all_to_all", "outputs")]
-        blocks = [
-            staging.input(block) for block in calls.one_a_rank(inputs, self.size, "all_to_all", "inputs")
+        into = [
+            staging.output(out)
+            for out in calls.one_a_rank(outputs, self.size, "all_to_all", "outputs")
         ]
-        return self._run([lambda t, b: self.plane.all_to_all(into, blocks, t, b)], opts, outputs, staging)
+        blocks = [
+            staging.input(block)
+            for block in calls.one_a_rank(inputs, self.size, "all_to_all", "inputs")
+        ]
+        return self._run(
+            [lambda t, b: self.plane.all_to_all(into, blocks, t, b)], opts, outputs, staging
+        )
 
     def all_to_all_single(
         self,
@@ -204,7 +230,9 @@ class Collectives:
         staging = Staging()
         into = calls.split_rows(staging.output(output), self.size, output_splits, "output")
         blocks = calls.split_rows(staging.input(tensor), self.size, input_splits, "input")
-        return self._run([lambda t, b: self.plane.all_to_all(into, blocks, t, b)], opts, [output], staging)
+        return self._run(
+            [lambda t, b: self.plane.all_to_all(into, blocks, t, b)], opts, [output], staging
+        )
 
     # --- synchronisation and messages
 
@@ -260,12 +288,16 @@ class Collectives:
 
     # --- common to all
 
-    def _run(self, launches: Sequence[Launch], opts: Any, tensors: Tensors, staging: Staging) -> dist.Work:
+    def _run(
+        self, launches: Sequence[Launch], opts: Any, tensors: Tensors, staging: Staging
+    ) -> dist.Work:
         timeout_s = seconds(None if opts is None else opts.timeout, self.timeout_s)
         block = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
         self.count += 1
         with span("aggregation.collective", tensors=len(tensors), waits=block):
-            tickets = [ticket for launch in launches if (ticket := launch(timeout_s, block)) is not None]
+            tickets = [
+                ticket for launch in launches if (ticket := launch(timeout_s, block)) is not None
+            ]
         finish = staging.finish
         if not tickets:
             if finish is not None:
@@ -287,11 +319,15 @@ class Collectives:
 def _reducible(
     buffer: torch.Tensor, op: Op | float, in_place: bool, scale: bool = True
 ) -> tuple[torch.Tensor, Op]:
-    """What the plane reduces. A factor is multiplied in before, into a copy if the caller keeps its tensor."""
+    """What the plane reduces. A factor is multiplied in before, into a copy if the caller keeps its
+    tensor.
+    """
     if isinstance(op, Op):
         return as_native(buffer, op)
     if not (buffer.is_floating_point() or buffer.is_complex()):
-        raise ArgumentError(f"PREMUL_SUM of {buffer.dtype} is not defined: it needs a floating-point dtype")
+        raise ArgumentError(
+            f"PREMUL_SUM of {buffer.dtype} is not defined: it needs a floating-point dtype"
+        )
     if scale:
         with torch.no_grad():
             buffer = buffer.mul_(op) if in_place else buffer.mul(op)

@@ -1,4 +1,6 @@
-"""Runs a call as one of c10d's operators, so that profilers and dispatch modes see what they see with Gloo."""
+"""Runs a call as one of c10d's operators, so that profilers and dispatch modes see what they see
+with Gloo.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ __all__ = ["through_dispatcher"]
 
 
 class _Kernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stands where a device's kernel would: takes the operator after all other modes, and runs the call."""
+    """Stands where a device's kernel would: takes the operator after all other modes, and runs the
+    call.
+    """
 
-    def __init__(self, name: str, run: Callable[..., dist.Work], tensors: int, rest: tuple[Any, ...]) -> None:
+    def __init__(
+        self, name: str, run: Callable[..., dist.Work], tensors: int, rest: tuple[Any, ...]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work: dist.Work | None = None
         self._name = name

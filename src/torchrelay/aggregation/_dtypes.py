@@ -47,13 +47,16 @@ def code(dtype: torch.dtype) -> int:
 
 def name_of(code_: int) -> str:
     """The name of the dtype with this :func:`code`, for messages."""
-    return next((str(t).removeprefix("torch.") for t, number in _CODES.items() if number == code_), "bytes")
+    return next(
+        (str(t).removeprefix("torch.") for t, number in _CODES.items() if number == code_), "bytes"
+    )
 
 
 def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
     """A view of ``tensor`` (and the op on it) that the native core can reduce.
 
-    bool is reduced as logic: SUM and MAX are or, PRODUCT and MIN are and. Complex numbers are added as pairs.
+    bool is reduced as logic: SUM and MAX are or, PRODUCT and MIN are and. Complex numbers are added
+        as pairs.
 
     Raises:
         ArgumentError: the op has no meaning for this dtype.
@@ -62,14 +65,20 @@ def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
     dtype = tensor.dtype
     if dtype in NATIVE:
         if op in _BITWISE and dtype.is_floating_point:
-            raise ArgumentError(f"{op.name} of {dtype} is not defined: it needs an integer dtype or bool")
+            raise ArgumentError(
+                f"{op.name} of {dtype} is not defined: it needs an integer dtype or bool"
+            )
         return tensor, op
     if dtype is torch.bool:
         if op not in _BOOL_OPS:
-            raise ArgumentError(f"{op.name} of torch.bool is not defined: convert to a numeric dtype first")
+            raise ArgumentError(
+                f"{op.name} of torch.bool is not defined: convert to a numeric dtype first"
+            )
         return tensor.view(torch.uint8), _BOOL_OPS[op]
     if dtype.is_complex and dtype is not torch.complex32:
         if op not in _COMPLEX_OPS:
-            raise ArgumentError(f"{op.name} of {dtype} is not defined; complex tensors have SUM and AVG")
+            raise ArgumentError(
+                f"{op.name} of {dtype} is not defined; complex tensors have SUM and AVG"
+            )
         return torch.view_as_real(tensor), op
     raise UnsupportedError(f"reductions of {dtype} are not supported: convert the tensor first")

@@ -1,7 +1,7 @@
 """A plane that communicates nothing: to see what a training step costs without its communication.
 
-Sums come out as if every rank held the same values; everything else leaves each rank its own. An operation
-takes as long as its bytes would on a link of the given bandwidth.
+Sums come out as if every rank held the same values; everything else leaves each rank its own. An
+operation takes as long as its bytes would on a link of the given bandwidth.
 """
 
 from __future__ import annotations
@@ -72,23 +72,34 @@ class DummyPlane:
         elif op is Op.BXOR and self._size % 2 == 0:
             tensor.zero_()
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool) -> _Done | None:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
+    ) -> _Done | None:
         self._combine(tensor, op)
         return self._spend(tensor.nbytes, block)
 
-    def reduce(self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool) -> _Done | None:
+    def reduce(
+        self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
+    ) -> _Done | None:
         if root == self._rank:
             self._combine(tensor, op)
         return self._spend(tensor.nbytes, block)
 
     def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op, timeout_s: float, block: bool
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Op,
+        timeout_s: float,
+        block: bool,
     ) -> _Done | None:
         output.view(-1).copy_(inputs[self._rank].view(-1))
         self._combine(output, op)
         return self._spend(output.nbytes * self._size, block)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool) -> _Done | None:
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+    ) -> _Done | None:
         return self._spend(tensor.nbytes, block)
 
     def all_gather(
@@ -100,12 +111,22 @@ class DummyPlane:
         return self._spend(tensor.nbytes * self._size, block)
 
     def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+        self,
+        outputs: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        root: int,
+        timeout_s: float,
+        block: bool,
     ) -> _Done | None:
         return self.all_gather(outputs, tensor, timeout_s, block)
 
     def scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, timeout_s: float, block: bool
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        root: int,
+        timeout_s: float,
+        block: bool,
     ) -> _Done | None:
         if inputs:
             output.view(-1).copy_(inputs[self._rank].view(-1))

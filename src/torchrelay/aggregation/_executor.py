@@ -1,4 +1,6 @@
-"""Runs a group's operations in the order they were submitted, for data planes that are written in Python."""
+"""Runs a group's operations in the order they were submitted, for data planes that are written in
+Python.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Completion:
         return self._done
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the operation is done; False after ``timeout_s``. Raises what the operation raised."""
+        """Wait until the operation is done; False after ``timeout_s``. Raises what the operation
+        raised.
+        """
         if not self._done:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._done, max(timeout_s, 0.0)):
@@ -64,7 +68,9 @@ class Completion:
 
 
 class Executor:
-    """Runs jobs one at a time: in the caller's thread if it is free and the caller waits, else in its own."""
+    """Runs jobs one at a time: in the caller's thread if it is free and the caller waits, else in
+    its own.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -85,7 +91,9 @@ class Executor:
         return os.getpid() != self._pid
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after those submitted before; blocks until it is done, and raises what it raises."""
+        """Run ``job`` after those submitted before; blocks until it is done, and raises what it
+        raises.
+        """
         with self._changed:
             self.require_usable()
             is_free = not self._running and not self._queue
@@ -126,10 +134,13 @@ class Executor:
                 self._changed.wait_for(lambda: not self._running, _STOP_S)
 
     def require_usable(self) -> None:
-        """Raise if this process cannot run jobs: it is a forked child, or the group was destroyed."""
+        """Raise if this process cannot run jobs: it is a forked child, or the group was
+        destroyed.
+        """
         if self.is_forked:
             raise UnavailableError(
-                f"this group is that of process {self._pid}, of which this process is a forked child; start processes "
+                f"this group is that of process {self._pid}, of which this process is a forked "
+                "child; start processes "
                 "by spawn, or make a group of its own in each"
             )
         if self._stopped:

@@ -1,7 +1,8 @@
 """The process group that PyTorch sees.
 
-c10d calls a group with options objects, users also with plain arguments; here both take one form. Then the
-tensors' device decides who runs the call: our own collectives, or another backend of the same group.
+c10d calls a group with options objects, users also with plain arguments; here both take one form.
+Then the tensors' device decides who runs the call: our own collectives, or another backend of the
+same group.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         self._others: Any = _ProcessGroup(store, rank, size) if others is None else others
         self._devices = frozenset(devices)
         self._has_cpu = "cpu" in devices
-        self.processes: dict[int, Process] = {}  # those of its ranks, by global rank, while it is in use
+        self.processes: dict[
+            int, Process
+        ] = {}  # those of its ranks, by global rank, while it is in use
         self._backend = SmlBackend(self)
         self._store = store
         self._rank = rank
@@ -119,18 +122,27 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         return [*map(torch.device, sorted(self._devices)), *self._others._device_types]
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """What runs the calls for tensors on ``device``. Raises RuntimeError, as c10d does, if nothing does."""
+        """What runs the calls for tensors on ``device``. Raises RuntimeError, as c10d does, if
+        nothing does.
+        """
         if torch.device(device).type in self._devices:
             return TimeoutOnly(self.set_timeout) if is_setting_timeout() else self._backend
         return self._others._get_backend(torch.device(device))
 
     # --- reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> dist.Work:
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> dist.Work:
         if type(opts) is not _AllreduceOptions:
             tensors = calls.one_or_more(tensors)
             opts = calls.reduction(_AllreduceOptions(), opts, op, timeout)
-        if len(tensors) == 1 and self._has_cpu and not watched() and not dispatches_itself(tensors[0]):
+        if (
+            len(tensors) == 1
+            and self._has_cpu
+            and not watched()
+            and not dispatches_itself(tensors[0])
+        ):
             work = self._on.all_reduce_now(tensors[0], opts)
             if work is not None:
                 return work
@@ -140,7 +152,13 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         return self._call("allreduce_coalesced", self._on.all_reduce, (tensors,), opts)
 
     def reduce(
-        self, tensors: Any, root: Any = None, op: Any = None, timeout: Any = None, *, opts: Any = None
+        self,
+        tensors: Any,
+        root: Any = None,
+        op: Any = None,
+        timeout: Any = None,
+        *,
+        opts: Any = None,
     ) -> dist.Work:
         opts = calls.rooted(dist.ReduceOptions(), root, opts, op, timeout)
         return self._call("reduce", self._on.reduce, (calls.one_or_more(tensors),), opts)
@@ -153,14 +171,21 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         opts = calls.reduction(dist.ReduceScatterOptions(), opts, op, timeout)
         return self._call("reduce_scatter", self._on.reduce_scatter, (outputs, inputs), opts)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self._call("_reduce_scatter_base", self._on.reduce_scatter_tensor, (output, tensor), opts)
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        return self._call(
+            "_reduce_scatter_base", self._on.reduce_scatter_tensor, (output, tensor), opts
+        )
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         return self._call(
-            "reduce_scatter_tensor_coalesced", self._on.reduce_scatter_tensors, (outputs, inputs), opts
+            "reduce_scatter_tensor_coalesced",
+            self._on.reduce_scatter_tensors,
+            (outputs, inputs),
+            opts,
         )
 
     reduce_scatter_single = _reduce_scatter_base
@@ -174,13 +199,17 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         opts = calls.rooted(dist.BroadcastOptions(), root, opts, None, timeout)
         return self._call("broadcast", self._on.broadcast, (calls.one_or_more(tensors),), opts)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None) -> dist.Work:
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None
+    ) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = calls.timed(_AllgatherOptions(), opts, timeout)
         return self._call("allgather", self._on.all_gather, (outputs, inputs), opts)
 
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _allgather_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
         return self._call("_allgather_base", self._on.all_gather_tensor, (output, tensor), opts)
 
     def allgather_into_tensor_coalesced(
@@ -190,8 +219,12 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
             "allgather_into_tensor_coalesced", self._on.all_gather_tensors, (outputs, inputs), opts
         )
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self._call("allgather_coalesced", self._on.all_gather_coalesced, (outputs, inputs), opts)
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        return self._call(
+            "allgather_coalesced", self._on.all_gather_coalesced, (outputs, inputs), opts
+        )
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -256,8 +289,12 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
             opts.timeout = limit
         return through_dispatcher(self._others, "barrier", self._on.barrier, (), opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names every rank that did not come. ``wait_all_ranks`` is always so here."""
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier whose error names every rank that did not come. ``wait_all_ranks`` is always so
+        here.
+        """
         self._on.barrier_within(timeout)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
@@ -283,7 +320,9 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     # --- the end
 
     def shutdown(self) -> None:
-        """Ends this rank's part. Operations in progress fail, here and on ranks that wait for this one."""
+        """Ends this rank's part. Operations in progress fail, here and on ranks that wait for this
+        one.
+        """
         if not self._closed:
             self._closed = True
             self.processes = {}
@@ -298,12 +337,15 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def _call(
         self, method: str, run: Callable[..., dist.Work], tensors: tuple[Any, ...], *rest: Any
     ) -> dist.Work:
-        """Runs a call where its tensors are. ``method`` is c10d's name for it, ``rest`` all but the tensors."""
+        """Runs a call where its tensors are. ``method`` is c10d's name for it, ``rest`` all but the
+        tensors.
+        """
         tensor = calls.first_tensor(tensors)
         if tensor is not None and tensor.device.type not in self._devices:
             if tensor.device not in self._others._device_types:
                 raise ArgumentError(
-                    f"{method}: this group has no backend for a tensor on {tensor.device}, only for "
+                    f"{method}: this group has no backend for a tensor on {tensor.device}, only "
+                    "for "
                     f"{', '.join(device.type for device in self._device_types)}"
                 )
             work: dist.Work = getattr(self._others, method)(*tensors, *calls.given(rest))

@@ -1,20 +1,24 @@
 """Collectives over several hosts: shared memory within each, messages or a switch between them.
 
-H hosts with L ranks each and a message of m bytes; `leader` is one rank of each host. Bytes are those of a host's link,
-each way:
+H hosts with L ranks each and a message of m bytes; `leader` is one rank of each host. Bytes are
+those of a host's link, each way:
 
-  all_reduce      in pieces, in a pipeline: each host reduces a piece to its leader; the leaders reduce it
-                  over the hosts; each leader broadcasts the piece on its host. By TCP, leader h gets part h
-                  from the other leaders, adds the H parts in the order of the hosts, and sends the sum back
-                  to them: 2(H-1)/H*m bytes. Through a switch: m bytes, and 3 % more for float32's exponents
+  all_reduce      in pieces, in a pipeline: each host reduces a piece to its leader; the leaders
+                  reduce it over the hosts; each leader broadcasts the piece on its host. By TCP,
+                  leader h gets part h from the other leaders, adds the H parts in the order of the
+                  hosts, and sends the sum back
+                  to them: 2(H-1)/H*m bytes. Through a switch: m bytes, and 3 % more for float32's
+  exponents
   reduce          the same, but sums are sent to the root only
-  reduce_scatter  each host reduces the blocks of each other host's ranks and sends them to these; every rank adds what
-                  it gets. (H-1)*L blocks
-  broadcast       one piece: from the root to the leaders; more: from host to host in a chain. m bytes
-  all_gather      each rank sends its block to one rank of each other host, which broadcasts it there. (H-1)*L blocks
-  gather, scatter, all_to_all   through shared memory within a host, directly between ranks of two hosts
+  reduce_scatter  each host reduces the blocks of each other host's ranks and sends them to these;
+                  every rank adds what it gets. (H-1)*L blocks
+  broadcast       one piece: from the root to the leaders; more: from host to host in a chain. m
+  bytes all_gather      each rank sends its block to one rank of each other host, which broadcasts
+  it there. (H-1)*L blocks gather, scatter, all_to_all   through shared memory within a host,
+  directly between ranks of two hosts
 
-The order of addition depends on the placement and the size alone: results have the same bits every time, on all ranks.
+The order of addition depends on the placement and the size alone: results have the same bits every
+    time, on all ranks.
 """
 
 from __future__ import annotations
@@ -117,7 +121,9 @@ class Hierarchy:
         in_progress: list[tuple[Exchange, list[torch.Tensor], list[torch.Tensor]]] = []
         for step in range(len(outputs) + 1):
             if step < len(outputs):
-                in_progress.append(self._scatter_sums(call, [pieces[step] for pieces in blocks], op))
+                in_progress.append(
+                    self._scatter_sums(call, [pieces[step] for pieces in blocks], op)
+                )
                 own = [blocks[rank][step] for rank in self._at.local]
                 self._reduce_scatter_here(call, outputs[step], own, op)
             if step >= 1:
@@ -197,13 +203,17 @@ class Hierarchy:
             exchanges[-1].receive(source, _PARTS, piece)
         return exchanges
 
-    def gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
+    def gather(
+        self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int
+    ) -> None:
         def local(blocks: Sequence[torch.Tensor], index: int) -> None:
             self._shm.gather(blocks, tensor, index, call.left_s(2), True)
 
         self._with_root(call, root, tensor, outputs, Exchange.send, Exchange.receive, local)
 
-    def scatter(self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
+    def scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int
+    ) -> None:
         def local(blocks: Sequence[torch.Tensor], index: int) -> None:
             self._shm.scatter(output, blocks, index, call.left_s(2), True)
 
@@ -236,7 +246,9 @@ class Hierarchy:
             self._local(lambda: local(here, at.local_index(root)))
         exchange.finish(call)
 
-    def all_to_all(self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def all_to_all(
+        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
         at, exchange = self._at, self._exchange()
         for rank in at.remote:
             exchange.receive(rank, _PARTS, outputs[rank])
@@ -256,7 +268,9 @@ class Hierarchy:
     def _reduce_scatter_here(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> None:
-        self._local(lambda: self._shm.reduce_scatter(output, inputs, partial(op), call.left_s(2), True))
+        self._local(
+            lambda: self._shm.reduce_scatter(output, inputs, partial(op), call.left_s(2), True)
+        )
 
     def _broadcast_here(self, call: Call, tensor: torch.Tensor, root: int) -> None:
         if len(self._at.local) > 1:

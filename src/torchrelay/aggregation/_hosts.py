@@ -1,4 +1,6 @@
-"""The data plane of ranks on several hosts: shared memory within each, TCP and a switch between them."""
+"""The data plane of ranks on several hosts: shared memory within each, TCP and a switch between
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ from torchrelay.aggregation._executor import Completion, Executor
 from torchrelay.aggregation._hierarchy import Hierarchy
 from torchrelay.aggregation._inter_host import INSTRUCTION_SET, InterHostTransport, TcpTransport
 from torchrelay.aggregation._listener import listen
-from torchrelay.aggregation._messages import ANY_RANK, TOKEN_BYTES, Failure, Header, Messages, Receive
+from torchrelay.aggregation._messages import (
+    ANY_RANK,
+    TOKEN_BYTES,
+    Failure,
+    Header,
+    Messages,
+    Receive,
+)
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
@@ -64,7 +73,8 @@ class HostsPlane:
     Making one is collective over the ranks of ``meeting``.
 
     Args:
-        store: what the ranks met over; its server's address tells which of this host's addresses others can reach.
+        store: what the ranks met over; its server's address tells which of this host's addresses
+            others can reach.
 
     Raises:
         OperationTimeoutError: a rank did not come within ``timeout_s``, or cannot be reached.
@@ -75,7 +85,9 @@ class HostsPlane:
 
     name = "hosts"
 
-    def __init__(self, meeting: Meeting, store: Store, timeout_s: float, settings: Aggregation) -> None:
+    def __init__(
+        self, meeting: Meeting, store: Store, timeout_s: float, settings: Aggregation
+    ) -> None:
         self._rank, self._names = meeting.rank, meeting.names
         self._at = Placement.of(meeting.rank, [process.host for process in meeting.processes])
         self._shm = ShmPlane(_meeting_here(meeting, self._at, timeout_s), timeout_s, settings)
@@ -123,17 +135,25 @@ class HostsPlane:
             return None
         options_of(settings)
         client = join(meeting, self._at, settings, session_id, timeout_s)
-        return SwitchTransport(self._at, self._names, settings, client, self._messages, self._shm.check)
+        return SwitchTransport(
+            self._at, self._names, settings, client, self._messages, self._shm.check
+        )
 
     def _hierarchy(self, piece_bytes: int) -> Hierarchy:
-        reason = "no switch is configured" if self._switch is None else "what the switch does not sum"
+        reason = (
+            "no switch is configured" if self._switch is None else "what the switch does not sum"
+        )
         tcp = TcpTransport(self._at, self._messages, self._shm.check, piece_bytes, reason)
-        self._transports: list[InterHostTransport] = [tcp] if self._switch is None else [self._switch, tcp]
+        self._transports: list[InterHostTransport] = (
+            [tcp] if self._switch is None else [self._switch, tcp]
+        )
         return Hierarchy(self._at, self._shm, self._messages, self._transports, piece_bytes)
 
     # --- collectives
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool) -> Completion | None:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
+    ) -> Completion | None:
         return self._run(
             Record("all_reduce", tensor.dtype, op, count=tensor.numel()),
             tensor.nbytes,
@@ -160,7 +180,12 @@ class HostsPlane:
         )
 
     def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op, timeout_s: float, block: bool
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Op,
+        timeout_s: float,
+        block: bool,
     ) -> Completion | None:
         return self._run(
             Record("reduce_scatter", output.dtype, op, count=output.numel()),
@@ -170,7 +195,9 @@ class HostsPlane:
             lambda call: self._on.reduce_scatter(call, output, inputs, op),
         )
 
-    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool) -> Completion | None:
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+    ) -> Completion | None:
         def finish(rows: torch.Tensor) -> None:
             if self._rank != root:
                 _copy_row(rows, root, tensor)
@@ -203,7 +230,12 @@ class HostsPlane:
         )
 
     def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+        self,
+        outputs: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        root: int,
+        timeout_s: float,
+        block: bool,
     ) -> Completion | None:
         sizes = [output.nbytes for output in outputs]
         return self._run(
@@ -215,7 +247,12 @@ class HostsPlane:
         )
 
     def scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, timeout_s: float, block: bool
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        root: int,
+        timeout_s: float,
+        block: bool,
     ) -> Completion | None:
         sizes = [each.nbytes for each in inputs]
         return self._run(
@@ -241,7 +278,9 @@ class HostsPlane:
                 self._agree_on_pairs(call, sizes)
             self._on.all_to_all(call, outputs, inputs)
 
-        record = Record("all_to_all", inputs[0].dtype, mine=sizes[0] if is_uniform_here else ANY_SIZE)
+        record = Record(
+            "all_to_all", inputs[0].dtype, mine=sizes[0] if is_uniform_here else ANY_SIZE
+        )
         return self._submit(record, None, sum(sizes[: len(inputs)]), timeout_s, block, move)
 
     def barrier(self, timeout_s: float, block: bool) -> Completion | None:
@@ -275,7 +314,8 @@ class HostsPlane:
         if timeout_s < left_s:
             return False
         error = OperationTimeoutError(
-            f"rank {self._names[self._rank]}, {mine.describe(self._names)}: it did not end within the group's timeout; a "
+            f"rank {self._names[self._rank]}, {mine.describe(self._names)}: it did not end within "
+            "the group's timeout; a "
             "longer one can be given to init_process_group",
             ranks=[] if mine.peer == ANY_RANK else [self._names[mine.peer]],
         )
@@ -293,10 +333,16 @@ class HostsPlane:
         return time.monotonic() + timeout_s
 
     def _take_local(self, receive: Receive, source: int, header: Header) -> None:
-        """Receive the bytes of a message through shared memory; also those that its receiver does not expect."""
+        """Receive the bytes of a message through shared memory; also those that its receiver does
+        not expect.
+        """
         _, dtype_code, local_tag, _, size = header
         fits = (size, dtype_code) == (receive.view.nbytes, receive.code)
-        into = torch.from_numpy(np.asarray(receive.view)) if fits else torch.empty(size, dtype=torch.uint8)
+        into = (
+            torch.from_numpy(np.asarray(receive.view))
+            if fits
+            else torch.empty(size, dtype=torch.uint8)
+        )
         completion = receive.completion if fits else Completion()
         try:
             native = self._shm.receive(into, self._at.local_index(source), local_tag, _LONG_S)
@@ -342,7 +388,9 @@ class HostsPlane:
         inline: _Inline | None = None,
     ) -> Completion | None:
         """Run a collective: ``move``, or ``inline.finish`` where all payloads fit the records."""
-        fits = inline is not None and max(inline.largest_bytes, inline.tensor.nbytes) <= INLINE_BYTES
+        fits = (
+            inline is not None and max(inline.largest_bytes, inline.tensor.nbytes) <= INLINE_BYTES
+        )
 
         def body(call: Call, table: torch.Tensor) -> None:
             if inline is not None and fits:
@@ -388,7 +436,9 @@ class HostsPlane:
         return None
 
     def _agree(self, call: Call, record: Record, payload: torch.Tensor | None) -> torch.Tensor:
-        """Raise MismatchError on every rank unless all made the same call; the table of all records."""
+        """Raise MismatchError on every rank unless all made the same call; the table of all
+        records.
+        """
         flat = None if payload is None else payload.detach().reshape(-1).view(torch.uint8)
         table = self._on.share(call, record.pack(flat))
         check_records(table, self._rank, self._names)
@@ -421,13 +471,16 @@ class HostsPlane:
 
     def _broken(self, cause: Failure) -> Failure:
         return type(cause)(
-            f"rank {self._names[self._rank]}: this group failed before and cannot be used any more. The cause was: {cause}",
+            f"rank {self._names[self._rank]}: this group failed before and cannot be used any "
+            f"more. The cause was: {cause}",
             ranks=cause.ranks,
         )
 
     def _log(self) -> None:
         switch = "" if self._switch is None else self._switch.reason
-        telemetry.event("aggregation.hosts", rank=self._rank, hosts=len(self._at.hosts), switch=switch)
+        telemetry.event(
+            "aggregation.hosts", rank=self._rank, hosts=len(self._at.hosts), switch=switch
+        )
         if self._rank == 0:
             _logger.info(
                 "sml: %s ranks on %d hosts: shared memory within each; between them %s",
@@ -463,7 +516,11 @@ class _Transfer:
 
     def describe(self, names: Sequence[int]) -> str:
         name = "any rank" if self.peer == ANY_RANK else f"rank {names[self.peer]}"
-        return f"send to {name}" if self.receive is None else f"recv from {name}, tag {self.receive.tag}"
+        return (
+            f"send to {name}"
+            if self.receive is None
+            else f"recv from {name}, tag {self.receive.tag}"
+        )
 
 
 def _follow(native: Transfer, completion: Completion, buffer: torch.Tensor) -> None:
@@ -486,7 +543,9 @@ def _reduce_rows(rows: torch.Tensor, into: torch.Tensor, op: Op) -> None:
     """Reduce all ranks' payloads in the order of the ranks."""
     if into.numel():
         addresses = [row.data_ptr() for row in rows]
-        _native.reduce(addresses, into.data_ptr(), into.numel(), NATIVE[into.dtype], op, INSTRUCTION_SET)
+        _native.reduce(
+            addresses, into.data_ptr(), into.numel(), NATIVE[into.dtype], op, INSTRUCTION_SET
+        )
 
 
 def _copy_row(rows: torch.Tensor, rank: int, into: torch.Tensor) -> None:

@@ -41,8 +41,8 @@ class InterHostTransport(Protocol):
     def reduce(self, call: Call, piece: torch.Tensor, op: Op, root: int | None) -> Iterator[None]:
         """Replace ``piece`` by the hosts' reduction; an average is divided by the number of ranks.
 
-        Yields after each stage; the next one blocks until what the last one began is done. Between them
-        the caller may begin other pieces. All hosts get the same bits.
+        Yields after each stage; the next one blocks until what the last one began is done. Between
+        them the caller may begin other pieces. All hosts get the same bits.
 
         Raises:
             OperationTimeoutError: it did not end by the call's deadline; names what is missing.
@@ -53,7 +53,8 @@ class InterHostTransport(Protocol):
 
 
 class TcpTransport:
-    """Leader h gets part h of a piece from the others, adds the parts, and sends the sum back to them.
+    """Leader h gets part h of a piece from the others, adds the parts, and sends the sum back to
+    them.
 
     Args:
         check: called while waiting; raises to stop.

@@ -23,8 +23,8 @@ def listen(interface: str, store: Store) -> socket.socket:
     """Return a listening TCP socket.
 
     Args:
-        interface: an address or a device of this host. If empty, ``GLOO_SOCKET_IFNAME`` counts, else the address from
-            which this host reaches the store's server.
+        interface: an address or a device of this host. If empty, ``GLOO_SOCKET_IFNAME`` counts,
+            else the address from which this host reaches the store's server.
 
     Raises:
         UnavailableError: this host has no such address or device.
@@ -36,8 +36,10 @@ def listen(interface: str, store: Store) -> socket.socket:
         return socket.create_server((address, 0), family=family, backlog=1024)
     except OSError as error:
         raise UnavailableError(
-            f"sml: cannot listen on {given or 'the interface towards the store'} for ranks of other hosts: {error}; set "
-            "TORCHRELAY_AGGREGATION_INTERFACE to an address or device of this host that the others reach"
+            f"sml: cannot listen on {given or 'the interface towards the store'} for ranks of "
+            f"other hosts: {error}; set "
+            "TORCHRELAY_AGGREGATION_INTERFACE to an address or device of this host that the others "
+            "reach"
         ) from error
 
 
@@ -53,7 +55,9 @@ def _address_of(interface: str) -> str:
 
 
 def _address_towards(store: Store) -> str:
-    """This host's address on the way to the store's server; its own name's address if the store has no server."""
+    """This host's address on the way to the store's server; its own name's address if the store has
+    no server.
+    """
     base = getattr(store, "_underlying_non_prefix_store", store)
     host, port = getattr(base, "host", ""), getattr(base, "port", 0)
     if not host:

@@ -1,13 +1,14 @@
 """Messages between ranks of different hosts, over TCP.
 
-Every rank listens. Two ranks are connected when one of them first sends to the other, or waits for it; either of them
-sends over the connection that it knows first. A connection starts with a preamble that holds the group's token: a
-stranger's is closed. Then come frames, each a header and its bytes, in the order they were sent.
+Every rank listens. Two ranks are connected when one of them first sends to the other, or waits for
+it; either of them sends over the connection that it knows first. A connection starts with a
+preamble that holds the group's token: a stranger's is closed. Then come frames, each a header and
+its bytes, in the order they were sent.
 
-A thread for each connection reads: straight into the memory of the receive that a frame is for. A small frame, or one
-that stands in the way of another, is put aside if nobody waits for it. Sending is done by the caller as far as the
-socket takes bytes at once, else by a thread for each peer. Both leave Python's lock while bytes move, and move a whole
-frame in one system call.
+A thread for each connection reads: straight into the memory of the receive that a frame is for. A
+small frame, or one that stands in the way of another, is put aside if nobody waits for it. Sending
+is done by the caller as far as the socket takes bytes at once, else by a thread for each peer. Both
+leave Python's lock while bytes move, and move a whole frame in one system call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ TOKEN_BYTES = 16
 
 _PREAMBLE = struct.Struct(f"<4sHHI{TOKEN_BYTES}s")  # magic, version, reserved, rank, token
 _MAGIC, _VERSION = b"TRLA", 1
-_HEADER = struct.Struct("<BBxxIqQ")  # kind, code of the dtype, tag in shared memory, tag, bytes that follow
+_HEADER = struct.Struct(
+    "<BBxxIqQ"
+)  # kind, code of the dtype, tag in shared memory, tag, bytes that follow
 _ASIDE_BYTES = 64 * 1024  # up to so many bytes nobody needs to wait for to let the next frame come
 _INLINE_BYTES = 256 * 1024  # up to so many bytes the caller tries to send
 _RECONNECT_S = 0.5  # how long a peer without a connection may have another on its way
@@ -43,7 +46,10 @@ _CONNECT_S = 10.0
 _FLUSH_S = 2.0
 _PROBE_S = 0.5
 _POLL_S = 0.1
-_DIED = "has died or cannot be reached any more (its connection ended); look at its own output for the cause"
+_DIED = (
+    "has died or cannot be reached any more (its connection ended); look at its own output for the "
+    "cause"
+)
 _LEFT = "has left the group (destroy_process_group, or its process ended)"
 
 Failure = PeerLostError | OperationTimeoutError
@@ -100,11 +106,13 @@ class Messages:
     """One rank's messages with ranks of other hosts (and headers of those of its own). Thread-safe.
 
     Args:
-        rank: in the group; ``addresses[r]`` is where rank r listens, ``names[r]`` how users know it.
+        rank: in the group; ``addresses[r]`` is where rank r listens, ``names[r]`` how users know
+            it.
         hosts: the ranks of each host.
         listener: bound and listening; owned from now on.
         token: of ``TOKEN_BYTES``, equal on all ranks and secret.
-        take_local: called for a message whose bytes are in shared memory, with the receive, the source and the header.
+        take_local: called for a message whose bytes are in shared memory, with the receive, the
+            source and the header.
         on_failure: called once, when the group breaks here or a peer reports that it broke.
     """
 
@@ -150,7 +158,9 @@ class Messages:
         return self._post(to, header, data if local_tag is None else memoryview(b""))
 
     def receive(self, source: int, tag: int, view: memoryview, code: int = 0) -> Receive:
-        """Receive the next message of ``tag`` from ``source`` (or ANY_RANK) into ``view``; never blocks."""
+        """Receive the next message of ``tag`` from ``source`` (or ANY_RANK) into ``view``; never
+        blocks.
+        """
         receive = Receive(source, tag, view, code)
         with self._changed:
             if self._failure is not None:
@@ -179,7 +189,12 @@ class Messages:
                 self._wake_writer(to, peer)
 
     def wait(
-        self, completion: Completion, peer: int, operation: str, deadline_s: float, poll: Callable[[], None]
+        self,
+        completion: Completion,
+        peer: int,
+        operation: str,
+        deadline_s: float,
+        poll: Callable[[], None],
     ) -> None:
         """Wait for a send or receive.
 
@@ -198,14 +213,17 @@ class Messages:
         finally:
             self.waited_s += time.monotonic() - started_s
 
-    def _wait_a_slice(self, completion: Completion, peer: int, operation: str, deadline_s: float) -> bool:
+    def _wait_a_slice(
+        self, completion: Completion, peer: int, operation: str, deadline_s: float
+    ) -> bool:
         try:
             if completion.wait(min(_POLL_S, deadline_s - time.monotonic())):
                 return True
             if time.monotonic() < deadline_s:
                 return False
             raise OperationTimeoutError(
-                f"rank {self._names[self._rank]}, {operation}: rank {self._names[peer]} did not answer in time; is "
+                f"rank {self._names[self._rank]}, {operation}: rank {self._names[peer]} did not "
+                "answer in time; is "
                 "it stuck, slow or cut off? A longer timeout can be given to init_process_group",
                 ranks=(self._names[peer],),
             )
@@ -218,11 +236,15 @@ class Messages:
         Blocks if there is one. A rank that has left the group is not lost: it has done its part.
         """
         with self._changed:
-            gone = next((rank for rank in ranks if rank in self._gone and not self._peers[rank].left), None)
+            gone = next(
+                (rank for rank in ranks if rank in self._gone and not self._peers[rank].left), None
+            )
         return None if gone is None else self.with_host(self._gone_error(gone), gone)
 
     def with_host(self, error: Failure, peer: int) -> Failure:
-        """Name also the ranks that share a lost rank's host and cannot be reached either. Blocks."""
+        """Name also the ranks that share a lost rank's host and cannot be reached either.
+        Blocks.
+        """
         ranks = next(ranks for ranks in self._hosts if peer in ranks)
         others = [
             self._names[rank]
@@ -233,13 +255,18 @@ class Messages:
             return error
         listed = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
         return type(error)(
-            f"{error}; nor can {listed} of its host be reached", ranks=sorted([*error.ranks, *others])
+            f"{error}; nor can {listed} of its host be reached",
+            ranks=sorted([*error.ranks, *others]),
         )
 
     def cancel(self, completion: Completion, error: Exception) -> None:
-        """End a receive or send that is given up. A message that comes for it later is put aside."""
+        """End a receive or send that is given up. A message that comes for it later is put
+        aside.
+        """
         with self._changed:
-            self._posted = [receive for receive in self._posted if receive.completion is not completion]
+            self._posted = [
+                receive for receive in self._posted if receive.completion is not completion
+            ]
         completion.finish(error)
 
     # --- the end
@@ -262,11 +289,18 @@ class Messages:
         for receive in posted:
             receive.completion.finish(error)
         body = json.dumps(
-            {"text": str(error), "ranks": error.ranks, "timeout": isinstance(error, OperationTimeoutError)}
+            {
+                "text": str(error),
+                "ranks": error.ranks,
+                "timeout": isinstance(error, OperationTimeoutError),
+            }
         ).encode()
         for peer in tell:
             self._post(
-                peer, _HEADER.pack(_Kind.FAILED, 0, 0, 0, len(body)), memoryview(body), even_if_failed=True
+                peer,
+                _HEADER.pack(_Kind.FAILED, 0, 0, 0, len(body)),
+                memoryview(body),
+                even_if_failed=True,
             )
         self._on_failure(error)
         return error
@@ -280,7 +314,9 @@ class Messages:
         return True
 
     def close(self) -> None:
-        """Send what is queued for at most two seconds, tell all peers, and disconnect. Idempotent."""
+        """Send what is queued for at most two seconds, tell all peers, and disconnect.
+        Idempotent.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -288,7 +324,9 @@ class Messages:
         deadline_s = time.monotonic() + _FLUSH_S
         for rank, peer in enumerate(self._peers):
             if peer.connections:
-                self._post(rank, _HEADER.pack(_Kind.LEFT, 0, 0, 0, 0), memoryview(b""), even_if_failed=True)
+                self._post(
+                    rank, _HEADER.pack(_Kind.LEFT, 0, 0, 0, 0), memoryview(b""), even_if_failed=True
+                )
         for peer in self._peers:
             with peer.lock:
                 peer.lock.wait_for(peer.is_idle, deadline_s - time.monotonic())
@@ -306,7 +344,9 @@ class Messages:
         with self._changed:
             posted, self._posted = self._posted, []
             self._changed.notify_all()
-            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+            threads = [
+                thread for thread in self._threads if thread is not threading.current_thread()
+            ]
         for receive in posted:
             receive.completion.finish(self._closed_error())
         for thread in threads:
@@ -314,7 +354,9 @@ class Messages:
 
     # --- writing
 
-    def _post(self, to: int, header: bytes, data: memoryview, even_if_failed: bool = False) -> Completion:
+    def _post(
+        self, to: int, header: bytes, data: memoryview, even_if_failed: bool = False
+    ) -> Completion:
         completion = Completion()
         if self._failure is not None and not even_if_failed:
             completion.finish(self._failure)
@@ -322,7 +364,12 @@ class Messages:
         self.sent_bytes += data.nbytes
         peer = self._peers[to]
         with peer.lock:
-            if peer.out is not None and not peer.queue and not peer.writing and data.nbytes <= _INLINE_BYTES:
+            if (
+                peer.out is not None
+                and not peer.queue
+                and not peer.writing
+                and data.nbytes <= _INLINE_BYTES
+            ):
                 header, data = _send_now(peer.out, header, data)
                 if not header and not data.nbytes:
                     completion.finish()
@@ -404,7 +451,9 @@ class Messages:
         with contextlib.suppress(OSError):
             if _read_exactly(connection, memoryview(preamble)):
                 magic, version, _, rank, token = _PREAMBLE.unpack(preamble)
-                is_ours = (magic, version) == (_MAGIC, _VERSION) and hmac.compare_digest(token, self._token)
+                is_ours = (magic, version) == (_MAGIC, _VERSION) and hmac.compare_digest(
+                    token, self._token
+                )
                 if is_ours and rank < len(self._peers):
                     connection.settimeout(None)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -488,8 +537,10 @@ class Messages:
         _, dtype, _, tag, size = header
         name = self._names[source]
         return MismatchError(
-            f"rank {self._names[self._rank]}, recv from rank {name}, tag {tag}: rank {name} sent {size} bytes of "
-            f"{name_of(dtype)}, but the receiver expects {receive.view.nbytes} bytes of {name_of(receive.code)}; use the same "
+            f"rank {self._names[self._rank]}, recv from rank {name}, tag {tag}: rank {name} sent "
+            f"{size} bytes of "
+            f"{name_of(dtype)}, but the receiver expects {receive.view.nbytes} bytes of "
+            f"{name_of(receive.code)}; use the same "
             "shape and dtype on both"
         )
 
@@ -528,7 +579,9 @@ class Messages:
         return PeerLostError(f"rank {name} {self._gone.get(rank, _DIED)}", ranks=(name,))
 
     def _why_gone(self, rank: int, cause: OSError) -> PeerLostError:
-        """The error for a send that failed; whoever reads from the peer may know the reason better."""
+        """The error for a send that failed; whoever reads from the peer may know the reason
+        better.
+        """
         with self._changed:
             self._changed.wait_for(lambda: rank in self._gone, 2 * _RECONNECT_S)
             self._gone.setdefault(rank, f"cannot be reached any more ({cause})")
@@ -544,8 +597,12 @@ class Messages:
         thread.start()
 
 
-def _send_now(connection: socket.socket, header: bytes, data: memoryview) -> tuple[bytes, memoryview]:
-    """Send as much as the socket takes at once; what is left. An error shows with the next attempt."""
+def _send_now(
+    connection: socket.socket, header: bytes, data: memoryview
+) -> tuple[bytes, memoryview]:
+    """Send as much as the socket takes at once; what is left. An error shows with the next
+    attempt.
+    """
     try:
         sent = connection.sendmsg([header, data], [], socket.MSG_DONTWAIT)
     except OSError:

@@ -1,6 +1,8 @@
-"""Where settings come from: ``Options``, else ``TORCHRELAY_AGGREGATION_*``, else a ``switchml.cfg``.
+"""Where settings come from: ``Options``, else ``TORCHRELAY_AGGREGATION_*``, else a
+``switchml.cfg``.
 
-The file is the one SwitchML's client library reads (INI). With none, one host needs no configuration.
+The file is the one SwitchML's client library reads (INI). With none, one host needs no
+configuration.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ __all__ = ["Options", "configuration_files", "resolve"]
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Aggregation)}  # type: ignore[arg-type]
 
-# Sections and keys of the original's file, and the setting each one is. Those with a type instead are
+# Sections and keys of the original's file, and the setting each one is. Those with a type instead
+# are
 # checked, and mean nothing here: torch knows the ranks, and workers join the switch itself.
 _GENERAL = {
     "rank": int,
@@ -49,7 +52,8 @@ _SECTIONS = ("general", "backend.dummy", *(f"backend.{name}" for name in _REPLAC
 class Options:
     """Settings of one group, for ``init_process_group`` and ``new_group(pg_options=...)``.
 
-    Takes the fields of :class:`torchrelay.config.Aggregation` as keywords: ``Options(plane="dummy")``.
+    Takes the fields of :class:`torchrelay.config.Aggregation` as keywords:
+    ``Options(plane="dummy")``.
 
     Raises:
         ConfigError: there is no such setting, or its value is not allowed.
@@ -58,10 +62,14 @@ class Options:
     def __init__(self, **settings: Any) -> None:
         for name, value in settings.items():
             if name not in _FIELDS:
-                raise ConfigError(f"Options({name}=...): no such setting; there are {', '.join(_FIELDS)}")
+                raise ConfigError(
+                    f"Options({name}=...): no such setting; there are {', '.join(_FIELDS)}"
+                )
             kind = type(_FIELDS[name].default)
             if not isinstance(value, (int, float) if kind is float else kind):
-                raise ConfigError(f"Options({name}={value!r}): the value must be of type {kind.__name__}")
+                raise ConfigError(
+                    f"Options({name}={value!r}): the value must be of type {kind.__name__}"
+                )
             check_value(value, _FIELDS[name], f"Options({name}=...)")
         self.settings = settings
 
@@ -71,7 +79,11 @@ class Options:
 
 def configuration_files() -> tuple[Path, ...]:
     """Where a file is looked for; the first that exists is read."""
-    return Path("switchml.cfg"), Path(f"switchml-{socket.gethostname()}.cfg"), Path("/etc/switchml.cfg")
+    return (
+        Path("switchml.cfg"),
+        Path(f"switchml-{socket.gethostname()}.cfg"),
+        Path("/etc/switchml.cfg"),
+    )
 
 
 def resolve(
@@ -82,10 +94,13 @@ def resolve(
     """The settings of a group.
 
     Raises:
-        ConfigError: a key or variable is unknown or has a bad value; names where it stands and what is allowed.
+        ConfigError: a key or variable is unknown or has a bad value; names where it stands and what
+            is allowed.
     """
     if options is not None and not isinstance(options, Options):
-        raise ConfigError(f"pg_options must be torchrelay.aggregation.Options, not {type(options).__name__}")
+        raise ConfigError(
+            f"pg_options must be torchrelay.aggregation.Options, not {type(options).__name__}"
+        )
     environ = os.environ if environ is None else environ
     found = next((path for path in files or configuration_files() if path.is_file()), None)
     from_file = {} if found is None else _read(found)
@@ -108,7 +123,9 @@ def _read(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for section in parser.sections():
         if section not in _SECTIONS:
-            raise ConfigError(f"{path}: no such section [{section}]; there are {', '.join(_SECTIONS)}")
+            raise ConfigError(
+                f"{path}: no such section [{section}]; there are {', '.join(_SECTIONS)}"
+            )
         for key, text in parser.items(section):
             values.update(_setting(section, key, text, f"{path}, [{section}] {key}"))
     return values
@@ -132,7 +149,8 @@ def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
         return {}
     if text in _REPLACED:
         warnings.warn(
-            f"{origin} = {text}: this plane needs a network card's own driver and is not offered; shared "
+            f"{origin} = {text}: this plane needs a network card's own driver and is not offered; "
+            "shared "
             "memory is used within a host, and TCP between hosts, or the switch that [general] "
             "switch = host:port names; no controller is asked",
             stacklevel=2,
@@ -144,13 +162,24 @@ def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
 def _check(kind: Any, text: str, origin: str) -> None:
     if isinstance(kind, tuple):
         if text not in map(str, kind):
-            raise ConfigError(f"{origin} = {text!r}: the value must be one of {', '.join(map(str, kind))}")
+            raise ConfigError(
+                f"{origin} = {text!r}: the value must be one of {', '.join(map(str, kind))}"
+            )
         return
     if kind is bool:
-        kind = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.__getitem__
+        kind = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "0": False,
+            "false": False,
+            "no": False,
+        }.__getitem__
     try:
         value = kind(text.lower())
     except (ValueError, KeyError):
-        raise ConfigError(f"{origin} = {text!r}: the value must be a number, or true or false") from None
+        raise ConfigError(
+            f"{origin} = {text!r}: the value must be a number, or true or false"
+        ) from None
     if isinstance(value, (int, float)) and value < 0:
         raise ConfigError(f"{origin} = {text!r}: the value must be at least 0")

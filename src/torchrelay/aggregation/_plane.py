@@ -1,8 +1,8 @@
 """The contract between the c10d face and what carries the bytes.
 
-A plane moves contiguous CPU tensors between the ranks of one group. Calls of all ranks are matched by their
-order. A plane never copies a tensor's metadata and never changes it: the caller keeps every tensor alive, and
-leaves it alone, until the ticket is done.
+A plane moves contiguous CPU tensors between the ranks of one group. Calls of all ranks are matched
+by their order. A plane never copies a tensor's metadata and never changes it: the caller keeps
+every tensor alive, and leaves it alone, until the ticket is done.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Ticket(Protocol):
     @property
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool:
-        """False if it is still not done after ``timeout_s``; raises what the operation failed with."""
+        """False if it is still not done after ``timeout_s``; raises what the operation failed
+        with.
+        """
 
     def error(self) -> tuple[int, str, list[int]] | None: ...
     def when_done(self, function: Callable[[], None]) -> None:
@@ -75,26 +77,38 @@ class Transfer(Protocol):
 class Plane(Protocol):
     """Collectives and messages of one rank in one group.
 
-    With ``block`` a collective returns None when it is done, or raises; else it returns at once, with a ticket.
-    All raise MismatchError, OperationTimeoutError or PeerLostError; the last two break the group. Tensors are
-    dense, contiguous and on the CPU, of a dtype of ``_dtypes.NATIVE`` where they are reduced.
+    With ``block`` a collective returns None when it is done, or raises; else it returns at once,
+    with a ticket. All raise MismatchError, OperationTimeoutError or PeerLostError; the last two
+    break the group. Tensors are dense, contiguous and on the CPU, of a dtype of ``_dtypes.NATIVE``
+    where they are reduced.
     """
 
     @property
     def name(self) -> str: ...
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool) -> Ticket | None:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
+    ) -> Ticket | None:
         """Replaces ``tensor`` by the reduction, on every rank."""
 
-    def reduce(self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool) -> Ticket | None:
+    def reduce(
+        self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
+    ) -> Ticket | None:
         """The same, but only on ``root``; the others' tensors stay as they are."""
 
     def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op, timeout_s: float, block: bool
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Op,
+        timeout_s: float,
+        block: bool,
     ) -> Ticket | None:
         """Writes the reduction of all ranks' ``inputs[rank]`` to ``output``; all have its size."""
 
-    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool) -> Ticket | None: ...
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+    ) -> Ticket | None: ...
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float, block: bool
@@ -102,12 +116,22 @@ class Plane(Protocol):
         """Writes rank i's tensor to ``outputs[i]``. Ranks may have different sizes."""
 
     def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+        self,
+        outputs: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        root: int,
+        timeout_s: float,
+        block: bool,
     ) -> Ticket | None:
         """The same, on ``root`` only; the others' ``outputs`` are empty."""
 
     def scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, timeout_s: float, block: bool
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        root: int,
+        timeout_s: float,
+        block: bool,
     ) -> Ticket | None:
         """Writes ``root``'s ``inputs[rank]`` to ``output``; the others' ``inputs`` are empty."""
 
@@ -118,12 +142,16 @@ class Plane(Protocol):
         timeout_s: float,
         block: bool,
     ) -> Ticket | None:
-        """Writes rank i's ``inputs[rank]`` to ``outputs[i]``. Each pair of ranks may have its own size."""
+        """Writes rank i's ``inputs[rank]`` to ``outputs[i]``. Each pair of ranks may have its own
+        size.
+        """
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None: ...
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
-        """Never blocks; messages of one pair of ranks and tag arrive in the order they were sent."""
+        """Never blocks; messages of one pair of ranks and tag arrive in the order they were
+        sent.
+        """
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
         """Never blocks. ``source`` ANY_RANK takes the next message of ``tag`` from any rank."""
@@ -134,4 +162,6 @@ class Plane(Protocol):
     def stats(self) -> PlaneStats: ...
 
     def close(self) -> None:
-        """Ends this rank's part: what is in progress fails, here and where others wait for it. Idempotent."""
+        """Ends this rank's part: what is in progress fails, here and where others wait for it.
+        Idempotent.
+        """

@@ -24,8 +24,8 @@ __all__ = ["ShmPlane"]
 class ShmPlane:
     """One rank's part in a group whose ranks all run on this host; see :class:`_plane.Plane`.
 
-    Making one is collective: the first rank makes the segment, the others attach it by the address it left in
-    ``store``, and all wait for each other.
+    Making one is collective: the first rank makes the segment, the others attach it by the address
+    it left in ``store``, and all wait for each other.
 
     Args:
         meeting: of the group's ranks.
@@ -57,20 +57,29 @@ class ShmPlane:
         self._native.join(timeout_s)
         self._payload_bytes = 0
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool) -> Ticket | None:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
+    ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
         return self._native.all_reduce(
             tensor.data_ptr(), tensor.numel(), NATIVE[tensor.dtype], op, timeout_s, block
         )
 
-    def reduce(self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool) -> Ticket | None:
+    def reduce(
+        self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
+    ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
         return self._native.reduce(
             tensor.data_ptr(), tensor.numel(), NATIVE[tensor.dtype], op, root, timeout_s, block
         )
 
     def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op, timeout_s: float, block: bool
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Op,
+        timeout_s: float,
+        block: bool,
     ) -> Ticket | None:
         self._payload_bytes += output.nbytes * len(inputs)
         addresses = [tensor.data_ptr() for tensor in inputs]
@@ -78,7 +87,9 @@ class ShmPlane:
             addresses, output.data_ptr(), output.numel(), NATIVE[output.dtype], op, timeout_s, block
         )
 
-    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool) -> Ticket | None:
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+    ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
         return self._native.broadcast(
             tensor.data_ptr(), tensor.nbytes, code(tensor.dtype), root, timeout_s, block
@@ -93,19 +104,41 @@ class ShmPlane:
         )
 
     def gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+        self,
+        outputs: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        root: int,
+        timeout_s: float,
+        block: bool,
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
         return self._native.gather(
-            tensor.data_ptr(), tensor.nbytes, _blocks(outputs), code(tensor.dtype), root, timeout_s, block
+            tensor.data_ptr(),
+            tensor.nbytes,
+            _blocks(outputs),
+            code(tensor.dtype),
+            root,
+            timeout_s,
+            block,
         )
 
     def scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, timeout_s: float, block: bool
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        root: int,
+        timeout_s: float,
+        block: bool,
     ) -> Ticket | None:
         self._payload_bytes += output.nbytes
         return self._native.scatter(
-            _blocks(inputs), output.data_ptr(), output.nbytes, code(output.dtype), root, timeout_s, block
+            _blocks(inputs),
+            output.data_ptr(),
+            output.nbytes,
+            code(output.dtype),
+            root,
+            timeout_s,
+            block,
         )
 
     def all_to_all(
@@ -117,14 +150,18 @@ class ShmPlane:
     ) -> Ticket | None:
         self._payload_bytes += sum(tensor.nbytes for tensor in inputs)
         dtype = inputs[0].dtype
-        return self._native.all_to_all(_blocks(inputs), _blocks(outputs), code(dtype), timeout_s, block)
+        return self._native.all_to_all(
+            _blocks(inputs), _blocks(outputs), code(dtype), timeout_s, block
+        )
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None:
         return self._native.barrier(timeout_s, block)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
         self._payload_bytes += tensor.nbytes
-        return self._native.send(tensor.data_ptr(), tensor.nbytes, to, tag, code(tensor.dtype), timeout_s)
+        return self._native.send(
+            tensor.data_ptr(), tensor.nbytes, to, tag, code(tensor.dtype), timeout_s
+        )
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
         return self._native.receive(
@@ -135,11 +172,15 @@ class ShmPlane:
         return self._native.wait_transfer(transfer, timeout_s)
 
     def report(self, message: str, ranks: Sequence[int], timed_out: bool) -> None:
-        """Break the group on all its ranks, for a reason outside it; what they raise has this message and ranks."""
+        """Break the group on all its ranks, for a reason outside it; what they raise has this
+        message and ranks.
+        """
         self._native.report(message, list(ranks), timed_out)
 
     def check(self) -> None:
-        """Raise if the group is broken or a rank of it has died; for a rank that waits for something else."""
+        """Raise if the group is broken or a rank of it has died; for a rank that waits for
+        something else.
+        """
         self._native.check("waiting for other hosts")
 
     def stats(self) -> PlaneStats:

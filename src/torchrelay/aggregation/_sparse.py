@@ -13,7 +13,8 @@ __all__ = ["all_reduce_sparse"]
 def all_reduce_sparse(
     plane: Plane, size: int, tensor: torch.Tensor, op: Op | float, timeout_s: float
 ) -> None:
-    """Replaces ``tensor`` (COO, of any number of sparse and dense dimensions) by the sum over all ranks.
+    """Replaces ``tensor`` (COO, of any number of sparse and dense dimensions) by the sum over all
+    ranks.
 
     Ranks may hold different indices. The result is coalesced, and the same on all ranks.
 
@@ -24,7 +25,8 @@ def all_reduce_sparse(
     if tensor.layout is not torch.sparse_coo or op is not Op.SUM:
         name = op.name if isinstance(op, Op) else "PREMUL_SUM"
         raise UnsupportedError(
-            f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes the SUM of torch.sparse_coo "
+            f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes the SUM of "
+            "torch.sparse_coo "
             "tensors, all else needs dense ones (e.g. Embedding(sparse=False))"
         )
     with torch.no_grad():
@@ -36,7 +38,8 @@ def all_reduce_sparse(
         if any(not torch.equal(theirs[:-1], facts[:-1]) for theirs in all_facts):
             shapes = [tuple(theirs[1:-1].tolist()) for theirs in all_facts]
             raise MismatchError(
-                f"all_reduce: the ranks' sparse tensors differ in shape or sparse dimensions: {shapes}"
+                "all_reduce: the ranks' sparse tensors differ in shape or sparse dimensions: "
+                f"{shapes}"
             )
         counts = [int(theirs[-1]) for theirs in all_facts]
         all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]

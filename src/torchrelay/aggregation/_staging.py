@@ -1,4 +1,6 @@
-"""Between a caller's tensors and a plane: contiguous CPU buffers where the caller's tensors are not."""
+"""Between a caller's tensors and a plane: contiguous CPU buffers where the caller's tensors are
+not.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +73,13 @@ class Staging:
     def _check(self, tensor: torch.Tensor) -> None:
         if dispatches_itself(tensor):
             raise UnsupportedError(
-                f"sml: a {type(tensor).__name__} has no memory of its own to send; pass its local tensor"
+                f"sml: a {type(tensor).__name__} has no memory of its own to send; pass its local "
+                "tensor"
             )
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
-                f"sml: {tensor.layout} tensors are supported by all_reduce only; use dense ones (e.g. Embedding(sparse=False))"
+                f"sml: {tensor.layout} tensors are supported by all_reduce only; use dense ones "
+                "(e.g. Embedding(sparse=False))"
             )
 
 

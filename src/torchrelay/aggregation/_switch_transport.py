@@ -53,7 +53,9 @@ def terms(settings: Aggregation) -> dict[str, object]:
     return {"switch": is_used, **{name: getattr(settings, name) for name in names if is_used}}
 
 
-def check_agreement(all_terms: Sequence[dict[str, object]], rank: int, names: Sequence[int]) -> None:
+def check_agreement(
+    all_terms: Sequence[dict[str, object]], rank: int, names: Sequence[int]
+) -> None:
     """Compare the ranks' :func:`terms`.
 
     Raises:
@@ -63,8 +65,10 @@ def check_agreement(all_terms: Sequence[dict[str, object]], rank: int, names: Se
         if theirs != all_terms[0]:
             raise ConfigError(
                 f"rank {names[rank]}, sml: the ranks have different settings for the switch: "
-                f"rank {names[0]} has {_as_text(all_terms[0])}, rank {names[other]} {_as_text(theirs)}; "
-                "give all hosts the same Options, TORCHRELAY_AGGREGATION_* variables or switchml.cfg"
+                f"rank {names[0]} has {_as_text(all_terms[0])}, rank {names[other]} "
+                f"{_as_text(theirs)}; "
+                "give all hosts the same Options, TORCHRELAY_AGGREGATION_* variables or "
+                "switchml.cfg"
             )
 
 
@@ -104,7 +108,9 @@ def join(
         for leader, text in zip(placement.leaders, answers, strict=True):
             if text:
                 me, other = meeting.names[meeting.rank], meeting.names[leader]
-                raise UnavailableError(f"rank {me}, sml: rank {other} could not join its switch: {text}")
+                raise UnavailableError(
+                    f"rank {me}, sml: rank {other} could not join its switch: {text}"
+                )
     except BaseException:
         if client is not None:
             client.close()
@@ -115,8 +121,8 @@ def join(
 class SwitchTransport:
     """Sums and averages of int32 and float32, and of float16 and bfloat16 as float32, to all hosts.
 
-    Each host's leader sends its piece to the switch once and receives the sum once. A float32 sum is
-    quantized; see :meth:`torchrelay.aggregation.switch.SwitchClient.all_reduce`.
+    Each host's leader sends its piece to the switch once and receives the sum once. A float32 sum
+    is quantized; see :meth:`torchrelay.aggregation.switch.SwitchClient.all_reduce`.
 
     Args:
         names: the ranks as users know them.
@@ -172,7 +178,9 @@ class SwitchTransport:
         return LinkStats("switch", self.reason, self._sent_bytes, self._waited_s)
 
     def close(self) -> None:
-        """Leave the session. A sum in progress fails; its tensor is not used any more. Idempotent."""
+        """Leave the session. A sum in progress fails; its tensor is not used any more.
+        Idempotent.
+        """
         if self._client is not None:
             self._client.close()
         self._executor.stop()

@@ -1,7 +1,9 @@
 """What a collective returns: when it is done, and how it failed.
 
-A failure must be heard through every caller of c10d. ``wait()`` raises it; the future raises it too, from a
-callback: a future that was given an exception directly crashes DDP and is ignored by functional collectives.
+A failure must be heard through every caller of c10d. ``wait()`` raises it; the future raises it
+too, from a
+callback: a future that was given an exception directly crashes DDP and is ignored by functional
+    collectives.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ __all__ = ["DoneWork", "PendingWork", "TransferWork", "seconds"]
 
 FOREVER_S = 1e9
 
-# A callback of a future may wait for a later collective (PowerSGD's do). It must block neither the thread that
-# runs collectives nor the next completion, so completions take a thread of their own; idle ones are used again.
+# A callback of a future may wait for a later collective (PowerSGD's do). It must block neither the
+# thread that
+# runs collectives nor the next completion, so completions take a thread of their own; idle ones are
+# used again.
 _MAX_WAITING_CALLBACKS = 4096
 
 
@@ -124,7 +128,8 @@ class PendingWork(Work):
     def _wait_for(self, ticket: Ticket, timeout_s: float) -> None:
         if not ticket.wait(timeout_s):
             raise OperationTimeoutError(
-                f"wait(): the operation is not done after {timeout_s:g} s; it goes on, and wait() can be called again"
+                f"wait(): the operation is not done after {timeout_s:g} s; it goes on, and wait() "
+                "can be called again"
             )
 
     def _finish_once(self) -> None:
@@ -193,7 +198,8 @@ class TransferWork(PendingWork):
         timeout_s = seconds(timeout, FOREVER_S)
         if not self._plane.wait_transfer(self._transfer, timeout_s):
             raise OperationTimeoutError(
-                f"wait(): the transfer is not done after {timeout_s:g} s; it goes on, and wait() can be called again"
+                f"wait(): the transfer is not done after {timeout_s:g} s; it goes on, and wait() "
+                "can be called again"
             )
         self._finish_once()
         return True

@@ -1,7 +1,8 @@
-"""Sharded checkpoints: safetensors files, committed in one step, verified, read by byte range into any layout.
+"""Sharded checkpoints: safetensors files, committed in one step, verified, read by byte range into
+any layout.
 
-Public: :func:`save`, :func:`async_save`, :func:`load`, :func:`latest`, :func:`verify`, and :class:`Writer` and :class:`Reader`, the
-storage layer for ``torch.distributed.checkpoint``.
+Public: :func:`save`, :func:`async_save`, :func:`load`, :func:`latest`, :func:`verify`, and
+:class:`Writer` and :class:`Reader`, the storage layer for ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Reader", "SaveHandle", "Writer", "async_save", "latest", "load", "save", "verify"]
 
-# Loaded when first used: the writer process and the command line need neither torch nor its checkpoints.
+# Loaded when first used: the writer process and the command line need neither torch nor its
+# checkpoints.
 _HOMES = {
     "Reader": "_dcp",
     "SaveHandle": "_async",

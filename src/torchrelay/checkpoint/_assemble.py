@@ -1,4 +1,6 @@
-"""Putting the parts of all ranks together: what the coordinator does before it commits. Imports no torch."""
+"""Putting the parts of all ranks together: what the coordinator does before it commits. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Description:
 
 
 class ChunkRecord(NamedTuple):
-    """A chunk that was written: the keys that share it, its place, and its entry in the manifest."""
+    """A chunk that was written: the keys that share it, its place, and its entry in the
+    manifest.
+    """
 
     keys: tuple[str, ...]
     box: Box
@@ -93,7 +97,8 @@ def assemble(
                 fault = tiling_fault(shape, [box for box, _ in found])
                 if fault:
                     raise MismatchError(
-                        f"the ranks together do not hold the whole tensor {key!r} of shape {list(shape)}: {fault}"
+                        f"the ranks together do not hold the whole tensor {key!r} of shape "
+                        f"{list(shape)}: {fault}"
                     )
                 tensors[key] = _manifest.tensor_text(dtype, shape, [text for _, text in found])
     data = _manifest.to_bytes(

@@ -55,7 +55,8 @@ class SaveHandle:
         Raises:
             ArgumentError: another process has begun the save, and forked this one.
             OperationTimeoutError: it is not within ``timeout_s``; it goes on.
-            PeerLostError: the writer process, or another rank's, was killed. The checkpoint is discarded.
+            PeerLostError: the writer process, or another rank's, was killed. The checkpoint is
+                discarded.
             StorageError: it could not be written, here or on another rank.
         """
         if self._writer is not None and not self._writer.poll(self, timeout_s):
@@ -79,10 +80,16 @@ class _Writer:
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "torchrelay.checkpoint._writer_process", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "torchrelay.checkpoint._writer_process",
+                    str(theirs.fileno()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the trainer; what is staged is still written
+                # Ctrl-C is for the trainer; what is staged is still written
+                start_new_session=True,
             )
         self._socket = ours
         self._staging: Segment | None = None
@@ -137,7 +144,8 @@ class _Writer:
                 code = self._process.wait()
                 handle._settle(
                     PeerLostError(
-                        f"{handle.path}: rank {handle._rank}: the writer process has died (exit code {code}); the "
+                        f"{handle.path}: rank {handle._rank}: the writer process has died (exit "
+                        f"code {code}); the "
                         "checkpoint is discarded by the next save",
                         ranks=(handle._rank,),
                     )
@@ -208,27 +216,32 @@ def async_save(
     group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> SaveHandle:
-    """Begin a checkpoint; collective over ``group``. Returns once the state is copied, which may then change.
+    """Begin a checkpoint; collective over ``group``. Returns once the state is copied, which may
+    then change.
 
-    The copy is in shared memory that the next save uses again, and a process of its own writes it, so that the
-    trainer is not disturbed. If the trainer is killed, that process still finishes the checkpoint, or discards it
-    if another rank's part never comes. One save is under way at a time: a second call waits for the first.
+    The copy is in shared memory that the next save uses again, and a process of its own writes it,
+    so that the trainer is not disturbed. If the trainer is killed, that process still finishes the
+    checkpoint, or discards it if another rank's part never comes. One save is under way at a time:
+    a second call waits for the first.
 
     Args:
         state: as for :func:`save`.
         path: the folder to write, or any fsspec URL.
-        keep: remove all but the newest ``keep`` checkpoints around ``path``, once this one is committed.
+        keep: remove all but the newest ``keep`` checkpoints around ``path``, once this one is
+            committed.
         threads: how many write at once; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk before it is committed.
         checksum: whether to store CRC32C checksums.
         max_staging_bytes: the most memory that this rank's copy may take; by default no limit.
-        group: the ranks that take part; by default the default process group, or this process alone.
+        group: the ranks that take part; by default the default process group, or this process
+            alone.
         no_dist: whether this process is alone, although there is a process group.
 
     Raises:
-        ArgumentError: a value that a checkpoint cannot hold, or a copy larger than ``max_staging_bytes``.
-        MismatchError, UnsupportedError, StorageError, PeerLostError: as for :func:`save`; also what ended the
-            save before, if nobody has asked its handle.
+        ArgumentError: a value that a checkpoint cannot hold, or a copy larger than
+            ``max_staging_bytes``.
+        MismatchError, UnsupportedError, StorageError, PeerLostError: as for :func:`save`; also what
+            ended the save before, if nobody has asked its handle.
     """
     threads = check_count("threads", threads, default_threads())
     check_count("keep", keep, 1)
@@ -272,7 +285,9 @@ def async_save(
         "new_staging": is_new,
         "token": token,
         "everyone": [asdict(one) for one in everyone] if ranks.is_coordinator else [],
-        "sources": [_source_json(source, start) for source, start in zip(sources, starts, strict=True)],
+        "sources": [
+            _source_json(source, start) for source, start in zip(sources, starts, strict=True)
+        ],
     }
     writer = _state.ready()
     handle = SaveHandle(path, ranks.global_rank, writer)
@@ -286,7 +301,8 @@ def _check_size(sources: list[Source], max_staging_bytes: int | None, rank: int)
     size_bytes = sum(source.size_bytes for source in sources)
     if max_staging_bytes is not None and size_bytes > max_staging_bytes:
         raise ArgumentError(
-            f"rank {rank}: the copy of its part needs {size_bytes} bytes, and max_staging_bytes is {max_staging_bytes}; "
+            f"rank {rank}: the copy of its part needs {size_bytes} bytes, and max_staging_bytes is "
+            f"{max_staging_bytes}; "
             "allow more, or use save()"
         )
 

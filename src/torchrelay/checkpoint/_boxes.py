@@ -1,4 +1,6 @@
-"""Geometry of boxes: intersections, an index for them, and whether boxes tile a tensor. Pure functions."""
+"""Geometry of boxes: intersections, an index for them, and whether boxes tile a tensor. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 class BoxIndex:
-    """Finds which of many boxes meet a given one, in time logarithmic in their number plus linear in the answer.
+    """Finds which of many boxes meet a given one, in time logarithmic in their number plus linear
+    in the answer.
 
-    The boxes are sorted along the dimension in which they differ most; sharded tensors are cut along few
-    dimensions, so that most candidates are hits.
+    The boxes are sorted along the dimension in which they differ most; sharded tensors are cut
+    along few dimensions, so that most candidates are hits.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -57,7 +60,9 @@ def _busiest_dimension(boxes: Sequence[Box]) -> int | None:
     """The dimension with the most different offsets; None if there is nothing to sort by."""
     if len(boxes) < 2 or not boxes[0].offsets:
         return None
-    return max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    return max(
+        range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes})
+    )
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
@@ -100,20 +105,24 @@ def _is_nested_tiling(shape: tuple[int, ...], boxes: Sequence[Box], dim: int) ->
         if start != end:
             return False
         end += size
-    return end == shape[dim] and all(_is_nested_tiling(shape, slab, dim + 1) for slab in slabs.values())
+    return end == shape[dim] and all(
+        _is_nested_tiling(shape, slab, dim + 1) for slab in slabs.values()
+    )
 
 
 def contiguous_runs(inner: Box, outer: Box) -> tuple[int, int, tuple[int, ...]]:
     """How ``inner`` lies in the row-major storage of ``outer``.
 
     Returns:
-        the index of its first element, the length of each contiguous run, and the strides of ``outer``, all in
-        elements.
+        the index of its first element, the length of each contiguous run, and the strides of
+        ``outer``, all in elements.
     """
     strides = [1] * len(outer.sizes)
     for dim in reversed(range(len(strides) - 1)):
         strides[dim] = strides[dim + 1] * outer.sizes[dim + 1]
-    first = sum((a - b) * stride for a, b, stride in zip(inner.offsets, outer.offsets, strides, strict=True))
+    first = sum(
+        (a - b) * stride for a, b, stride in zip(inner.offsets, outer.offsets, strides, strict=True)
+    )
     run = 1
     for dim in reversed(range(len(strides))):
         run *= inner.sizes[dim]

@@ -1,4 +1,6 @@
-"""The checkpoints in a folder: which are committed, which is the newest, which are to go. Imports no torch."""
+"""The checkpoints in a folder: which are committed, which is the newest, which are to go. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def _children(parent: str | os.PathLike[str]) -> list[str]:
 
 
 def latest(parent: str | os.PathLike[str]) -> str:
-    """The path of the checkpoint in ``parent`` that was committed last; interrupted saves do not count.
+    """The path of the checkpoint in ``parent`` that was committed last; interrupted saves do not
+    count.
 
     Raises:
         StorageError: there is none.
@@ -82,7 +85,9 @@ def latest(parent: str | os.PathLike[str]) -> str:
 
 
 def retain(path: str | os.PathLike[str], keep: int) -> None:
-    """Remove all but the newest ``keep`` committed checkpoints beside ``path``; never ``path`` itself."""
+    """Remove all but the newest ``keep`` committed checkpoints beside ``path``; never ``path``
+    itself.
+    """
     parent, name = split(path)
     for old in committed(parent)[:-keep]:
         if os.path.basename(old) == name:

@@ -1,7 +1,7 @@
 """The layout of a data file: a plain safetensors file whose tensors begin at multiples of 64 bytes.
 
-safetensors allows no gaps between tensors, so padding is a tensor of bytes itself, named ``__padding__``, a
-dot and a number. Big tensors come first; few of them leave a remainder.
+safetensors allows no gaps between tensors, so padding is a tensor of bytes itself, named
+``__padding__``, a dot and a number. Big tensors come first; few of them leave a remainder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything goes: ``header`` is the file's first bytes, ``starts`` the byte of each tensor."""
+    """Where everything goes: ``header`` is the file's first bytes, ``starts`` the byte of each
+    tensor.
+    """
 
     header: bytes
     starts: tuple[int, ...]
@@ -76,7 +78,11 @@ def lay_out(wanted: Sequence[Wanted], metadata: dict[str, str]) -> Layout:
         one = wanted[i]
         starts[i], end = position, position + one.size_bytes
         shape = [*one.sizes, one.dtype.width] if one.dtype.width > 1 else list(one.sizes)
-        entries[one.name] = {"dtype": one.dtype.code, "shape": shape, "data_offsets": [position, end]}
+        entries[one.name] = {
+            "dtype": one.dtype.code,
+            "shape": shape,
+            "data_offsets": [position, end],
+        }
         position = end if place == len(order) - 1 else -(-end // _ALIGNMENT) * _ALIGNMENT
         if position > end:
             entries[f"{PADDING}.{len(paddings)}"] = {
@@ -107,7 +113,9 @@ def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
         raise CorruptionError(f"{where}: {file_bytes} bytes are too few for a safetensors file")
     size = int(struct.unpack("<Q", first_bytes[:8])[0])
     if size + 8 > MAX_HEADER_BYTES or size + 8 > file_bytes:
-        raise CorruptionError(f"{where}: not a safetensors file (it claims a header of {size} bytes)")
+        raise CorruptionError(
+            f"{where}: not a safetensors file (it claims a header of {size} bytes)"
+        )
     return size + 8
 
 
@@ -141,7 +149,8 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Stored
     for name, tensor in found.items():
         if tensor.end > file_bytes:
             raise CorruptionError(
-                f"{where}: tensor {name!r} ends at byte {tensor.end} of a file of {file_bytes} bytes; "
+                f"{where}: tensor {name!r} ends at byte {tensor.end} of a file of {file_bytes} "
+                "bytes; "
                 "the file is cut short"
             )
     return found

@@ -1,7 +1,8 @@
 """The storage layer of ``torch.distributed.checkpoint`` (DCP): its planners, our files.
 
-DCP gathers plans on rank 0 and removes duplicates; what follows is ours. Values that are not tensors are stored
-as JSON, so nothing is pickled into the checkpoint and nothing from it is unpickled.
+DCP gathers plans on rank 0 and removes duplicates; what follows is ours. Values that are not
+tensors are stored as JSON, so nothing is pickled into the checkpoint and nothing from it is
+unpickled.
 """
 
 from __future__ import annotations
@@ -54,16 +55,19 @@ Path = str | os.PathLike[str]
 
 
 class Writer(StorageWriter):
-    """Where ``dcp.save(state, storage_writer=Writer(path))`` writes: safetensors files, committed in one step.
+    """Where ``dcp.save(state, storage_writer=Writer(path))`` writes: safetensors files, committed
+    in one step.
 
     Args:
         path: the folder or fsspec URL; ``checkpoint_id`` of ``dcp.save`` takes its place.
         threads: how many write at once; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk when the save returns.
         checksum: whether to store CRC32C checksums.
-        keep: remove all but the newest ``keep`` checkpoints around ``path``, once this one is committed.
+        keep: remove all but the newest ``keep`` checkpoints around ``path``, once this one is
+            committed.
         max_staging_bytes: host memory for copies of tensors that are not contiguous in host memory.
-        progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in all).
+        progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in
+            all).
 
     Raises:
         ArgumentError: an argument is out of range.
@@ -132,7 +136,9 @@ class Writer(StorageWriter):
         if self._path is None:
             raise ArgumentError("Writer() has no path: give it one, or dcp.save() a checkpoint_id")
         if not kwargs.get("use_collectives", True):
-            raise UnsupportedError("a Writer needs use_collectives=True: rank 0 commits for all ranks")
+            raise UnsupportedError(
+                "a Writer needs use_collectives=True: rank 0 commits for all ranks"
+            )
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
         self._transaction = open_transaction(self._path, fsync=self._fsync)
@@ -189,7 +195,8 @@ class Writer(StorageWriter):
         key = item.index.fqn
         if not hasattr(planner, "lookup_object"):
             raise UnsupportedError(
-                f"{key}: {type(planner).__name__} gives values as pickled bytes, which this checkpoint does not hold; "
+                f"{key}: {type(planner).__name__} gives values as pickled bytes, which this "
+                "checkpoint does not hold; "
                 "derive the planner from DefaultSavePlanner"
             )
         return WriteResult(item.index, 0, encode(key, planner.lookup_object(item.index)))
@@ -274,13 +281,15 @@ class _Opened(NamedTuple):
 
 
 class Reader(StorageReader):
-    """What ``dcp.load(state, storage_reader=Reader(path))`` reads: our checkpoints, DCP's, safetensors files.
+    """What ``dcp.load(state, storage_reader=Reader(path))`` reads: our checkpoints, DCP's,
+    safetensors files.
 
     What a rank needs is verified before any rank's state is changed.
 
     Args:
         path: the folder or fsspec URL; ``checkpoint_id`` of ``dcp.load`` takes its place.
-        verify: ``"data"``: the checksums of all that is read; ``"header"``: the headers of the files; ``"none"``.
+        verify: ``"data"``: the checksums of all that is read; ``"header"``: the headers of the
+            files; ``"none"``.
         threads: how many read at once; by default the usable cores, at most 4.
         max_buffer_bytes: memory for what cannot be read straight into its tensor.
 
@@ -330,7 +339,9 @@ class Reader(StorageReader):
     def _open(self) -> _Opened:
         if self._opened is None:
             if self._path is None:
-                raise ArgumentError("Reader() has no path: give it one, or dcp.load() a checkpoint_id")
+                raise ArgumentError(
+                    "Reader() has no path: give it one, or dcp.load() a checkpoint_id"
+                )
             folder, manifest = open_checkpoint(self._path)
             chunks = ChunkReader(
                 folder, manifest, threads=self._threads, max_buffer_bytes=self._max_buffer_bytes
@@ -349,7 +360,8 @@ class Reader(StorageReader):
         except Exception as error:
             if not _torch.is_dcp_loading(sys._getframe(1)):
                 raise
-            # DCP would turn the error into an AssertionError; set_up_storage_reader() raises it instead.
+            # DCP would turn the error into an AssertionError; set_up_storage_reader() raises it
+            # instead.
             self._failure = error
             return Metadata({})
 
@@ -397,7 +409,8 @@ class Reader(StorageReader):
         """Read this rank's items into the planner's tensors; blocks.
 
         Raises:
-            MismatchError: a tensor has another dtype than the checkpoint's; nothing has been changed.
+            MismatchError: a tensor has another dtype than the checkpoint's; nothing has been
+                changed.
         """
         manifest = self._open().manifest
         targets: list[tuple[ReadItem, Segment, torch.Tensor]] = []
@@ -406,7 +419,8 @@ class Reader(StorageReader):
                 segment, target = self._segment(item), planner.resolve_tensor(item).detach()
                 if dtype_of(segment.key, target) != segment.entry.dtype:
                     raise MismatchError(
-                        f"{self._path}: tensor {segment.key!r} is {segment.entry.dtype.name} in the checkpoint and "
+                        f"{self._path}: tensor {segment.key!r} is {segment.entry.dtype.name} in "
+                        "the checkpoint and "
                         f"{target.dtype} here"
                     )
                 if segment.inner.numel:
@@ -425,7 +439,9 @@ class Reader(StorageReader):
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """A value in the form that DCP's planner expects; it unpickles only what this process pickles here."""
+    """A value in the form that DCP's planner expects; it unpickles only what this process pickles
+    here.
+    """
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
@@ -446,7 +462,8 @@ def _metadata(manifest: Manifest) -> Metadata:
         found[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
     paths = {
         key: tuple(
-            str(item[0]) if isinstance(item, tuple) else item for item in manifest.paths.get(key, (key,))
+            str(item[0]) if isinstance(item, tuple) else item
+            for item in manifest.paths.get(key, (key,))
         )
         for key in found
     }

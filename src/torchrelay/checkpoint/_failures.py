@@ -20,7 +20,9 @@ def describe(error: Exception) -> dict[str, Any]:
 
 
 def rebuild(described: dict[str, Any], rank: int) -> Exception:
-    """An error of ours of the same type, which names the rank that it happened on; another becomes PeerLostError."""
+    """An error of ours of the same type, which names the rank that it happened on; another becomes
+    PeerLostError.
+    """
     kind = getattr(errors, described["type"], None)
     message = f"rank {rank}: {described['message']}"
     if isinstance(kind, type) and issubclass(kind, TorchRelayError):

@@ -1,4 +1,6 @@
-"""Checkpoints of any origin: ours, DCP's, and safetensors files, described by a manifest made up here."""
+"""Checkpoints of any origin: ours, DCP's, and safetensors files, described by a manifest made up
+here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torchrelay.checkpoint import _catalog
 from torchrelay.checkpoint._data_file import StoredTensor, header_size, parse_header
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._storage import Folder, local_path, open_folder
-from torchrelay.checkpoint._types import DTYPES, MANIFEST, Box, Chunk, DataFile, Dtype, Manifest, TensorEntry
+from torchrelay.checkpoint._types import (
+    DTYPES,
+    MANIFEST,
+    Box,
+    Chunk,
+    DataFile,
+    Dtype,
+    Manifest,
+    TensorEntry,
+)
 from torchrelay.errors import CorruptionError, StorageError
 
 __all__ = ["open_checkpoint"]
@@ -25,14 +36,15 @@ _ATTEMPTS = 10  # for a reader of a checkpoint that savers replace again and aga
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], check: Callable[[Folder, Manifest], None] = lambda folder, manifest: None
+    path: str | os.PathLike[str],
+    check: Callable[[Folder, Manifest], None] = lambda folder, manifest: None,
 ) -> tuple[Folder, Manifest]:
     """The folder of a checkpoint and its manifest: ours, or what safetensors files hold.
 
     Args:
         path: the folder, a fsspec URL, or one safetensors file.
-        check: called with what is returned. If a save has replaced the checkpoint in the middle of it, the new
-            one is opened instead.
+        check: called with what is returned. If a save has replaced the checkpoint in the middle of
+            it, the new one is opened instead.
 
     Raises:
         StorageError: there is nothing of the kind at ``path``.
@@ -69,7 +81,9 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, Callable[[], Manifest]]
         raise StorageError(errno.ENOENT, f"{local}: there is no checkpoint here")
     folder = LocalFolder(local)
     names = folder.names()
-    if MANIFEST in names or folder.replaced:  # then its files are being removed, and reading is tried again
+    if (
+        MANIFEST in names or folder.replaced
+    ):  # then its files are being removed, and reading is tried again
         return folder, lambda: _catalog.read_manifest(folder)
     if ".metadata" in names:
         from torchrelay.checkpoint._foreign_dcp import manifest_of_dcp  # noqa: PLC0415 - needs torch
@@ -83,7 +97,8 @@ def _find_foreign(local: str, names: list[str]) -> tuple[Folder, Callable[[], Ma
     if not names:
         raise StorageError(
             errno.ENOENT,
-            f"{local}: not a checkpoint: there is neither {MANIFEST}, which a save writes last, nor a safetensors file",
+            f"{local}: not a checkpoint: there is neither {MANIFEST}, which a save writes last, "
+            "nor a safetensors file",
         )
     if any(name.startswith("data-") for name in names):
         raise CorruptionError(

@@ -1,8 +1,10 @@
-"""Checkpoints that ``torch.distributed.checkpoint`` wrote with its own writer, described by a manifest.
+"""Checkpoints that ``torch.distributed.checkpoint`` wrote with its own writer, described by a
+manifest.
 
-Its ``.metadata`` is a pickle, and each chunk a file of ``torch.save`` inside a larger file: a zip archive whose
-tensor data are stored as they are. Both are read without running what a pickle asks to run: only the classes that
-such files need are known, and in a chunk they only record where the data lie.
+Its ``.metadata`` is a pickle, and each chunk a file of ``torch.save`` inside a larger file: a zip
+archive whose tensor data are stored as they are. Both are read without running what a pickle asks
+to run: only the classes that such files need are known, and in a chunk they only record where the
+data lie.
 """
 
 from __future__ import annotations
@@ -187,7 +189,8 @@ def _start_of(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) 
         a != b for a, b, size in zip(stored.strides, contiguous, box.sizes, strict=True) if size > 1
     ):
         raise UnsupportedError(
-            f"{folder.location}: tensor {key!r} is not stored contiguously; load it with DCP's own reader"
+            f"{folder.location}: tensor {key!r} is not stored contiguously; load it with DCP's own "
+            "reader"
         )
     if member.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(
@@ -195,15 +198,25 @@ def _start_of(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) 
         )
     part.seek(member.header_offset)
     name_bytes, extra_bytes = _ZIP_HEADER.unpack(part.read(_ZIP_HEADER.size))
-    first = member.header_offset + _ZIP_HEADER.size + name_bytes + extra_bytes + stored.first * dtype.itemsize
+    first = (
+        member.header_offset
+        + _ZIP_HEADER.size
+        + name_bytes
+        + extra_bytes
+        + stored.first * dtype.itemsize
+    )
     if first + box.numel * dtype.itemsize > info.length:
-        raise CorruptionError(f"{folder.location}/{info.relative_path}: tensor {key!r} is cut short")
+        raise CorruptionError(
+            f"{folder.location}/{info.relative_path}: tensor {key!r} is cut short"
+        )
     start: int = info.offset + first
     return start
 
 
 def _value(folder: LocalFolder, key: str, info: Any) -> Any:
-    """A value that is not a tensor, encoded; one that cannot be read safely is an error when it is wanted."""
+    """A value that is not a tensor, encoded; one that cannot be read safely is an error when it is
+    wanted.
+    """
     part = _Slice(folder, info.relative_path, info.offset, info.length)
     try:
         return encode(key, torch.load(io.BytesIO(part.read()), weights_only=True))

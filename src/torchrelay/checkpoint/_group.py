@@ -71,7 +71,8 @@ class Group:
         The results travel to the coordinator only; every rank gets what ``finish`` returns.
 
         Raises:
-            TorchRelayError: ``local`` raised on some rank, or ``finish``; the first error, on every rank.
+            TorchRelayError: ``local`` raised on some rank, or ``finish``; the first error, on every
+                rank.
         """
         mine = self._outcome(local)
         outcomes = self._gather(mine)
@@ -80,7 +81,11 @@ class Group:
             failed = (one for one in outcomes if isinstance(one, _Failure))
             outcome = next(failed, None) or self._outcome(lambda: finish(outcomes))
         outcome = self._broadcast(outcome)
-        if isinstance(outcome, _Failure) and outcome.rank == self.global_rank and isinstance(mine, _Failure):
+        if (
+            isinstance(outcome, _Failure)
+            and outcome.rank == self.global_rank
+            and isinstance(mine, _Failure)
+        ):
             outcome = mine
         result: U = _result(outcome)
         return result
@@ -117,7 +122,8 @@ class Group:
             raise
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(
-                f"rank {self.global_rank}: another rank was lost while {what} for a checkpoint ({error}); what was "
+                f"rank {self.global_rank}: another rank was lost while {what} for a checkpoint "
+                f"({error}); what was "
                 "committed before is unharmed"
             ) from error
 
@@ -145,10 +151,12 @@ def _result(outcome: T | _Failure) -> T:
 
 
 def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
-    """The ranks that take part: those of ``group``, by default of the default group, alone without one.
+    """The ranks that take part: those of ``group``, by default of the default group, alone without
+    one.
 
     Raises:
-        ArgumentError: both ``group`` and ``no_dist`` are given, or this process is not in ``group``.
+        ArgumentError: both ``group`` and ``no_dist`` are given, or this process is not in
+            ``group``.
     """
     if no_dist and group is not None:
         raise ArgumentError("no_dist=True is for this process alone: give it or group=, not both")
@@ -158,6 +166,8 @@ def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
         return Group(None, (dist.get_rank(),), 0)
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     if group == outside:
-        raise ArgumentError(f"rank {dist.get_rank()} is not in group=; only ranks that are take part")
+        raise ArgumentError(
+            f"rank {dist.get_rank()} is not in group=; only ranks that are take part"
+        )
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     return Group(group, ranks, ranks.index(dist.get_rank()))

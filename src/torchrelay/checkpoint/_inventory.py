@@ -12,7 +12,14 @@ import torch
 from torchrelay.checkpoint._assemble import Description
 from torchrelay.checkpoint._group import Group
 from torchrelay.checkpoint._plan import Held, deal
-from torchrelay.checkpoint._state import Index, TensorState, as_state, flatten, source_data, tensor_state
+from torchrelay.checkpoint._state import (
+    Index,
+    TensorState,
+    as_state,
+    flatten,
+    source_data,
+    tensor_state,
+)
 from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
 from torchrelay.checkpoint._write import Source
@@ -23,7 +30,9 @@ __all__ = ["Inventory", "agree", "sources_of", "take_inventory"]
 
 @dataclass(frozen=True)
 class Inventory:
-    """A rank's tensors by key, and the description of its state. ``tied`` gives a key's further keys."""
+    """A rank's tensors by key, and the description of its state. ``tied`` gives a key's further
+    keys.
+    """
 
     tensors: Mapping[str, TensorState]
     tied: Mapping[str, tuple[str, ...]]
@@ -56,7 +65,9 @@ def _path_item(key: str, item: Any) -> str | int | tuple[int]:
     if type(item) is int:
         return (item,)
     if type(item) is not str:
-        raise ArgumentError(f"{key}: the keys of a state are strings and integers, not {type(item).__name__}")
+        raise ArgumentError(
+            f"{key}: the keys of a state are strings and integers, not {type(item).__name__}"
+        )
     return item
 
 
@@ -83,7 +94,8 @@ def _tied(tensors: Mapping[str, TensorState]) -> dict[str, tuple[str, ...]]:
 
 
 def agree(mine: Description, fingerprints: Sequence[bytes], ranks: Group) -> list[Description]:
-    """What the ranks bring: one description if it is the same for all, else each rank's, in the group's order.
+    """What the ranks bring: one description if it is the same for all, else each rank's, in the
+    group's order.
 
     Raises:
         MismatchError: two ranks have different values, dtypes, shapes or layouts under one key.
@@ -97,7 +109,8 @@ def agree(mine: Description, fingerprints: Sequence[bytes], ranks: Group) -> lis
             other, before = seen.setdefault(key, (rank, what))
             if before != what:
                 raise MismatchError(
-                    f"{key}: rank {other} has {_shown(before)}, rank {rank} has {_shown(what)}; values that differ "
+                    f"{key}: rank {other} has {_shown(before)}, rank {rank} has {_shown(what)}; "
+                    "values that differ "
                     "need keys that differ, such as one with the rank in it"
                 )
     return everyone
@@ -123,10 +136,17 @@ def sources_of(mine: Inventory, everyone: Sequence[Description], ranks: Group) -
                 continue
             holders = everywhere if shard.holders is None else shard.holders or (ranks.global_rank,)
             source = Source(
-                (key, *more), state.dtype, state.shape, shard.box, *source_data(shard.tensor), shard.tensor
+                (key, *more),
+                state.dtype,
+                state.shape,
+                shard.box,
+                *source_data(shard.tensor),
+                shard.tensor,
             )
             name = (key, shard.box.offsets)
-            held.append(Held(name, source.size_bytes, tuple(h for h in holders if h in members), source))
+            held.append(
+                Held(name, source.size_bytes, tuple(h for h in holders if h in members), source)
+            )
     return deal(held, ranks.global_rank)
 
 
@@ -134,4 +154,6 @@ def _having(key: str, everyone: Sequence[Description], ranks: Group) -> tuple[in
     """The ranks whose state has ``key``."""
     if len(everyone) == 1:
         return tuple(sorted(ranks.ranks))
-    return tuple(sorted(rank for rank, d in zip(ranks.ranks, everyone, strict=True) if key in d.tensors))
+    return tuple(
+        sorted(rank for rank, d in zip(ranks.ranks, everyone, strict=True) if key in d.tensors)
+    )

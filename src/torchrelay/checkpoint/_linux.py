@@ -24,15 +24,21 @@ def exchange(one: str, other: str) -> None:
     """
     if not hasattr(_libc, "renameat2"):  # glibc before 2.28
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), one)
-    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+    if _libc.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    ):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), one, None, other)
 
 
 def start_writeback(fd: int, offset: int, size_bytes: int) -> None:
-    """Let the kernel begin to write a range to the disk, so that fsync has less to wait for. A hint."""
+    """Let the kernel begin to write a range to the disk, so that fsync has less to wait for. A
+    hint.
+    """
     if hasattr(_libc, "sync_file_range"):
-        _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE)
+        _libc.sync_file_range(
+            fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE
+        )
 
 
 def populate(mapped: mmap.mmap) -> None:

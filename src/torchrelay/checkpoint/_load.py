@@ -17,7 +17,15 @@ from torchrelay.checkpoint._plan import deal_blocks
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._read import VERIFY, ChunkReader, Segment, segments_of, whole_segments
 from torchrelay.checkpoint._save import check_count
-from torchrelay.checkpoint._state import Leaf, dtype_of, flatten, is_stateful, is_waiting, put, tensor_state
+from torchrelay.checkpoint._state import (
+    Leaf,
+    dtype_of,
+    flatten,
+    is_stateful,
+    is_waiting,
+    put,
+    tensor_state,
+)
 from torchrelay.checkpoint._storage import Folder
 from torchrelay.checkpoint._types import Box, Manifest
 from torchrelay.checkpoint._values import decode
@@ -53,30 +61,34 @@ def load(
 ) -> None:
     """Read a checkpoint into ``state``; collective over ``group``.
 
-    Each rank reads the byte ranges of its own shards, straight into the tensors, which may be cut otherwise than
-    the saved ones. All that this rank needs is verified before the first tensor is changed: a checkpoint that is
-    damaged or does not fit leaves the state as it was, on every rank.
+    Each rank reads the byte ranges of its own shards, straight into the tensors, which may be cut
+    otherwise than the saved ones. All that this rank needs is verified before the first tensor is
+    changed: a checkpoint that is damaged or does not fit leaves the state as it was, on every rank.
 
     Args:
-        state: as for :func:`save`. Tensors are filled in place; other values of a dictionary are replaced. Of a
-            module with deferred tensors, those in the checkpoint get memory and are read, and only the others are
-            initialised.
-        path: what :func:`save` wrote, what ``torch.distributed.checkpoint`` wrote, a ``.safetensors`` file, or a
-            folder of them.
+        state: as for :func:`save`. Tensors are filled in place; other values of a dictionary are
+            replaced. Of a module with deferred tensors, those in the checkpoint get memory and are
+            read, and only the others are initialised.
+        path: what :func:`save` wrote, what ``torch.distributed.checkpoint`` wrote, a
+            ``.safetensors`` file, or a folder of them.
         prefix: what the keys of ``state`` begin with in the checkpoint, such as ``"model."``.
-        strict: whether every key of the state must be in the checkpoint, and for modules and other stateful
-            objects every key of the checkpoint in the state.
-        verify: ``"data"``: the checksums of all that is read; ``"header"``: the headers of the files; ``"none"``.
+        strict: whether every key of the state must be in the checkpoint, and for modules and other
+            stateful objects every key of the checkpoint in the state.
+        verify: ``"data"``: the checksums of all that is read; ``"header"``: the headers of the
+            files; ``"none"``.
         threads: how many read at once; by default the usable cores, at most 4.
         max_buffer_bytes: memory for what cannot be read straight into its tensor.
-        progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in all).
+        progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in
+            all).
         device: where deferred tensors go.
         shard: how deferred tensors are cut, as for :func:`torchrelay.deferred.materialize_module`.
-        group: the ranks that take part; by default the default process group, or this process alone.
+        group: the ranks that take part; by default the default process group, or this process
+            alone.
         no_dist: whether this process is alone, although there is a process group.
 
     Raises:
-        CorruptionError: the checkpoint is damaged; the message names file, tensor and byte. On every rank.
+        CorruptionError: the checkpoint is damaged; the message names file, tensor and byte. On
+            every rank.
         MismatchError: it does not fit the state: a key, shape or dtype. On every rank.
         StorageError: it is not there or cannot be read.
         UnsupportedError: another version of the format.
@@ -90,7 +102,9 @@ def load(
     with closing(loading):
         if verify == "data":
             loading.verify(ranks)
-        with tracking(progress, loading.size_bytes, "loading", shown=ranks.is_coordinator) as advance:
+        with tracking(
+            progress, loading.size_bytes, "loading", shown=ranks.is_coordinator
+        ) as advance:
             ranks.together(lambda: loading.fill(advance))
         loading.finish()
 
@@ -108,7 +122,9 @@ class _Part:
     name: str  # the key in the state, empty for the state itself
     state: Any
     deferred: frozenset[str] = frozenset()  # names of deferred tensors that the checkpoint has
-    slices: dict[str, Box] = field(default_factory=dict)  # which part of a tensor a plain one will be
+    slices: dict[str, Box] = field(
+        default_factory=dict
+    )  # which part of a tensor a plain one will be
 
     @property
     def prefix(self) -> str:
@@ -159,13 +175,17 @@ class _Loading:
         self._objects: list[tuple[_Part, Leaf, Any]] = []
         self._segments: list[Segment] = []
 
-    def open(self, path: str | os.PathLike[str], threads: int, max_buffer_bytes: int, verify: str) -> None:
+    def open(
+        self, path: str | os.PathLike[str], threads: int, max_buffer_bytes: int, verify: str
+    ) -> None:
         """Read the manifest and compare it with the state; changes nothing."""
         self._parts = _parts(self._root)
 
         def check(folder: Folder, manifest: Manifest) -> None:
             self._folder, self._manifest = folder, manifest
-            self._reader = ChunkReader(folder, manifest, threads=threads, max_buffer_bytes=max_buffer_bytes)
+            self._reader = ChunkReader(
+                folder, manifest, threads=threads, max_buffer_bytes=max_buffer_bytes
+            )
             self._objects, self._segments = [], []
             self._match()
             if verify != "none":
@@ -192,7 +212,8 @@ class _Loading:
                 self._check_extra(part, leaves)
         if missing and self._strict:
             raise MismatchError(
-                f"{self._folder.location}: the checkpoint lacks {_listed(missing)}, which the state has; "
+                f"{self._folder.location}: the checkpoint lacks {_listed(missing)}, which the "
+                "state has; "
                 "prefix= names what its keys begin with, strict=False leaves them as they are"
             )
 
@@ -206,7 +227,9 @@ class _Loading:
         )
 
     def _match_leaf(self, part: _Part, name: str, leaf: Leaf) -> bool:
-        """Note what to read for a leaf; whether the checkpoint has it, or it can be initialised instead."""
+        """Note what to read for a leaf; whether the checkpoint has it, or it can be initialised
+        instead.
+        """
         key = self._prefix + part.prefix + name
         if isinstance(leaf.value, torch.Tensor):
             if key in self._manifest.tensors:
@@ -230,7 +253,8 @@ class _Loading:
         entry, dtype = self._manifest.tensors[key], dtype_of(key, tensor)
         if entry.shape != tuple(tensor.shape) or entry.dtype != dtype:
             raise MismatchError(
-                f"{self._folder.location}: tensor {key!r} is {entry.dtype.name} of shape {list(entry.shape)} in the "
+                f"{self._folder.location}: tensor {key!r} is {entry.dtype.name} of shape "
+                f"{list(entry.shape)} in the "
                 f"checkpoint, and {dtype.name} of shape {list(tensor.shape)} here"
             )
         slices = local_slices(self._shard, name, tensor) if is_deferred(tensor) else None
@@ -257,12 +281,17 @@ class _Loading:
                 else "prefix= names what its keys begin with, strict=False ignores the rest"
             )
             raise MismatchError(
-                f"{self._folder.location}: the checkpoint has {_listed(extra)}, which this {what} lacks; {advice}"
+                f"{self._folder.location}: the checkpoint has {_listed(extra)}, which this {what} "
+                f"lacks; {advice}"
             )
 
     def verify(self, ranks: Group) -> None:
-        """Verify what any rank reads. Each block that several ranks of a host read is verified by one of them."""
-        wanted = ranks.together(lambda: (self._folder.identity, self._reader.blocks_of(self._segments)))
+        """Verify what any rank reads. Each block that several ranks of a host read is verified by
+        one of them.
+        """
+        wanted = ranks.together(
+            lambda: (self._folder.identity, self._reader.blocks_of(self._segments))
+        )
         identity, blocks = wanted[ranks.rank]
         if identity:
             alike = [rank for rank, (other, _) in enumerate(wanted) if other == identity]
@@ -290,7 +319,9 @@ class _Loading:
     def _targets(
         self, key: str, tensor: torch.Tensor, part: Box | None
     ) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """What to read into a tensor of the state; ``part``: which part of the saved tensor it is."""
+        """What to read into a tensor of the state; ``part``: which part of the saved tensor it
+        is.
+        """
         entry = self._manifest.tensors[key]
         shards = tensor_state(key, tensor).shards
         if part is not None and shards[0].holders is None:
@@ -300,7 +331,9 @@ class _Loading:
                 inner = segment.inner
                 within = tuple(
                     slice(a - b, a - b + size)
-                    for a, b, size in zip(inner.offsets, shard.box.offsets, inner.sizes, strict=True)
+                    for a, b, size in zip(
+                        inner.offsets, shard.box.offsets, inner.sizes, strict=True
+                    )
                 )
                 yield segment, shard.tensor[within]
 
@@ -317,7 +350,9 @@ def _listed(keys: list[str]) -> str:
     return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"
 
 
-def verify(path: str | os.PathLike[str], *, threads: int | None = None, progress: Progress = False) -> None:
+def verify(
+    path: str | os.PathLike[str], *, threads: int | None = None, progress: Progress = False
+) -> None:
     """Check every byte of a checkpoint against its manifest, headers and checksums.
 
     Raises:
@@ -329,7 +364,9 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None, progress
     def reader_of(folder: Folder, manifest: Manifest) -> ChunkReader:
         return ChunkReader(folder, manifest, threads=threads, max_buffer_bytes=MAX_BUFFER_BYTES)
 
-    folder, manifest = open_checkpoint(path, lambda *found: reader_of(*found).check_files(found[1].files))
+    folder, manifest = open_checkpoint(
+        path, lambda *found: reader_of(*found).check_files(found[1].files)
+    )
     with closing(folder):
         size_bytes = sum(file.size_bytes for file in manifest.files.values())
         with tracking(progress, size_bytes, "verifying") as advance:

@@ -1,8 +1,9 @@
-"""Checkpoints in local folders (and on mounted file systems): locks, atomic renames, and cleaning up.
+"""Checkpoints in local folders (and on mounted file systems): locks, atomic renames, and cleaning
+up.
 
-A save to ``ckpt/step-1`` writes into ``ckpt/.step-1.torchrelay-saving``, which holds a locked file while the
-saver lives, and becomes ``step-1`` by one rename. Whatever kills the saver, its lock is gone with it, and the
-next save into ``ckpt`` removes what is left.
+A save to ``ckpt/step-1`` writes into ``ckpt/.step-1.torchrelay-saving``, which holds a locked file
+while the saver lives, and becomes ``step-1`` by one rename. Whatever kills the saver, its lock is
+gone with it, and the next save into ``ckpt`` removes what is left.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ def storage_errors(what: str) -> Iterator[None]:
             errno.EROFS: "; the file system is read-only",
             errno.EACCES: "; check its owner and mode",
         }.get(error.errno or 0, "")
-        raise StorageError(error.errno or errno.EIO, f"{what}: {error.strerror or error}{advice}") from error
+        raise StorageError(
+            error.errno or errno.EIO, f"{what}: {error.strerror or error}{advice}"
+        ) from error
 
 
 class LocalFolder:
-    """A folder that is read with ``preadv``; files are opened once and never through a symbolic link.
+    """A folder that is read with ``preadv``; files are opened once and never through a symbolic
+    link.
 
     It stays the folder that it was when first used, even if another takes its name.
     """
@@ -76,7 +80,9 @@ class LocalFolder:
             fd = os.open(name, self._flags, dir_fd=self._here())
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise CorruptionError(f"{path}: a symbolic link, which a checkpoint never holds") from None
+                raise CorruptionError(
+                    f"{path}: a symbolic link, which a checkpoint never holds"
+                ) from None
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise CorruptionError(f"{path}: the file is missing") from None
             raise StorageError(error.errno or errno.EIO, f"{path}: {error.strerror}") from error
@@ -120,7 +126,8 @@ class LocalFolder:
                 count = os.preadv(fd, [into[done:]], offset + done)
                 if count == 0:
                     raise CorruptionError(
-                        f"{self.location}/{name}: the file ends at byte {offset + done}, {len(into) - done} bytes "
+                        f"{self.location}/{name}: the file ends at byte {offset + done}, "
+                        f"{len(into) - done} bytes "
                         "before it should"
                     )
                 done += count
@@ -132,8 +139,11 @@ class LocalFolder:
                 raise CorruptionError(
                     f"{self.location}/{name}: the file ends before byte {offset + size_bytes}"
                 )
-            # Writable for torch's sake, but private: nothing that is written there reaches the file.
-            mapped = mmap.mmap(fd, offset - first + size_bytes, access=mmap.ACCESS_COPY, offset=first)
+            # Writable for torch's sake, but private: nothing that is written there reaches the
+            # file.
+            mapped = mmap.mmap(
+                fd, offset - first + size_bytes, access=mmap.ACCESS_COPY, offset=first
+            )
             try:
                 _linux.populate(mapped)
             except OSError:  # reading says what is wrong, instead of SIGBUS
@@ -154,7 +164,9 @@ class _LocalSink:
 
     def __init__(self, path: str, fsync: bool) -> None:
         self._path, self._fsync = path, fsync
-        with storage_errors(f"creating {path} (is the path on a file system that all ranks share?)"):
+        with storage_errors(
+            f"creating {path} (is the path on a file system that all ranks share?)"
+        ):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -183,7 +195,9 @@ class _LocalNote:
     """A file that is locked until it is finished, or until its writer dies."""
 
     def __init__(self, path: str) -> None:
-        with storage_errors(f"creating {path} (is the path on a file system that all ranks share?)"):
+        with storage_errors(
+            f"creating {path} (is the path on a file system that all ranks share?)"
+        ):
             self._file = open(f"{path}.new", "xb")  # noqa: SIM115 - open until finish()
             fcntl.flock(self._file, fcntl.LOCK_EX)
             os.rename(f"{path}.new", path)  # nobody sees it without its lock
@@ -239,7 +253,9 @@ class LocalTransaction:
         except FileNotFoundError:
             return None
         if not content.endswith(_NOTE_END):
-            raise PeerLostError(f"{self._final}: a writer process died while it wrote its part ({name})")
+            raise PeerLostError(
+                f"{self._final}: a writer process died while it wrote its part ({name})"
+            )
         return content
 
     def under_way(self, note: str) -> bool:
@@ -266,17 +282,22 @@ class LocalTransaction:
             for _ in range(_ATTEMPTS):
                 if self._claim():
                     return
-        raise StorageError(errno.EBUSY, f"{self._saving}: other processes remove it again and again")
+        raise StorageError(
+            errno.EBUSY, f"{self._saving}: other processes remove it again and again"
+        )
 
     def _check_target(self) -> None:
         if not self._final.exists() and not self._final.is_symlink():
             return
         if not self._final.is_dir() or self._final.is_symlink():
-            raise StorageError(errno.EEXIST, f"{self._final}: there is something that is not a folder")
+            raise StorageError(
+                errno.EEXIST, f"{self._final}: there is something that is not a folder"
+            )
         if any(self._final.iterdir()) and not (self._final / MANIFEST).exists():
             raise StorageError(
                 errno.EEXIST,
-                f"{self._final}: the folder holds files that are not a TorchRelay checkpoint; save elsewhere",
+                f"{self._final}: the folder holds files that are not a TorchRelay checkpoint; save "
+                "elsewhere",
             )
 
     def _claim(self) -> bool:
@@ -300,7 +321,8 @@ class LocalTransaction:
                 raise
             if not _remove_if_abandoned(self._saving):
                 raise StorageError(
-                    errno.EBUSY, f"{self._final}: another save to this path is under way; wait for it to end"
+                    errno.EBUSY,
+                    f"{self._final}: another save to this path is under way; wait for it to end",
                 ) from None
             return False
         self._lock_fd = lock_fd
@@ -330,7 +352,8 @@ class LocalTransaction:
             if found != size_bytes:
                 raise StorageError(
                     errno.EIO,
-                    f"{path}: a rank wrote {size_bytes} bytes, and the coordinator finds {found}; is the path on a "
+                    f"{path}: a rank wrote {size_bytes} bytes, and the coordinator finds {found}; "
+                    "is the path on a "
                     "file system that all ranks share?",
                 )
 
@@ -340,12 +363,14 @@ class LocalTransaction:
             return
         os.rename(self._saving, self._final)
         self._sync_folder(self._final.parent)
-        self._unlock_final()  # only now: without its lock, the folder for saving would look abandoned
+        # only now: without its lock, the folder for saving would look abandoned
+        self._unlock_final()
 
     def _replace(self) -> None:
         """Put the new checkpoint in the place of the old one, of which there is one at any moment.
 
-        Both have our lock, so that the folder for saving stays ours until the old one is out of the way.
+        Both have our lock, so that the folder for saving stays ours until the old one is out of the
+        way.
         """
         self._lock_final()
         try:
@@ -356,7 +381,8 @@ class LocalTransaction:
                 raise
             raise StorageError(
                 errno.EEXIST,
-                f"{self._final}: there is a checkpoint already, and this file system cannot replace a folder in one "
+                f"{self._final}: there is a checkpoint already, and this file system cannot "
+                "replace a folder in one "
                 "step; save under another name",
             ) from error
         self._sync_folder(self._final.parent)
@@ -398,13 +424,17 @@ def remove(path: str) -> None:
 
 
 def sweep(parent: str, spare: str = "") -> None:
-    """Remove what savers that were killed have left in ``parent``; ``spare`` is a name to leave alone."""
+    """Remove what savers that were killed have left in ``parent``; ``spare`` is a name to leave
+    alone.
+    """
     for name in os.listdir(parent):
         path = Path(parent, name)
         if _TEMPORARY.fullmatch(name):
             if name != spare:
                 _remove_if_abandoned(path)
-        elif (path / MANIFEST).exists():  # its saver may have been killed right before or after the commit
+        elif (
+            path / MANIFEST
+        ).exists():  # its saver may have been killed right before or after the commit
             _tidy(path)
 
 
@@ -418,7 +448,8 @@ def _tidy(path: Path) -> None:
 def _remove_if_abandoned(path: Path) -> bool:
     """Remove a temporary folder; False if its owner lives.
 
-    A folder for saving always holds its owner's lock, so that only who has the lock may take its name away.
+    A folder for saving always holds its owner's lock, so that only who has the lock may take its
+    name away.
     """
     try:
         fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)

@@ -1,6 +1,7 @@
 """Reading and writing ``manifest.json``, which makes a folder of data files a checkpoint.
 
-The first line is enough to order checkpoints by age; the last holds the CRC32C of all lines before it. What is
+The first line is enough to order checkpoints by age; the last holds the CRC32C of all lines before
+it. What is
 read is not trusted: every name, size, offset and range is checked before anything is done with it.
 """
 
@@ -65,7 +66,9 @@ def to_bytes(
     objects: Mapping[str, Any],
     paths: Mapping[str, StatePath],
 ) -> bytes:
-    """The content of ``manifest.json``; ``tensors`` are the results of :func:`tensor_text` by key."""
+    """The content of ``manifest.json``; ``tensors`` are the results of :func:`tensor_text` by
+    key.
+    """
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -169,8 +172,13 @@ def _from_bytes(data: bytes, where: str) -> Manifest:
     version = reader.integer(document, "version")
     if version != VERSION:
         raise UnsupportedError(
-            f"{where}: the checkpoint has format version {version}, this TorchRelay reads version {VERSION}; "
-            + ("update TorchRelay" if version > VERSION else "convert it with the version that wrote it")
+            f"{where}: the checkpoint has format version {version}, this TorchRelay reads version "
+            f"{VERSION}; "
+            + (
+                "update TorchRelay"
+                if version > VERSION
+                else "convert it with the version that wrote it"
+            )
         )
     _check_tail(data, where)
     return reader.manifest(document)
@@ -179,7 +187,9 @@ def _from_bytes(data: bytes, where: str) -> Manifest:
 def _check_tail(data: bytes, where: str) -> None:
     body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     if tail != _TAIL.format(_native.crc32c(body)).encode():
-        raise CorruptionError(f"{where}: the manifest is damaged or cut short (its checksum does not match)")
+        raise CorruptionError(
+            f"{where}: the manifest is damaged or cut short (its checksum does not match)"
+        )
 
 
 def _parse(data: bytes, where: str) -> Any:
@@ -198,7 +208,9 @@ def _parse(data: bytes, where: str) -> Any:
 
 
 class _Reader:
-    """Takes the manifest apart; each method raises :class:`CorruptionError` for what is not as it must be."""
+    """Takes the manifest apart; each method raises :class:`CorruptionError` for what is not as it
+    must be.
+    """
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -221,7 +233,9 @@ class _Reader:
 
     def integers(self, record: Any, name: str, what: str) -> tuple[int, ...]:
         values = self.field(record, name, list, what)
-        if len(values) > _MAX_DIMS or any(type(v) is not int or not 0 <= v <= _MAX_INT for v in values):
+        if len(values) > _MAX_DIMS or any(
+            type(v) is not int or not 0 <= v <= _MAX_INT for v in values
+        ):
             self.fail(f"{name!r} of {what} is not a list of at most {_MAX_DIMS} sizes")
         return tuple(values)
 
@@ -236,7 +250,8 @@ class _Reader:
         if not 1 <= block_bytes <= _MAX_BLOCK_BYTES:
             self.fail(f"'block_bytes' of the manifest is not between 1 and {_MAX_BLOCK_BYTES}")
         files = {
-            name: self.file(name, record) for name, record in self.field(document, "files", dict).items()
+            name: self.file(name, record)
+            for name, record in self.field(document, "files", dict).items()
         }
         tensors = {
             key: self.tensor(key, record, files, block_bytes)
@@ -254,7 +269,9 @@ class _Reader:
             files=files,
             tensors=tensors,
             objects=objects,
-            paths={key: self.path(key, p) for key, p in self.field(document, "paths", dict).items()},
+            paths={
+                key: self.path(key, p) for key, p in self.field(document, "paths", dict).items()
+            },
             block_bytes=block_bytes,
         )
 
@@ -268,10 +285,14 @@ class _Reader:
             self.checksum(record, "header_crc32c", what),
         )
         if file.header_bytes > min(file.size_bytes, MAX_HEADER_BYTES):
-            self.fail(f"the header of {what} is larger than the file or than {MAX_HEADER_BYTES} bytes")
+            self.fail(
+                f"the header of {what} is larger than the file or than {MAX_HEADER_BYTES} bytes"
+            )
         return file
 
-    def tensor(self, key: str, record: Any, files: dict[str, DataFile], block_bytes: int) -> TensorEntry:
+    def tensor(
+        self, key: str, record: Any, files: dict[str, DataFile], block_bytes: int
+    ) -> TensorEntry:
         what = f"tensor {key!r}"
         dtype = self.field(record, "dtype", str, what)
         if dtype not in DTYPES:
@@ -290,7 +311,9 @@ class _Reader:
     def chunk(
         self, what: str, record: Any, itemsize: int, files: dict[str, DataFile], block_bytes: int
     ) -> Chunk:
-        """Checked in few steps, as there may be a million; ``_fail_chunk`` finds out what is wrong."""
+        """Checked in few steps, as there may be a million; ``_fail_chunk`` finds out what is
+        wrong.
+        """
         try:
             offsets, sizes, name, stored, (start, end), text = _CHUNK_FIELDS(record)
             checksums = binascii.a2b_base64(text)
@@ -312,13 +335,18 @@ class _Reader:
         size_bytes = box.numel * itemsize
         if end - start != size_bytes:
             self.fail(
-                f"{what}, the chunk at {offsets}, needs {size_bytes} bytes, and its range has {end - start}"
+                f"{what}, the chunk at {offsets}, needs {size_bytes} bytes, and its range has "
+                f"{end - start}"
             )
         if not file.header_bytes <= start <= file.size_bytes - size_bytes:
-            self.fail(f"{what}, the chunk at {offsets}, lies at bytes {[start, end]} of {name}, out of range")
+            self.fail(
+                f"{what}, the chunk at {offsets}, lies at bytes {[start, end]} of {name}, out of "
+                "range"
+            )
         if len(checksums) not in (0, 4 * -(-size_bytes // block_bytes)):
             self.fail(
-                f"{what}, the chunk at {offsets}, has {len(checksums)} bytes of checksums for {size_bytes} bytes"
+                f"{what}, the chunk at {offsets}, has {len(checksums)} bytes of checksums for "
+                f"{size_bytes} bytes"
             )
         return Chunk(box, name, stored, start, checksums)
 
@@ -342,7 +370,9 @@ class _Reader:
             for chunk in entry.chunks:
                 size_bytes = entry.chunk_bytes(chunk)
                 if size_bytes:
-                    ranges[chunk.file].append((chunk.start, chunk.start + size_bytes, chunk.name, key))
+                    ranges[chunk.file].append(
+                        (chunk.start, chunk.start + size_bytes, chunk.name, key)
+                    )
         for file, found in ranges.items():
             found.sort()
             for one, other in pairwise(found):

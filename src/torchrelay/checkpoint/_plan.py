@@ -1,8 +1,8 @@
 """Who writes and who verifies what: pure functions over what each rank knows. Imports no torch.
 
-A chunk that several ranks hold (its *holders*) is written by one of them. Every holder has the same list of
-chunks that the same holders share, so each deals the list out for itself and all come to the same result:
-nothing is gathered, and the work is linear in the rank's own chunks.
+A chunk that several ranks hold (its *holders*) is written by one of them. Every holder has the same
+list of chunks that the same holders share, so each deals the list out for itself and all come to
+the same result: nothing is gathered, and the work is linear in the rank's own chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _RUN_BLOCKS = 16  # successive blocks that one rank verifies
 
 @dataclass(frozen=True)
 class Held(Generic[T]):
-    """A chunk that ``holders`` (ranks, ascending) have, with a ``name`` that is the same on each of them."""
+    """A chunk that ``holders`` (ranks, ascending) have, with a ``name`` that is the same on each of
+    them.
+    """
 
     name: tuple[Hashable, ...]
     size_bytes: int
@@ -32,7 +34,9 @@ class Held(Generic[T]):
 
 
 def deal(chunks: Sequence[Held[T]], rank: int) -> list[T]:
-    """The items that ``rank`` writes: of each set of holders' chunks, the largest first, to whoever has least."""
+    """The items that ``rank`` writes: of each set of holders' chunks, the largest first, to whoever
+    has least.
+    """
     by_holders: dict[tuple[int, ...], list[Held[T]]] = defaultdict(list)
     for chunk in chunks:
         by_holders[chunk.holders].append(chunk)
@@ -51,7 +55,8 @@ def deal(chunks: Sequence[Held[T]], rank: int) -> list[T]:
 
 
 def deal_blocks(touched: NDArray[np.bool_], rank: int) -> NDArray[np.bool_]:
-    """The blocks that ``rank`` verifies, of those that some ranks read: each by one of its readers, in runs.
+    """The blocks that ``rank`` verifies, of those that some ranks read: each by one of its readers,
+    in runs.
 
     Args:
         touched: ``(ranks, blocks)``, whether a rank reads a block.

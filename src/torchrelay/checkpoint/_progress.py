@@ -15,7 +15,8 @@ Progress = bool | Callable[[int, int], None]
 def tracking(
     progress: Progress, total_bytes: int, what: str, *, shown: bool = True
 ) -> Iterator[Callable[[int], None] | None]:
-    """A function to call with each number of bytes done, from any thread; None if nobody wants to know.
+    """A function to call with each number of bytes done, from any thread; None if nobody wants to
+    know.
 
     Args:
         progress: True for a bar, False for nothing, or a function (bytes done, bytes in all).

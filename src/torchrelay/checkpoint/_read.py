@@ -1,7 +1,8 @@
 """Reading byte ranges of chunks straight into tensors, in threads, after they were verified.
 
-Verification is a pass of its own, before the first byte is written to a tensor, so that a damaged checkpoint
-changes nothing. On a local file system it also brings what is read next into the page cache.
+Verification is a pass of its own, before the first byte is written to a tensor, so that a damaged
+checkpoint changes nothing. On a local file system it also brings what is read next into the page
+cache.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Segment:
             yield _span(self.entry, self.chunk, part)
 
 
-def segments_of(key: str, entry: TensorEntry, box: Box, index: BoxIndex | None = None) -> list[Segment]:
+def segments_of(
+    key: str, entry: TensorEntry, box: Box, index: BoxIndex | None = None
+) -> list[Segment]:
     """What to read for a box of a tensor: every element of it exactly once. Pure."""
     index = index or BoxIndex([chunk.box for chunk in entry.chunks])
     return [Segment(key, entry, entry.chunks[i], common) for i, common in index.meeting(box)]
@@ -60,12 +63,16 @@ def segments_of(key: str, entry: TensorEntry, box: Box, index: BoxIndex | None =
 
 def _span(entry: TensorEntry, chunk: Chunk, part: Box) -> tuple[int, int]:
     first, _, strides = contiguous_runs(part, chunk.box)
-    last = first + sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True))
+    last = first + sum(
+        (size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True)
+    )
     return first * entry.dtype.itemsize, (last + 1) * entry.dtype.itemsize
 
 
 def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
-    """Boxes that make up the segment, each read by one request: dense, and at most ``limit_bytes`` long."""
+    """Boxes that make up the segment, each read by one request: dense, and at most ``limit_bytes``
+    long.
+    """
     todo = [segment.inner]
     itemsize = segment.entry.dtype.itemsize
     while todo:
@@ -110,10 +117,13 @@ class ChunkReader:
         folder: where its files are.
         manifest: what they hold.
         threads: how many read at once.
-        max_buffer_bytes: memory of all threads together, for what cannot be read straight into its tensor.
+        max_buffer_bytes: memory of all threads together, for what cannot be read straight into its
+            tensor.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest, *, threads: int, max_buffer_bytes: int) -> None:
+    def __init__(
+        self, folder: Folder, manifest: Manifest, *, threads: int, max_buffer_bytes: int
+    ) -> None:
         self._folder = folder
         self._manifest = manifest
         self._threads = threads
@@ -134,22 +144,26 @@ class ChunkReader:
         size = self._folder.size_bytes(name)
         if size != known.size_bytes:
             raise CorruptionError(
-                f"{where}: the file has {size} bytes, and {known.size_bytes} in the manifest; it was "
-                + ("cut short" if size < known.size_bytes else "replaced or appended to")
+                f"{where}: the file has {size} bytes, and {known.size_bytes} in the manifest; it "
+                "was " + ("cut short" if size < known.size_bytes else "replaced or appended to")
             )
         if not self._manifest.id:  # made up from this very header
             return
         header = bytearray(known.header_bytes)
         self._folder.read(name, 0, memoryview(header))
         if _native.crc32c(header) != known.header_crc32c:
-            raise CorruptionError(f"{where}: the header, bytes 0 to {known.header_bytes}, is damaged")
+            raise CorruptionError(
+                f"{where}: the header, bytes 0 to {known.header_bytes}, is damaged"
+            )
         if header_size(bytes(header[:8]), size, where) != len(header):
             raise CorruptionError(
                 f"{where}: the header has not the {known.header_bytes} bytes that it should"
             )
         parse_header(bytes(header), size, where)
 
-    def verify(self, segments: Iterable[Segment], progress: Callable[[int], None] | None = None) -> None:
+    def verify(
+        self, segments: Iterable[Segment], progress: Callable[[int], None] | None = None
+    ) -> None:
         """Compare with its checksum every block that a reader of ``segments`` touches.
 
         Raises:
@@ -218,10 +232,13 @@ class ChunkReader:
             start = block * block_bytes
             view = self._buffer(min(block_bytes, size - start))
             self._folder.read(chunk.file, chunk.start + start, view)
-            expected = int.from_bytes(chunk.checksums[_CHECKSUM_BYTES * block :][:_CHECKSUM_BYTES], "little")
+            expected = int.from_bytes(
+                chunk.checksums[_CHECKSUM_BYTES * block :][:_CHECKSUM_BYTES], "little"
+            )
             if _native.crc32c(view) != expected:
                 raise CorruptionError(
-                    f"{self._folder.location}/{chunk.file}: tensor {key!r} is damaged between bytes "
+                    f"{self._folder.location}/{chunk.file}: tensor {key!r} is damaged between "
+                    "bytes "
                     f"{chunk.start + start} and {chunk.start + start + len(view)} (chunk at "
                     f"{list(chunk.box.offsets)}): the checksum does not match"
                 )
@@ -243,7 +260,8 @@ class ChunkReader:
         """Read each segment into the tensor beside it, which has the segment's shape; blocks.
 
         Raises:
-            CorruptionError, StorageError: a file cannot be read. Some tensors may then have new values.
+            CorruptionError, StorageError: a file cannot be read. Some tensors may then have new
+                values.
         """
         tasks: list[Task] = []
         for segment, target in targets:
@@ -252,7 +270,10 @@ class ChunkReader:
                 view, chunk = byte_view(target), segment.chunk
                 start = chunk.start + _span(segment.entry, chunk, segment.inner)[0]
                 tasks += [
-                    (self._read, (chunk.file, start + first, view[first : first + _PIECE_BYTES], progress))
+                    (
+                        self._read,
+                        (chunk.file, start + first, view[first : first + _PIECE_BYTES], progress),
+                    )
                     for first in range(0, len(view), _PIECE_BYTES)
                 ]
             else:
@@ -262,7 +283,9 @@ class ChunkReader:
                 ]
         self._run(tasks)
 
-    def _read(self, name: str, offset: int, into: memoryview, progress: Callable[[int], None] | None) -> None:
+    def _read(
+        self, name: str, offset: int, into: memoryview, progress: Callable[[int], None] | None
+    ) -> None:
         self._folder.read(name, offset, into)
         if progress is not None:
             progress(len(into))
@@ -290,7 +313,9 @@ class ChunkReader:
             progress(part.numel * segment.entry.dtype.itemsize)
 
     def _bytes(self, name: str, offset: int, size: int, itemsize: int) -> torch.Tensor:
-        """Bytes of a file: in the page cache, or in this thread's buffer if they cannot be used there."""
+        """Bytes of a file: in the page cache, or in this thread's buffer if they cannot be used
+        there.
+        """
         if offset % itemsize == 0:
             mapped = self._folder.map(name, offset, size)
             if mapped is not None:

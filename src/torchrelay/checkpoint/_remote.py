@@ -1,7 +1,8 @@
-"""Checkpoints at fsspec URLs: object stores, where there is no rename and a put of one object is atomic.
+"""Checkpoints at fsspec URLs: object stores, where there is no rename and a put of one object is
+atomic.
 
-The manifest is the commit marker: it is put last. A marker object named ``saving.json`` holds the id of the
-save under way, so that of two savers at most one commits.
+The manifest is the commit marker: it is put last. A marker object named ``saving.json`` holds the
+id of the save under way, so that of two savers at most one commits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def open_url(url: str) -> tuple[Any, str]:
     try:
         import fsspec  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
     except ImportError:
-        raise UnavailableError(f"{url}: needs fsspec; pip install 'torchrelay[checkpoint]'") from None
+        raise UnavailableError(
+            f"{url}: needs fsspec; pip install 'torchrelay[checkpoint]'"
+        ) from None
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -73,7 +76,9 @@ class RemoteFolder:
         with remote_errors(f"reading {where} at byte {offset}"):
             data = self._fs.cat_file(f"{self._root}/{name}", start=offset, end=offset + len(into))
         if len(data) != len(into):
-            raise CorruptionError(f"{where}: the file ends at byte {offset + len(data)}, before it should")
+            raise CorruptionError(
+                f"{where}: the file ends at byte {offset + len(data)}, before it should"
+            )
         into[:] = data
 
     def map(self, name: str, offset: int, size_bytes: int) -> None:
@@ -125,7 +130,8 @@ class RemoteTransaction:
             if self._fs.exists(f"{self._root}/{MANIFEST}"):
                 raise StorageError(
                     errno.EEXIST,
-                    f"{self.location}: there is a checkpoint already, and an object store cannot replace it in one "
+                    f"{self.location}: there is a checkpoint already, and an object store cannot "
+                    "replace it in one "
                     "step; save under another name",
                 )
             if self._fs.exists(self._root):
@@ -141,7 +147,9 @@ class RemoteTransaction:
         folder = RemoteFolder(self.location)
         for name, size_bytes in files.items():
             if folder.size_bytes(name) != size_bytes:
-                raise StorageError(errno.EIO, f"{self.location}/{name}: not the {size_bytes} bytes written")
+                raise StorageError(
+                    errno.EIO, f"{self.location}/{name}: not the {size_bytes} bytes written"
+                )
         with remote_errors(f"committing {self.location}"):
             marker = f"{self._root}/{_MARKER}"
             if not self._fs.exists(marker) or self._fs.cat_file(marker) != self._id.encode():

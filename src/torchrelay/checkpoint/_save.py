@@ -36,30 +36,33 @@ def save(
 ) -> None:
     """Write a checkpoint; collective over ``group``. Returns on every rank once it is committed.
 
-    Each rank writes the shards that it holds; what several ranks hold is written by one of them, dealt out by
-    size. Tensors that share their memory are stored once. A checkpoint that is at ``path`` already is replaced
-    in one step (on object stores: refused).
+    Each rank writes the shards that it holds; what several ranks hold is written by one of them,
+    dealt out by size. Tensors that share their memory are stored once. A checkpoint that is at
+    ``path`` already is replaced in one step (on object stores: refused).
 
     Args:
-        state: a module, or a dictionary, nested as you like, of tensors (plain, DTensor, ShardedTensor), plain
-            values, modules and optimizers. A tensor that is not sharded, and a value, is taken to be the same on
-            all ranks that have its key.
+        state: a module, or a dictionary, nested as you like, of tensors (plain, DTensor,
+            ShardedTensor), plain values, modules and optimizers. A tensor that is not sharded, and
+            a value, is taken to be the same on all ranks that have its key.
         path: the folder to write, or any fsspec URL; all ranks must see the same.
-        keep: remove all but the newest ``keep`` checkpoints in the folder around ``path``, once this one is
-            committed.
+        keep: remove all but the newest ``keep`` checkpoints in the folder around ``path``, once
+            this one is committed.
         threads: how many write at once on each rank; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk when this returns.
         checksum: whether to store CRC32C checksums.
         max_staging_bytes: host memory for copies of tensors that are not contiguous in host memory.
-        progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in all).
-        group: the ranks that take part; by default the default process group, or this process alone.
+        progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in
+            all).
+        group: the ranks that take part; by default the default process group, or this process
+            alone.
         no_dist: whether this process is alone, although there is a process group.
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold; the message names its key.
         UnsupportedError: a tensor that it cannot hold.
         MismatchError: ranks disagree on the shape or dtype of a tensor, or on a value.
-        StorageError: the disk is full, the path cannot be written, or another save to it is under way.
+        StorageError: the disk is full, the path cannot be written, or another save to it is under
+            way.
         PeerLostError: a rank died. The checkpoint that was at ``path`` before is unharmed.
     """
     threads = check_count("threads", threads, default_threads())
@@ -110,7 +113,8 @@ def check_count(name: str, value: int | None, default: int) -> int:
 def gather_inventory(
     state: Any, ranks: Group, before: Callable[[], None] = lambda: None
 ) -> tuple[Inventory, list[Description]]:
-    """This rank's inventory, and what all ranks bring (see :func:`agree`); an error on one is raised on all.
+    """This rank's inventory, and what all ranks bring (see :func:`agree`); an error on one is
+    raised on all.
 
     ``before`` is called first, in the same round of messages.
     """

@@ -39,7 +39,9 @@ class Index(int):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of a nested state, and where it is: ``path`` has the caller's own keys and indices."""
+    """A value of a nested state, and where it is: ``path`` has the caller's own keys and
+    indices.
+    """
 
     path: tuple[Any, ...]
     value: Any
@@ -49,7 +51,8 @@ class Leaf:
 class Shard:
     """A block of a tensor in this process's memory.
 
-    ``holders`` are the global ranks that have the same block; None: every rank whose state has the key.
+    ``holders`` are the global ranks that have the same block; None: every rank whose state has the
+    key.
     """
 
     box: Box
@@ -59,7 +62,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorState:
-    """A tensor of the state. ``layout`` is equal on all ranks exactly if they cut the tensor the same way."""
+    """A tensor of the state. ``layout`` is equal on all ranks exactly if they cut the tensor the
+    same way.
+    """
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -74,11 +79,15 @@ def as_state(state: Any) -> dict[Any, Any]:
         ArgumentError: it is neither.
     """
     if isinstance(state, Mapping):
-        return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
+        return {
+            key: value.state_dict() if is_stateful(value) else value for key, value in state.items()
+        }
     if is_stateful(state):
         found: dict[Any, Any] = state.state_dict()
         return found
-    raise ArgumentError(f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}")
+    raise ArgumentError(
+        f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
+    )
 
 
 def is_stateful(value: Any) -> bool:
@@ -87,7 +96,8 @@ def is_stateful(value: Any) -> bool:
 
 
 def flatten(state: Mapping[Any, Any]) -> dict[str, Leaf]:
-    """The leaves of a nested state by key: its path joined by dots, as ``torch.distributed.checkpoint`` has it.
+    """The leaves of a nested state by key: its path joined by dots, as
+    ``torch.distributed.checkpoint`` has it.
 
     Dictionaries are taken apart, and lists that hold tensors, dictionaries or such lists.
 
@@ -146,7 +156,8 @@ def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
 def tensor_state(key: str, tensor: torch.Tensor) -> TensorState:
     """What this process holds of ``tensor``.
 
-    It may be a plain tensor, a DTensor, a ShardedTensor, or answer ``torch.distributed._checkpointable``.
+    It may be a plain tensor, a DTensor, a ShardedTensor, or answer
+    ``torch.distributed._checkpointable``.
 
     Raises:
         UnsupportedError: its dtype, layout or placement has no place in a checkpoint.
@@ -167,7 +178,8 @@ def tensor_state(key: str, tensor: torch.Tensor) -> TensorState:
 def _distributed(key: str, tensor: Any, dtype: Dtype, shape: tuple[int, ...]) -> TensorState:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedError(
-            f"{key}: {tensor.placements} has partial sums; redistribute it to Replicate or Shard first"
+            f"{key}: {tensor.placements} has partial sums; redistribute it to Replicate or Shard "
+            "first"
         )
     mesh = tensor.device_mesh
     layout = f"{tuple(mesh.mesh.flatten().tolist())} {tuple(mesh.shape)} {tensor.placements}"
@@ -182,7 +194,9 @@ def _distributed(key: str, tensor: Any, dtype: Dtype, shape: tuple[int, ...]) ->
     with torch.no_grad():
         local = tensor.to_local()
     blocks = _torch.local_blocks(tensor)
-    shards = tuple(Shard(Box(offsets, sizes), local[within], holders) for offsets, sizes, within in blocks)
+    shards = tuple(
+        Shard(Box(offsets, sizes), local[within], holders) for offsets, sizes, within in blocks
+    )
     return TensorState(dtype, shape, shards, layout)
 
 
@@ -203,7 +217,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def source_data(tensor: torch.Tensor) -> tuple[Callable[[], memoryview], bool]:
-    """A function that gives the bytes of any tensor in row-major order, and whether it copies them first."""
+    """A function that gives the bytes of any tensor in row-major order, and whether it copies them
+    first.
+    """
     found = plain(tensor)
     if found.device.type == "cpu" and found.is_contiguous():
         return lambda: byte_view(found), False

@@ -24,7 +24,9 @@ class Folder(Protocol):
 
     @property
     def identity(self) -> str:
-        """Equal for ranks that read the very same bytes, through one page cache; empty if none do."""
+        """Equal for ranks that read the very same bytes, through one page cache; empty if none
+        do.
+        """
 
     def size_bytes(self, name: str) -> int:
         """The size of a file.
@@ -42,7 +44,8 @@ class Folder(Protocol):
         """
 
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
-        """The bytes of a file where the system keeps them, not to be written to; None if it cannot be.
+        """The bytes of a file where the system keeps them, not to be written to; None if it cannot
+        be.
 
         Raises:
             CorruptionError: the file ends before.
@@ -55,17 +58,23 @@ class Sink(Protocol):
     """A data file that is being written."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data``; blocks. Offsets ascend without gaps where ``Transaction.sequential``."""
+        """Write all of ``data``; blocks. Offsets ascend without gaps where
+        ``Transaction.sequential``.
+        """
 
     def close(self) -> None:
-        """Wait until the file is as durable as the storage makes it (``fsync``, the end of an upload)."""
+        """Wait until the file is as durable as the storage makes it (``fsync``, the end of an
+        upload).
+        """
 
     def abort(self) -> None:
         """Close without waiting; what was written stays or not."""
 
 
 class Note(Protocol):
-    """A message from one rank's writer to the coordinator's, left in the folder that is being written."""
+    """A message from one rank's writer to the coordinator's, left in the folder that is being
+    written.
+    """
 
     def finish(self, content: bytes) -> None:
         """Let the coordinator see it. A writer that dies before has left a broken one."""
@@ -79,7 +88,8 @@ class Transaction(Protocol):
     max_file_bytes: int
 
     def begin(self) -> None:
-        """Make the place for the files, and remove what an interrupted save has left. Coordinator only.
+        """Make the place for the files, and remove what an interrupted save has left. Coordinator
+        only.
 
         Raises:
             StorageError: another save to this path is under way, or the path cannot be written.
@@ -91,14 +101,17 @@ class Transaction(Protocol):
         """Make the checkpoint valid, in one step. Coordinator only.
 
         Raises:
-            StorageError: one of ``files`` (sizes by name) is not there, or not so long; or what a write raises.
+            StorageError: one of ``files`` (sizes by name) is not there, or not so long; or what a
+                write raises.
         """
 
     def discard(self) -> None:
         """Remove what was written. Coordinator only; does nothing after :meth:`commit`."""
 
     def hand_over(self) -> tuple[str, tuple[int, ...]]:
-        """What another process needs to go on with this save: a token, and descriptors to send it."""
+        """What another process needs to go on with this save: a token, and descriptors to send
+        it.
+        """
 
     def release(self) -> None:
         """Leave the save to the process that it was handed over to."""

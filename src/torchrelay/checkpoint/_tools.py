@@ -70,7 +70,10 @@ def _read_tensor(reader: ChunkReader, manifest: Manifest, key: str) -> torch.Ten
     tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
     reader.fill(
         [
-            (segment, tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))])
+            (
+                segment,
+                tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))],
+            )
             for segment in segments
             for box in [segment.inner]
         ]
@@ -118,7 +121,8 @@ def convert(source: str, target: str, to: str, max_file_bytes: int) -> None:
         max_file_bytes: safetensors files larger than this are split, with an index beside them.
 
     Raises:
-        ArgumentError: the format is unknown, ``target`` is there, or the state has what the format cannot hold.
+        ArgumentError: the format is unknown, ``target`` is there, or the state has what the format
+            cannot hold.
     """
     if to not in FORMATS:
         raise ArgumentError(f"--to {to}: it must be one of {', '.join(FORMATS)}")
@@ -140,7 +144,9 @@ def _write_dcp(state: dict[str, Any], target: str) -> None:
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled, unavailable or uninitialized"
+        )
         dcp.save(state, checkpoint_id=target, no_dist=True)  # type: ignore[attr-defined]
 
 
@@ -148,7 +154,9 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
     try:
         from safetensors.torch import save_file  # noqa: PLC0415
     except ImportError:
-        raise UnavailableError("safetensors is missing; pip install 'torchrelay[checkpoint]'") from None
+        raise UnavailableError(
+            "safetensors is missing; pip install 'torchrelay[checkpoint]'"
+        ) from None
     tensors = {}
     for key, leaf in flatten(state).items():
         if not isinstance(leaf.value, torch.Tensor):
@@ -165,7 +173,9 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
         weights: dict[str, str] = {}
         for number, keys in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            save_file({key: tensors[key] for key in keys}, os.path.join(target, name), {"format": "pt"})
+            save_file(
+                {key: tensors[key] for key in keys}, os.path.join(target, name), {"format": "pt"}
+            )
             weights.update(dict.fromkeys(keys, name))
         total = sum(tensor.nbytes for tensor in tensors.values())
         with open(os.path.join(target, "model.safetensors.index.json"), "w") as file:
@@ -185,7 +195,9 @@ def _grouped(tensors: dict[str, torch.Tensor], limit_bytes: int) -> Iterator[lis
 
 
 def differences(one: str, other: str, rtol: float, atol: float) -> Iterator[str]:
-    """What differs between two checkpoints, a sentence each; tensors bit by bit unless a tolerance is given."""
+    """What differs between two checkpoints, a sentence each; tensors bit by bit unless a tolerance
+    is given.
+    """
     first, second = (flatten(read_state(path)) for path in (one, other))
     for key in sorted(first.keys() | second.keys()):
         if key not in second:
@@ -218,4 +230,6 @@ def _difference(one: Any, other: Any, rtol: float, atol: float) -> str | None:
         if (rtol or atol)
         else int((bits != others).reshape(one.numel(), -1).any(1).sum())
     )
-    return f"{count} of {one.numel()} elements differ, at most by {float(gap.nan_to_num().max()):.3g}"
+    return (
+        f"{count} of {one.numel()} elements differ, at most by {float(gap.nan_to_num().max()):.3g}"
+    )

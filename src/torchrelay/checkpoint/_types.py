@@ -1,8 +1,8 @@
 """The vocabulary that every module of this component shares. Imports no torch.
 
-A checkpoint holds *tensors*, each cut into *chunks* that lie in *data files*, and *objects* (plain values).
-The :class:`Manifest` describes where everything lies. Offsets and sizes count elements, ``*_bytes`` and ``start``
-count bytes.
+A checkpoint holds *tensors*, each cut into *chunks* that lie in *data files*, and *objects* (plain
+values). The :class:`Manifest` describes where everything lies. Offsets and sizes count elements,
+``*_bytes`` and ``start`` count bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Dtype:
-    """How a torch dtype is stored: ``code`` is the safetensors name, ``width`` elements of it make one of ours."""
+    """How a torch dtype is stored: ``code`` is the safetensors name, ``width`` elements of it make
+    one of ours.
+    """
 
     name: str
     code: str
@@ -91,9 +93,9 @@ class Box(NamedTuple):
 class Chunk(NamedTuple):
     """A box of a tensor, stored contiguously in row-major order.
 
-    ``name`` is the tensor's name inside the data file, ``start`` the byte of ``file`` at which it begins.
-    ``checksums`` holds the CRC32C of each block of :attr:`Manifest.block_bytes` bytes, 4 little-endian bytes
-    each; it is empty if the checkpoint was written without checksums.
+    ``name`` is the tensor's name inside the data file, ``start`` the byte of ``file`` at which it
+    begins. ``checksums`` holds the CRC32C of each block of :attr:`Manifest.block_bytes` bytes, 4
+    little-endian bytes each; it is empty if the checkpoint was written without checksums.
     """
 
     box: Box
@@ -121,7 +123,9 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A safetensors file of the checkpoint. ``header_crc32c`` covers the bytes before the first tensor."""
+    """A safetensors file of the checkpoint. ``header_crc32c`` covers the bytes before the first
+    tensor.
+    """
 
     size_bytes: int
     header_bytes: int
@@ -132,8 +136,8 @@ class DataFile:
 class Manifest:
     """What a checkpoint holds. ``objects`` are the encoded values (see :mod:`._values`).
 
-    ``paths`` gives, for each key of a nested state, what leads to it: keys of dictionaries (integers among them
-    as tuples of one), and indices of lists.
+    ``paths`` gives, for each key of a nested state, what leads to it: keys of dictionaries
+    (integers among them as tuples of one), and indices of lists.
     """
 
     id: str

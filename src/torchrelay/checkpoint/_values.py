@@ -1,8 +1,8 @@
 """Plain values as JSON: what JSON cannot tell apart is tagged, what it cannot hold is refused.
 
-``None``, booleans, integers, floats, strings, lists and dictionaries with string keys are stored as they are.
-A tuple is ``{"$tuple": [...]}``, an infinite or undefined float ``{"$float": "nan"}``, a dictionary with other
-keys, or with one that starts with ``$``, ``{"$items": [[key, value], ...]}``.
+``None``, booleans, integers, floats, strings, lists and dictionaries with string keys are stored as
+they are. A tuple is ``{"$tuple": [...]}``, an infinite or undefined float ``{"$float": "nan"}``, a
+dictionary with other keys, or with one that starts with ``$``, ``{"$items": [[key, value], ...]}``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def encode(key: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return _encode_dict(key, value, depth)
     raise ArgumentError(
-        f"{key}: a checkpoint holds tensors and plain values (None, bool, int, float, str, list, tuple, dict), "
+        f"{key}: a checkpoint holds tensors and plain values (None, bool, int, float, str, list, "
+        "tuple, dict), "
         f"not {kind.__module__}.{kind.__qualname__}; save what it is made of"
     )
 

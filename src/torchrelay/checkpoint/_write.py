@@ -1,6 +1,7 @@
 """Writing one rank's data files: lay out, checksum and write in threads. Imports no torch.
 
-The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous one).
+The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous
+one).
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A chunk to write. ``data`` gives its bytes when they are wanted; it makes a copy if ``copies``.
+    """A chunk to write. ``data`` gives its bytes when they are wanted; it makes a copy if
+    ``copies``.
 
-    ``keys`` has more than one name if tied tensors share the chunk. ``tensor`` is the tensor it comes from, where
-    there is one in this process.
+    ``keys`` has more than one name if tied tensors share the chunk. ``tensor`` is the tensor it
+    comes from, where there is one in this process.
     """
 
     keys: tuple[str, ...]
@@ -82,7 +84,8 @@ def write_part(
     Args:
         threads: how many write at once.
         checksum: whether each block gets its CRC32C.
-        max_staging_bytes: memory for the copies that sources make; one larger source is copied alone.
+        max_staging_bytes: memory for the copies that sources make; one larger source is copied
+            alone.
         progress: called with bytes written since the last call, from several threads.
 
     Raises:
@@ -198,7 +201,9 @@ class _FileWriter:
         return [
             pool.submit(self._write_source, index, pieces, progress)
             for index, source in enumerate(self._sources)
-            for pieces in ([_pieces(source)] if source.copies else [[first] for first in _pieces(source)])
+            for pieces in (
+                [_pieces(source)] if source.copies else [[first] for first in _pieces(source)]
+            )
         ]
 
     def _write_source(self, index: int, pieces: Sequence[int], progress: Progress | None) -> None:
@@ -208,7 +213,9 @@ class _FileWriter:
             for first in pieces:
                 self._write_piece(index, data, first, progress)
 
-    def _write_piece(self, index: int, data: memoryview, first: int, progress: Progress | None) -> None:
+    def _write_piece(
+        self, index: int, data: memoryview, first: int, progress: Progress | None
+    ) -> None:
         piece = data[first : first + _PIECE_BYTES]
         if self._checksum:
             self._checksums[index][first] = _native.crc32c_blocks(piece, BLOCK_BYTES)
@@ -261,7 +268,9 @@ def _pieces(source: Source) -> range:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """The names, changed where safetensors or we give them another meaning, or where they are there already."""
+    """The names, changed where safetensors or we give them another meaning, or where they are there
+    already.
+    """
     used: set[str] = set()
     found = []
     for name in names:

@@ -1,10 +1,12 @@
-"""The process that writes what an asynchronous save has staged; it outlives a trainer that is killed.
+"""The process that writes what an asynchronous save has staged; it outlives a trainer that is
+killed.
 
-It is started once per trainer with ``python -m torchrelay.checkpoint._writer_process FD``, takes jobs from the
-socket FD one after another, and ends when the trainer does. It imports no torch: it starts fast and stays small.
+It is started once per trainer with ``python -m torchrelay.checkpoint._writer_process FD``, takes
+jobs from the socket FD one after another, and ends when the trainer does. It imports no torch: it
+starts fast and stays small.
 
-The writers of several ranks meet in the folder that is being written: each leaves a note there when its part is
-durable; the coordinator's waits for all notes, and commits.
+The writers of several ranks meet in the folder that is being written: each leaves a note there when
+its part is durable; the coordinator's waits for all notes, and commits.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from dataclasses import asdict
 from typing import Any
 
 from torchrelay import _native
-from torchrelay.checkpoint._assemble import ChunkRecord, Description, PartRecord, assemble, record_of
+from torchrelay.checkpoint._assemble import (
+    ChunkRecord,
+    Description,
+    PartRecord,
+    assemble,
+    record_of,
+)
 from torchrelay.checkpoint._catalog import retain
 from torchrelay.checkpoint._failures import describe, rebuild
 from torchrelay.checkpoint._storage import Transaction, open_transaction
@@ -96,7 +104,9 @@ def main(fd: int) -> None:
 class _Job:
     """One save: this rank's part, and if it coordinates, the commit."""
 
-    def __init__(self, job: dict[str, Any], staging: _native.SharedMemory | None, fds: list[int]) -> None:
+    def __init__(
+        self, job: dict[str, Any], staging: _native.SharedMemory | None, fds: list[int]
+    ) -> None:
         self._job = job
         self._staging = staging
         self._transaction: Transaction = open_transaction(job["path"], fsync=job["fsync"])
@@ -174,7 +184,8 @@ class _Job:
         if self._transaction.committed_id() != self._job["id"]:
             coordinator = self._job["ranks"][0]
             raise PeerLostError(
-                f"{self._job['path']}: the checkpoint was discarded; rank {coordinator}, which coordinates, has the reason",
+                f"{self._job['path']}: the checkpoint was discarded; rank {coordinator}, which "
+                "coordinates, has the reason",
                 ranks=(coordinator,),
             )
 
@@ -184,7 +195,8 @@ class _Job:
             if time.monotonic() > deadline:
                 ranks = missing()
                 raise OperationTimeoutError(
-                    f"{self._job['path']}: the writers of ranks {ranks} did not finish their parts within "
+                    f"{self._job['path']}: the writers of ranks {ranks} did not finish their parts "
+                    "within "
                     f"{self._job['timeout_s']:g} s; the checkpoint is discarded",
                     ranks=ranks,
                 )
@@ -192,7 +204,10 @@ class _Job:
 
 
 def _record_json(record: PartRecord) -> dict[str, Any]:
-    return {"files": {name: asdict(file) for name, file in record.files.items()}, "chunks": record.chunks}
+    return {
+        "files": {name: asdict(file) for name, file in record.files.items()},
+        "chunks": record.chunks,
+    }
 
 
 def _record(outcome: dict[str, Any]) -> PartRecord:
@@ -205,7 +220,8 @@ def _record(outcome: dict[str, Any]) -> PartRecord:
 
 def _description(described: dict[str, Any]) -> Description:
     tensors = {
-        key: (dtype, tuple(shape), layout) for key, (dtype, shape, layout) in described["tensors"].items()
+        key: (dtype, tuple(shape), layout)
+        for key, (dtype, shape, layout) in described["tensors"].items()
     }
     paths = {
         key: tuple(tuple(item) if isinstance(item, list) else item for item in path)

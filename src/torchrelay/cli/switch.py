@@ -57,17 +57,27 @@ def switch(
     ] = Kind.udp,
     address: str = typer.Option("127.0.0.1", help="udp: the IPv4 address to bind; 0.0.0.0 is all."),
     port: int = typer.Option(48864, min=0, max=65535, help="UDP port; 0 is any free one."),
-    interfaces: str = typer.Option("", help="xdp: the network interfaces, one worker each: eth1,eth2."),
+    interfaces: str = typer.Option(
+        "", help="xdp: the network interfaces, one worker each: eth1,eth2."
+    ),
     mode: Annotated[
         Mode, typer.Option(help="xdp: auto takes generic where native cannot be had.")
     ] = Mode.auto,
-    allow: str = typer.Option("0.0.0.0/0", help="Networks whose workers may join: 10.1.0.0/16,10.2.0.4/32."),
+    allow: str = typer.Option(
+        "0.0.0.0/0", help="Networks whose workers may join: 10.1.0.0/16,10.2.0.4/32."
+    ),
     max_sessions: int = typer.Option(64, min=1, help="Sessions at a time."),
     max_slots: int = typer.Option(1024, min=1, max=1 << 14, help="Slots of a session."),
-    metrics_port: int = typer.Option(-1, help="Serve Prometheus metrics there, on 127.0.0.1; 0 is any."),
-    json_lines: bool = typer.Option(False, "--json", help="One line of JSON each interval, and at the end."),
+    metrics_port: int = typer.Option(
+        -1, help="Serve Prometheus metrics there, on 127.0.0.1; 0 is any."
+    ),
+    json_lines: bool = typer.Option(
+        False, "--json", help="One line of JSON each interval, and at the end."
+    ),
     interval_s: float = typer.Option(1.0, min=0.05, help="Between two looks at the statistics."),
-    drop_ingress: float = typer.Option(0.0, help="udp, for tests: the probability that a packet is lost."),
+    drop_ingress: float = typer.Option(
+        0.0, help="udp, for tests: the probability that a packet is lost."
+    ),
     drop_egress: float = typer.Option(0.0, help="udp, for tests: the same for a result."),
     drop_seed: int = typer.Option(0, help="udp, for tests: of these losses."),
 ) -> None:
@@ -106,7 +116,9 @@ def _xdp(interfaces: str, mode: Mode, port: int, drop: float) -> DataPlane:
     from torchrelay.aggregation.switch import XdpDataPlane  # noqa: PLC0415
 
     if not interfaces or drop:
-        raise ConfigError("switch --data-plane xdp needs --interfaces, and has no drop probabilities")
+        raise ConfigError(
+            "switch --data-plane xdp needs --interfaces, and has no drop probabilities"
+        )
     return XdpDataPlane(interfaces.split(","), port, mode=mode.value)
 
 
@@ -115,7 +127,8 @@ def _stop_signals() -> Iterator[threading.Event]:
     """An event that SIGINT and SIGTERM set, instead of what they did."""
     stop = threading.Event()
     before = {
-        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield stop
@@ -146,7 +159,9 @@ def _report_table(
         while not stop.wait(interval_s):
             stats = server.stats()
             if console.is_terminal:
-                live.update(_view(stats, (stats.received - last.received) / interval_s), refresh=True)
+                live.update(
+                    _view(stats, (stats.received - last.received) / interval_s), refresh=True
+                )
             last = stats
     console.print(_view(server.stats(), None))
 
@@ -157,7 +172,9 @@ def _view(stats: SwitchStats, packets_per_s: float | None) -> Group:
     title = f"{stats.data_plane} switch {stats.address}:{stats.port}{rate}"
     sessions = Table("session", "workers", "idle", *_COLUMNS, "sent again by", title=title)
     for index, session in enumerate(stats.sessions):
-        again = ", ".join(f"{rank}: {count}" for rank, (_, count) in session.workers.items() if count)
+        again = ", ".join(
+            f"{rank}: {count}" for rank, (_, count) in session.workers.items() if count
+        )
         counts = [f"{getattr(session, name):,}" for name in _COLUMNS]
         sessions.add_row(
             str(index), str(session.shape.num_workers), f"{session.idle_s:.0f} s", *counts, again

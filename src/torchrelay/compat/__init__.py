@@ -29,7 +29,9 @@ _ORIGINALS = str(Path(__file__).parent / "_originals")
 
 def names() -> tuple[str, ...]:
     """Return the modules that can be installed."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name[0] != "_"))
+    return tuple(
+        sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name[0] != "_")
+    )
 
 
 def install(*modules: str) -> None:
@@ -47,15 +49,20 @@ def install(*modules: str) -> None:
     """
     for name in modules or names():
         if name not in names():
-            raise ArgumentError(f"torchrelay.compat has no module {name!r}; it has {', '.join(names())}")
+            raise ArgumentError(
+                f"torchrelay.compat has no module {name!r}; it has {', '.join(names())}"
+            )
         if name in sys.modules and sys.modules[name] is not sys.modules.get(f"{__name__}.{name}"):
             raise ArgumentError(
-                f"{name} is already imported from {sys.modules[name].__file__}; install() comes first"
+                f"{name} is already imported from {sys.modules[name].__file__}; install() comes "
+                "first"
             )
         _finder.installed.add(name)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    if not modules or "pipeswitch" in modules:  # a patch of torch.cuda in the original, not a module
+    if (
+        not modules or "pipeswitch" in modules
+    ):  # a patch of torch.cuda in the original, not a module
         importlib.import_module(f"{__name__}.pipeswitch").install_functions()
 
 
@@ -88,7 +95,9 @@ class _Finder(MetaPathFinder, Loader):
         self.installed: set[str] = set()
         self._own_specs: dict[str, ModuleSpec | None] = {}
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         if fullname.partition(".")[0] not in self.installed:
             return None
         return ModuleSpec(fullname, self)

@@ -11,7 +11,10 @@ from torchrelay.compat import install, install_in_children, names
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(f"usage: python -m torchrelay.compat script.py [arguments]\nprovides: {', '.join(names())}")
+        print(
+            "usage: python -m torchrelay.compat script.py [arguments]\nprovides: "
+            f"{', '.join(names())}"
+        )
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

@@ -44,7 +44,8 @@ def allocate_shared_cache(size_bytes: int | None = None, device: str | None = No
 
     Args:
         size_bytes: default: the setting ``arena_bytes``.
-        device: default: the setting ``device``; "auto" is CUDA where there is a device, else the CPU.
+        device: default: the setting ``device``; "auto" is CUDA where there is a device, else the
+            CPU.
 
     Raises:
         ArgumentError: this process has one already.
@@ -59,8 +60,12 @@ def allocate_shared_cache(size_bytes: int | None = None, device: str | None = No
 
 
 def send_shared_cache(address: str | Path | None = None) -> None:
-    """Send the cache to one process that calls :func:`recv_shared_cache`; blocks until it has it."""
-    _cache("send").send(address or _default_address(), timeout_s=config.load(config.Switching).timeout_s)
+    """Send the cache to one process that calls :func:`recv_shared_cache`; blocks until it has
+    it.
+    """
+    _cache("send").send(
+        address or _default_address(), timeout_s=config.load(config.Switching).timeout_s
+    )
 
 
 def recv_shared_cache(address: str | Path | None = None) -> SharedCache:
@@ -71,7 +76,9 @@ def recv_shared_cache(address: str | Path | None = None) -> SharedCache:
     return _Process.cache
 
 
-def insert_shared_cache_for_parameter(size_bytes: int | None = None, offset_bytes: int = 0) -> Region:
+def insert_shared_cache_for_parameter(
+    size_bytes: int | None = None, offset_bytes: int = 0
+) -> Region:
     """Use the start of the cache for parameters; default: the setting ``parameter_bytes``."""
     cache = _cache("insert")
     return cache.insert_for_parameter(size_bytes or _parameter_bytes(cache), offset_bytes)
@@ -95,7 +102,8 @@ def install_functions() -> None:
     """Put the six functions on `torch.cuda`.
 
     Raises:
-        ArgumentError: torch.cuda has other functions of these names: a torch that PipeSwitch patched.
+        ArgumentError: torch.cuda has other functions of these names: a torch that PipeSwitch
+            patched.
     """
     for name in __all__:
         if name.endswith("shared_cache") or "_shared_cache_for_" in name:
@@ -116,12 +124,15 @@ def _cache(verb: str) -> SharedCache:
 def _check_none() -> None:
     if _Process.cache is not None:
         raise ArgumentError(
-            f"this process has a shared cache of {_Process.cache.size_bytes} bytes already; it can have one"
+            f"this process has a shared cache of {_Process.cache.size_bytes} bytes already; it can "
+            "have one"
         )
 
 
 def _parameter_bytes(cache: SharedCache) -> int:
-    """The setting, or a quarter of a cache that is too small for it; whole granules of 512 bytes."""
+    """The setting, or a quarter of a cache that is too small for it; whole granules of 512
+    bytes.
+    """
     wanted = config.load(config.Switching).parameter_bytes
     return wanted if wanted < cache.size_bytes else cache.size_bytes // 4 // 512 * 512
 

@@ -76,7 +76,9 @@ def box_of(region: Region, grid: tuple[int, ...]) -> Box | None:
     return Box(tuple(starts), tuple(lengths), tuple(groups))
 
 
-def _span(extent: int, stride: int, grid: tuple[int, ...], lengths: list[int]) -> tuple[int, ...] | None:
+def _span(
+    extent: int, stride: int, grid: tuple[int, ...], lengths: list[int]
+) -> tuple[int, ...] | None:
     """Return the axes that a dimension spans, outermost first, and enter their lengths."""
     if extent == 1:
         return ()

@@ -31,7 +31,11 @@ def is_meta(fake: FakeTensor, frame: FrameType) -> bool:
         return _trunc_normal(fake, frame.f_locals)
     if caller == "mesh_scatter":
         return _scatter(fake, frame.f_locals)
-    if frame.f_code.co_name == "<genexpr>" and frame.f_back is not None and frame.f_back.f_back is not None:
+    if (
+        frame.f_code.co_name == "<genexpr>"
+        and frame.f_back is not None
+        and frame.f_back.f_back is not None
+    ):
         return (
             _torch.caller_of(frame.f_back) == "fsdp1_needs_values"
             and frame.f_back.f_back.f_locals.get("param_init_fn") is not None

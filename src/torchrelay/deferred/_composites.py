@@ -11,8 +11,10 @@ from torchrelay.deferred._operators import Operator, define
 
 __all__ = ["constant", "is_plain_normal", "trunc_normal"]
 
-# No normal number that the CPU generator makes is further from the mean than this many standard deviations:
-# it takes the logarithm of a number of 24 bits (53 for float64), the smallest of which gives 5.8 (8.6).
+# No normal number that the CPU generator makes is further from the mean than this many standard
+# deviations:
+# it takes the logarithm of a number of 24 bits (53 for float64), the smallest of which gives 5.8
+# (8.6).
 _FARTHEST = {torch.float64: 9.0}
 _FARTHEST_ELSE = 6.0
 

@@ -30,7 +30,14 @@ from torchrelay.deferred._making import (
 from torchrelay.deferred._operators import Operator, describe
 from torchrelay.deferred._recording import record
 from torchrelay.deferred._replay import Replay
-from torchrelay.deferred._shapes import as_returned, check_sizes, fakes_in, flat, shapes_of, tensors_at
+from torchrelay.deferred._shapes import (
+    as_returned,
+    check_sizes,
+    fakes_in,
+    flat,
+    shapes_of,
+    tensors_at,
+)
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import DeferredError, UnsupportedError
 
@@ -64,7 +71,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
             return real
     session = sessions.current()
     if operator.name in ("aten::lift_fresh", "aten::lift") and session is not None and not fakes:
-        return args[0] if session.is_over_memory(args[0]) else constant_fake(args[0], session.deferred)
+        return (
+            args[0] if session.is_over_memory(args[0]) else constant_fake(args[0], session.deferred)
+        )
     if not fakes:
         if session is None or not operator.is_factory or explicit_device(kwargs).type == "meta":
             return _for_real(func, operator, args, kwargs)
@@ -96,7 +105,9 @@ def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[
     """
     written = [tensor for place in operator.written for tensor in tensors_at(place, args, kwargs)]
     deferred = any(fake._history.given is None for fake in fakes_in((args, kwargs)))
-    writes = [one for one in written if isinstance(one, FakeTensor) and one._history.given is not None]
+    writes = [
+        one for one in written if isinstance(one, FakeTensor) and one._history.given is not None
+    ]
     if operator.changes_shape or (deferred and not writes):
         return NotImplemented
     aliases: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
@@ -135,12 +146,18 @@ def _detach(fake: FakeTensor) -> FakeTensor:
 
 
 def _general(
-    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[FakeTensor]
+    func: Any,
+    operator: Operator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fakes: list[FakeTensor],
 ) -> Any:
     if func in SETS and isinstance(args[0], FakeTensor):
         return set_memory(func, *args)
     _check_supported(func, operator, fakes)
-    deferred = sessions.recording() is not None or any(fake._region.storage.deferred for fake in fakes)
+    deferred = sessions.recording() is not None or any(
+        fake._region.storage.deferred for fake in fakes
+    )
     written = [tensor for place in operator.written for tensor in tensors_at(place, args, kwargs)]
     if operator.needs_values or not all(isinstance(tensor, FakeTensor) for tensor in written):
         return _by_value(func, args, kwargs, fakes, deferred)
@@ -157,21 +174,27 @@ def _general(
     created: list[Any] = []
     if operator.creates:
         device = device_of(func, args, kwargs)
-        answer = map_tensors(results, torch.Tensor, lambda result: new_fake(result, device, deferred))
+        answer = map_tensors(
+            results, torch.Tensor, lambda result: new_fake(result, device, deferred)
+        )
         created = [item if item is None else item._region for item in flat(answer)]
     else:
         check_sizes(func, results, written)
         answer = as_returned(func, written)
     if deferred:
-        record(func, operator, args, kwargs, tuple(fake._region for fake in written), tuple(created))
+        record(
+            func, operator, args, kwargs, tuple(fake._region for fake in written), tuple(created)
+        )
     return answer
 
 
 def _check_supported(func: Any, operator: Operator, fakes: list[FakeTensor]) -> None:
     if operator.name.startswith(("c10d::", "_c10d_functional::")):
         raise DeferredError(
-            f"{func} would send the values of a deferred tensor, which it does not have yet: {fakes[0]!r}. "
-            "Materialize the module first; every rank gets the same values if all recorded with the same seed."
+            f"{func} would send the values of a deferred tensor, which it does not have yet: "
+            f"{fakes[0]!r}. "
+            "Materialize the module first; every rank gets the same values if all recorded with "
+            "the same seed."
         )
     if operator.name.startswith("aten::quantize"):
         raise UnsupportedError(
@@ -200,7 +223,11 @@ def _have_values(fakes: list[FakeTensor]) -> bool:
 
 
 def _by_value(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[FakeTensor], deferred: bool
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fakes: list[FakeTensor],
+    deferred: bool,
 ) -> Any:
     """Execute an operation that reads values; its results are constants."""
     if not deferred or not all(fake._region.storage.deferred for fake in fakes):

@@ -26,7 +26,8 @@ __all__ = ["Rule", "fill_part", "rule_for", "words_drawn"]
 
 aten = torch.ops.aten
 
-# A normal fill makes its numbers sixteen at a time; the last sixteen are made anew if there is a remainder.
+# A normal fill makes its numbers sixteen at a time; the last sixteen are made anew if there is a
+# remainder.
 _GROUP = 16
 
 

@@ -25,7 +25,9 @@ from torchrelay.deferred._tensor import FakeTensor, Life
 
 __all__ = ["found", "note"]
 
-_lives: list[weakref.ref[Life]] = []  # of tensors that are not in the result of their initialisation
+_lives: list[
+    weakref.ref[Life]
+] = []  # of tensors that are not in the result of their initialisation
 
 # How many containers deep a cache is looked into.
 _DEPTH = 3
@@ -131,7 +133,8 @@ def _inside(value: Any, depth: int) -> Iterator[FakeTensor]:
 
 # What most globals are, and no container.
 _PLAIN = {
-    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, str, int, float, bool, bytes, type(None),
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, str, int, float, bool,
+    bytes, type(None),
 }  # fmt: skip
 
 
@@ -142,7 +145,9 @@ def _roots() -> Iterator[tuple[str, Any]]:
             name = f"functools.cache of {one.__module__}.{one.__qualname__}"
             yield name, gc.get_referents(one)
     for name, module in list(sys.modules.items()):
-        if type(module) is types.ModuleType and not name.startswith(("torch.", "torchrelay.deferred")):
+        if type(module) is types.ModuleType and not name.startswith(
+            ("torch.", "torchrelay.deferred")
+        ):
             for key, value in list(vars(module).items()):
                 if issubclass(type(value), type):
                     if value.__module__ == name:

@@ -57,7 +57,8 @@ class Generators:
         origin = position.origin
         if position.words == 0:
             return self._origin_state(origin)
-        # From the last state asked for: the layers of a model lie at equal distances, which jump() remembers.
+        # From the last state asked for: the layers of a model lie at equal distances, which jump()
+        # remembers.
         words, state = self._last.get(origin, (0, None))
         if state is None or words > position.words:
             words, state = 0, self._origin_state(origin)
@@ -85,6 +86,7 @@ def _new_generator(device: torch.device) -> torch.Generator:
         return torch.Generator(device)
     except RuntimeError as error:
         raise UnavailableError(
-            f"The recorded random numbers come from the generator of {device}, which this machine does not have: "
+            f"The recorded random numbers come from the generator of {device}, which this machine "
+            "does not have: "
             f"{error}. Record with another device, or materialize on a machine that has it."
         ) from error

@@ -46,18 +46,20 @@ class Record(list["Node"]):
 class History:
     """The record of a storage, and memory that holds one of the states in it.
 
-    The memory is a cache: it can be dropped at any time, and any state computed again from the record. That ends
-    where it is handed out, as the memory of a materialized tensor: whoever holds the tensor may write to it, so
-    only the job that handed it out still reads it as a state of the record.
+    The memory is a cache: it can be dropped at any time, and any state computed again from the
+        record. That ends
+    where it is handed out, as the memory of a materialized tensor: whoever holds the tensor may
+    write to it, so only the job that handed it out still reads it as a state of the record.
 
-    Fake tensors and the operations that read the storage own its history; those that write it do not, so that
-    a storage that nobody can reach any more frees its record and its memory at once.
+    Fake tensors and the operations that read the storage own its history; those that write it do
+    not, so that a storage that nobody can reach any more frees its record and its memory at once.
 
     Attributes:
         record: the operations that write the storage.
         real: the memory, or None.
         version: the ``seq`` of the last operation whose effect is in ``real``; 0: none.
-        given: an alias of the tensor as which the memory was handed out, with its version counter; or None.
+        given: an alias of the tensor as which the memory was handed out, with its version counter;
+            or None.
         job: who handed it out.
     """
 
@@ -244,15 +246,19 @@ class External:
         """The tensor. Raises :class:`DeferredError` if it was changed in place since."""
         if self._counted._version != self.version:
             raise DeferredError(
-                f"{node.func}: a real tensor of shape {tuple(self.tensor.shape)} that this operation read when it "
-                "was recorded has been changed in place since, so the result would not be that of eager "
+                f"{node.func}: a real tensor of shape {tuple(self.tensor.shape)} that this "
+                "operation read when it "
+                "was recorded has been changed in place since, so the result would not be that of "
+                "eager "
                 "construction. Pass a clone of it, or materialize the module before changing it."
             )
         return self.tensor
 
 
 class Constant:
-    """Values that were known when they were recorded (``torch.tensor([1, 2])``); nobody else holds them."""
+    """Values that were known when they were recorded (``torch.tensor([1, 2])``); nobody else holds
+    them.
+    """
 
     __slots__ = ("tensor",)
 
@@ -267,12 +273,15 @@ class Node:
         seq: its place in the program; operations that are run are run in this order.
         func: the overload (``torch.ops.aten.add_.Tensor``), or a composite of :mod:`._composites`.
         args, kwargs: its arguments; tensors are Region, External or Constant.
-        reads: the regions it reads, among its arguments; one that it also writes is only in ``writes``.
+        reads: the regions it reads, among its arguments; one that it also writes is only in
+            ``writes``.
         writes: the regions it writes in place, among its arguments.
-        outputs: the regions of newly allocated results, ``None`` where a result is not a tensor or aliases one.
-        keeps: the histories of the storages it depends on, so that what it needs stays known; once it is done,
-            only their records.
-        position, after: where its random numbers start and end in their generator's sequence; None: it draws none.
+        outputs: the regions of newly allocated results, ``None`` where a result is not a tensor or
+            aliases one.
+        keeps: the histories of the storages it depends on, so that what it needs stays known; once
+            it is done, only their records.
+        position, after: where its random numbers start and end in their generator's sequence; None:
+            it draws none.
         default_dtype: the default dtype at that time.
         grad: whether gradients were enabled, which some kernels of the CPU ask.
         done: whether it has been run for good.
@@ -332,7 +341,8 @@ class Node:
         if not self.done:
             self.done = True
             self.keeps = tuple(
-                kept.storage.keep_record(kept) if isinstance(kept, History) else kept for kept in self.keeps
+                kept.storage.keep_record(kept) if isinstance(kept, History) else kept
+                for kept in self.keeps
             )
 
     def targets(self) -> list[Region]:
@@ -341,7 +351,9 @@ class Node:
 
 
 def map_tensors(value: Any, kinds: Any, function: Any) -> Any:
-    """``value`` with ``function`` applied to each instance of ``kinds`` in it, through lists, tuples, dicts."""
+    """``value`` with ``function`` applied to each instance of ``kinds`` in it, through lists,
+    tuples, dicts.
+    """
     if isinstance(value, kinds):
         return function(value)
     if type(value) in (tuple, list):

@@ -40,7 +40,9 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         UnsupportedError: ``fn`` does something that cannot be recorded. Generators are reset.
     """
     if not callable(fn):
-        raise ArgumentError(f"deferred_init() takes a module class or a function, not {type(fn).__name__}.")
+        raise ArgumentError(
+            f"deferred_init() takes a module class or a function, not {type(fn).__name__}."
+        )
     session = sessions.Session(deferred=True)
     outer, hooks.thread.lives = hooks.thread.lives, []
     try:
@@ -72,6 +74,8 @@ def is_deferred(value: torch.Tensor | torch.nn.Module) -> bool:
         )
     if isinstance(value, torch.nn.Module):
         return any(
-            is_deferred(tensor) for module in value.modules() for tensor in own_tensors(module).values()
+            is_deferred(tensor)
+            for module in value.modules()
+            for tensor in own_tensors(module).values()
         )
     raise ArgumentError(f"is_deferred() takes a tensor or a module, not {type(value).__name__}.")

@@ -17,7 +17,8 @@ from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 
 __all__ = [
-    "FACTORIES", "SETS", "check_device", "constant_fake", "device_of", "explicit_device", "factory", "new_fake",
+    "FACTORIES", "SETS", "check_device", "constant_fake", "device_of", "explicit_device", "factory",
+    "new_fake",
     "reshape_in_place", "set_memory", "view_of",
 ]  # fmt: skip
 
@@ -40,11 +41,17 @@ def factory(
 ) -> FakeTensor | None:
     """Return the result of a common factory; None for any other operation."""
     session = sessions.current()
-    dtype = kwargs.get("dtype") or (None if func is aten.full.default else torch.get_default_dtype())
+    dtype = kwargs.get("dtype") or (
+        None if func is aten.full.default else torch.get_default_dtype()
+    )
     if session is None or dtype is None or kwargs.get("memory_format") is not None:
         return None
     device = kwargs.get("device") or _CPU
-    if device.type == "meta" or kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided):
+    if (
+        device.type == "meta"
+        or kwargs.get("pin_memory")
+        or kwargs.get("layout") not in (None, torch.strided)
+    ):
         return None
     if device.type != "cpu":
         check_device(device, session)
@@ -52,7 +59,8 @@ def factory(
     if any(extent < 0 for extent in size):
         return None
     if func is aten.empty.memory_format and size == (0,) and "pin_memory" not in kwargs:
-        # Not from Python: torch.asarray(), as safetensors calls it, is about to set it to real memory.
+        # Not from Python: torch.asarray(), as safetensors calls it, is about to set it to real
+        # memory.
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     lazy = _torch.lazy_caller() if func is aten.empty.memory_format else None
     if lazy is not None and size == (0,):
@@ -92,7 +100,8 @@ def new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeTe
     """Return a fake tensor with its own storage, shaped like ``like``."""
     if like.layout is not torch.strided or like.is_nested or like.dtype in _QUANTIZED:
         raise UnsupportedError(
-            f"A fake tensor is dense: a sparse, nested or quantized one ({like.layout}, {like.dtype}) cannot be "
+            f"A fake tensor is dense: a sparse, nested or quantized one ({like.layout}, "
+            f"{like.dtype}) cannot be "
             "deferred. Make it outside deferred_init."
         )
     size, stride = tuple(like.shape), like.stride()
@@ -105,7 +114,9 @@ def view_of(base: FakeTensor, result: torch.Tensor) -> FakeTensor:
     """Return a fake of the region of ``base`` that the meta tensor ``result`` covers."""
     offset = int(result.storage_offset())
     bits = result.is_conj(), result.is_neg()
-    region = Region(base._region.storage, result.dtype, tuple(result.shape), result.stride(), offset, *bits)
+    region = Region(
+        base._region.storage, result.dtype, tuple(result.shape), result.stride(), offset, *bits
+    )
     return fake_from_region(region, base._history)
 
 
@@ -139,7 +150,8 @@ def reshape_in_place(fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
     if size_bytes > storage.size_bytes:
         if storage.history().record:
             raise UnsupportedError(
-                f"Resizing a deferred tensor of {storage.size_bytes} bytes that holds values to {size_bytes} bytes "
+                f"Resizing a deferred tensor of {storage.size_bytes} bytes that holds values to "
+                f"{size_bytes} bytes "
                 "is not recorded. Make a new tensor and copy into it."
             )
         storage.size_bytes = size_bytes
@@ -184,6 +196,7 @@ def check_device(device: torch.device, session: sessions.Session) -> None:
     """Raise :class:`UnavailableError` if ``device`` is absent and must not be simulated."""
     if session.pretend is False and not _torch.device_available(device):
         raise UnavailableError(
-            f"device={device} is not on this machine, and fake_mode(fake_cuda=False) does not pretend it. "
+            f"device={device} is not on this machine, and fake_mode(fake_cuda=False) does not "
+            "pretend it. "
             "Leave fake_cuda out to make fake tensors for it."
         )

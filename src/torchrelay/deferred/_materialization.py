@@ -14,7 +14,14 @@ from torchrelay.deferred._graph import Storage
 from torchrelay.deferred._modules import children_first, own_tensors
 from torchrelay.deferred._parts import materialize_storage, part_of
 from torchrelay.deferred._replay import Replay
-from torchrelay.deferred._shards import Shard, Slices, check_shard, distributed, local_slices, sliced
+from torchrelay.deferred._shards import (
+    Shard,
+    Slices,
+    check_shard,
+    distributed,
+    local_slices,
+    sliced,
+)
 from torchrelay.deferred._tensor import FakeTensor, become, replacement
 from torchrelay.deferred._traces import Trace, remember
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
@@ -50,7 +57,8 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _check_deferred(fake: FakeTensor) -> None:
     if not fake._region.storage.deferred:
         raise DeferredError(
-            f"This fake tensor was made by fake_mode(), so nothing is known of its values: {fake!r}. "
+            "This fake tensor was made by fake_mode(), so nothing is known of its values: "
+            f"{fake!r}. "
             "Only tensors made inside deferred_init() can be materialized."
         )
 
@@ -133,13 +141,15 @@ def _materialize_escaped() -> None:
         _give(fake, Replay())
     if cached:
         _log.warning(
-            "materialize_module: %d tensors that deferred_init has left outside the module are materialized, too: %s",
+            "materialize_module: %d tensors that deferred_init has left outside the module are "
+            "materialized, too: %s",
             len(cached),
             _listed(cached),
         )
     if elsewhere:
         _log.warning(
-            "materialize_module: %d tensors that deferred_init has made are not in the module and stay deferred; "
+            "materialize_module: %d tensors that deferred_init has made are not in the module and "
+            "stay deferred; "
             "materialize_tensor() gives them their values. They are kept by: %s",
             len(elsewhere),
             _listed(elsewhere),
@@ -188,7 +198,11 @@ class _Job:
         named: dict[int, Storage] = {}
         for prefix, module in places:
             for name, tensor in own_tensors(module).items():
-                fake = tensor if isinstance(tensor, FakeTensor) else getattr(tensor, "_local_tensor", None)
+                fake = (
+                    tensor
+                    if isinstance(tensor, FakeTensor)
+                    else getattr(tensor, "_local_tensor", None)
+                )
                 if isinstance(fake, FakeTensor):
                     if prefix + name in names:
                         named[id(fake)] = fake._region.storage
@@ -199,7 +213,9 @@ class _Job:
     def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
         for fake in () if buffers_only else _loose_fakes(module):
             _give(fake, self._replay, self._convert)
-        for registry in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
+        for registry in (
+            (module._buffers,) if buffers_only else (module._parameters, module._buffers)
+        ):
             for name, tensor in list(registry.items()):
                 if tensor is not None:
                     registry[name] = self._materialized(prefix + name, tensor)  # type: ignore[assignment]
@@ -219,7 +235,9 @@ class _Job:
         return new
 
     def _materialize_inner(self, name: str, wrapper: torch.Tensor) -> None:
-        """What a tensor subclass is made of: the local tensor of a DTensor, the parts of a quantized tensor."""
+        """What a tensor subclass is made of: the local tensor of a DTensor, the parts of a
+        quantized tensor.
+        """
         fakes = [fake for fake in _torch.inner_tensors(wrapper) if isinstance(fake, FakeTensor)]
         if fakes and not hasattr(wrapper, "_local_tensor"):
             self._check_wrapper(name, wrapper)
@@ -231,8 +249,10 @@ class _Job:
         other_device = self._device is not None and torch.device(self._device) != wrapper.device
         if self._shard is not None or self._dtype not in (None, wrapper.dtype) or other_device:
             raise UnsupportedError(
-                f"{name} is a {type(wrapper).__name__}, which materialize_module() gives its values, but cannot cut or "
-                "convert with shard, dtype or device. Materialize the module first, then do that; or make it a "
+                f"{name} is a {type(wrapper).__name__}, which materialize_module() gives its "
+                "values, but cannot cut or "
+                "convert with shard, dtype or device. Materialize the module first, then do that; "
+                "or make it a "
                 f"{type(wrapper).__name__} afterwards."
             )
 
@@ -260,7 +280,9 @@ class _Job:
         region = sliced(fake, slices)
         if id(fake) not in self._blank:
             return part_of(region, self._replay)
-        return torch.empty(region.size, dtype=region.dtype, device=self._replay.place(region.storage.device))
+        return torch.empty(
+            region.size, dtype=region.dtype, device=self._replay.place(region.storage.device)
+        )
 
     def _convert(self, real: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if real.is_floating_point() else None
@@ -289,4 +311,6 @@ def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:
     for name, value in module.__dict__.items():
         if name not in ("_parameters", "_buffers", "_modules"):
             look(value, 2)
-    return sorted((f for key, f in found.items() if key not in registered), key=lambda fake: fake.is_leaf)
+    return sorted(
+        (f for key, f in found.items() if key not in registered), key=lambda fake: fake.is_leaf
+    )

@@ -18,7 +18,8 @@ _FILLS = {
     "aten::cauchy_", "aten::geometric_", "aten::random_", "aten::random_.from", "aten::random_.to",
 }  # fmt: skip
 
-# In-place operations with one tensor, whose result has its shape and dtype: no need to ask the meta kernel.
+# In-place operations with one tensor, whose result has its shape and dtype: no need to ask the meta
+# kernel.
 # The dtype must be floating, so that no kernel would refuse it.
 _SIMPLE = _FILLS - {"aten::copy_", "aten::fill_.Tensor", "aten::bernoulli_.Tensor"} | {
     "aten::mul_.Scalar", "aten::div_.Scalar", "aten::add_.Scalar", "aten::sub_.Scalar", "aten::erfinv_",
@@ -26,7 +27,8 @@ _SIMPLE = _FILLS - {"aten::copy_", "aten::fill_.Tensor", "aten::bernoulli_.Tenso
     "aten::mul_.Tensor", "aten::div_.Tensor", "aten::add_.Tensor", "aten::sub_.Tensor", "aten::sqrt_", "aten::abs_", "aten::tanh_", "aten::sigmoid_", "aten::cos_", "aten::sin_",
 }  # fmt: skip
 
-# Operations without a tensor argument are factories; so are these, whose argument only lends its attributes.
+# Operations without a tensor argument are factories; so are these, whose argument only lends its
+# attributes.
 _LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 
 # Overloads that take a generator, for those that do not.
@@ -43,7 +45,8 @@ _WITH_GENERATOR = {
 }
 
 
-# Elementwise operations by IEEE arithmetic or by comparison: an element's result does not depend on its place.
+# Elementwise operations by IEEE arithmetic or by comparison: an element's result does not depend on
+# its place.
 _ELEMENTWISE = {
     "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min", "clone", "copy_",
     "div", "eq", "fill", "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
@@ -127,12 +130,17 @@ def _describe(func: Any) -> Operator:
         changes_shape=torch.Tag.inplace_view in func.tags,
         composite=_is_composite(func),
         fills=name in _FILLS,
-        draws=takes_generator or torch.Tag.nondeterministic_seeded in func.tags or not _is_tagged(func),
+        draws=takes_generator
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or not _is_tagged(func),
         with_generator=func if takes_generator else _WITH_GENERATOR.get(func),
         written=written,
-        slices=_name(schema) in _ELEMENTWISE | _APPROXIMATED and not name.endswith((".out", "_out")),
+        slices=_name(schema) in _ELEMENTWISE | _APPROXIMATED
+        and not name.endswith((".out", "_out")),
         creates=any(r.alias_info is None for r in schema.returns),
-        needs_values=bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)),
+        needs_values=bool(
+            {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        ),
         takes_dtype=any(a.name == "dtype" for a in arguments),
         takes_device=any(a.name == "device" for a in arguments),
     )

@@ -40,7 +40,9 @@ def part_of(region: Region, replay: Replay) -> torch.Tensor:
     return _Parts(replay, region.size_bytes).values(region, END)
 
 
-def materialize_storage(storage: Storage, dtype: torch.dtype, replay: Replay) -> torch.UntypedStorage:
+def materialize_storage(
+    storage: Storage, dtype: torch.dtype, replay: Replay
+) -> torch.UntypedStorage:
     """Return the memory of ``storage``, for good, without materialising its sources if possible."""
     history, nodes = storage.history(), writers(storage, END)
     if history.real is None and storage.size_bytes and any(_reads_part(node) for node in nodes):
@@ -147,7 +149,8 @@ class _Part:
             common = _boxes.intersection(self._box, box)
             if common is not None:
                 here = [
-                    slice(low - s, high - s) for (low, high), s in zip(common, self._box.starts, strict=True)
+                    slice(low - s, high - s)
+                    for (low, high), s in zip(common, self._box.starts, strict=True)
                 ]
                 self._apply(node, target, box, common, canvas[tuple(here)])
         return canvas.permute(self._box.order).reshape(self._region.size)
@@ -164,7 +167,12 @@ class _Part:
         return canvas
 
     def _apply(
-        self, node: Node, target: Region, box: Box, common: tuple[tuple[int, int], ...], canvas: torch.Tensor
+        self,
+        node: Node,
+        target: Region,
+        box: Box,
+        common: tuple[tuple[int, int], ...],
+        canvas: torch.Tensor,
     ) -> None:
         """Execute ``node`` on ``canvas``, the intersection of its target with the part."""
         cut = _Cut(target, box, common)
@@ -184,7 +192,12 @@ class _Part:
     def _fill(self, node: Node, target: Region, cut: _Cut, mine: torch.Tensor) -> None:
         rule = _draws.rule_for(node.func, target.dtype, node.args)
         count = target.numel
-        if rule is None or rule.total(count) is None or not target.is_contiguous or node.position is None:
+        if (
+            rule is None
+            or rule.total(count) is None
+            or not target.is_contiguous
+            or node.position is None
+        ):
             raise _NotSliceableError
         if self._device.type != "cpu" or node.kwargs.keys() - _FACTORY_NAMES:
             raise _NotSliceableError
@@ -192,7 +205,9 @@ class _Part:
         values = node.args[1:] if node.writes else ()
 
         def at(word: int) -> torch.Generator:
-            return self._replay.generators.loose_at(Position(position.origin, position.words + word))
+            return self._replay.generators.loose_at(
+                Position(position.origin, position.words + word)
+            )
 
         def fill(start: int, part: torch.Tensor) -> None:
             _draws.fill_part(node.func, values, rule, count, start, part, at)
@@ -202,7 +217,9 @@ class _Part:
     def _elementwise(self, node: Node, target: Region, cut: _Cut, mine: torch.Tensor) -> None:
         own = target if node.writes else None
         contiguous = mine.contiguous()
-        if not target.size:  # whether a tensor has dimensions decides the type in which it is computed with
+        if (
+            not target.size
+        ):  # whether a tensor has dimensions decides the type in which it is computed with
             contiguous = contiguous.reshape(())
 
         def real(value: Region | External | Constant) -> torch.Tensor:
@@ -225,7 +242,8 @@ class _Part:
 
 
 _FACTORY_NAMES = {"dtype", "layout", "device", "pin_memory", "memory_format"}
-# A part of a row that is no longer than this many elements is cut out of whole rows, drawn together.
+# A part of a row that is no longer than this many elements is cut out of whole rows, drawn
+# together.
 _ROW_DRAWN_WHOLE = 1 << 16
 _DRAWN_TOGETHER = 1 << 18
 
@@ -266,16 +284,19 @@ def _target(node: Node) -> Region:
 
 
 class _Cut:
-    """A part of an operation's target, in index space: its dimensions split into axes, and a range of each.
+    """A part of an operation's target, in index space: its dimensions split into axes, and a range
+    of each.
 
-    ``shape`` are the lengths of the axes, ``ranges`` what is wanted of each, both in the target's order.
+    ``shape`` are the lengths of the axes, ``ranges`` what is wanted of each, both in the target's
+    order.
     """
 
     def __init__(self, target: Region, box: Box, common: tuple[tuple[int, int], ...]) -> None:
         order = box.order
         self.shape = [box.lengths[axis] for axis in order]
         self.ranges = [
-            (common[axis][0] - box.starts[axis], common[axis][1] - box.starts[axis]) for axis in order
+            (common[axis][0] - box.starts[axis], common[axis][1] - box.starts[axis])
+            for axis in order
         ]
         self._splits = [[box.lengths[axis] for axis in group] for group in box.groups]
         self._extra = len(order) - sum(map(len, self._splits))
@@ -299,12 +320,18 @@ class _Cut:
         if not argument.dim():
             return argument
         argument = argument.resolve_conj().resolve_neg()
-        part = self.region(Region(_NOWHERE, argument.dtype, tuple(argument.shape), argument.stride(), 0))
+        part = self.region(
+            Region(_NOWHERE, argument.dtype, tuple(argument.shape), argument.stride(), 0)
+        )
         offset = argument.storage_offset() + part.offset
         return argument.as_strided(part.size, part.stride, offset).contiguous()
 
-    def _axes(self, size: tuple[int, ...], stride: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
-        """Extent, stride, start and stop of each axis of an argument, its dimensions split like the target's."""
+    def _axes(
+        self, size: tuple[int, ...], stride: tuple[int, ...]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Extent, stride, start and stop of each axis of an argument, its dimensions split like the
+        target's.
+        """
         missing = len(self._splits) - len(size)
         if missing < 0:
             raise _NotSliceableError
@@ -347,7 +374,8 @@ _CONSTANT_FILLS: dict[Any, Any] = {
     aten.new_full.default: lambda node, like: torch.full_like(like, node.args[2]),
     aten.fill_.Scalar: lambda node, like: torch.full_like(like, node.args[1]),
 }
-for _empty in (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
+for _empty in (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
+    aten.empty_strided.default,
                aten.new_empty_strided.default):  # fmt: skip
     _CONSTANT_FILLS[_empty] = lambda node, like: like
 
@@ -356,7 +384,8 @@ for _empty in (aten.empty.memory_format, aten.empty_like.default, aten.new_empty
 def _is_local(func: Any, dtype: torch.dtype) -> bool:
     """Whether ``func`` gives an element the same bits wherever it lies in a tensor.
 
-    Additions and copies do by IEEE arithmetic. A function that is computed by one method in vectors and by
+    Additions and copies do by IEEE arithmetic. A function that is computed by one method in vectors
+    and by
     another at their ends may not: those are tried out, once a process.
     """
     if func not in _TRIED:
@@ -365,7 +394,15 @@ def _is_local(func: Any, dtype: torch.dtype) -> bool:
     whole = func(values.clone())
     return all(
         torch.equal(func(values[start:stop].clone()), whole[start:stop])
-        for start, stop in ((0, 7), (1, 8), (3, 1000), (5, 4099), (4090, 4099), (1, 4098), (2048, 2080))
+        for start, stop in (
+            (0, 7),
+            (1, 8),
+            (3, 1000),
+            (5, 4099),
+            (4090, 4099),
+            (1, 4098),
+            (2048, 2080),
+        )
     )
 
 

@@ -43,7 +43,8 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"{self.tensors} tensors, {_size(self.size_bytes)} (at most {_size(self.peak_bytes)} at once), "
+            f"{self.tensors} tensors, {_size(self.size_bytes)} (at most {_size(self.peak_bytes)} "
+            "at once), "
             f"about {self.seconds:.2g} s"
         )
 
@@ -71,7 +72,8 @@ def plan(module: torch.nn.Module, *, dtype: torch.dtype | None = None, shard: An
             slices = local_slices(shard, prefix + name, tensor)
             region = tensor._region if slices is None else sliced(tensor, slices)
             result = (
-                region.numel * (dtype if dtype and region.dtype.is_floating_point else region.dtype).itemsize
+                region.numel
+                * (dtype if dtype and region.dtype.is_floating_point else region.dtype).itemsize
             )
             time_s, work = _cost(tensor, region)
             seconds += time_s
@@ -85,14 +87,20 @@ def _cost(fake: FakeTensor, region: Region) -> tuple[float, int]:
     trace = Trace.of_fake(fake)
     share = region.numel / max(1, fake._region.numel)
     # Of a part of its columns, whole rows are drawn.
-    drawn = share if region.is_contiguous or not fake.dim() else region.size[0] / max(1, fake.shape[0])
+    drawn = (
+        share if region.is_contiguous or not fake.dim() else region.size[0] / max(1, fake.shape[0])
+    )
     seconds, work = region.numel * _seconds_per_element(_TOUCH, region.dtype), region.size_bytes
     for node in trace.nodes if trace is not None else ():
         for target in node.targets():
             draws_numbers = describe(node.func).draws
             rule = _draws.rule_for(node.func, target.dtype, node.args) if draws_numbers else None
             kind = _kind(node.func, rule)
-            cut = fake.device.type == "cpu" and rule is not None if draws_numbers else kind != _DECOMPOSITION
+            cut = (
+                fake.device.type == "cpu" and rule is not None
+                if draws_numbers
+                else kind != _DECOMPOSITION
+            )
             count = target.numel * ((drawn if draws_numbers else share) if cut else 1.0)
             steps = min(target.size[-2:]) / min(_MATRIX) if kind == _DECOMPOSITION else 1.0
             seconds += count * steps * _seconds_per_element(kind, target.dtype)
@@ -101,12 +109,12 @@ def _cost(fake: FakeTensor, region: Region) -> tuple[float, int]:
     return seconds, work
 
 
-_DECOMPOSITION = (
-    "linalg_qr"  # of an orthogonal initialisation: an element costs as many steps as the shorter side
-)
+# of an orthogonal initialisation: an element costs as many steps as the shorter side
+_DECOMPOSITION = "linalg_qr"
 _MATRIX = (512, 1024)
 
-# Size of a trial (for a decomposition: of its matrix), its duration, and the largest number of repeats.
+# Size of a trial (for a decomposition: of its matrix), its duration, and the largest number of
+# repeats.
 _SAMPLE = math.prod(_MATRIX)
 _TRIAL_S = 0.01
 _TRIES = 16

@@ -24,7 +24,9 @@ __all__ = ["Origin", "Position", "Watch", "acquire", "release", "watches"]
 
 
 class Origin:
-    """A generator state that is known (``state``), or will be once ``node`` has drawn from ``before`` on."""
+    """A generator state that is known (``state``), or will be once ``node`` has drawn from
+    ``before`` on.
+    """
 
     __slots__ = ("before", "device", "node", "state")
 
@@ -56,22 +58,29 @@ class Position:
         self.words = words
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Position) and self.origin is other.origin and self.words == other.words
+        return (
+            isinstance(other, Position)
+            and self.origin is other.origin
+            and self.words == other.words
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-# The CPU generator's blob, as 64-bit words: seed, (left, seeded), next, the 624 words of the twister's state.
+# The CPU generator's blob, as 64-bit words: seed, (left, seeded), next, the 624 words of the
+# twister's state.
 _CPU_LEFT, _CPU_NEXT = 1, 2
 _CPU_WORDS = 624
 _CPU_STATE = slice(3, 3 + _CPU_WORDS)
 _CPU_MARK = slice(3, 6)
 _CPU_MAGIC = (0x7472656C, 0x61794D6B)
-# The CUDA generator's blob: seed, offset. An offset must be a multiple of 4; no program draws this many.
+# The CUDA generator's blob: seed, offset. An offset must be a multiple of 4; no program draws this
+# many.
 _PHILOX_STEP = 4
 _PHILOX_BASE = 1 << 56
 
-# A mark is full of noise, so that another thread, if it draws meanwhile, gets no numbers that the module gets.
+# A mark is full of noise, so that another thread, if it draws meanwhile, gets no numbers that the
+# module gets.
 _noise = np.random.SFC64()
 _LOW, _HALF = np.int64(0xFFFFFFFF), np.uint64(32)
 
@@ -82,7 +91,9 @@ _watches: dict[int, Watch] = {}
 
 
 class Watch:
-    """A generator under watch: its state when the watch began, and the marks it has been given since."""
+    """A generator under watch: its state when the watch began, and the marks it has been given
+    since.
+    """
 
     __slots__ = ("_given", "_is_cpu", "depth", "entry", "generator")
 
@@ -133,7 +144,9 @@ class Watch:
 
 
 def acquire(generator: torch.Generator) -> Watch:
-    """The watch over ``generator``, begun if there is none. Ends with as many calls of :func:`release`."""
+    """The watch over ``generator``, begun if there is none. Ends with as many calls of
+    :func:`release`.
+    """
     with _lock:
         found = _watches.get(id(generator))
         if found is None:
@@ -149,7 +162,9 @@ def watches() -> list[Watch]:
 
 
 def release(watch: Watch) -> bool:
-    """Gives up one claim on ``watch``; True if it was the last, and the caller must now set the generator."""
+    """Gives up one claim on ``watch``; True if it was the last, and the caller must now set the
+    generator.
+    """
     with _lock:
         watch.depth -= 1
         if watch.depth == 0:

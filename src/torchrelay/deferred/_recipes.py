@@ -75,10 +75,13 @@ def load(data: bytes) -> dict[str, Trace]:
     try:
         document = json.loads(data)
         if document["format"] != FORMAT:
-            raise CorruptionError(f"This file is not a recipe: its format says {document['format']!r}.")
+            raise CorruptionError(
+                f"This file is not a recipe: its format says {document['format']!r}."
+            )
         if document["version"] > VERSION:
             raise UnsupportedError(
-                f"This recipe has version {document['version']}, and this TorchRelay reads up to {VERSION}. Update it."
+                f"This recipe has version {document['version']}, and this TorchRelay reads up to "
+                f"{VERSION}. Update it."
             )
         return _Reader(document).traces()
     except (
@@ -101,7 +104,12 @@ class _Writer:
         self._regions: dict[int, int] = {}
         self._nodes: dict[int, int] = {}
         self._origins: dict[int, int] = {}
-        self._tables: dict[str, list[Any]] = {"storages": [], "regions": [], "nodes": [], "origins": []}
+        self._tables: dict[str, list[Any]] = {
+            "storages": [],
+            "regions": [],
+            "nodes": [],
+            "origins": [],
+        }
         self._kept: list[Any] = []  # so that no id is used twice
 
     def document(self, traces: dict[str, Trace]) -> dict[str, Any]:
@@ -120,14 +128,17 @@ class _Writer:
 
     def _storage(self, storage: Storage) -> int:
         if storage not in self._storages:
-            self._storages[storage] = self._enter("storages", [storage.size_bytes, str(storage.device)])
+            self._storages[storage] = self._enter(
+                "storages", [storage.size_bytes, str(storage.device)]
+            )
         return self._storages[storage]
 
     def _region(self, region: Region) -> int:
         if id(region) not in self._regions:
             if region.conj or region.neg:
                 raise UnsupportedError(
-                    "A recipe cannot hold lazy conjugates or negatives. Call resolve_conj() or resolve_neg() inside "
+                    "A recipe cannot hold lazy conjugates or negatives. Call resolve_conj() or "
+                    "resolve_neg() inside "
                     "deferred_init, or save the module's values."
                 )
             self._kept.append(region)
@@ -154,7 +165,9 @@ class _Writer:
             "kwargs": {key: self._value(value) for key, value in node.kwargs.items()},
             "reads": [self._region(region) for region in node.reads],
             "writes": [self._region(region) for region in node.writes],
-            "outputs": [None if region is None else self._region(region) for region in node.outputs],
+            "outputs": [
+                None if region is None else self._region(region) for region in node.outputs
+            ],
             "default_dtype": _name(node.default_dtype),
         }
         if node.position is not None and node.after is not None:
@@ -164,7 +177,9 @@ class _Writer:
             after = node.after
             if after.origin is not node.position.origin and id(after.origin) not in self._origins:
                 self._kept.append(after.origin)
-                self._origins[id(after.origin)] = self._enter("origins", {"after": self._nodes[node.seq]})
+                self._origins[id(after.origin)] = self._enter(
+                    "origins", {"after": self._nodes[node.seq]}
+                )
             entry["after"] = [self._origin(after.origin), after.words]
 
     def _origin(self, origin: Origin) -> int:
@@ -172,7 +187,8 @@ class _Writer:
             state = origin.state
             if state is None:
                 raise UnsupportedError(
-                    "A recipe cannot hold random numbers that come after an operation whose draws are not counted "
+                    "A recipe cannot hold random numbers that come after an operation whose draws "
+                    "are not counted "
                     "and that is not part of it. Materialize the module first, or save its values."
                 )
             self._kept.append(origin)
@@ -196,14 +212,19 @@ class _Writer:
             return {"region": self._region(value)}
         if isinstance(value, Constant):
             tensor = value.tensor.contiguous()
-            return {"constant": _encode(tensor), "dtype": _name(tensor.dtype), "size": list(tensor.shape)}
+            return {
+                "constant": _encode(tensor),
+                "dtype": _name(tensor.dtype),
+                "size": list(tensor.shape),
+            }
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return {"torch": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"device": str(value)}
         if isinstance(value, External):
             raise DeferredError(
-                "The initialisation reads a real tensor from outside the record, which a recipe cannot hold. "
+                "The initialisation reads a real tensor from outside the record, which a recipe "
+                "cannot hold. "
                 "Make the tensor inside deferred_init, or save the module's values."
             )
         raise UnsupportedError(f"A recipe cannot hold an argument of type {type(value).__name__}.")
@@ -222,14 +243,20 @@ class _Reader:
 
     def traces(self) -> dict[str, Trace]:
         return {
-            name: Trace(self._regions[_count(region)], [self._nodes[_count(index)] for index in nodes])
+            name: Trace(
+                self._regions[_count(region)], [self._nodes[_count(index)] for index in nodes]
+            )
             for name, (region, nodes) in self._document["tensors"].items()
         }
 
     def _region(self, storage: int, dtype: str, size: Any, stride: Any, offset: int) -> Region:
         found = self._storages[_count(storage)]
         region = Region(
-            found, _dtype(dtype), tuple(map(_count, size)), tuple(map(_count, stride)), _count(offset)
+            found,
+            _dtype(dtype),
+            tuple(map(_count, size)),
+            tuple(map(_count, stride)),
+            _count(offset),
         )
         last = offset + sum((n - 1) * s for n, s in zip(region.size, region.stride, strict=True))
         if 0 not in region.size and (last + 1) * region.dtype.itemsize > found.size_bytes:
@@ -243,7 +270,10 @@ class _Reader:
             {key: self._value(value) for key, value in entry["kwargs"].items()},
             tuple(self._regions[_count(index)] for index in entry["reads"]),
             tuple(self._regions[_count(index)] for index in entry["writes"]),
-            tuple(None if index is None else self._regions[_count(index)] for index in entry["outputs"]),
+            tuple(
+                None if index is None else self._regions[_count(index)]
+                for index in entry["outputs"]
+            ),
         )
         node.default_dtype = _dtype(entry["default_dtype"])
         if "position" in entry:
@@ -288,7 +318,8 @@ def _origin(entry: dict[str, Any]) -> Origin:
     if "seed" in entry:
         return Origin(device, torch.Generator().manual_seed(_count(entry["seed"])).get_state())
     return Origin(
-        device, torch.frombuffer(bytearray(base64.b64decode(entry["state"])), dtype=torch.uint8).clone()
+        device,
+        torch.frombuffer(bytearray(base64.b64decode(entry["state"])), dtype=torch.uint8).clone(),
     )
 
 

@@ -48,7 +48,8 @@ def record(
         region = value._region
         if not region.storage.deferred:
             raise DeferredError(
-                f"{func}: a fake tensor that was made outside deferred_init has no history to materialize it from, "
+                f"{func}: a fake tensor that was made outside deferred_init has no history to "
+                "materialize it from, "
                 f"so it cannot be used with deferred tensors: {value!r}"
             )
         given = value._history.given

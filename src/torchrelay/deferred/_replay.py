@@ -41,7 +41,9 @@ class Replay:
         self._kept = _Kept()
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
-        """The memory of ``storage`` with everything written so far; its operations are run for good."""
+        """The memory of ``storage`` with everything written so far; its operations are run for
+        good.
+        """
         history = storage.history()
         if history.given is None:
             schedule = Schedule([(storage, END)], job=self.job)
@@ -53,7 +55,9 @@ class Replay:
         return history.real
 
     def values(self, region: Region, before: int = END) -> torch.Tensor:
-        """The values of ``region``, computed on the side, now or at an earlier place in the program. Read only."""
+        """The values of ``region``, computed on the side, now or at an earlier place in the
+        program. Read only.
+        """
         return self._values(region, before, keep=False)
 
     def read(self, region: Region) -> torch.Tensor:
@@ -81,7 +85,9 @@ class Replay:
         """Memory for ``storage``, uninitialized."""
         where = self.place(storage.device)
         with _torch.plain_torch():
-            return torch.empty(storage.size_bytes, dtype=torch.uint8, device=where).untyped_storage()
+            return torch.empty(
+                storage.size_bytes, dtype=torch.uint8, device=where
+            ).untyped_storage()
 
     def place(self, device: torch.device) -> torch.device:
         """Where what was recorded for ``device`` is to be.
@@ -94,7 +100,8 @@ class Replay:
         if self._instead is None:
             raise UnavailableError(
                 f"The tensors were recorded on {device}, which this machine does not have. "
-                "Materialize on a machine that has it, or give materialize_module(..., device='cpu')."
+                "Materialize on a machine that has it, or give materialize_module(..., "
+                "device='cpu')."
             )
         return self._instead
 
@@ -105,7 +112,9 @@ class Replay:
 
 
 def _without_target(node: Node) -> Node:
-    """The same draw, into memory of its own: what a fill writes to does not matter to the generator."""
+    """The same draw, into memory of its own: what a fill writes to does not matter to the
+    generator.
+    """
     [old] = node.writes
     extent = 1 + sum((n - 1) * step for n, step in zip(old.size, old.stride, strict=True))
     storage = Storage(max(0, extent) * old.dtype.itemsize, old.storage.device, deferred=True)
@@ -121,7 +130,8 @@ class _Run:
     """One walk through a schedule.
 
     Args:
-        keep: results stay with their storages. If not, all is done aside, and memory that exists is left alone.
+        keep: results stay with their storages. If not, all is done aside, and memory that exists is
+            left alone.
 
     Attributes:
         kept: the storages with which memory was left.
@@ -133,7 +143,8 @@ class _Run:
         self._keep = keep
         self._aside: dict[Storage, torch.UntypedStorage] = {}
         self._versions: dict[Storage, int] = {}  # of what is aside
-        # The storages in the order in which they are needed last, so that memory is freed as soon as may be.
+        # The storages in the order in which they are needed last, so that memory is freed as soon
+        # as may be.
         self._ends = sorted(schedule.last_uses, key=schedule.last_uses.__getitem__, reverse=True)
         self.kept: set[Storage] = set()
 
@@ -185,7 +196,8 @@ class _Run:
                 self._schedule.afresh.discard(storage)
 
     def _run(self, node: Node) -> None:
-        # First of all, as other operations may have to be run to find out where the generator stands.
+        # First of all, as other operations may have to be run to find out where the generator
+        # stands.
         generator = None if node.position is None else self._replay.generators.at(node.position)
         for region in node.writes:
             self._writable(region.storage)
@@ -267,13 +279,17 @@ def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:
     """``value``, with the strides and in memory of the size that were recorded."""
     if (value.shape, value.dtype) != (region.size, region.dtype):
         raise UnsupportedError(
-            f"{node.func} was recorded with a result of shape {region.size} and {region.dtype}, as torch's meta kernel "
-            f"said, and gives {tuple(value.shape)} and {value.dtype}. Call it outside deferred_init."
+            f"{node.func} was recorded with a result of shape {region.size} and {region.dtype}, as "
+            "torch's meta kernel "
+            f"said, and gives {tuple(value.shape)} and {value.dtype}. Call it outside "
+            "deferred_init."
         )
     same = (value.stride(), value.storage_offset()) == (region.stride, region.offset)
     if same and value.untyped_storage().nbytes() == region.storage.size_bytes:
         return value
-    laid_out = torch.empty_strided(region.size, region.stride, dtype=value.dtype, device=value.device)
+    laid_out = torch.empty_strided(
+        region.size, region.stride, dtype=value.dtype, device=value.device
+    )
     return laid_out.copy_(value)
 
 
@@ -301,7 +317,9 @@ class _Kept:
             self.drop(KEPT_BYTES // 2)
 
     def drop(self, limit_bytes: int) -> None:
-        """Free the memory of those used longest ago, until no more than ``limit_bytes`` are left."""
+        """Free the memory of those used longest ago, until no more than ``limit_bytes`` are
+        left.
+        """
         for storage in [one for one in self._sizes if not one.has_memory()]:
             self._total -= self._sizes.pop(storage)
         for storage in list(self._sizes):

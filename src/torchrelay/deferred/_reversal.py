@@ -33,7 +33,8 @@ def dematerialize(module: torch.nn.Module) -> None:
     places = _places(module)
     if _torch.has_fsdp2(module):
         raise UnsupportedError(
-            "dematerialize(): fully_shard() keeps the memory of the parameters of this module, or of a part of it, "
+            "dematerialize(): fully_shard() keeps the memory of the parameters of this module, or "
+            "of a part of it, "
             "beside the module. Build the module anew with deferred_init(), or save its values."
         )
     _put_back(places, {name: trace_of(name, tensor) for name, tensor in _named(places).items()})
@@ -55,7 +56,9 @@ def recipe(module: torch.nn.Module, path: str | Path | None = None) -> bytes:
             real tensors from outside.
         UnsupportedError: a recipe cannot contain one of the operations.
     """
-    data = _recipes.dump({name: trace_of(name, tensor) for name, tensor in _named(_places(module)).items()})
+    data = _recipes.dump(
+        {name: trace_of(name, tensor) for name, tensor in _named(_places(module)).items()}
+    )
     if path is not None:
         Path(path).write_bytes(data)
     return data
@@ -81,7 +84,8 @@ def from_recipe(module: torch.nn.Module, source: bytes | str | Path) -> None:
         asked = traces[name].region.size if name in traces else "missing"
         if there != asked:
             raise MismatchError(
-                f"{name}: the module has shape {there}, the recipe {asked}. Is it of another module?"
+                f"{name}: the module has shape {there}, the recipe {asked}. Is it of another "
+                "module?"
             )
     _put_back(places, {name: traces[name] for name in named})
 
@@ -89,7 +93,8 @@ def from_recipe(module: torch.nn.Module, source: bytes | str | Path) -> None:
 def _places(module: torch.nn.Module) -> list[_Place]:
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
-            f"dematerialize(), recipe() and from_recipe() take a module, not {type(module).__name__}."
+            "dematerialize(), recipe() and from_recipe() take a module, not "
+            f"{type(module).__name__}."
         )
     return [
         (registry, name, f"{prefix}{name}", tensor)

@@ -15,9 +15,10 @@ END = 1 << 62  # a place in the program after every operation
 class Schedule:
     """The operations to run for some states, in program order.
 
-    A state is asked for by its storage and a place in the program: that before an operation, or the last. Where the
-    memory that a storage has comes before the state, only the operations in between are run. Where it comes after
-    one of the states that are asked for, or was handed out, the storage is computed ``afresh``, beside it.
+    A state is asked for by its storage and a place in the program: that before an operation, or the
+    last. Where the memory that a storage has comes before the state, only the operations in between
+    are run. Where it comes after one of the states that are asked for, or was handed out, the
+    storage is computed ``afresh``, beside it.
 
     Args:
         job: who asks; memory that the same job has handed out has not been changed since.
@@ -93,7 +94,9 @@ def writers(storage: Storage, before: int) -> list[Node]:
 
 
 def state_at(storage: Storage, before: int) -> int:
-    """Return the version of the state of ``storage`` before ``before``: the ``seq`` of its last writer, or 0."""
+    """Return the version of the state of ``storage`` before ``before``: the ``seq`` of its last
+    writer, or 0.
+    """
     for node in reversed(storage.history().record):
         if node.seq < before:
             return node.seq

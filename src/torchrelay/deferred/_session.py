@@ -90,7 +90,9 @@ class Session:
         try:
             for key, watch in self._watches.items():
                 if _positions.release(watch):
-                    stand_in = isinstance(key, torch.device) and key.type != watch.generator.device.type
+                    stand_in = (
+                        isinstance(key, torch.device) and key.type != watch.generator.device.type
+                    )
                     self._settle(watch, done and not stand_in)
         finally:
             self._watches.clear()
@@ -119,7 +121,8 @@ _stack = _Stack()
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Receives every operation, also those without a fake argument. One per thread."""
 
-    # Lets calls for absent devices through torch's argument parsing, as they are not going to be touched.
+    # Lets calls for absent devices through torch's argument parsing, as they are not going to be
+    # touched.
     _mode_key = _torch.fake_mode_key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +155,8 @@ def enter(session: Session) -> Iterator[Session]:
     if not _stack.sessions:
         if _torch.fake_mode_active():
             raise UnsupportedError(
-                "A torch.export or torch.compile fake mode is active here; leave it before making fake tensors."
+                "A torch.export or torch.compile fake mode is active here; leave it before making "
+                "fake tensors."
             )
         mode = _Mode()  # type: ignore[no-untyped-call]
         mode.__enter__()  # type: ignore[no-untyped-call]

@@ -35,7 +35,8 @@ _MOST_KNOWN = 2000
 
 
 def _key(value: Any, by_kind: bool) -> Any:
-    """What the shapes of results depend on. Types are part of it: 1, 1.0 and True are equal, but not alike.
+    """What the shapes of results depend on. Types are part of it: 1, 1.0 and True are equal, but
+    not alike.
 
     ``by_kind``: of a number, no more than its type, as for what works element by element.
     """
@@ -49,7 +50,9 @@ def _key(value: Any, by_kind: bool) -> Any:
     if kind in (tuple, list):
         return (kind, *[_key(item, by_kind) for item in value])
     if kind is dict:
-        return tuple((name, _key(item, by_kind)) for name, item in value.items() if name != "generator")
+        return tuple(
+            (name, _key(item, by_kind)) for name, item in value.items() if name != "generator"
+        )
     return kind if by_kind and kind is float else (kind, value)
 
 
@@ -71,7 +74,11 @@ def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name.startswith(_LAID_OUT_BY_DEVICE):
             return _torch.results_on_device(func, args, meta_kwargs, shadow)
         results = func(*map_tensors(args, torch.Tensor, shadow), **meta_kwargs)
-        return map_tensors(results, torch.Tensor, _row_by_row) if name in _LAID_OUT_IN_ROWS else results
+        return (
+            map_tensors(results, torch.Tensor, _row_by_row)
+            if name in _LAID_OUT_IN_ROWS
+            else results
+        )
 
 
 def _row_by_row(result: torch.Tensor) -> torch.Tensor:
@@ -81,11 +88,14 @@ def _row_by_row(result: torch.Tensor) -> torch.Tensor:
     return result.contiguous()
 
 
-# The meta kernels of these keep the strides of their argument; those of the CPU do not. Found by comparing the two
-# over torch's database of operators. It matters: random numbers are drawn in the order of the strides.
+# The meta kernels of these keep the strides of their argument; those of the CPU do not. Found by
+# comparing the two
+# over torch's database of operators. It matters: random numbers are drawn in the order of the
+# strides.
 _LAID_OUT_IN_ROWS = {
     "aten::_batch_norm_with_update", "aten::_native_batch_norm_legit", "aten::native_batch_norm",
-    "aten::_standard_gamma", "aten::log_sigmoid_forward", "aten::normal.Tensor_Tensor", "aten::normal.float_Tensor",
+    "aten::_standard_gamma", "aten::log_sigmoid_forward", "aten::normal.Tensor_Tensor",
+    "aten::normal.float_Tensor",
     "aten::poisson", "aten::rrelu_with_noise",
 }  # fmt: skip
 
@@ -107,7 +117,8 @@ def check_sizes(func: Any, results: Any, written: list[Any]) -> None:
     for result, target in zip(flat(results), written, strict=False):
         if result is not None and result.shape != target.shape:
             raise UnsupportedError(
-                f"{func} resizes its out argument of shape {tuple(target.shape)} to {tuple(result.shape)}, which is "
+                f"{func} resizes its out argument of shape {tuple(target.shape)} to "
+                f"{tuple(result.shape)}, which is "
                 "not recorded. Give it one of the right shape."
             )
 
@@ -133,7 +144,9 @@ def fakes_in(value: Any) -> Any:
 
 def tensors_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the tensors of an argument, by position or name."""
-    value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+    value = (
+        kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+    )
     return list(value) if isinstance(value, (tuple, list)) else [] if value is None else [value]
 
 

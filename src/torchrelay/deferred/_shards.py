@@ -31,7 +31,8 @@ def check_shard(shard: Any) -> None:
     if shard is None or callable(shard) or (isinstance(shard, tuple) and len(shard) == 2):
         return
     raise ArgumentError(
-        "shard must be a function (name, tensor) -> tuple of slices or None, or a pair (device_mesh, placements); "
+        "shard must be a function (name, tensor) -> tuple of slices or None, or a pair "
+        "(device_mesh, placements); "
         f"got {type(shard).__name__}."
     )
 
@@ -81,10 +82,13 @@ def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
     if slices is None:
         return None
     if not isinstance(slices, tuple) or not all(isinstance(item, slice) for item in slices):
-        raise ArgumentError(f"{name}: shard must give a tuple of slices or None, and gave {slices!r}.")
+        raise ArgumentError(
+            f"{name}: shard must give a tuple of slices or None, and gave {slices!r}."
+        )
     if len(slices) > fake.dim() or any(item.step not in (None, 1) for item in slices):
         raise ArgumentError(
-            f"{name}: the slices {slices!r} do not fit a tensor of shape {tuple(fake.shape)}: at most one for each "
+            f"{name}: the slices {slices!r} do not fit a tensor of shape {tuple(fake.shape)}: at "
+            "most one for each "
             "dimension, with step 1."
         )
     return slices
@@ -102,7 +106,8 @@ def _mesh_slices(mesh: DeviceMesh, placements: Placements, name: str, fake: torc
             )
         if isinstance(placement, ShardPlacement) and not 0 <= placement.dim < fake.dim():
             raise ArgumentError(
-                f"{name}: {placement} does not fit a tensor of shape {tuple(fake.shape)}. Give Replicate() for it."
+                f"{name}: {placement} does not fit a tensor of shape {tuple(fake.shape)}. Give "
+                "Replicate() for it."
             )
     size, offset = _torch.local_shape_and_offset(fake.shape, mesh, placements)
     return tuple(slice(start, start + extent) for start, extent in zip(offset, size, strict=True))
@@ -128,7 +133,12 @@ def distributed(shard: Any, name: str, fake: torch.Tensor, local: torch.Tensor) 
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
     return DTensor.from_local(
-        local, shard[0], placements, run_check=False, shape=fake.shape, stride=_contiguous(fake.shape)
+        local,
+        shard[0],
+        placements,
+        run_check=False,
+        shape=fake.shape,
+        stride=_contiguous(fake.shape),
     )
 
 

@@ -60,7 +60,8 @@ class FakeTensor(torch.Tensor):
     ) -> Any:
         return hooks.dispatch(func, args, kwargs or {})
 
-    # A subclass of Parameter stays one: its methods, its isinstance, and its class when materialized.
+    # A subclass of Parameter stays one: its methods, its isinstance, and its class when
+    # materialized.
 
     @property
     def _is_param(self) -> bool:
@@ -186,7 +187,10 @@ class FakeTensor(torch.Tensor):
         return copied
 
     def cuda(
-        self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: Any = torch.preserve_format,
     ) -> torch.Tensor:
         where = (
             torch.device("cuda")
@@ -247,7 +251,9 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
     """Return a copy with its own storage; tensors that shared one still share one."""
     if not fake.is_leaf:
-        raise DeferredError("Only tensors that are leaves of the autograd graph can be deep-copied.")
+        raise DeferredError(
+            "Only tensors that are leaves of the autograd graph can be deep-copied."
+        )
     region = fake._region
     storage = region.storage
     with torch.no_grad():
@@ -256,7 +262,9 @@ def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
             count = storage.size_bytes // region.dtype.itemsize
             flat = Region(storage, region.dtype, (count,), (1,))
             copied = memo[id(storage)] = fake_from_region(flat, fake._history).clone()
-        mine = Region(copied._region.storage, region.dtype, region.size, region.stride, region.offset)
+        mine = Region(
+            copied._region.storage, region.dtype, region.size, region.stride, region.offset
+        )
         new = _resolved(fake_from_region(mine, copied._history), region.conj, region.neg)
     new.__class__ = fake.__class__
     new.__dict__.update(copy.deepcopy(user_attributes(fake), memo))
@@ -289,7 +297,8 @@ def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
         real.requires_grad_()
     real.__dict__.update(attributes)
     _torch.swap_tensors(fake, real)
-    # The hooks stay with the Python object; assigning them enters them in the new tensor's autograd data.
+    # The hooks stay with the Python object; assigning them enters them in the new tensor's autograd
+    # data.
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         registered = getattr(fake, name)
         if registered and fake.requires_grad and fake.is_leaf:

@@ -1,6 +1,7 @@
 """What is known of a tensor's making after it has been materialized, and going back to before.
 
-A trace is the recorded operations that decide one tensor's values. It holds no memory of the tensor's own.
+A trace is the recorded operations that decide one tensor's values. It holds no memory of the
+tensor's own.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ __all__ = ["Trace", "rebuilt", "remember", "trace_of"]
 
 @dataclass
 class Trace:
-    """The operations, in order, and the region of which they decide the values; with what a tensor has beside."""
+    """The operations, in order, and the region of which they decide the values; with what a tensor
+    has beside.
+    """
 
     region: Region
     nodes: list[Node]
 
     @classmethod
     def of_fake(cls, fake: FakeTensor) -> Trace | None:
-        """What is run to materialize ``fake`` alone; None if its memory has been handed out, with another tensor."""
+        """What is run to materialize ``fake`` alone; None if its memory has been handed out, with
+        another tensor.
+        """
         region = fake._region
         if region.storage.history().given is not None:
             return None
@@ -62,8 +67,10 @@ def trace_of(name: str, tensor: torch.Tensor) -> Trace:
     """The trace of a deferred or of a materialized tensor.
 
     Raises:
-        DeferredError: it was not made by ``deferred_init``, its making read real tensors from outside, or it has
-            been changed since it was materialized, as by training: its values are more than its recipe.
+        DeferredError: it was not made by ``deferred_init``, its making read real tensors from
+            outside, or it has
+            been changed since it was materialized, as by training: its values are more than its
+                recipe.
     """
     if isinstance(tensor, FakeTensor):
         if not tensor._region.storage.deferred:
@@ -73,20 +80,25 @@ def trace_of(name: str, tensor: torch.Tensor) -> Trace:
         trace, version = _traces.get(id(tensor), (None, 0))
     if trace is None:
         raise DeferredError(
-            f"{name} was not made by deferred_init(), or its initialisation read real tensors from outside, or it "
-            "shares memory with a tensor that was materialized before: there is no record to go back to. Save its "
+            f"{name} was not made by deferred_init(), or its initialisation read real tensors from "
+            "outside, or it "
+            "shares memory with a tensor that was materialized before: there is no record to go "
+            "back to. Save its "
             "values instead."
         )
     if version != _version(tensor):
         raise DeferredError(
-            f"{name} has been changed since it was materialized, as by a training step, and going back to its "
+            f"{name} has been changed since it was materialized, as by a training step, and going "
+            "back to its "
             "record would lose that. Save its values instead."
         )
     return trace
 
 
 def rebuilt(traces: Iterable[Trace]) -> list[FakeTensor]:
-    """New deferred tensors, one a trace, on a copy of the record: what was shared is shared again."""
+    """New deferred tensors, one a trace, on a copy of the record: what was shared is shared
+    again.
+    """
     copier = _Copier()
     traces = list(traces)
     nodes = {node.seq: node for trace in traces for node in trace.nodes}
@@ -124,7 +136,9 @@ class _Copier:
         outputs = tuple(None if region is None else self.region(region) for region in old.outputs)
         kept = [*old.reads, *(old.writes if len(old.targets()) > 1 else ())]
         keeps = tuple(self._storage(region.storage)[1] for region in kept)
-        new = Node(old.func, args, kwargs, reads, tuple(map(self.region, old.writes)), outputs, keeps)
+        new = Node(
+            old.func, args, kwargs, reads, tuple(map(self.region, old.writes)), outputs, keeps
+        )
         new.position, new.after = old.position, old.after
         new.default_dtype, new.grad = old.default_dtype, old.grad
         new.link()

@@ -1,7 +1,8 @@
 """The CPU generator's state blob, and moving it forward without drawing.
 
-The blob of ``torch.Generator.get_state()`` is, in 64-bit words: the seed; ``left`` and ``seeded`` in one; the
-index of the next word; the 624 words of the twister's state; and what normal draws keep for the next call.
+The blob of ``torch.Generator.get_state()`` is, in 64-bit words: the seed; ``left`` and ``seeded``
+in one; the index of the next word; the 624 words of the twister's state; and what normal draws keep
+for the next call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _LOW = np.int64(0xFFFFFFFF)
 
 
 def jump(state: torch.Tensor, words: int) -> torch.Tensor:
-    """The blob of a CPU generator that has drawn ``words`` more 32-bit words than ``state``. About 1 ms."""
+    """The blob of a CPU generator that has drawn ``words`` more 32-bit words than ``state``. About
+    1 ms.
+    """
     moved = state.clone()
     blob = moved.numpy().view(np.int64)
     # A generator that was just seeded has used up a block that it never gave out.

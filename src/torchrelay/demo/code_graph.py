@@ -1,6 +1,8 @@
-"""The code graph of Python sources: who imports, defines, inherits, calls, takes, raises and catches what.
+"""The code graph of Python sources: who imports, defines, inherits, calls, takes, raises and
+catches what.
 
-:func:`read_code_graph` reads any folder of sources with :mod:`ast`; :func:`split_facts` makes train, valid and test.
+:func:`read_code_graph` reads any folder of sources with :mod:`ast`; :func:`split_facts` makes
+train, valid and test.
 
 Entities are named so that a person can read them::
 
@@ -41,20 +43,27 @@ def standard_library() -> Path:
 
 
 def source_files(root: Path) -> list[Path]:
-    """The sources below ``root`` that make the graph, sorted; without tests and third-party packages."""
+    """The sources below ``root`` that make the graph, sorted; without tests and third-party
+    packages.
+    """
     files = (path for path in root.rglob("*.py") if path.is_file())
-    return sorted(path for path in files if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    return sorted(
+        path for path in files if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts)
+    )
 
 
 def read_code_graph(root: Path) -> list[Fact]:
-    """All facts about the sources below ``root``, sorted, each once. ``root`` is what imports start from.
+    """All facts about the sources below ``root``, sorted, each once. ``root`` is what imports start
+    from.
 
     Raises:
         DataError: there are no sources.
     """
     paths = {_module_name(root, path): path for path in source_files(root)}
     if not paths:
-        raise DataError(f"{root} has no Python sources: is the standard library installed as source?")
+        raise DataError(
+            f"{root} has no Python sources: is the standard library installed as source?"
+        )
     facts: set[Fact] = set()
     for module, path in paths.items():
         tree = _parse(path)
@@ -65,11 +74,15 @@ def read_code_graph(root: Path) -> list[Fact]:
 
 
 def prune(facts: Iterable[Fact], at_least: int) -> list[Fact]:
-    """The largest part of the graph in which each entity has ``at_least`` facts: what occurs once teaches nothing."""
+    """The largest part of the graph in which each entity has ``at_least`` facts: what occurs once
+    teaches nothing.
+    """
     kept = list(facts)
     while True:
         degree = Counter(name for subject, _, obj in kept for name in (subject, obj))
-        rest = [fact for fact in kept if degree[fact[0]] >= at_least and degree[fact[2]] >= at_least]
+        rest = [
+            fact for fact in kept if degree[fact[0]] >= at_least and degree[fact[2]] >= at_least
+        ]
         if len(rest) == len(kept):
             return rest
         kept = rest
@@ -78,8 +91,9 @@ def prune(facts: Iterable[Fact], at_least: int) -> list[Fact]:
 def split_facts(facts: Sequence[Fact], share: float, seed: int) -> dict[str, list[Fact]]:
     """Train, valid and test: a random ``share`` of the facts each for valid and test.
 
-    A fact leaves train only while its entities and its relation keep another one there, so valid and test
-    hold nothing that train has never seen. The same facts, share and seed give the same split.
+    A fact leaves train only while its entities and its relation keep another one there, so valid
+    and test hold nothing that train has never seen. The same facts, share and seed give the same
+    split.
     """
     wanted = int(len(facts) * share)
     left = Counter(name for fact in facts for name in _names(fact))
@@ -106,7 +120,9 @@ def _module_name(root: Path, path: Path) -> str:
 
 
 def _parse(path: Path) -> ast.Module | None:
-    """The syntax tree, or None for a file that is no valid source of this Python: templates, other versions."""
+    """The syntax tree, or None for a file that is no valid source of this Python: templates, other
+    versions.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in old sources
         try:
@@ -116,7 +132,9 @@ def _parse(path: Path) -> ast.Module | None:
 
 
 def _target(node: ast.AST) -> list[str]:
-    """The parts of a dotted name, ``["os", "path", "join"]``; other expressions before a dot give ``""``."""
+    """The parts of a dotted name, ``["os", "path", "join"]``; other expressions before a dot give
+    ``""``.
+    """
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -136,7 +154,9 @@ class _Module:
     modules: Collection[str]
     tree: ast.Module
     known: dict[str, str] = field(init=False)
-    """Imported and defined names of the module's scope, and what they stand for: ``{"join": "os.path.join"}``."""
+    """Imported and defined names of the module's scope, and what they stand for: ``{"join":
+    "os.path.join"}``.
+    """
     variables: dict[str, str] = field(init=False)
     """Variables of the module's scope: ``{"FLAGS": "json.decoder.FLAGS"}``."""
 
@@ -148,7 +168,12 @@ class _Module:
         self.known = dict(pair for node in self._imports for pair in self._bound_names(node))
         self.known.update((name, f"{self.name}.{name}") for name in self._defined)
         assignments = (node.targets for node in self.tree.body if isinstance(node, ast.Assign))
-        names = (target.id for targets in assignments for target in targets if isinstance(target, ast.Name))
+        names = (
+            target.id
+            for targets in assignments
+            for target in targets
+            if isinstance(target, ast.Name)
+        )
         self.variables = {name: f"{self.name}.{name}" for name in names}
 
     def facts(self) -> Iterator[Fact]:
@@ -171,7 +196,9 @@ class _Module:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 found[node.name] = node
             elif isinstance(node, ast.If | ast.Try | ast.With):
-                pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+                pending += [
+                    child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
+                ]
                 pending += [s for h in getattr(node, "handlers", []) for s in h.body]
         return found
 
@@ -206,7 +233,9 @@ class _Module:
 
     def _class_facts(self, name: str, node: ast.ClassDef) -> Iterator[Fact]:
         methods = {
-            item.name: item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+            item.name: item
+            for item in node.body
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
         }
         for base in node.bases:
             yield from self._fact(name, "inherits", self._resolve(base, {}))
@@ -215,9 +244,13 @@ class _Module:
         for method, function in methods.items():
             yield name, "has method", f".{method}()"
             yield name, "defines", f"{name}.{method}"
-            yield from self._function_facts(f"{name}.{method}", function, {m: f"{name}.{m}" for m in methods})
+            yield from self._function_facts(
+                f"{name}.{method}", function, {m: f"{name}.{m}" for m in methods}
+            )
 
-    def _function_facts(self, name: str, node: _Function, methods: Mapping[str, str]) -> Iterator[Fact]:
+    def _function_facts(
+        self, name: str, node: _Function, methods: Mapping[str, str]
+    ) -> Iterator[Fact]:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for argument in arguments:
             if argument.arg not in ("self", "cls"):
@@ -227,7 +260,9 @@ class _Module:
         raised: set[ast.AST] = set()  # raise ValueError() is one fact, not a call besides
         for child in ast.walk(node):
             if isinstance(child, ast.Call) and child not in raised:
-                yield from self._fact(name, "calls", self._resolve(child.func, methods, called=True))
+                yield from self._fact(
+                    name, "calls", self._resolve(child.func, methods, called=True)
+                )
             elif isinstance(child, (ast.Name, ast.Attribute)):
                 yield from self._fact(name, "uses", self._variable(child, methods))
             elif isinstance(child, ast.Raise) and child.exc is not None:
@@ -239,7 +274,9 @@ class _Module:
                     yield from self._fact(name, "catches", self._resolve(caught, methods))
 
     def _variable(self, node: ast.Name | ast.Attribute, methods: Mapping[str, str]) -> str | None:
-        """The module's variable or the class's attribute that an expression is, ``json.decoder.JSONDecoder.strict``."""
+        """The module's variable or the class's attribute that an expression is,
+        ``json.decoder.JSONDecoder.strict``.
+        """
         if isinstance(node, ast.Name):
             return self.variables.get(node.id)
         of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -247,7 +284,9 @@ class _Module:
             return f"{next(iter(methods.values())).rpartition('.')[0]}.{node.attr}"
         return None
 
-    def _resolve(self, node: ast.AST, methods: Mapping[str, str], *, called: bool = False) -> str | None:
+    def _resolve(
+        self, node: ast.AST, methods: Mapping[str, str], *, called: bool = False
+    ) -> str | None:
         """The entity an expression names; None for local variables and what has no name.
 
         ``methods`` are those of the class around, which ``self.`` reaches.

@@ -1,9 +1,10 @@
 """Link prediction by the standard protocol: both sides, filtered, ties shared.
 
-For each fact (s, r, o) the model ranks all entities as answers to (s, r, ?) and to (?, r, o). Other right
-answers, of train, valid or test, do not count (*filtered*; Bordes et al., NIPS 2013). Equal scores share
-their places: the rank is the mean of the best and the worst that the scores allow (*realistic*; Berrendorf
-et al., 2020), so a model that scores everything the same gains nothing.
+For each fact (s, r, o) the model ranks all entities as answers to (s, r, ?) and to (?, r, o). Other
+right answers, of train, valid or test, do not count (*filtered*; Bordes et al., NIPS 2013). Equal
+scores share
+their places: the rank is the mean of the best and the worst that the scores allow (*realistic*;
+Berrendorf et al., 2020), so a model that scores everything the same gains nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ __all__ = [
 HITS_AT = (1, 3, 10)
 
 Scorer = Callable[[Tensor, Tensor], Tensor]
-"""Takes numbers of subjects and relations, ``(b,)``; gives the score of every entity as the object, ``(b, entities)``."""
+"""Takes numbers of subjects and relations, ``(b,)``; gives the score of every entity as the object,
+``(b, entities)``.
+"""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Mean reciprocal rank, and the share of questions whose answer is among the first 1, 3 and 10."""
+    """Mean reciprocal rank, and the share of questions whose answer is among the first 1, 3 and
+    10.
+    """
 
     questions: int
     mrr: float
@@ -76,8 +81,11 @@ class Answers:
 
 
 @torch.no_grad()
-def rank_answers(score: Scorer, questions: Tensor, answers: Answers, batch_size: int = 256) -> Tensor:
-    """The rank of each question's own answer, from 1, float64 ``(n,)``; ``questions`` is ``(n, 3)``.
+def rank_answers(
+    score: Scorer, questions: Tensor, answers: Answers, batch_size: int = 256
+) -> Tensor:
+    """The rank of each question's own answer, from 1, float64 ``(n,)``; ``questions`` is ``(n,
+    3)``.
 
     Raises:
         ArgumentError: a score is not finite: the model has diverged.
@@ -90,7 +98,9 @@ def _rank_batch(score: Scorer, questions: Tensor, answers: Answers) -> Tensor:
     s, r, o = questions.unbind(1)
     scores = score(s, r)
     if not scores.isfinite().all():
-        raise ArgumentError("the model has diverged: its scores are not finite; try a lower --learning-rate")
+        raise ArgumentError(
+            "the model has diverged: its scores are not finite; try a lower --learning-rate"
+        )
     own = scores.gather(1, o.unsqueeze(1))
     scores[answers.of(s, r)] = -math.inf
     scores.scatter_(1, o.unsqueeze(1), own)
@@ -102,17 +112,23 @@ def _rank_batch(score: Scorer, questions: Tensor, answers: Answers) -> Tensor:
 def sum_metrics(ranks: Tensor) -> Tensor:
     """Count, sum of 1/rank, and counts of hits, float64 ``(5,)``: sums of several shares add up."""
     hits = [(ranks <= k).sum().double() for k in HITS_AT]
-    return torch.stack([torch.tensor(float(len(ranks)), dtype=torch.float64), (1 / ranks).sum(), *hits])
+    return torch.stack(
+        [torch.tensor(float(len(ranks)), dtype=torch.float64), (1 / ranks).sum(), *hits]
+    )
 
 
 def count_answers(graph: Graph) -> Tensor:
-    """How often each entity answers a question with each relation in train, float32 ``(2 * relations, entities)``."""
+    """How often each entity answers a question with each relation in train, float32 ``(2 *
+    relations, entities)``.
+    """
     train = with_reciprocals(graph.train, len(graph.relations))
     counts = torch.zeros(2 * len(graph.relations), len(graph.entities))
     return counts.index_put_((train[:, 1], train[:, 2]), torch.ones(len(train)), accumulate=True)
 
 
 def frequency_scorer(graph: Graph) -> Scorer:
-    """Return the baseline: answers each question with the objects most frequent with its relation in train."""
+    """Return the baseline: answers each question with the objects most frequent with its relation
+    in train.
+    """
     counts = count_answers(graph)
     return lambda _, relations: counts[relations]

@@ -39,7 +39,13 @@ def run(options: Options) -> NoReturn:
         "TORCHRELAY_PARAMETERS_TIMEOUT_S": str(options.timeout_s),
     }
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    worker = ["--nproc-per-node", str(options.nproc), "-m", "torchrelay.demo.worker", options.to_json()]
+    worker = [
+        "--nproc-per-node",
+        str(options.nproc),
+        "-m",
+        "torchrelay.demo.worker",
+        options.to_json(),
+    ]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *torchrun, *worker], {**defaults, **os.environ})
 
@@ -61,9 +67,11 @@ def _cache_home() -> Path:
 
 
 def cached_code_graph(root: Path, cache: Path) -> tuple[Path, bool]:
-    """A folder below ``cache`` with the split code graph of the sources in ``root``, and whether it was there.
+    """A folder below ``cache`` with the split code graph of the sources in ``root``, and whether it
+    was there.
 
-    The folder's name changes with the sources, this Python and the reader. It appears whole or not at all.
+    The folder's name changes with the sources, this Python and the reader. It appears whole or not
+    at all.
 
     Raises:
         DataError: ``root`` has no sources.
@@ -99,7 +107,9 @@ def _publish(made: Path, folder: Path) -> None:
 
 
 def _fingerprint(root: Path) -> str:
-    digest = hashlib.sha256(f"{sys.version} {_SPLIT_SHARE} {_SPLIT_SEED} {_FACTS_PER_ENTITY}".encode())
+    digest = hashlib.sha256(
+        f"{sys.version} {_SPLIT_SHARE} {_SPLIT_SEED} {_FACTS_PER_ENTITY}".encode()
+    )
     digest.update(Path(code_graph.__file__).read_bytes())
     for path in code_graph.source_files(root):
         status = path.stat()

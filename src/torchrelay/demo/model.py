@@ -1,6 +1,7 @@
 """ComplEx with reciprocal relations, trained as a classifier over entities.
 
-Sources: Trouillon et al., "Complex Embeddings for Simple Link Prediction" (ICML 2016); reciprocal relations,
+Sources: Trouillon et al., "Complex Embeddings for Simple Link Prediction" (ICML 2016); reciprocal
+    relations,
 the N3 regulariser and Adagrad: Lacroix et al., "Canonical Tensor Decomposition for Knowledge Base
 Completion" (ICML 2018); the correction of a sampled softmax: Bengio and Senecal (2008).
 """
@@ -22,12 +23,14 @@ __all__ = ["ComplEx", "entities_of", "log_sum_exp_of_product"]
 class ComplEx(nn.Module):
     """Scores a fact (s, r, o) by the real part of <s, r, conj(o)>.
 
-    A question about the subject, (?, r, o), is asked as (o, r + relations, ?): each relation has a reciprocal
-    with an embedding of its own. The few relations are dense parameters. The many entities are looked up in
-    ``entities``: torch's embedding, with ``weight``, or after :meth:`move_entities` one over a table.
+    A question about the subject, (?, r, o), is asked as (o, r + relations, ?): each relation has a
+    reciprocal with an embedding of its own. The few relations are dense parameters. The many
+    entities are looked up in ``entities``: torch's embedding, with ``weight``, or after
+    :meth:`move_entities` one over a table.
 
     Args:
-        dim: complex numbers an embedding has; it is stored as ``2 * dim`` float32, real parts first.
+        dim: complex numbers an embedding has; it is stored as ``2 * dim`` float32, real parts
+            first.
     """
 
     entities: nn.Embedding | Embedding
@@ -62,13 +65,17 @@ class ComplEx(nn.Module):
         return copy
 
     def query(self, subjects: Tensor, relations: Tensor) -> Tensor:
-        """What an object's embedding is multiplied with to score it: ``s * r``, of two ``(b, 2 * dim)`` tensors."""
+        """What an object's embedding is multiplied with to score it: ``s * r``, of two ``(b, 2 *
+        dim)`` tensors.
+        """
         s_re, s_im = subjects.chunk(2, dim=1)
         r_re, r_im = relations.chunk(2, dim=1)
         return torch.cat([s_re * r_re - s_im * r_im, s_re * r_im + s_im * r_re], dim=1)
 
     def score_all(self, subjects: Tensor, relations: Tensor) -> Tensor:
-        """Scores of every entity as the object, ``(b, entities)`` float32; subjects and relations are numbers."""
+        """Scores of every entity as the object, ``(b, entities)`` float32; subjects and relations
+        are numbers.
+        """
         return self.query(self.rows[subjects], self.relations[relations]) @ self.rows.T
 
     def forward(self, triples: Tensor, negatives: Tensor, regularisation: float) -> Tensor:
@@ -76,8 +83,8 @@ class ComplEx(nn.Module):
 
         Args:
             triples: int64 ``(b, 3)``; relations from ``relations`` up are reciprocals.
-            negatives: int64 ``(k,)``, distinct entities drawn uniformly. With all entities the loss is the
-                full softmax.
+            negatives: int64 ``(k,)``, distinct entities drawn uniformly. With all entities the loss
+                is the full softmax.
         """
         s, r, o = triples.unbind(1)
         # One lookup, so that its backward pass makes one gradient, not three.
@@ -91,8 +98,12 @@ class ComplEx(nn.Module):
         n3 = torch.stack([_modulus_cubed(part) for part in (subjects, relations, objects)]).sum()
         return cross_entropy + regularisation * n3 / len(triples)
 
-    def _log_sum_of_wrong(self, query: Tensor, others: Tensor, negatives: Tensor, objects: Tensor) -> Tensor:
-        """``(b,)``: log of the sum of exp(score) over all entities but the object, estimated from the negatives."""
+    def _log_sum_of_wrong(
+        self, query: Tensor, others: Tensor, negatives: Tensor, objects: Tensor
+    ) -> Tensor:
+        """``(b,)``: log of the sum of exp(score) over all entities but the object, estimated from
+        the negatives.
+        """
         entities = self.entities.num_embeddings
         column = torch.full((entities,), -1)
         column[negatives] = torch.arange(len(negatives))
@@ -107,7 +118,9 @@ def entities_of(triples: Tensor, negatives: Tensor) -> Tensor:
 
 
 def log_sum_exp_of_product(query: Tensor, others: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """``(b,)``: ``(query @ others.T).logsumexp(1)`` without the entries at ``(row, column)``; differentiable."""
+    """``(b,)``: ``(query @ others.T).logsumexp(1)`` without the entries at ``(row, column)``;
+    differentiable.
+    """
     result: Tensor = _LogSumExpOfProduct.apply(query, others, row, column)  # type: ignore[no-untyped-call]
     return result
 
@@ -115,8 +128,9 @@ def log_sum_exp_of_product(query: Tensor, others: Tensor, row: Tensor, column: T
 class _LogSumExpOfProduct(torch.autograd.Function):
     """``(query @ others.T).logsumexp(1)``, but for the entries at ``(row, column)``.
 
-    The backward pass needs only products with the exponentials, which the forward pass keeps: autograd's own
-    would read and write the ``(b, k)`` scores three times as often, which takes longer than the products.
+    The backward pass needs only products with the exponentials, which the forward pass keeps:
+    autograd's own would read and write the ``(b, k)`` scores three times as often, which takes
+    longer than the products.
     """
 
     @staticmethod

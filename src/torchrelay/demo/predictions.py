@@ -20,13 +20,18 @@ _ANSWERS = 3
 
 @torch.no_grad()
 def predict(model: ComplEx, graph: Graph, seed: int) -> list[Prediction]:
-    """Answers to questions about the objects of test facts: a random fact of each relation, up to ten."""
+    """Answers to questions about the objects of test facts: a random fact of each relation, up to
+    ten.
+    """
     facts = random.Random(seed).sample(graph.test.tolist(), len(graph.test))
     of_relation = {relation: (s, relation, o) for s, relation, o in reversed(facts)}
     chosen = torch.tensor(sorted(of_relation.values(), key=lambda fact: fact[1])[:_QUESTIONS])
     answers = Answers(graph)
     ranks = rank_answers(model.score_all, chosen, answers).tolist()
-    return [_predict_one(model, graph, answers, fact, rank) for fact, rank in zip(chosen, ranks, strict=True)]
+    return [
+        _predict_one(model, graph, answers, fact, rank)
+        for fact, rank in zip(chosen, ranks, strict=True)
+    ]
 
 
 def _predict_one(

@@ -8,17 +8,33 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from torchrelay.demo.evaluation import HITS_AT, Metrics
 
-__all__ = ["Prediction", "Stage", "TrainingProgress", "metrics_table", "predictions_table", "stages_table"]
+__all__ = [
+    "Prediction",
+    "Stage",
+    "TrainingProgress",
+    "metrics_table",
+    "predictions_table",
+    "stages_table",
+]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A line of the last table. ``usual_s`` is the time of the same work done the ``usual`` way, if measured."""
+    """A line of the last table. ``usual_s`` is the time of the same work done the ``usual`` way, if
+    measured.
+    """
 
     name: str
     seconds: float
@@ -28,7 +44,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A question, the model's first answers with whether each is right, and the rank of the expected answer."""
+    """A question, the model's first answers with whether each is right, and the rank of the
+    expected answer.
+    """
 
     subject: str
     relation: str
@@ -38,7 +56,9 @@ class Prediction:
 
 
 class TrainingProgress:
-    """A progress bar in a terminal; elsewhere a line an epoch. Silent if ``console`` is None (ranks but 0)."""
+    """A progress bar in a terminal; elsewhere a line an epoch. Silent if ``console`` is None (ranks
+    but 0).
+    """
 
     def __init__(self, console: Console | None, epochs: int, steps: int) -> None:
         self._console, self._epochs, self._steps = console, epochs, steps
@@ -60,7 +80,10 @@ class TrainingProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -73,7 +96,9 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=text)
         elif self._console is not None and self._done % self._steps == 0:
-            self._console.print(f"epoch {epoch} of {self._epochs}: mean loss {self._sum / self._steps:.4f}")
+            self._console.print(
+                f"epoch {epoch} of {self._epochs}: mean loss {self._sum / self._steps:.4f}"
+            )
         if self._done % self._steps == 0:
             self._sum = 0.0
 
@@ -93,7 +118,8 @@ def metrics_table(rows: Mapping[str, Metrics]) -> Table:
 def predictions_table(predictions: Sequence[Prediction]) -> Table:
     """Questions with the model's answers; right ones in green, with a tick."""
     table = Table(
-        title="Test questions drawn at random; answers known from train are left out", title_justify="left"
+        title="Test questions drawn at random; answers known from train are left out",
+        title_justify="left",
     )
     table.add_column("question", overflow="fold", ratio=4)
     table.add_column("first answers of the model", overflow="fold", ratio=5)

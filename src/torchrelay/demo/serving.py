@@ -1,4 +1,6 @@
-"""Serving the trained model beside the baseline: a switch between them, and the usual restart of a process."""
+"""Serving the trained model beside the baseline: a switch between them, and the usual restart of a
+process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ __all__ = ["MostFrequent", "ServedComplEx", "SwitchTimes", "compare_switches"]
 _ROUNDS = 20
 _QUESTIONS = 16
 
-# What serving another model takes without a switcher: arguments are the file of torch.save and the model's sizes.
+# What serving another model takes without a switcher: arguments are the file of torch.save and the
+# model's sizes.
 _RESTART = """
 import sys
 import torch
@@ -43,7 +46,9 @@ class ServedComplEx(ComplEx):
 
 
 class MostFrequent(nn.Module):
-    """The baseline: answers each question with the objects most frequent with its relation in train."""
+    """The baseline: answers each question with the objects most frequent with its relation in
+    train.
+    """
 
     counts: Tensor
 
@@ -75,7 +80,8 @@ def compare_switches(graph: Graph, dim: int, checkpoint: str, file: str) -> Swit
     """Serve two models of a checkpoint in turns, and compare with the usual ways; blocks.
 
     Args:
-        checkpoint: a folder with ``model`` (:class:`ComplEx`) and ``baseline`` (:class:`MostFrequent`).
+        checkpoint: a folder with ``model`` (:class:`ComplEx`) and ``baseline``
+            (:class:`MostFrequent`).
         file: what ``torch.save`` wrote of the same model.
 
     Raises:
@@ -92,7 +98,14 @@ def compare_switches(graph: Graph, dim: int, checkpoint: str, file: str) -> Swit
             ("trained", ServedComplEx, complex_sizes, "model."),
             ("baseline", MostFrequent, sizes, "baseline."),
         ):
-            store.add(name, factory, kwargs=kwargs, weights=checkpoint, weights_prefix=prefix, inputs=inputs)
+            store.add(
+                name,
+                factory,
+                kwargs=kwargs,
+                weights=checkpoint,
+                weights_prefix=prefix,
+                inputs=inputs,
+            )
         ready = ServedComplEx(**complex_sizes)
         ready.load_state_dict(torch.load(file, weights_only=True)["model"])
         arena_bytes = sum(store.get(name).size_bytes for name in store.names()) + (1 << 20)
@@ -100,14 +113,18 @@ def compare_switches(graph: Graph, dim: int, checkpoint: str, file: str) -> Swit
             for name in store.names():
                 switcher.load(name)
             with torch.inference_mode():
-                expected = {"trained": ready(**question), "baseline": MostFrequent.of(graph)(**question)}
+                expected = {
+                    "trained": ready(**question),
+                    "baseline": MostFrequent.of(graph)(**question),
+                }
                 for name, scores in expected.items():
                     torch.testing.assert_close(switcher.infer(name, question)["output"], scores)
                 ready_s = _median(lambda: ready(**question))
             both_s = _median(lambda: [switcher.infer(name, question) for name in store.names()])
     restarted_s = _seconds(
         lambda: subprocess.run(
-            [sys.executable, "-c", _RESTART, file, str(entities), str(relations), str(dim)], check=True
+            [sys.executable, "-c", _RESTART, file, str(entities), str(relations), str(dim)],
+            check=True,
         )
     )
     return SwitchTimes(both_s / 2, ready_s, restarted_s)

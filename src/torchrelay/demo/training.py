@@ -1,4 +1,6 @@
-"""Training: the same seeded batches whatever the number of processes, each taking its share of every batch."""
+"""Training: the same seeded batches whatever the number of processes, each taking its share of
+every batch.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Batches:
     @classmethod
     def of(cls, graph: Graph, options: Options, world: World) -> Batches:
         triples = with_reciprocals(graph.train, len(graph.relations))
-        # Every rank takes the same number of facts, so that the mean of their gradients is the batch's.
+        # Every rank takes the same number of facts, so that the mean of their gradients is the
+        # batch's.
         batch_size = min(options.batch_size, len(triples)) // world.size * world.size
         if batch_size == 0:
             raise ArgumentError(
@@ -82,20 +85,24 @@ class Batches:
 class Trainer:
     """A model, wrapped by DistributedDataParallel over ``group``, and its optimizer.
 
-    DDP and the optimizer see what the model has as parameters: all of it, or without the entities where they are
-    in a table, which has an optimizer of its own.
+    DDP and the optimizer see what the model has as parameters: all of it, or without the entities
+    where they are in a table, which has an optimizer of its own.
 
     Args:
         group: the process group that sums the gradients; None for the default one.
     """
 
-    def __init__(self, model: ComplEx, options: Options, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, model: ComplEx, options: Options, group: dist.ProcessGroup | None = None
+    ) -> None:
         self._parallel = DistributedDataParallel(
             model, process_group=group, gradient_as_bucket_view=True, static_graph=True
         )
         self._options = options
         self._entities = model.entities
-        self._optimizer = torch.optim.Adagrad(model.parameters(), lr=options.learning_rate, fused=True)
+        self._optimizer = torch.optim.Adagrad(
+            model.parameters(), lr=options.learning_rate, fused=True
+        )
 
     def step(self, triples: Tensor, negatives: Tensor) -> float:
         """One step; gives this rank's loss.
@@ -111,7 +118,8 @@ class Trainer:
         value = float(loss.item())
         if not math.isfinite(value):
             raise ArgumentError(
-                "the loss is not finite any more: the model has diverged; try a lower --learning-rate"
+                "the loss is not finite any more: the model has diverged; try a lower "
+                "--learning-rate"
             )
         return value
 
@@ -134,7 +142,9 @@ class Trainer:
             on_step(epoch, self.step(triples, negatives))
 
     def _announced(self, batches: Batches) -> Iterable[tuple[int, Tensor, Tensor]]:
-        """All steps; where entities are in a table, it is told early which of them a step will look up."""
+        """All steps; where entities are in a table, it is told early which of them a step will look
+        up.
+        """
         steps = batches.epochs(self._options.epochs)
         if not isinstance(self._entities, Embedding):
             return steps
@@ -149,7 +159,10 @@ class Trainer:
 
 
 def compare_steps(
-    models: Mapping[str, ComplEx], batches: Batches, options: Options, groups: Mapping[str, dist.ProcessGroup]
+    models: Mapping[str, ComplEx],
+    batches: Batches,
+    options: Options,
+    groups: Mapping[str, dist.ProcessGroup],
 ) -> dict[str, float]:
     """Median seconds of a training step of each model, over the group of its name."""
     trainers = {name: Trainer(model, options, groups[name]) for name, model in models.items()}
@@ -168,8 +181,8 @@ def compare_lookups(
 ) -> dict[str, float]:
     """Median seconds of what a step does with entities: look up, take gradients, update.
 
-    ``table`` does it by ``embedding``; ``sparse`` as torch does, with ``nn.Embedding(sparse=True)`` in
-    DistributedDataParallel over ``group`` and its sparse Adagrad, starting from ``rows``.
+    ``table`` does it by ``embedding``; ``sparse`` as torch does, with ``nn.Embedding(sparse=True)``
+    in DistributedDataParallel over ``group`` and its sparse Adagrad, starting from ``rows``.
     """
     theirs = nn.Embedding.from_pretrained(rows.clone(), freeze=False, sparse=True)  # type: ignore[no-untyped-call]
     parallel = DistributedDataParallel(theirs, process_group=group)
@@ -204,8 +217,12 @@ def compare_all_reduce(size: int, groups: Mapping[str, dist.ProcessGroup]) -> di
     return _in_turns(list(groups), reduce_all)
 
 
-def _in_turns(names: list[str], calls: Callable[[], Iterator[Callable[[], object]]]) -> dict[str, float]:
-    """Median seconds of what ``calls`` yields for each name, over rounds that all ranks begin together."""
+def _in_turns(
+    names: list[str], calls: Callable[[], Iterator[Callable[[], object]]]
+) -> dict[str, float]:
+    """Median seconds of what ``calls`` yields for each name, over rounds that all ranks begin
+    together.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(_ROUNDS):
         for name, call in zip(names, calls(), strict=True):

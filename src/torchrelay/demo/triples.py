@@ -1,7 +1,7 @@
 """Knowledge graphs as files: ``train.txt``, ``valid.txt`` and ``test.txt`` in one folder.
 
-Each line is a fact: subject, relation and object, separated by tabs. This is how WN18RR, FB15k-237 and
-other benchmarks are published.
+Each line is a fact: subject, relation and object, separated by tabs. This is how WN18RR, FB15k-237
+and other benchmarks are published.
 """
 
 from __future__ import annotations
@@ -43,20 +43,23 @@ def read_graph(folder: Path, *, allow_unseen: bool = False) -> Graph:
     """The graph in ``folder``; numbers are given in the order of appearance in train, valid, test.
 
     Args:
-        allow_unseen: accept facts in valid and test with an entity that train lacks. Such an entity gets an
-            embedding that no fact has trained and is ranked like any other, as published results for
-            WN18RR do (7 % of its test facts have one).
+        allow_unseen: accept facts in valid and test with an entity that train lacks. Such an entity
+            gets an embedding that no fact has trained and is ranked like any other, as published
+            results for WN18RR do (7 % of its test facts have one).
 
     Raises:
-        DataError: a file is missing, empty or malformed, or valid or test has an entity (unless allowed) or
-            a relation that train lacks.
+        DataError: a file is missing, empty or malformed, or valid or test has an entity (unless
+            allowed) or a relation that train lacks.
     """
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {found}: it must be a folder with train.txt, valid.txt and test.txt")
+        raise DataError(
+            f"{folder} {found}: it must be a folder with train.txt, valid.txt and test.txt"
+        )
     facts = {split: read_facts(folder / f"{split}.txt") for split in SPLITS}
     unseen = sum(
-        _count_unseen(folder / f"{s}.txt", facts["train"], facts[s], allow_unseen) for s in SPLITS[1:]
+        _count_unseen(folder / f"{s}.txt", facts["train"], facts[s], allow_unseen)
+        for s in SPLITS[1:]
     )
     everything = [fact for split in SPLITS for fact in facts[split]]
     entities = _number(name for subject, _, obj in everything for name in (subject, obj))
@@ -73,7 +76,8 @@ def read_facts(path: Path) -> list[Fact]:
     """The facts of one file.
 
     Raises:
-        DataError: the file is missing, has no fact, is not UTF-8, or has a line without exactly three fields.
+        DataError: the file is missing, has no fact, is not UTF-8, or has a line without exactly
+            three fields.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -107,7 +111,8 @@ def _parse(path: Path, number: int, line: str) -> Fact:
     if len(fields) == 3:
         found += f", and the {('1st', '2nd', '3rd')[fields.index('')]} is empty"
     raise DataError(
-        f"{path}, line {number}: a line must have three fields, subject, relation and object, separated by tabs, "
+        f"{path}, line {number}: a line must have three fields, subject, relation and object, "
+        "separated by tabs, "
         f"but this one has {found}: {line[:80]!r}"
     )
 
@@ -117,13 +122,16 @@ def _number(names: Iterable[str]) -> dict[str, int]:
 
 
 def _count_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allow: bool) -> int:
-    """How many ``facts`` (of ``path``) have an entity that ``train`` lacks; an error unless allowed."""
+    """How many ``facts`` (of ``path``) have an entity that ``train`` lacks; an error unless
+    allowed.
+    """
     entities = {name for subject, _, obj in train for name in (subject, obj)}
     relations = {relation for _, relation, _ in train}
     for _, relation, _ in facts:
         if relation not in relations:
             raise DataError(
-                f"{path}: the relation {relation!r} does not occur in train.txt, so nothing can learn it"
+                f"{path}: the relation {relation!r} does not occur in train.txt, so nothing can "
+                "learn it"
             )
     missing = Counter(
         next(name for name in (subject, obj) if name not in entities)
@@ -132,8 +140,10 @@ def _count_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allo
     )
     if missing and not allow:
         raise DataError(
-            f"{path}: the entity {next(iter(missing))!r} does not occur in train.txt, like those of "
-            f"{missing.total()} of {len(facts)} lines; correct the split, or pass --allow-unseen to rank such "
+            f"{path}: the entity {next(iter(missing))!r} does not occur in train.txt, like those "
+            "of "
+            f"{missing.total()} of {len(facts)} lines; correct the split, or pass --allow-unseen "
+            "to rank such "
             "entities with untrained embeddings, as published results for WN18RR do"
         )
     return sum(missing.values())

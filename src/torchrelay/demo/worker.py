@@ -1,4 +1,6 @@
-"""What each process of the demo runs, under torchrun: ``python -m torchrelay.demo.worker OPTIONS``."""
+"""What each process of the demo runs, under torchrun: ``python -m torchrelay.demo.worker
+OPTIONS``.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,8 @@ class Job:
         self._print(report.stages_table(self.stages))
 
     def _start(self) -> None:
-        # The first deferred module loads torch's fake tensors, which takes seconds, whatever its size.
+        # The first deferred module loads torch's fake tensors, which takes seconds, whatever its
+        # size.
         materialize_module(deferred_init(ComplEx, 1, 1, 1))
         dist.barrier()
         self.stages.append(
@@ -98,7 +101,9 @@ class Job:
     def _read(self) -> Graph:
         start = time.perf_counter()
         graph = read_graph(self.options.data, allow_unseen=self.options.allow_unseen)
-        name = "read the graph, kept from an earlier run" if self.options.cached else "read the graph"
+        name = (
+            "read the graph, kept from an earlier run" if self.options.cached else "read the graph"
+        )
         self.stages.append(Stage(name, self.options.reading_s + time.perf_counter() - start))
         self._print(f"[bold]{self.options.data}[/bold]")
         self._print(
@@ -128,16 +133,21 @@ class Job:
         table.close()
 
     def _build(self, graph: Graph, table: Table) -> ComplEx:
-        """The model, built deferred, and each process's share of the entities straight into the table.
+        """The model, built deferred, and each process's share of the entities straight into the
+        table.
 
         Beside it the eager one, to which it is equal bit for bit.
         """
         sizes = (len(graph.entities), len(graph.relations), self.options.dim)
-        first, last = (len(graph.entities) * (self.world.rank + i) // self.world.size for i in (0, 1))
+        first, last = (
+            len(graph.entities) * (self.world.rank + i) // self.world.size for i in (0, 1)
+        )
         torch.manual_seed(self.options.seed)
         start = time.perf_counter()
         model: ComplEx = deferred_init(ComplEx, *sizes)
-        materialize_module(model, shard=lambda name, _: (slice(first, last),) if name == _IN_TABLE else None)
+        materialize_module(
+            model, shard=lambda name, _: (slice(first, last),) if name == _IN_TABLE else None
+        )
         table.set(torch.arange(first, last), model.rows)
         model.move_entities(table)
         table.sync()
@@ -166,7 +176,9 @@ class Job:
         return model.gathered()
 
     def _checkpoint(self, trained: ComplEx, graph: Graph, table: Table) -> ComplEx:
-        """Saves the table and the models and loads them again; gives the trained model as it was loaded."""
+        """Saves the table and the models and loads them again; gives the trained model as it was
+        loaded.
+        """
         dist.broadcast_object_list(places := [self._saved, self._saved_by_torch], src=0)
         self._saved, self._saved_by_torch = places
         sizes = (len(graph.entities), len(graph.relations), self.options.dim)
@@ -185,7 +197,11 @@ class Job:
             map(torch.equal, model.parameters(), trained.parameters())
         )
         table.sync()
-        usual = "torch.load; equal bit for bit" if equal else "torch.load; NOT EQUAL, please report this"
+        usual = (
+            "torch.load; equal bit for bit"
+            if equal
+            else "torch.load; NOT EQUAL, please report this"
+        )
         self.stages.append(Stage("load it, the model not initialised", ours_s, usual, usual_s))
         return model
 
@@ -211,20 +227,30 @@ class Job:
         return time.perf_counter() - start
 
     def _compare(self, model: ComplEx, trained: ComplEx, batches: Batches, table: Table) -> None:
-        """The parts of a step beside the usual ways; trains the model on, but leaves the trained copy as it is."""
+        """The parts of a step beside the usual ways; trains the model on, but leaves the trained
+        copy as it is.
+        """
         groups = {name: dist.new_group(backend=name) for name in ("sml", "gloo")}
         models = {"sml": model, "gloo": copy.deepcopy(trained)}
         step = compare_steps(models, batches, self.options, groups)
         usual = "nn.Embedding, DDP over gloo"
-        self.stages.append(Stage("  a step: table, DDP over sml (median)", step["sml"], usual, step["gloo"]))
+        self.stages.append(
+            Stage("  a step: table, DDP over sml (median)", step["sml"], usual, step["gloo"])
+        )
         assert isinstance(model.entities, Embedding)
-        lookups = compare_lookups(model.entities, trained.rows, batches, self.options, groups["gloo"])
+        lookups = compare_lookups(
+            model.entities, trained.rows, batches, self.options, groups["gloo"]
+        )
         usual = "nn.Embedding(sparse=True), DDP over gloo, Adagrad"
         self.stages.append(
-            Stage("  its entities: look up, push, Adagrad", lookups["table"], usual, lookups["sparse"])
+            Stage(
+                "  its entities: look up, push, Adagrad", lookups["table"], usual, lookups["sparse"]
+            )
         )
         reduce = compare_all_reduce(trained.relations.numel(), groups)
-        self.stages.append(Stage("  its all-reduce of the relations", reduce["sml"], "gloo", reduce["gloo"]))
+        self.stages.append(
+            Stage("  its all-reduce of the relations", reduce["sml"], "gloo", reduce["gloo"])
+        )
 
     def _evaluate(self, model: ComplEx, graph: Graph) -> None:
         start = time.perf_counter()
@@ -238,7 +264,9 @@ class Job:
         self.stages.append(Stage("evaluate on valid and test", time.perf_counter() - start))
         self._print(report.metrics_table(rows))
 
-    def _measure(self, score: Scorer, graph: Graph, triples: torch.Tensor, answers: Answers) -> Metrics:
+    def _measure(
+        self, score: Scorer, graph: Graph, triples: torch.Tensor, answers: Answers
+    ) -> Metrics:
         """Metrics of all questions; each rank answers its share."""
         questions = with_reciprocals(triples, len(graph.relations))
         share = questions[self.world.rank :: self.world.size]
@@ -255,7 +283,12 @@ class Job:
         times = compare_switches(graph, self.options.dim, self._saved, self._saved_by_torch)
         usual = "a new process: import, load, answer"
         self.stages.append(
-            Stage("serve: switch to the other model, answer", times.switched_s, usual, times.restarted_s)
+            Stage(
+                "serve: switch to the other model, answer",
+                times.switched_s,
+                usual,
+                times.restarted_s,
+            )
         )
         self.stages.append(Stage("  the answer alone, by a model that is ready", times.ready_s))
 
@@ -283,12 +316,16 @@ def _folder(world: World) -> Iterator[str]:
 
 
 def _last_words(_number: int, _frame: FrameType | None) -> None:
-    """torchrun ends the ranks that are left as soon as one has died; they stay long enough to say which."""
+    """torchrun ends the ranks that are left as soon as one has died; they stay long enough to say
+    which.
+    """
     signal.setitimer(signal.ITIMER_REAL, _LAST_WORDS_S)
 
 
 def main() -> None:
-    """Exit code 0; 1 after an error, printed as one sentence with the rank; 2 if the caller's input caused it."""
+    """Exit code 0; 1 after an error, printed as one sentence with the rank; 2 if the caller's input
+    caused it.
+    """
     signal.signal(signal.SIGTERM, _last_words)
     world = World.from_environment()
     options = Options.from_json(sys.argv[1])
@@ -300,7 +337,8 @@ def main() -> None:
             if world.rank == 0:
                 job.finish(graph)
     except TorchRelayError as error:
-        # One write, so that the lines of ranks that fail at the same moment stay apart; print makes two.
+        # One write, so that the lines of ranks that fail at the same moment stay apart; print makes
+        # two.
         sys.stderr.write(f"torchrelay demo, rank {world.rank}: {error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

@@ -33,7 +33,9 @@ class Allgather(Call):
         self.lengths: Sequence[int] = known or ()  # the same, once they are known
 
     def start(self, x: Tensor) -> Started:
-        headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
+        headers = (
+            known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
+        )
         agree(self, headers, self.axis)
         self.lengths = [h.shape[self.axis] for h in headers]
         parts = layout(tuple([h.shape for h in headers]), self.axis)
@@ -52,7 +54,11 @@ class Allgather(Call):
         return Allgather(self.comm, self.axis + 1, self.known)
 
     def in_graph(self, x: Tensor) -> Allgather:
-        return self if self.known else Allgather(self.comm, self.axis, [x.shape[self.axis]] * self.comm.size)
+        return (
+            self
+            if self.known
+            else Allgather(self.comm, self.axis, [x.shape[self.axis]] * self.comm.size)
+        )
 
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         assert self.known is not None

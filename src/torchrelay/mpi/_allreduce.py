@@ -47,7 +47,11 @@ class Allreduce(Uniform):
 
     def _forward_large(self, x: Tensor) -> Tensor:
         source, op = packed(x), mpi_op(x.dtype, self.op)
-        if not is_large(x) or source.nbytes >= STARTING_BYTES or source.numel() > settings.max_count:
+        if (
+            not is_large(x)
+            or source.nbytes >= STARTING_BYTES
+            or source.numel() > settings.max_count
+        ):
             return super().forward(x)
         meet(self, self.signature(x))
         result = fresh(source.shape, source.dtype)
@@ -58,7 +62,9 @@ class Allreduce(Uniform):
         source = packed(x)
         result = fresh(source.shape, source.dtype)
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Iallreduce
-        requests = [start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)]
+        requests = [
+            start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)
+        ]
         return Started(requests, lambda: placed(result, x), source)
 
     def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -158,11 +164,15 @@ def reduce_locally(parts: Tensor, op: Op) -> Tensor:
 
 def product_of_others(comm: Comm, x: Tensor, y: Tensor) -> Tensor:
     """Return the product of all other ranks' ``x``, given that of all, ``y``."""
-    if torch.is_grad_enabled():  # differentiated again: let torch.prod, which is safe at zeros, do it
+    if (
+        torch.is_grad_enabled()
+    ):  # differentiated again: let torch.prod, which is safe at zeros, do it
         every = allgather(comm.replace(convention="sum"), x.unsqueeze(0), 0)
         return torch.cat([every[: comm.rank], every[comm.rank + 1 :]]).prod(0)
     is_zero = x == 0
     zeros = allreduce(comm, is_zero.to(torch.int32), Op.SUM)
     nonzero = allreduce(comm, torch.where(is_zero, torch.ones_like(x), x), Op.PROD)
-    others = torch.where(zeros == 0, y / torch.where(is_zero, torch.ones_like(x), x), torch.zeros_like(y))
+    others = torch.where(
+        zeros == 0, y / torch.where(is_zero, torch.ones_like(x), x), torch.zeros_like(y)
+    )
     return torch.where((zeros == 1) & is_zero, nonzero, others)

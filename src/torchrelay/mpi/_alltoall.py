@@ -51,7 +51,9 @@ class Alltoall(Call):
         agree(self, headers, self.gatheraxis)
         sending, receiving = self._plan(headers)
         blocks = Blocks.cut(packed(x), sending, self.scatteraxis)
-        shapes = [h.block(self.scatteraxis, length) for h, length in zip(headers, receiving, strict=True)]
+        shapes = [
+            h.block(self.scatteraxis, length) for h, length in zip(headers, receiving, strict=True)
+        ]
         total = sum([math.prod(h.shape) for h in headers])
         parts = layout(tuple(shapes), self.gatheraxis)
         moving = alltoall_blocks(self, blocks, parts, total, not self.uniform)
@@ -65,7 +67,8 @@ class Alltoall(Call):
         there = sum(held) if equal else held[rank]
         if min(wanted) < 0 or sum(wanted) != there:
             raise ArgumentError(
-                f"{self.describe()}: the ranks ask for {wanted}, together {sum(wanted)}, but there are {there} along "
+                f"{self.describe()}: the ranks ask for {wanted}, together {sum(wanted)}, but there "
+                f"are {there} along "
                 f"axis {self.scatteraxis}"
             )
         if not equal:
@@ -79,12 +82,19 @@ class Alltoall(Call):
     def adjoint(self, grad: Tensor) -> Adjoint:
         gatheraxis, scatteraxis = self.scatteraxis, self.gatheraxis
         length = grad.shape[gatheraxis]
-        call = Alltoall(self.comm.reverse, gatheraxis, scatteraxis, self.length, length, self.uniform)
+        call = Alltoall(
+            self.comm.reverse, gatheraxis, scatteraxis, self.length, length, self.uniform
+        )
         return Adjoint(call, grad)
 
     def batched(self) -> Alltoall:
         return Alltoall(
-            self.comm, self.gatheraxis + 1, self.scatteraxis + 1, self.numelem, self.length, self.uniform
+            self.comm,
+            self.gatheraxis + 1,
+            self.scatteraxis + 1,
+            self.numelem,
+            self.length,
+            self.uniform,
         )
 
     def in_graph(self, x: Tensor) -> Alltoall | None:

@@ -56,7 +56,8 @@ class Alltoallv(Call):
         if len({(h.dtype, h.number) for h in headers}) > 1:
             given = "; ".join(f"rank {r}: {h.number} of {h.dtype}" for r, h in enumerate(headers))
             raise MismatchError(
-                f"{self.describe()} on {self.comm.name}: the ranks' tensors differ in dtype, or in elements along "
+                f"{self.describe()} on {self.comm.name}: the ranks' tensors differ in dtype, or in "
+                "elements along "
                 f"the other axes ({given})"
             )
         self.received = [h.shape[self.comm.rank] for h in headers]
@@ -73,7 +74,10 @@ class Alltoallv(Call):
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         return Adjoint(
-            Alltoallv(self.comm.reverse, self.received, self.axis, self.sent if self.known else None), grad
+            Alltoallv(
+                self.comm.reverse, self.received, self.axis, self.sent if self.known else None
+            ),
+            grad,
         )
 
     def batched(self) -> Alltoallv:
@@ -94,6 +98,7 @@ def alltoallv(comm: Comm, x: Tensor, sendcounts: Sequence[int], axis: int) -> Te
     axis = axis_of(axis, x.ndim)
     if len(sendcounts) != comm.size or min(sendcounts) < 0 or sum(sendcounts) != x.shape[axis]:
         raise ArgumentError(
-            f"Alltoallv: {list(sendcounts)} must be {comm.size} numbers, together the {x.shape[axis]} along axis {axis}"
+            f"Alltoallv: {list(sendcounts)} must be {comm.size} numbers, together the "
+            f"{x.shape[axis]} along axis {axis}"
         )
     return record(Alltoallv(comm, sendcounts, axis), x)

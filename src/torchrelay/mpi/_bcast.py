@@ -12,7 +12,15 @@ from torchrelay.mpi._dtypes import Op, buffer
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI
 from torchrelay.mpi._memory import fresh, packed, pieces, placed
-from torchrelay.mpi._record import Adjoint, Started, Uniform, conjugate, nothing_of, record, unchanged
+from torchrelay.mpi._record import (
+    Adjoint,
+    Started,
+    Uniform,
+    conjugate,
+    nothing_of,
+    record,
+    unchanged,
+)
 from torchrelay.mpi._replicate import own_use
 
 __all__ = ["bcast", "bcast_"]
@@ -29,7 +37,9 @@ class Bcast(Uniform):
 
     def start(self, x: Tensor) -> Started:
         source = packed(x)
-        result = source.clone() if self.comm.rank == self.root else fresh(source.shape, source.dtype)
+        result = (
+            source.clone() if self.comm.rank == self.root else fresh(source.shape, source.dtype)
+        )
         return Started(self.requests(result), lambda: placed(result, x))
 
     def requests(self, memory: Tensor) -> list[MPI.Request]:
@@ -37,7 +47,9 @@ class Bcast(Uniform):
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
-            return own_use(self.comm, grad, unchanged if self.comm.rank == self.root else nothing_of)
+            return own_use(
+                self.comm, grad, unchanged if self.comm.rank == self.root else nothing_of
+            )
         return Adjoint(conjugate("Reduce")(self.comm.reverse, Op.SUM, self.root), grad)
 
     def arguments(self) -> str:

@@ -73,8 +73,10 @@ class Chain:
         if len(self.names) > settings.chain_warning and not self.warned:
             self.warned = True
             warnings.warn(
-                f"{len(self.names)} communications were recorded without a backward pass, and everything they "
-                "depend on is kept: run evaluation under torch.no_grad(), or drop them with torchrelay.mpi.reset()",
+                f"{len(self.names)} communications were recorded without a backward pass, and "
+                "everything they "
+                "depend on is kept: run evaluation under torch.no_grad(), or drop them with "
+                "torchrelay.mpi.reset()",
                 stacklevel=4,
             )
         assert self.head is not None
@@ -145,13 +147,15 @@ class Link:
         where = f"the {len(after)} communications after it ({_few(after)})" if after else ""
         if before:
             where += " and " if where else ""
-            where += (
-                f"some of the {self.position - 1} before it ({_few(self.chain.names[: self.position - 1])})"
-            )
+            earlier = self.chain.names[: self.position - 1]
+            where += f"some of the {self.position - 1} before it ({_few(earlier)})"
         message = (
-            f"this backward pass starts at {self.chain.names[self.position - 1]} (number {self.position}) and does not "
-            f"reach {where}; ranks whose loss depends on them would wait forever or get wrong values. Use "
-            "torchrelay.mpi.backward(loss) or torchrelay.mpi.grad(outputs, inputs), which run all of them, or "
+            f"this backward pass starts at {self.chain.names[self.position - 1]} (number "
+            f"{self.position}) and does not "
+            f"reach {where}; ranks whose loss depends on them would wait forever or get wrong "
+            "values. Use "
+            "torchrelay.mpi.backward(loss) or torchrelay.mpi.grad(outputs, inputs), which run all "
+            "of them, or "
             "communicate what needs no gradient under torch.no_grad()"
         )
         if unreached == "warn":

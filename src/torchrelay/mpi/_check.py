@@ -29,7 +29,9 @@ __all__ = [
 ]
 
 RECORD_BYTES = 256
-ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements of messages
+ANNOUNCEMENTS = (
+    16  # on the control communicator: the first of the tags for announcements of messages
+)
 MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apart share one
 
 _announcements: list[tuple[MPI.Request, object]] = []  # under way
@@ -44,7 +46,9 @@ def compare(call: Comparable, x: Tensor) -> None:
     if not call.everyone or call.comm.size == 1:
         return
     recorded = torch.is_grad_enabled() and call.differentiable(x)
-    compare_texts(call, f"{call.signature(x)}, {'recorded' if recorded else 'not recorded'} by autograd")
+    compare_texts(
+        call, f"{call.signature(x)}, {'recorded' if recorded else 'not recorded'} by autograd"
+    )
 
 
 def compare_texts(call: Waiting, text: str) -> None:
@@ -69,7 +73,9 @@ class Comparison:
         self.call = call
         self.record = _record(text)
         self.records = np.zeros((call.comm.size, RECORD_BYTES), np.uint8)
-        self.request = call.comm.meeting.Iallgather([self.record, MPI.BYTE], [self.records, MPI.BYTE])
+        self.request = call.comm.meeting.Iallgather(
+            [self.record, MPI.BYTE], [self.records, MPI.BYTE]
+        )
 
     def Test(self) -> bool:
         if not self.request.Test():
@@ -84,9 +90,13 @@ class Comparison:
         if (self.records == self.records[0]).all():
             return None
         texts, comm = [_text(row) for row in self.records], self.call.comm
-        groups = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+        groups = {
+            text: [rank for rank, other in enumerate(texts) if other == text] for text in texts
+        }
         who = "; ".join(f"ranks {ranks} call {text}" for text, ranks in groups.items())
-        return MismatchError(f"rank {comm.rank}: the ranks of {comm.name} make different calls: {who}")
+        return MismatchError(
+            f"rank {comm.rank}: the ranks of {comm.name} make different calls: {who}"
+        )
 
 
 class Counts:
@@ -109,7 +119,8 @@ class Counts:
             raise failed(
                 MismatchError(
                     f"rank {comm.rank}: {self.call.describe()} in two steps on {comm.name} expects "
-                    f"{self.expected[rank]} bytes from rank {rank}, which sends {self.received[rank]}"
+                    f"{self.expected[rank]} bytes from rank {rank}, which sends "
+                    f"{self.received[rank]}"
                 )
             )
         return True
@@ -157,7 +168,9 @@ class Announced:
     def __init__(self, comm: Comm, source: int, tag: int) -> None:
         self.record = np.zeros(RECORD_BYTES, np.uint8)
         self.source = source
-        self.request = comm.lease.control.Irecv([self.record, MPI.BYTE], source, _announcement(comm, tag))
+        self.request = comm.lease.control.Irecv(
+            [self.record, MPI.BYTE], source, _announcement(comm, tag)
+        )
 
     def compare(self, call: Waiting, memory: Tensor) -> None:
         """Wait for the announcement.
@@ -171,7 +184,8 @@ class Announced:
             return
         raise failed(
             MismatchError(
-                f"rank {call.comm.rank} of {call.comm.name} receives {contents} in {call.describe()}, and rank "
+                f"rank {call.comm.rank} of {call.comm.name} receives {contents} in "
+                f"{call.describe()}, and rank "
                 f"{self.source} sends it {theirs}"
             )
         )

@@ -136,7 +136,12 @@ class Communicator:
         convention, unreached = convention or self.convention, unreached or self.unreached
         if (convention, unreached) == (self.convention, self.unreached):
             return self
-        if convention not in ("sum", "replicated") or unreached not in (None, "raise", "warn", "ignore"):
+        if convention not in ("sum", "replicated") or unreached not in (
+            None,
+            "raise",
+            "warn",
+            "ignore",
+        ):
             raise ArgumentError(f"no such convention or choice: {convention!r}, {unreached!r}")
         other = self._copy()
         other.convention, other.unreached = convention, unreached
@@ -356,7 +361,9 @@ class Communicator:
 
     def Reduce_scatter_block(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> Tensor:
         """Call :meth:`Reduce_scatter` with equal parts."""
-        return reduce_scatter(self, tensor, op, scatteraxis, equal_part(tensor, scatteraxis, self.size))
+        return reduce_scatter(
+            self, tensor, op, scatteraxis, equal_part(tensor, scatteraxis, self.size)
+        )
 
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
         """Reduce the tensors of ranks 0 to this one, inclusive. Collective and blocking."""
@@ -394,7 +401,9 @@ class Communicator:
         Collective and blocking. All ranks pass equal ``counts``.
         """
         if len(counts) != self.size:
-            raise ArgumentError(f"Scatterv: {self.size} ranks need as many counts, not {list(counts)}")
+            raise ArgumentError(
+                f"Scatterv: {self.size} ranks need as many counts, not {list(counts)}"
+            )
         return scatter(self, tensor, axis, counts[self.rank], root)
 
     def Alltoallv(self, tensor: Tensor, sendcounts: Sequence[int], axis: int = 0) -> Tensor:
@@ -432,7 +441,9 @@ class Communicator:
         """Start :meth:`Gather` of equal shapes."""
         return _starting.igather(self, tensor, None, gatheraxis, root)
 
-    def Igatherv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> CollectiveHandle:
+    def Igatherv(
+        self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0
+    ) -> CollectiveHandle:
         """Start :meth:`Gatherv`; rank r sends ``counts[r]``."""
         return _starting.igather(self, tensor, counts, axis, root)
 
@@ -448,7 +459,9 @@ class Communicator:
         """Start :meth:`Scatter` in equal parts; all ranks pass a tensor of root's shape."""
         return _starting.iscatter(self, tensor, None, scatteraxis, root)
 
-    def Iscatterv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> CollectiveHandle:
+    def Iscatterv(
+        self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0
+    ) -> CollectiveHandle:
         """Start :meth:`Scatterv`; all ranks pass a tensor of root's shape."""
         return _starting.iscatter(self, tensor, counts, axis, root)
 

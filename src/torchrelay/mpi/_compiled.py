@@ -114,14 +114,22 @@ def eager_only(function: _Function) -> _Function:
 _NOTHING = ""  # a backward pass without communication: the chain's backward pass begins even so
 
 
-def _decode(comm: int, convention: str, kind: str, code: Sequence[int], backward: bool) -> Traceable:
+def _decode(
+    comm: int, convention: str, kind: str, code: Sequence[int], backward: bool
+) -> Traceable:
     found = communicator(comm).replace(convention=convention)
     return kinds[kind].decode(found.reverse if backward else found, code)
 
 
 @torch.library.custom_op("torchrelay::mpi", mutates_args=())
 def _operator(
-    x: Tensor, token: Tensor, comm: int, convention: str, kind: str, code: Sequence[int], backward: bool
+    x: Tensor,
+    token: Tensor,
+    comm: int,
+    convention: str,
+    kind: str,
+    code: Sequence[int],
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
     if backward:
         _chain.begin_compiled(_torch.backward_id())
@@ -138,7 +146,13 @@ def _operator(
 
 @_operator.register_fake
 def _(
-    x: Tensor, token: Tensor, comm: int, convention: str, kind: str, code: Sequence[int], backward: bool
+    x: Tensor,
+    token: Tensor,
+    comm: int,
+    convention: str,
+    kind: str,
+    code: Sequence[int],
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
     if kind == _NOTHING:
         return torch.empty_like(x), torch.empty_like(token)

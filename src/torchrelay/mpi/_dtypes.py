@@ -88,7 +88,10 @@ def _half_op(dtype: torch.dtype, op: Op) -> MPI.Op:
     kernel = _KERNELS[op]
 
     def reduce(incoming: Any, result: Any, _datatype: MPI.Datatype) -> None:
-        theirs, ours = torch.frombuffer(incoming, dtype=dtype), torch.frombuffer(result, dtype=dtype)
+        theirs, ours = (
+            torch.frombuffer(incoming, dtype=dtype),
+            torch.frombuffer(result, dtype=dtype),
+        )
         kernel(theirs, ours, out=ours)
 
     return MPI.Op.Create(reduce, commute=True)

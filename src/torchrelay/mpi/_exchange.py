@@ -34,7 +34,8 @@ class Moving(NamedTuple):
     kept: object  # memory that is being sent
 
 
-# If all ranks are ``there`` (they have just exchanged their lengths), these may block in MPI. All ranks
+# If all ranks are ``there`` (they have just exchanged their lengths), these may block in MPI. All
+# ranks
 # take the same decision, from the sizes of all.
 
 
@@ -55,7 +56,9 @@ def gather_blocks(call: Waiting, block: Tensor, layout: Layout, root: int, there
     received = Blocks.empty(block.dtype, layout if is_root else parts((0,), (0,) * comm.size, 0))
     if layout.total > settings.max_count:
         nothing = block.new_empty(0)
-        return _move_pieces(call, [block if r == root else nothing for r in range(comm.size)], received)
+        return _move_pieces(
+            call, [block if r == root else nothing for r in range(comm.size)], received
+        )
     into = received.vector() if is_root else None
     if there and layout.total * block.itemsize >= MEETING_BYTES:
         comm.mpi.Gatherv(buffer(block), into, root)
@@ -64,7 +67,12 @@ def gather_blocks(call: Waiting, block: Tensor, layout: Layout, root: int, there
 
 
 def scatter_blocks(
-    call: Waiting, sending: Blocks | None, dtype: torch.dtype, layout: Layout, root: int, there: bool
+    call: Waiting,
+    sending: Blocks | None,
+    dtype: torch.dtype,
+    layout: Layout,
+    root: int,
+    there: bool,
 ) -> Moving:
     """Receive this rank's block of those that ``root`` passes in ``layout``."""
     comm, size = call.comm, call.comm.size
@@ -82,7 +90,9 @@ def scatter_blocks(
     return Moving([comm.mpi.Iscatterv(sent, into, root)], received, sending)
 
 
-def alltoall_blocks(call: Waiting, sending: Blocks, layout: Layout, total: int, there: bool) -> Moving:
+def alltoall_blocks(
+    call: Waiting, sending: Blocks, layout: Layout, total: int, there: bool
+) -> Moving:
     """Send block r to rank r and receive blocks with ``layout``.
 
     ``total`` is the number of elements on all ranks, which decides whether to send in pieces.
@@ -102,8 +112,12 @@ def _move_pieces(call: Waiting, sending: Sequence[Tensor], received: Blocks) -> 
     requests: list[MPI.Request] = []
     for rank, tensor in enumerate(received.tensors()):
         if tensor.numel():
-            requests += [comm.mpi.Irecv(buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)]
+            requests += [
+                comm.mpi.Irecv(buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)
+            ]
     for rank, tensor in enumerate(sending):
         if tensor.numel():
-            requests += [comm.mpi.Isend(buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)]
+            requests += [
+                comm.mpi.Isend(buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)
+            ]
     return Moving(requests, received, sending)

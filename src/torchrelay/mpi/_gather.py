@@ -34,12 +34,16 @@ class Gather(Call):
         self.known = known  # the ranks' lengths along the axis, if none need be told
 
     def start(self, x: Tensor) -> Started:
-        headers = known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
+        headers = (
+            known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
+        )
         agree(self, headers, self.axis)
         parts = layout(tuple([h.shape for h in headers]), self.axis)
         moving = gather_blocks(self, packed(x), parts, self.root, self.known is None)
         if self.comm.rank != self.root:
-            return Started(moving.requests, lambda: x.new_empty(headers[0].block(self.axis, 0)), moving)
+            return Started(
+                moving.requests, lambda: x.new_empty(headers[0].block(self.axis, 0)), moving
+            )
         return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
@@ -47,7 +51,9 @@ class Gather(Call):
             shape = with_length(grad.shape, self.axis, sum(self.known))
             grad = grad.sum().expand(shape)  # zero, since it is empty
         scatter = conjugate("Scatter")
-        return Adjoint(scatter(self.comm.reverse, self.axis, self.length, self.root, self.known), grad)
+        return Adjoint(
+            scatter(self.comm.reverse, self.axis, self.length, self.root, self.known), grad
+        )
 
     def batched(self) -> Gather:
         return Gather(self.comm, self.axis + 1, self.length, self.root, self.known)

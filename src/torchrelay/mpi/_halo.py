@@ -51,7 +51,8 @@ class Faces(Call):
         requests: list[Testable] = []
         for part, peer, tag in ((received[0], below, TO_UPPER), (received[1], above, TO_LOWER)):
             requests += [
-                Incoming(faces.Irecv(buffer(piece), peer, tag), piece, self) for (piece,) in pieces(part)
+                Incoming(faces.Irecv(buffer(piece), peer, tag), piece, self)
+                for (piece,) in pieces(part)
             ]
         for part, peer, tag in ((sent[0], below, TO_LOWER), (sent[1], above, TO_UPPER)):
             requests += [faces.Isend(buffer(piece), peer, tag) for (piece,) in pieces(part)]
@@ -92,7 +93,8 @@ def neighbor_alltoall(comm: CartComm, x: Tensor) -> Tensor:
     count = 2 * len(comm.dims)
     if x.ndim == 0 or x.shape[0] != count:
         raise ArgumentError(
-            f"Neighbor_alltoall: the first axis has a part for each of {count} neighbours, not {tuple(x.shape)}"
+            f"Neighbor_alltoall: the first axis has a part for each of {count} neighbours, not "
+            f"{tuple(x.shape)}"
         )
     parts = [part for d in range(count // 2) for part in exchange(comm, d, x[2 * d], x[2 * d + 1])]
     return torch.stack(parts)

@@ -24,7 +24,9 @@ from torchrelay.mpi._record import Call, record
 __all__ = ["can_overwrite", "overwrite"]
 
 
-def overwrite(in_place: Call | None, copying: Call | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def overwrite(
+    in_place: Call | None, copying: Call | Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
     """Run ``in_place`` on ``x`` if its memory and history allow it, else ``copying``."""
     run: Callable[[Tensor], Tensor] = copying if callable(copying) else lambda t: record(copying, t)
     if is_compiling():
@@ -40,7 +42,9 @@ def overwrite(in_place: Call | None, copying: Call | Callable[[Tensor], Tensor],
 
 
 def _is_used_leaf(x: Tensor) -> bool:
-    return x.requires_grad and x.is_leaf and torch.is_grad_enabled() and not _torch.transforms_active()
+    return (
+        x.requires_grad and x.is_leaf and torch.is_grad_enabled() and not _torch.transforms_active()
+    )
 
 
 def can_overwrite(x: Tensor) -> bool:
@@ -82,10 +86,16 @@ def _check(guard: _Guard | None, grad: Tensor) -> None:
     expected, guard.expected = guard.expected, None
     if expected is not None:
         guard.is_over = not _torch.backward_keeps_graph()
-    if expected is None or guard.task != _torch.backward_id() or grad.data_ptr() != expected.data_ptr():
+    if (
+        expected is None
+        or guard.task != _torch.backward_id()
+        or grad.data_ptr() != expected.data_ptr()
+    ):
         raise GraphError(
-            f"a tensor of shape {tuple(grad.shape)} was overwritten by an MPI function and also used otherwise, so its "
-            "gradient has no meaning: use the function's result instead, or give it a clone of the tensor"
+            f"a tensor of shape {tuple(grad.shape)} was overwritten by an MPI function and also "
+            "used otherwise, so its "
+            "gradient has no meaning: use the function's result instead, or give it a clone of the "
+            "tensor"
         )
 
 

@@ -93,7 +93,9 @@ class Blocks(NamedTuple):
         if layout.is_whole:
             return cls(x, layout)
         blocks = cls.empty(x.dtype, layout)
-        for part, given in zip(blocks.tensors(), x.split_with_sizes(list(lengths), axis), strict=True):
+        for part, given in zip(
+            blocks.tensors(), x.split_with_sizes(list(lengths), axis), strict=True
+        ):
             part.copy_(given)
         return blocks
 

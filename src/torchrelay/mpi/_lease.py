@@ -99,12 +99,16 @@ class Lease:
         if not children:
             return
         free = np.array([child.is_out_of_reach() for child in children], np.uint8)
-        request = call.comm.meeting.Iallreduce(MPI.IN_PLACE, (free, len(children), MPI.UINT8_T), MPI.MIN)
+        request = call.comm.meeting.Iallreduce(
+            MPI.IN_PLACE, (free, len(children), MPI.UINT8_T), MPI.MIN
+        )
         _wait.finish(request, call, free)
         for child, is_free in zip(children, free, strict=True):
             if is_free:
                 child.handles.free_all()
-        self.handles.children = [child for child, is_free in zip(children, free, strict=True) if not is_free]
+        self.handles.children = [
+            child for child, is_free in zip(children, free, strict=True) if not is_free
+        ]
 
     def free(self) -> None:
         """Free the communicators, but not the children. Collective."""

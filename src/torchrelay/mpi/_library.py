@@ -15,7 +15,8 @@ _LAUNCHED = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
 # How many processes a launcher says it started.
 _MPI_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _TORCHRUN_COUNT = "WORLD_SIZE"
-# srun sets these for a job step; SLURM_NTASKS alone is what an allocation asked for, of which a shell in it knows, too.
+# srun sets these for a job step; SLURM_NTASKS alone is what an allocation asked for, of which a
+# shell in it knows, too.
 _SLURM_STEP, _SLURM_COUNTS = "SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
@@ -42,9 +43,13 @@ if _is_alone:
 
 try:
     from mpi4py import MPI
-except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, but finds no MPI library
+except (
+    ImportError,
+    RuntimeError,
+) as error:  # RuntimeError: mpi4py is there, but finds no MPI library
     raise UnavailableError(
-        f"torchrelay.mpi needs mpi4py and an MPI library: pip install 'torchrelay[mpi]' brings Open MPI, and "
+        "torchrelay.mpi needs mpi4py and an MPI library: pip install 'torchrelay[mpi]' brings "
+        "Open MPI, and "
         f"pip install mpi4py mpich brings MPICH ({error})"
     ) from error
 finally:
@@ -67,9 +72,12 @@ def _check_launcher(size: int) -> None:
         if count > size:
             vendor, version = MPI.get_vendor()
             raise UnavailableError(
-                f"{name}={count}, but MPI knows of {size} process{'es' * (size > 1)}: the others would be worlds of "
-                f"their own. This process uses {vendor} {'.'.join(map(str, version))}: start with its own mpirun -n "
-                f"{count} python ..., or under Slurm with srun --mpi=pmix; for one process, unset {name}"
+                f"{name}={count}, but MPI knows of {size} process{'es' * (size > 1)}: the others "
+                "would be worlds of "
+                f"their own. This process uses {vendor} {'.'.join(map(str, version))}: start with "
+                "its own mpirun -n "
+                f"{count} python ..., or under Slurm with srun --mpi=pmix; for one process, unset "
+                f"{name}"
             )
 
 

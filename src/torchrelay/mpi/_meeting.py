@@ -76,9 +76,13 @@ def _row(terms: str, header: Header) -> bytes:
     if len(header.shape) > MAX_DIMS:
         raise ArgumentError(f"{len(header.shape)} axes are more than {MAX_DIMS}")
     datatype(header.dtype)
-    code = int.from_bytes(hashlib.blake2b(terms.encode(), digest_size=8).digest(), "little", signed=True)
+    code = int.from_bytes(
+        hashlib.blake2b(terms.encode(), digest_size=8).digest(), "little", signed=True
+    )
     rest = [0] * (MAX_DIMS - len(header.shape))
-    return _ROW.pack(code, header.number, CODES[header.dtype], len(header.shape), *header.shape, *rest)
+    return _ROW.pack(
+        code, header.number, CODES[header.dtype], len(header.shape), *header.shape, *rest
+    )
 
 
 def known_headers(x: Tensor, axis: int, lengths: Sequence[int]) -> list[Header]:
@@ -137,5 +141,6 @@ def agree(call: Comparable, headers: Sequence[Header], *free_axes: int) -> None:
     if len({fixed(header) for header in headers}) > 1:
         given = "; ".join(f"rank {rank}: {h.dtype} {h.shape}" for rank, h in enumerate(headers))
         raise MismatchError(
-            f"{call.describe()} on {call.comm.name}: the ranks' tensors do not fit together ({given})"
+            f"{call.describe()} on {call.comm.name}: the ranks' tensors do not fit together "
+            f"({given})"
         )

@@ -26,7 +26,9 @@ def packed(x: Tensor) -> Tensor:
     if is_plain(x):
         return x
     if x.layout is not torch.strided or x.is_meta:
-        raise ArgumentError(f"a tensor of layout {x.layout} on device {x.device} cannot be communicated")
+        raise ArgumentError(
+            f"a tensor of layout {x.layout} on device {x.device} cannot be communicated"
+        )
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if x.device.type != "cpu":
@@ -36,7 +38,12 @@ def packed(x: Tensor) -> Tensor:
 
 def is_plain(x: Tensor) -> bool:
     """Return whether ``x`` is contiguous memory of this host."""
-    return x.layout is torch.strided and x.is_cpu and x.is_contiguous() and not (x.is_neg() or x.is_conj())
+    return (
+        x.layout is torch.strided
+        and x.is_cpu
+        and x.is_contiguous()
+        and not (x.is_neg() or x.is_conj())
+    )
 
 
 def is_small(x: Tensor) -> bool:
@@ -63,4 +70,6 @@ def pieces(*tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:
     if count <= most:
         return (tensors,)
     flat = [tensor.view(-1) for tensor in tensors]
-    return [tuple(tensor[start : start + most] for tensor in flat) for start in range(0, count, most)]
+    return [
+        tuple(tensor[start : start + most] for tensor in flat) for start in range(0, count, most)
+    ]

@@ -19,7 +19,9 @@ from torchrelay.mpi._wait import Waiting, abandon, failed, finish
 __all__ = ["Incoming", "Receiving", "finish_all", "start_send"]
 
 
-def start_send(call: Waiting, memory: Tensor, dest: int, tag: int) -> Sequence[tuple[MPI.Request, Tensor]]:
+def start_send(
+    call: Waiting, memory: Tensor, dest: int, tag: int
+) -> Sequence[tuple[MPI.Request, Tensor]]:
     """Start to send contiguous memory of this host, which must not change until done."""
     if settings.debug:
         _check.announce(call, memory, dest, tag)
@@ -52,8 +54,10 @@ class Incoming:
             call, got_bytes = self.call, self.status.Get_count(MPI.BYTE)
             raise failed(
                 MismatchError(
-                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got {got_bytes} bytes from rank "
-                    f"{source}, and expected {self.memory.nbytes}: {wanted} elements of {self.memory.dtype}"
+                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got {got_bytes} "
+                    "bytes from rank "
+                    f"{source}, and expected {self.memory.nbytes}: {wanted} elements of "
+                    f"{self.memory.dtype}"
                 )
             )
         return True

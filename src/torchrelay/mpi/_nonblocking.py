@@ -86,7 +86,9 @@ class _Operation:
         for operation in reversed(self.chain.operations):
             if operation.position > self.chain.begun:
                 continue  # started since, by this backward pass itself
-            if operation.pass_id != now and not operation._issue(now, like if until is not None else None):
+            if operation.pass_id != now and not operation._issue(
+                now, like if until is not None else None
+            ):
                 return
             if operation is until:
                 return
@@ -110,7 +112,9 @@ class CollectiveHandle:
 
     __slots__ = ("complete", "dummy", "operation")
 
-    def __init__(self, operation: _Operation, dummy: Tensor, complete: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, operation: _Operation, dummy: Tensor, complete: Callable[[Tensor], Tensor]
+    ) -> None:
         self.operation = operation
         self.dummy = dummy
         self.complete = complete
@@ -198,7 +202,10 @@ class _Wait(Call):
 
 @_compiled.eager_only
 def start(
-    call: Call, x: Tensor, complete: Callable[[Tensor], Tensor] = unchanged, begin: Start | None = None
+    call: Call,
+    x: Tensor,
+    complete: Callable[[Tensor], Tensor] = unchanged,
+    begin: Start | None = None,
 ) -> CollectiveHandle:
     """Start ``call`` on ``x``, which must not change until ``Wait``."""
     operation, chain = _Operation(call, begin), _chain.current()

@@ -65,7 +65,9 @@ def grad(
         allow_unused=True,
     )[:-1]
     if materialize_grads:
-        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, results, strict=True))
+        return tuple(
+            torch.zeros_like(x) if g is None else g for x, g in zip(inputs, results, strict=True)
+        )
     if not allow_unused and any(g is None for g in results):
         unused = [number for number, g in enumerate(results) if g is None]
         raise GraphError(
@@ -74,7 +76,9 @@ def grad(
     return results
 
 
-def _roots(outputs: list[Tensor], grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+def _roots(
+    outputs: list[Tensor], grads: list[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs that have a graph, and the head of the chain."""
     pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     chain = _chain.active()

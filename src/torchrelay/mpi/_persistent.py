@@ -48,7 +48,8 @@ class _Persistent:
     def __init__(self, comm: Comm, tensor: Tensor) -> None:
         if tensor.numel() > settings.max_count:
             raise ArgumentError(
-                f"a persistent request carries at most {settings.max_count} elements, not {tensor.numel()}"
+                f"a persistent request carries at most {settings.max_count} elements, not "
+                f"{tensor.numel()}"
             )
         self.comm = comm
         self.memory = torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -58,7 +59,8 @@ class _Persistent:
         """Copy ``x`` into the memory of the request and return that."""
         if (x.shape, x.dtype) != (self.memory.shape, self.memory.dtype):
             raise ArgumentError(
-                f"Start of a persistent request for {self.memory.dtype} {tuple(self.memory.shape)} with "
+                f"Start of a persistent request for {self.memory.dtype} {tuple(self.memory.shape)} "
+                "with "
                 f"{x.dtype} {tuple(x.shape)}"
             )
         return self.memory.copy_(x)
@@ -162,7 +164,9 @@ class PersistentCollective(_Persistent):
     @_compiled.eager_only
     def Start(self, tensor: Tensor | None = None) -> CollectiveHandle:
         """Start on ``tensor`` (default: the one given at creation)."""
-        return _nonblocking.start(self.call, self.tensor if tensor is None else tensor, begin=self._start)
+        return _nonblocking.start(
+            self.call, self.tensor if tensor is None else tensor, begin=self._start
+        )
 
     def _start(self, x: Tensor) -> Started:
         self.load(x)
@@ -174,7 +178,9 @@ def allreduce_init(comm: Comm, x: Tensor, op: Op) -> PersistentCollective:
     """Create a persistent Allreduce."""
     kind = mpi_op(x.dtype, op)
     return PersistentCollective(
-        Allreduce(comm, op), x, lambda ours, total: comm.mpi.Allreduce_init(buffer(ours), buffer(total), kind)
+        Allreduce(comm, op),
+        x,
+        lambda ours, total: comm.mpi.Allreduce_init(buffer(ours), buffer(total), kind),
     )
 
 
@@ -193,6 +199,8 @@ def reduce_init(comm: Comm, x: Tensor, op: Op, root: int) -> PersistentCollectiv
 def bcast_init(comm: Comm, x: Tensor, root: int) -> PersistentCollective:
     """Create a persistent broadcast of root's tensor."""
     call = Bcast(comm, comm.check_rank(root))
-    persistent = PersistentCollective(call, x, lambda ours, _: comm.mpi.Bcast_init(buffer(ours), root))
+    persistent = PersistentCollective(
+        call, x, lambda ours, _: comm.mpi.Bcast_init(buffer(ours), root)
+    )
     persistent.result = persistent.memory
     return persistent

@@ -221,7 +221,9 @@ class Sendrecv(_PeerCall):
         return Sendrecv(self.comm, self.peer, self.tag, self.source, tag, self.shape)
 
     def batched(self) -> Sendrecv:
-        call = Sendrecv(self.comm, self.peer, self.tag, self.source, self.source_tag, self.shape, self.dtype)
+        call = Sendrecv(
+            self.comm, self.peer, self.tag, self.source, self.source_tag, self.shape, self.dtype
+        )
         call.batch_dims = self.batch_dims + 1
         return call
 
@@ -322,7 +324,9 @@ class WaitRecv(_Receiver):
         self.finish(receiving)
         if self.overwrites:
             return x
-        return placed(receiving.memory.clone() if self.transfer.keeps_memory else receiving.memory, x)
+        return placed(
+            receiving.memory.clone() if self.transfer.keeps_memory else receiving.memory, x
+        )
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
         assert self.transfer.twin is not None
@@ -352,7 +356,8 @@ def sendrecv(
     like = x if like is None else like
     if is_differentiable(like.dtype) != is_differentiable(x.dtype):
         raise ArgumentError(
-            f"Sendrecv of {x.dtype}, with like of {like.dtype}: autograd records one and not the other; use Isend and Recv"
+            f"Sendrecv of {x.dtype}, with like of {like.dtype}: autograd records one and not the "
+            "other; use Isend and Recv"
         )
     to, back = comm.check_dest(dest, sendtag), comm.check_source(source, recvtag)
     return record(Sendrecv(comm, *to, *back, like.shape, like.dtype), x)
@@ -417,7 +422,9 @@ class _Join(torch.autograd.Function):
         return tangent.view_as(tangent)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *dummies: Tensor) -> tuple[Tensor, Any]:
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, *dummies: Tensor
+    ) -> tuple[Tensor, Any]:
         return x.view_as(x), in_dims[0]
 
 

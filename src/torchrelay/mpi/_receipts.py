@@ -47,7 +47,9 @@ class Receipt:
         self.chain = link.chain
         self.position = link.position
         self.number = number
-        self.grad: tuple[int, Tensor] | None = None  # the backward pass it came in, and the cotangent
+        self.grad: tuple[int, Tensor] | None = (
+            None  # the backward pass it came in, and the cotangent
+        )
         self.group: _Group = self.chain.receipts.setdefault((comm, source, tag), _Group())
         bisect.insort(self.group.receipts, self, key=lambda receipt: receipt.number)
 

@@ -96,7 +96,9 @@ class Call:
     """Whether the result lies in the input's memory."""
 
     parameters: ClassVar[tuple[str, ...]] = ()
-    """The constructor's arguments after ``comm``: integers, ``op``, and at last one of ``SEQUENCES``."""
+    """The constructor's arguments after ``comm``: integers, ``op``, and at last one of
+    ``SEQUENCES``.
+    """
 
     comm: Comm
 
@@ -251,10 +253,14 @@ class Node(torch.autograd.Function):
         return y, torch.empty_like(_TOKEN)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor | None, _token: Tensor | None
+    ) -> tuple[None, Tensor | None, None]:
         recorded: Recorded = ctx.recorded
         comm = recorded.call.comm
-        if not recorded.enter((comm.unreached or settings.unreached) if comm.size > 1 else "ignore"):
+        if not recorded.enter(
+            (comm.unreached or settings.unreached) if comm.size > 1 else "ignore"
+        ):
             return None, None, None
         if not is_grad_enabled():
             return None, recorded.pull_back(ctx, grad), None
@@ -272,7 +278,9 @@ class TransformNode(Node):
         return call.forward(x), torch.empty(())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Call, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Call, Tensor, Tensor], output: tuple[Tensor, Tensor]
+    ) -> None:
         call, x, _ = inputs
         ctx.set_materialize_grads(False)
         save(ctx, call, x, output[0])
@@ -281,11 +289,15 @@ class TransformNode(Node):
         ctx.like = (x.shape, x.dtype, x.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor | None, _token: Tensor | None
+    ) -> tuple[None, Tensor | None, None]:
         return None, ctx.recorded.pull_back(ctx, grad), None
 
     @staticmethod
-    def jvp(ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None) -> tuple[Tensor, Tensor]:
+    def jvp(
+        ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if tangent is None:
             shape, dtype, device = ctx.like
             tangent = torch.zeros(shape, dtype=dtype, device=device)
@@ -320,7 +332,9 @@ def record(call: Call, x: Tensor) -> Tensor:
         return _compiled.communicate(call, x, record)
     try:
         if telemetry.listening():
-            with telemetry.span(f"mpi.{call.name}", comm=call.comm.name, size_bytes=x.numel() * x.itemsize):
+            with telemetry.span(
+                f"mpi.{call.name}", comm=call.comm.name, size_bytes=x.numel() * x.itemsize
+            ):
                 return _record(call, x)
         return _record(call, x)
     except MPI.Exception as error:
@@ -337,7 +351,9 @@ def _record(call: Call, x: Tensor) -> Tensor:
         _check.compare(call, x)
     if call.everyone:
         call.comm.history.begin(x)
-    if not (is_grad_enabled() or transforms_active() or forward_mode_active()):  # backward passes too
+    if not (
+        is_grad_enabled() or transforms_active() or forward_mode_active()
+    ):  # backward passes too
         return call.forward(x)
     if transforms_active():
         return _record_under_transform(call, x)

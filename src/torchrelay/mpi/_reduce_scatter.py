@@ -46,19 +46,24 @@ class ReduceScatter(Call):
         lengths = [h.number for h in headers]
         if min(lengths) < 0 or sum(lengths) != x.shape[self.axis]:
             raise ArgumentError(
-                f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but the tensors "
+                f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but the "
+                "tensors "
                 f"have {x.shape[self.axis]} along axis {self.axis}"
             )
         if x.numel() > settings.max_count:
             total, before = Allreduce(self.comm, self.op).start(x), sum(lengths[: self.comm.rank])
             return Started(
-                total.requests, lambda: total.result().narrow(self.axis, before, self.length).clone(), total
+                total.requests,
+                lambda: total.result().narrow(self.axis, before, self.length).clone(),
+                total,
             )
         blocks = Blocks.cut(packed(x), lengths, self.axis)
         result = fresh(headers[0].block(self.axis, self.length), x.dtype)
         op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
         if self.known is None and x.nbytes >= MEETING_BYTES:  # all ranks are there
-            self.comm.mpi.Reduce_scatter(buffer(blocks.memory), buffer(result), blocks.layout.counts, op)
+            self.comm.mpi.Reduce_scatter(
+                buffer(blocks.memory), buffer(result), blocks.layout.counts, op
+            )
             return Started([], lambda: placed(result, x))
         return Started(
             [start(buffer(blocks.memory), buffer(result), blocks.layout.counts, op)],
@@ -68,7 +73,9 @@ class ReduceScatter(Call):
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         gather = conjugate("Allgather")
-        return Adjoint(gather(self.comm.reverse.replace(convention="sum"), self.axis, self.known), grad)
+        return Adjoint(
+            gather(self.comm.reverse.replace(convention="sum"), self.axis, self.known), grad
+        )
 
     def differentiable(self, x: Tensor) -> bool:
         return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, is_differentiated, record, unchanged
+from torchrelay.mpi._record import (
+    Adjoint,
+    Call,
+    Started,
+    conjugate,
+    is_differentiated,
+    record,
+    unchanged,
+)
 
 __all__ = ["own_use", "replicate"]
 

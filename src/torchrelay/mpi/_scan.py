@@ -35,7 +35,9 @@ class Scan(Uniform):
         op = mpi_op(x.dtype, self.op)
         mpi = self.comm.descending() if self.descending else self.comm.mpi
         start = mpi.Iexscan if self.exclusive else mpi.Iscan
-        requests = [start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)]
+        requests = [
+            start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)
+        ]
         undefined = self.exclusive and mpi.rank == 0
         return Started(requests, lambda: placed(result.zero_() if undefined else result, x), source)
 

@@ -47,7 +47,9 @@ class Scatter(Call):
         layout = parts(whole.shape, tuple(lengths), axis)
         mine = layout.shapes[self.comm.rank]
         moving = scatter_blocks(self, blocks, whole.dtype, layout, self.root, self.known is None)
-        return Started(moving.requests, lambda: placed(moving.received.memory.view(mine), x), moving)
+        return Started(
+            moving.requests, lambda: placed(moving.received.memory.view(mine), x), moving
+        )
 
     def _check(self, whole: Header, lengths: list[int]) -> int:
         ndim = len(whole.shape)
@@ -56,7 +58,8 @@ class Scatter(Call):
         axis = self.axis % ndim
         if min(lengths) < 0 or sum(lengths) != whole.shape[axis]:
             raise ArgumentError(
-                f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but root's tensor "
+                f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but "
+                "root's tensor "
                 f"of shape {whole.shape} has {whole.shape[axis]} along axis {axis}"
             )
         return axis
@@ -66,12 +69,19 @@ class Scatter(Call):
         call = conjugate("Gather")(self.comm.reverse, axis, grad.shape[axis], self.root, self.known)
         is_root = self.comm.rank == self.root
         shape = with_length(grad.shape, axis, sum(self.known)) if self.known else self.input_shape
-        # An empty tensor's sum is zero, and depends on it: differentiated again, all ranks reach the Gather.
-        return Adjoint(call, grad, lambda gathered: gathered if is_root else gathered.sum().expand(shape))
+        # An empty tensor's sum is zero, and depends on it: differentiated again, all ranks reach
+        # the Gather.
+        return Adjoint(
+            call, grad, lambda gathered: gathered if is_root else gathered.sum().expand(shape)
+        )
 
     def batched(self) -> Scatter:
         return Scatter(
-            self.comm, self.axis + 1 if self.axis >= 0 else self.axis, self.length, self.root, self.known
+            self.comm,
+            self.axis + 1 if self.axis >= 0 else self.axis,
+            self.length,
+            self.root,
+            self.known,
         )
 
     def in_graph(self, x: Tensor) -> Scatter | None:

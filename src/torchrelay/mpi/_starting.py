@@ -43,7 +43,9 @@ def iallreduce(comm: Comm, x: Tensor, op: Op) -> CollectiveHandle:
     call = Allreduce(comm, op)
     if not is_gathered(call, x):
         return _reduction(call, x, op)
-    every = Allgather(comm, 0, [1] * comm.size)  # under its convention: all ranks reduce to the same
+    every = Allgather(
+        comm, 0, [1] * comm.size
+    )  # under its convention: all ranks reduce to the same
     return start(every, x.unsqueeze(0), lambda parts: reduce_locally(parts, op))
 
 
@@ -54,7 +56,9 @@ def ireduce(comm: Comm, x: Tensor, op: Op, root: int) -> CollectiveHandle:
         return _reduction(call, x, op)
     # the others get an empty tensor, whose sum is zero and depends on it
     every = Gather(comm, 0, 1, root, [1] * comm.size)
-    return start(every, x.unsqueeze(0), lambda parts: reduce_locally(parts, op) if is_root else parts.sum(0))
+    return start(
+        every, x.unsqueeze(0), lambda parts: reduce_locally(parts, op) if is_root else parts.sum(0)
+    )
 
 
 def ireduce_scatter(
@@ -68,7 +72,9 @@ def ireduce_scatter(
         return _reduction(call, x, op)
     lengths = [parts[comm.rank]] * comm.size
     every = Alltoallv(comm, parts, axis, lengths)
-    return start(every, x, lambda got: reduce_locally(torch.stack(got.split_with_sizes(lengths, axis)), op))
+    return start(
+        every, x, lambda got: reduce_locally(torch.stack(got.split_with_sizes(lengths, axis)), op)
+    )
 
 
 def iscan(comm: Comm, x: Tensor, op: Op, exclusive: bool) -> CollectiveHandle:
@@ -90,7 +96,9 @@ def ibcast(comm: Comm, x: Tensor, root: int) -> CollectiveHandle:
     return start(Bcast(comm, comm.check_rank(root)), x)
 
 
-def igather(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int) -> CollectiveHandle:
+def igather(
+    comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int
+) -> CollectiveHandle:
     """Start Gather; rank r sends ``counts[r]`` along ``axis``, or equal lengths."""
     axis = axis_of(axis, x.ndim)
     lengths = _lengths(comm, x, counts, axis)
@@ -103,7 +111,9 @@ def iallgather(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int) -
     return start(Allgather(comm, axis, _lengths(comm, x, counts, axis)), x)
 
 
-def iscatter(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int) -> CollectiveHandle:
+def iscatter(
+    comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int
+) -> CollectiveHandle:
     """Start Scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part."""
     axis = axis_of(axis, x.ndim)
     parts = _parts(comm, x, axis) if counts is None else _checked(comm, counts, x.shape[axis])
@@ -146,7 +156,8 @@ def _lengths(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int) -> 
         return [length] * comm.size
     if len(counts) != comm.size or min(counts) < 0 or counts[comm.rank] != length:
         raise ArgumentError(
-            f"{list(counts)} must be {comm.size} numbers, that of rank {comm.rank} the {length} along axis {axis}"
+            f"{list(counts)} must be {comm.size} numbers, that of rank {comm.rank} the {length} "
+            f"along axis {axis}"
         )
     return list(counts)
 

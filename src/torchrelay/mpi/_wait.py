@@ -54,7 +54,8 @@ __all__ = [
     "unregister",
 ]
 
-# Tests in a tight loop, about 0.3 us each, before yielding the core. A rank that shares its core delays
+# Tests in a tight loop, about 0.3 us each, before yielding the core. A rank that shares its core
+# delays
 # the message it waits for; one that does not would lose a time slice by yielding.
 SPINS = 3000 if MPI.COMM_WORLD.size <= len(os.sched_getaffinity(0)) else 50
 TESTS = max(1, SPINS // 10)  # tests between two yields; testing makes progress
@@ -64,7 +65,14 @@ LISTEN_S = 0.02  # interval at which a waiting rank checks for control messages
 
 ENDING_S = 1.0  # how long a rank waits at exit before it notifies the others
 
-QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, PLACE = 1, 2, 3, 4, 5, 6  # tags on the control communicator
+QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, PLACE = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+)  # tags on the control communicator
 MESSAGE_BYTES = 1024
 
 
@@ -96,7 +104,9 @@ class Comparable(Waiting, Protocol):
 
 
 _leases: weakref.WeakSet[SharedState] = weakref.WeakSet()
-_abandoned: list[Any] = []  # requests that may never complete; freeing their memory would corrupt it
+_abandoned: list[
+    Any
+] = []  # requests that may never complete; freeing their memory would corrupt it
 _endings = MPI.COMM_WORLD.Dup()  # for the barrier at exit
 _broken: str | None = None
 _is_rank = True
@@ -125,7 +135,9 @@ def check_usable() -> None:
         return
     if not _is_rank:
         raise UnavailableError(_broken)
-    raise PeerLostError(f"MPI cannot be used any more, because an earlier communication failed: {_broken}")
+    raise PeerLostError(
+        f"MPI cannot be used any more, because an earlier communication failed: {_broken}"
+    )
 
 
 def _is_no_rank(reason: str) -> None:
@@ -160,8 +172,10 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
             raise
         raise failed(
             MismatchError(
-                f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: {error.Get_error_string()}; do "
-                "all ranks give tensors of the same shape and dtype? TORCHRELAY_MPI_DEBUG=1 compares them before each "
+                f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: "
+                f"{error.Get_error_string()}; do "
+                "all ranks give tensors of the same shape and dtype? TORCHRELAY_MPI_DEBUG=1 "
+                "compares them before each "
                 "call"
             )
         ) from error
@@ -225,7 +239,9 @@ def listen() -> list[tuple[int, str]]:
     """Answer questions, raise on notices of failure, and return the answers that arrived."""
     answers = []
     status = MPI.Status()
-    for lease, tag in itertools.product(list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH, PLACE)):
+    for lease, tag in itertools.product(
+        list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH, PLACE)
+    ):
         while (message := lease.control.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
             source, text = status.Get_source(), _receive(message)
             if tag == QUESTION:
@@ -238,7 +254,9 @@ def listen() -> list[tuple[int, str]]:
                 _compare_place(lease, source, text)
             else:
                 what = f"rank {lease.rank}: {_whereabouts()}, and rank {source} gave up: {text}"
-                raise failed(PeerLostError(what, (source,)) if tag == FAREWELL else MismatchError(what))
+                raise failed(
+                    PeerLostError(what, (source,)) if tag == FAREWELL else MismatchError(what)
+                )
     return answers
 
 
@@ -248,7 +266,10 @@ def _report_place(call: Waiting) -> None:
     if place is None:
         return
     lease = call.comm.lease
-    text = f"{lease.histories.index(place.history)} {place.number} {place.has_met:d} {place.communicator}\n{place.terms}"
+    text = (
+        f"{lease.histories.index(place.history)} {place.number} {place.has_met:d} "
+        f"{place.communicator}\n{place.terms}"
+    )
     for rank in _peers(call):
         _send(lease, rank, PLACE, text)
 
@@ -262,7 +283,8 @@ def _compare_place(lease: SharedState, source: int, text: str) -> None:
     if found is not None:
         raise failed(
             MismatchError(
-                f"rank {lease.rank}: the ranks of {name} make different calls: rank {source} waits in {theirs}, and the "
+                f"rank {lease.rank}: the ranks of {name} make different calls: rank {source} waits "
+                f"in {theirs}, and the "
                 f"call of rank {lease.rank} in its place is {found}"
             )
         )
@@ -275,6 +297,9 @@ def _whereabouts() -> str:
         return "in no communication"
     call, start = _waiting
     return f"waiting in {call.describe()} on {call.comm.name} for {time.monotonic() - start:.1f} s"
+
+
+_STUCK = "all ranks take part, but no message moves"
 
 
 def _give_up(request: Testable, call: Waiting, start: float) -> bool:
@@ -290,9 +315,14 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
     raise failed(
         OperationTimeoutError(
             f"rank {comm.rank}: {what} did not end within {time.monotonic() - start:.1f} s; "
-            f"{who + ' did not take part' if missing else 'all ranks take part, but no message moves'} "
-            f"({'; '.join(places)}). Do all ranks make the same calls in the same order? "
-            "TORCHRELAY_MPI_DEBUG=1 compares them before each call, TORCHRELAY_MPI_TIMEOUT_S sets the time",
+            + (
+                f"{who} did not take part "
+                if missing
+                else "all ranks take part, but no message moves "
+            )
+            + f"({'; '.join(places)}). Do all ranks make the same calls in the same order? "
+            "TORCHRELAY_MPI_DEBUG=1 compares them before each call, TORCHRELAY_MPI_TIMEOUT_S sets "
+            "the time",
             missing,
         )
     )
@@ -320,7 +350,8 @@ def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
     who = f"{'rank' if len(ended) == 1 else 'ranks'} {', '.join(map(str, ended))}"
     raise failed(
         PeerLostError(
-            f"rank {comm.rank}: {what} cannot complete, because {who} ended without taking part: the end of the "
+            f"rank {comm.rank}: {what} cannot complete, because {who} ended without taking part: "
+            "the end of the "
             "script, or sys.exit",
             ended,
         )

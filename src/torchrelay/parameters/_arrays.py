@@ -1,4 +1,6 @@
-"""Keys and values as callers have them: torch tensors and numpy arrays, checked before anything is touched."""
+"""Keys and values as callers have them: torch tensors and numpy arrays, checked before anything is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ DTYPES: dict[torch.dtype, _native.Dtype] = {
 }
 
 # numpy has no bfloat16.
-_NUMPY = {dtype: np.dtype(native.name) for dtype, native in DTYPES.items() if hasattr(np, native.name)}
+_NUMPY = {
+    dtype: np.dtype(native.name) for dtype, native in DTYPES.items() if hasattr(np, native.name)
+}
 
 
 def describe(array: Any) -> str:
@@ -42,7 +46,8 @@ def _check(array: Any, dtype: torch.dtype, what: str) -> tuple[int, int]:
             or array.is_conj()
         ):
             raise ArgumentError(
-                f"{what} must be a plain tensor in CPU memory, not on {array.device} ({array.layout})"
+                f"{what} must be a plain tensor in CPU memory, not on {array.device} "
+                f"({array.layout})"
             )
         if not array.is_contiguous():
             raise ArgumentError(
@@ -75,6 +80,11 @@ def address_of_values(values: Any, dtype: torch.dtype, *, written: bool) -> tupl
     address, count = _check(values, dtype, "values")
     if written and isinstance(values, np.ndarray) and not values.flags.writeable:
         raise ArgumentError("values is a read-only array, and would be written")
-    if written and isinstance(values, torch.Tensor) and values.requires_grad and torch.is_grad_enabled():
+    if (
+        written
+        and isinstance(values, torch.Tensor)
+        and values.requires_grad
+        and torch.is_grad_enabled()
+    ):
         raise ArgumentError("values requires grad and would be overwritten: pass values.detach()")
     return address, count * dtype.itemsize

@@ -1,8 +1,10 @@
-"""A table as PyTorch Distributed Checkpoint (DCP) sees it: one tensor, saved in as many shards as there are workers.
+"""A table as PyTorch Distributed Checkpoint (DCP) sees it: one tensor, saved in as many shards as
+there are workers.
 
-Each worker saves and loads a contiguous range of keys, whoever owns them at that moment. The checkpoint holds
-whole rows, optimizer state included, as one logical tensor ``(num_keys, row_length)``, so that it loads onto
-any other number of workers and nodes, and any DCP tool reads it.
+Each worker saves and loads a contiguous range of keys, whoever owns them at that moment. The
+checkpoint holds whole rows, optimizer state included, as one logical tensor ``(num_keys,
+row_length)``, so that it loads onto any other number of workers and nodes, and any DCP tool reads
+it.
 """
 
 from __future__ import annotations
@@ -24,17 +26,21 @@ if TYPE_CHECKING:
 
 __all__ = ["RowShard", "key_range"]
 
-# Rows are written to and read from checkpoints in pieces, so that no piece takes a host's memory twice.
+# Rows are written to and read from checkpoints in pieces, so that no piece takes a host's memory
+# twice.
 ROWS_AT_ONCE = 1 << 18
 
 
 def key_range(num_keys: int, worker: int, workers: int) -> tuple[int, int]:
-    """The keys, from and up to, that ``worker`` of ``workers`` saves: ranges differ by at most one key."""
+    """The keys, from and up to, that ``worker`` of ``workers`` saves: ranges differ by at most one
+    key.
+    """
     return num_keys * worker // workers, num_keys * (worker + 1) // workers
 
 
 class RowShard(_torch.CheckpointShard):
-    """Rows of a table, as the ``state_dict`` holds them: ``rows`` are those from ``start`` of all ``num_keys``.
+    """Rows of a table, as the ``state_dict`` holds them: ``rows`` are those from ``start`` of all
+    ``num_keys``.
 
     ``rows`` is ``(n, row_length)``, the table's dtype: each key's value, then its optimizer state.
     """
@@ -103,7 +109,11 @@ def load_rows(table: Table, state: dict[str, Any]) -> None:
     given = state["weight" if values_only else "rows"]
     _refuse_together(table, _misfit(table, given, values_only))
     start, end = key_range(table.num_keys, table.worker_index, table.workers)
-    mine = given.rows if isinstance(given, RowShard) else given.detach()[start:end].to("cpu", table.dtype)
+    mine = (
+        given.rows
+        if isinstance(given, RowShard)
+        else given.detach()[start:end].to("cpu", table.dtype)
+    )
     for keys, rows in _pieces(start, mine.contiguous()):
         (table.worker.set if values_only else table.worker.set_rows)(keys, rows)
     table.sync()
@@ -127,12 +137,16 @@ def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
     """Why ``given`` is not the state of ``table``, or not this process's share of it."""
     if values_only:
         if tuple(given.shape) != (table.num_keys, table.dim):
-            return f"weight is {tuple(given.shape)}; the table holds {table.num_keys} vectors of {table.dim}"
+            return (
+                f"weight is {tuple(given.shape)}; the table holds {table.num_keys} vectors of "
+                f"{table.dim}"
+            )
         return None
     expected = (table.num_keys, table.row_length)
     if tuple(given.size()) != expected or given.dtype != table.dtype:
         return (
-            f"the saved table has {tuple(given.size())} keys and elements a row of {given.dtype}, this one "
+            f"the saved table has {tuple(given.size())} keys and elements a row of {given.dtype}, "
+            "this one "
             f"{expected} of {table.dtype}; a row holds {table.dim} elements and the state of "
             f"'{table.rule.kind}'"
         )
@@ -142,8 +156,10 @@ def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
     held = (given.start, given.start + len(given.rows))
     if held != share:
         return (
-            f"worker {table.worker_index} of {table.workers} was given the rows {held[0]} to {held[1] - 1}, but "
-            f"loads {share[0]} to {share[1] - 1}: table.state_dict() is one process's share. Save it with DCP "
+            f"worker {table.worker_index} of {table.workers} was given the rows {held[0]} to "
+            f"{held[1] - 1}, but "
+            f"loads {share[0]} to {share[1] - 1}: table.state_dict() is one process's share. Save "
+            "it with DCP "
             "(dcp.save, table.save), or save the module's state_dict(), which has all rows"
         )
     return None
@@ -153,7 +169,8 @@ def save(table: Table, path: str, storage_writer: StorageWriter | None) -> None:
     """Write the table to the folder `path`; collective over all workers.
 
     Raises:
-        UnavailableError: there are several workers and no default process group, over which DCP coordinates.
+        UnavailableError: there are several workers and no default process group, over which DCP
+            coordinates.
     """
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415 - takes long to import
 
@@ -179,7 +196,8 @@ def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
             dcp.load(state, checkpoint_id=path, storage_reader=storage_reader, process_group=group)  # type: ignore[attr-defined]
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         raise MismatchError(
-            f"the checkpoint in {path} does not fit a table of {table.num_keys} rows of {table.row_length} elements "
+            f"the checkpoint in {path} does not fit a table of {table.num_keys} rows of "
+            f"{table.row_length} elements "
             f"with optimizer '{table.rule.kind}': {next(iter(error.failures.values()))[0]}"
         ) from error
     table.load_state_dict(state["table"])
@@ -187,7 +205,8 @@ def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
 
 @contextmanager
 def _coordinated(table: Table) -> Iterator[None]:
-    """Check the process group of a call of DCP, and give its errors our types where a rank's failure has one.
+    """Check the process group of a call of DCP, and give its errors our types where a rank's
+    failure has one.
 
     One worker needs no process group, and DCP need not warn that there is none.
     """
@@ -197,11 +216,14 @@ def _coordinated(table: Table) -> Iterator[None]:
     size = dist.get_world_size(table.process_group) if dist.is_initialized() else 1
     if size != table.workers:
         raise UnavailableError(
-            f"the table has {table.workers} workers, but the default process group has {size} ranks: checkpoints are "
-            'coordinated over it; call torch.distributed.init_process_group("gloo") in every worker first'
+            f"the table has {table.workers} workers, but the default process group has {size} "
+            "ranks: checkpoints are coordinated over it; call "
+            'torch.distributed.init_process_group("gloo") in every worker first'
         )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled, unavailable or uninitialized"
+        )
         try:
             yield
         except dcp.CheckpointException as error:  # type: ignore[attr-defined]

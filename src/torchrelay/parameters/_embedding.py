@@ -35,7 +35,8 @@ class _TableModule(nn.Module):
     weight: TableWeight
     # Whether state_dict() holds this process's share of the rows, for DCP, instead of all rows.
     sharded_state_dict = False
-    # Whether gradients are taken at all; weight.requires_grad says it for all modules over the table.
+    # Whether gradients are taken at all; weight.requires_grad says it for all modules over the
+    # table.
     trainable = True
 
     def __init__(
@@ -53,7 +54,8 @@ class _TableModule(nn.Module):
             raise ArgumentError(f"padding_idx = {padding_idx}: there are {num_embeddings} rows")
         if device is not None and torch.device(device).type != "cpu":
             raise ArgumentError(
-                f"device = {device}: a table's rows are in host memory; leave device out: looked-up rows come to "
+                f"device = {device}: a table's rows are in host memory; leave device out: "
+                "looked-up rows come to "
                 "the device of the keys"
             )
         self.num_embeddings = num_embeddings
@@ -94,11 +96,15 @@ class _TableModule(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all rows anew by the table's ``init``, from torch's generator. Collective."""
-        start, end = _checkpoint.key_range(self.num_embeddings, self.table.worker_index, self.table.workers)
+        start, end = _checkpoint.key_range(
+            self.num_embeddings, self.table.worker_index, self.table.workers
+        )
         rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype)
         init = self.table.server.init
         fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}.get(init.kind)
-        self.table.set(torch.arange(start, end), fill(rows, init.a, init.b) if fill else rows.fill_(init.a))
+        self.table.set(
+            torch.arange(start, end), fill(rows, init.a, init.b) if fill else rows.fill_(init.a)
+        )
         self.table.sync()
         self._zero_padding()
 
@@ -124,7 +130,8 @@ class _TableModule(nn.Module):
         model = _torch.model_of_ddp_being_made()
         if model is not None and all(isinstance(p, TableWeight) for p in model.parameters()):
             raise UnsupportedError(
-                "DistributedDataParallel has nothing to do: all parameters of the model are tables, which "
+                "DistributedDataParallel has nothing to do: all parameters of the model are "
+                "tables, which "
                 "sum the gradients of all processes themselves; use the model as it is"
             )
 
@@ -136,17 +143,24 @@ class _TableModule(nn.Module):
 
     def _check(self) -> None:
         found = self._parameters.get("weight")
-        if not isinstance(found, TableWeight) and (found is None or isinstance(found, nn.Parameter)):
+        if not isinstance(found, TableWeight) and (
+            found is None or isinstance(found, nn.Parameter)
+        ):
             raise UnsupportedError(
-                "a wrapper has replaced the weight of a table, whose gradients would be lost; leave this "
+                "a wrapper has replaced the weight of a table, whose gradients would be lost; "
+                "leave this "
                 "module out of it, e.g. FullyShardedDataParallel(..., ignored_modules=[embedding])"
             )
         if _torch.transforms_active():
-            raise UnsupportedError("torch.func does not differentiate lookups in a table; use backward()")
+            raise UnsupportedError(
+                "torch.func does not differentiate lookups in a table; use backward()"
+            )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         whole = not self.sharded_state_dict
-        destination[prefix + "rows"] = self.table.rows() if whole else self.table.state_dict()["rows"]
+        destination[prefix + "rows"] = (
+            self.table.rows() if whole else self.table.state_dict()["rows"]
+        )
 
     def _load_from_state_dict(
         self,
@@ -172,13 +186,18 @@ class _TableModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"a {type(self).__name__} over a table cannot be copied or pickled: the processes of a job share its "
-            "rows. Save the model's state_dict(); for a copy, an average (EMA) or inference elsewhere, put "
+            f"a {type(self).__name__} over a table cannot be copied or pickled: the processes of a "
+            "job share its "
+            "rows. Save the model's state_dict(); for a copy, an average (EMA) or inference "
+            "elsewhere, put "
             "to_torch() in the module's place: it has the rows in a torch module of its own"
         )
 
     def extra_repr(self) -> str:
-        parts = [f"{self.num_embeddings}, {self.embedding_dim}", f"optimizer={self.table.rule.kind}"]
+        parts = [
+            f"{self.num_embeddings}, {self.embedding_dim}",
+            f"optimizer={self.table.rule.kind}",
+        ]
         if self.padding_idx is not None:
             parts.append(f"padding_idx={self.padding_idx}")
         if self.max_norm is not None:
@@ -202,7 +221,9 @@ def _checked(table: Table, shape: tuple[int, int], new: dict[str, Any]) -> Table
         )
     given = [name for name, value in new.items() if value not in (None, getattr(table, name, None))]
     if given:
-        raise ArgumentError(f"{', '.join(given)}: of a new table; the one that was given has its own")
+        raise ArgumentError(
+            f"{', '.join(given)}: of a new table; the one that was given has its own"
+        )
     return table
 
 
@@ -247,7 +268,13 @@ class Embedding(_TableModule):
         process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, device
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            device,
         )
         self.sparse = sparse
         self._use(
@@ -353,7 +380,13 @@ class EmbeddingBag(_TableModule):
         if mode == "max" and scale_grad_by_freq:
             raise UnsupportedError("torch does not scale gradients by frequency in mode 'max'")
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, device
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            device,
         )
         self.sparse = sparse
         self.mode = mode
@@ -433,7 +466,9 @@ class EmbeddingBag(_TableModule):
         rows = self._rows(input).reshape(-1, self.embedding_dim)
         index = torch.arange(len(rows), device=input.device).view(input.shape)
         padding = None
-        if self.padding_idx is not None:  # padding has no place in a bag: all of it becomes one row to skip
+        if (
+            self.padding_idx is not None
+        ):  # padding has no place in a bag: all of it becomes one row to skip
             padding = len(rows)
             index = torch.where(input == self.padding_idx, padding, index)
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])

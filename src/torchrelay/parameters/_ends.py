@@ -38,7 +38,9 @@ class Ending:
             self._topology.publish(self._key, how)
 
     def end_with(self, error: BaseException | None) -> None:
-        """The process exits. After an ``error``, and where it serves others, all processes of the table raise."""
+        """The process exits. After an ``error``, and where it serves others, all processes of the
+        table raise.
+        """
         server = self._server()
         if self.is_over:
             return
@@ -56,7 +58,8 @@ _process = 0
 def end_with_process(ending: Ending) -> None:
     """Call ``ending.end_with`` when this process exits.
 
-    Not if a signal kills it, nor after ``os._exit``. A ``sys.exit(1)`` of a main process shows no exception.
+    Not if a signal kills it, nor after ``os._exit``. A ``sys.exit(1)`` of a main process shows no
+    exception.
     """
     global _process  # noqa: PLW0603 - of the process whose exit is waited for: a forked child is another
     if _process != os.getpid():

@@ -22,9 +22,11 @@ _MARKS_S = 1.0
 
 
 class GradientExchange:
-    """Sums sparse gradients over ``size`` processes, which meet at ``store``; each call is collective.
+    """Sums sparse gradients over ``size`` processes, which meet at ``store``; each call is
+    collective.
 
-    The sum is the same on every process, bit for bit. Made by all processes; blocks until they have come.
+    The sum is the same on every process, bit for bit. Made by all processes; blocks until they have
+    come.
     Bytes sent by each: its own gradient, padded to the longest, to every other.
     """
 
@@ -72,13 +74,16 @@ class GradientExchange:
             missing = [r for r in range(self._size) if not self._store.check([f"{where}/{r}"])]
         except RuntimeError:
             return PeerLostError(
-                f"rank {self._rank}: the store where processes meet is gone after {elapsed_s:.1f} s in the "
+                f"rank {self._rank}: the store where processes meet is gone after {elapsed_s:.1f} "
+                "s in the "
                 f"exchange of row gradients; has its process ended? ({error})"
             )
         kind = OperationTimeoutError if elapsed_s >= self._timeout_s else PeerLostError
         return kind(
-            f"rank {self._rank}: ranks {missing} did not come to exchange {self._calls} of row gradients within "
-            f"{elapsed_s:.1f} s; every process must run the same backward passes with a lookup in the table "
+            f"rank {self._rank}: ranks {missing} did not come to exchange {self._calls} of row "
+            "gradients within "
+            f"{elapsed_s:.1f} s; every process must run the same backward passes with a lookup in "
+            "the table "
             f"({error})",
             ranks=missing,
         )

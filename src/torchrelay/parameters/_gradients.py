@@ -1,4 +1,6 @@
-"""When the gradients of a table's rows are applied, and how those of several processes become one."""
+"""When the gradients of a table's rows are applied, and how those of several processes become
+one.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,21 @@ Reduction = Literal["mean", "sum"]
 
 
 class Gradients:
-    """What becomes of the gradients of modules over ``table``; arguments as of :meth:`Table.create`."""
+    """What becomes of the gradients of modules over ``table``; arguments as of
+    :meth:`Table.create`.
+    """
 
-    def __init__(self, table: Table, apply: ApplyGradients | None, reduction: Reduction | None) -> None:
+    def __init__(
+        self, table: Table, apply: ApplyGradients | None, reduction: Reduction | None
+    ) -> None:
         for name, value, kind in (
             ("apply_gradients", apply, ApplyGradients),
             ("reduction", reduction, Reduction),
         ):
             if value is not None and value not in get_args(kind):
-                raise ArgumentError(f"{name} = {value!r}: the choices are {', '.join(get_args(kind))}")
+                raise ArgumentError(
+                    f"{name} = {value!r}: the choices are {', '.join(get_args(kind))}"
+                )
         self._table = table
         self._apply = apply
         self._reduction = reduction
@@ -52,13 +60,17 @@ class Gradients:
         """
         if self._apply == "backward":
             raise ArgumentError(
-                f"table {self._table.name!r} applies gradients in the backward pass, so there is nothing to step: "
-                "make its optimizer before the first backward pass, and leave out apply_gradients='backward'"
+                f"table {self._table.name!r} applies gradients in the backward pass, so there is "
+                "nothing to step: "
+                "make its optimizer before the first backward pass, and leave out "
+                "apply_gradients='backward'"
             )
         self._apply = "step"
 
     def take(self, keys: Tensor, values: Tensor) -> None:
-        """Takes the gradient of one lookup: ``keys`` ``(n,)`` may repeat, ``values`` ``(n, dim)``."""
+        """Takes the gradient of one lookup: ``keys`` ``(n,)`` may repeat, ``values`` ``(n,
+        dim)``.
+        """
         table = self._table
         self._settle()
         if self.kept:
@@ -70,7 +82,9 @@ class Gradients:
         table.push(keys, values, wait=False)
 
     def reduce(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of all processes; collective. Arguments and results have each key once, ascending."""
+        """The gradient of all processes; collective. Arguments and results have each key once,
+        ascending.
+        """
         table = self._table
         if table.workers == 1:
             return keys, values
@@ -101,7 +115,9 @@ class Gradients:
             table.sync()
 
     def _mine(self, keys: Tensor) -> Tensor:
-        """Which ``keys`` this process pushes: each key is pushed once, by a process of its home node."""
+        """Which ``keys`` this process pushes: each key is pushed once, by a process of its home
+        node.
+        """
         topology = self._table.server.topology
         at_home = keys % topology.num_nodes == topology.node
         return at_home & (keys // topology.num_nodes % topology.members == topology.member)
@@ -111,7 +127,9 @@ class Gradients:
             return
         self._table.server.set_learning_rate(lr)
         self._table.server.store.set_step(step)
-        if self._table.server.num_nodes > 1:  # an owner must have the rate before another node's push
+        if (
+            self._table.server.num_nodes > 1
+        ):  # an owner must have the rate before another node's push
             self._table.worker.barrier()
         self._configured = (lr, step)
 
@@ -125,15 +143,19 @@ class Gradients:
         if _gradient_scaler_exists():
             self._settled = False
             raise UnsupportedError(
-                f"table {self._table.name!r} would apply gradients in the backward pass, but there is a "
-                "GradScaler: they are scaled, and maybe infinite. Make an optimizer before the first backward "
+                f"table {self._table.name!r} would apply gradients in the backward pass, but there "
+                "is a "
+                "GradScaler: they are scaled, and maybe infinite. Make an optimizer before the "
+                "first backward "
                 "pass (table.optimizer()) and step it with scaler.step"
             )
         if self._apply is None:
             self._apply = "backward"
             warnings.warn(
-                f"table {self._table.name!r} has no optimizer, so gradients are applied in the backward pass. Make "
-                "one with table.optimizer() and call its step(), or pass apply_gradients='backward' to keep "
+                f"table {self._table.name!r} has no optimizer, so gradients are applied in the "
+                "backward pass. Make "
+                "one with table.optimizer() and call its step(), or pass "
+                "apply_gradients='backward' to keep "
                 "this; it will become an error",
                 DeprecationWarning,
                 stacklevel=2,
@@ -141,7 +163,10 @@ class Gradients:
 
 
 def _gradient_scaler_exists() -> bool:
-    """Whether this process has an enabled GradScaler. Looks at all objects, so it is called once per table."""
+    """Whether this process has an enabled GradScaler. Looks at all objects, so it is called once
+    per table.
+    """
     return any(
-        issubclass(type(found), torch.amp.GradScaler) and found.is_enabled() for found in gc.get_objects()
+        issubclass(type(found), torch.amp.GradScaler) and found.is_enabled()
+        for found in gc.get_objects()
     )

@@ -17,13 +17,16 @@ __all__ = ["IntentLoader"]
 
 Batch = TypeVar("Batch")
 
-# The automatic lookahead starts here, doubles when a batch came too early, and stops growing there. It shrinks by a
-# quarter after so many steps in a row that found all keys, but not to what was too short within so many steps.
+# The automatic lookahead starts here, doubles when a batch came too early, and stops growing there.
+# It shrinks by a
+# quarter after so many steps in a row that found all keys, but not to what was too short within so
+# many steps.
 FIRST_LOOKAHEAD = 4
 LARGEST_LOOKAHEAD = 256
 CALM_STEPS, REMEMBERED_STEPS = 64, 1024
 
-# The first batch could not be announced early, so the first step waits for its keys, but not for longer than this:
+# The first batch could not be announced early, so the first step waits for its keys, but not for
+# longer than this:
 # where another node keeps one (relocation only), the step fetches it.
 FIRST_WAIT_S, FIRST_POLL_S = 1.0, 0.001
 
@@ -103,10 +106,14 @@ class IntentLoader(Generic[Batch]):
                 for table in tables:
                     table.advance_clock()
             if self._automatic and announced.steps_ahead >= self.lookahead - 1:
-                self._adapt(any(table.metrics().remote_pulls > count for table, count in before.items()))
+                self._adapt(
+                    any(table.metrics().remote_pulls > count for table, count in before.items())
+                )
 
     def _announce(self, batch: Batch, steps_ahead: int) -> Iterable[Table]:
-        """Announces the batch's keys for the step that begins ``steps_ahead`` clocks from now; tells the tables."""
+        """Announces the batch's keys for the step that begins ``steps_ahead`` clocks from now;
+        tells the tables.
+        """
         keys = self._keys(batch)
         for table, used in keys.items():
             table.intent(used, table.clock + steps_ahead)

@@ -1,4 +1,6 @@
-"""Lookups in a table as operators of ``torch.library``, which autograd differentiates and ``torch.compile`` keeps."""
+"""Lookups in a table as operators of ``torch.library``, which autograd differentiates and
+``torch.compile`` keeps.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Lookup:
         _lookups[self.number] = self
 
     def rows(self, keys: Tensor) -> Tensor:
-        """The rows of ``keys``, ``(*keys.shape, dim)`` on their device; each distinct key is pulled once."""
+        """The rows of ``keys``, ``(*keys.shape, dim)`` on their device; each distinct key is pulled
+        once.
+        """
         if keys.is_floating_point() or keys.dtype is torch.bool:
             raise ArgumentError(f"keys are {keys.dtype}; they must be integers")
         unique, inverse = torch.unique(keys, return_inverse=True)
@@ -67,7 +71,9 @@ class Lookup:
 
 
 def look_up(lookup: Lookup, keys: Tensor, *, differentiable: bool) -> Tensor:
-    """``lookup``'s rows of ``keys``; if ``differentiable``, their gradient goes to the table's weight."""
+    """``lookup``'s rows of ``keys``; if ``differentiable``, their gradient goes to the table's
+    weight.
+    """
     anchor = lookup.anchor if differentiable else _NOWHERE
     rows: Tensor = _rows(keys, anchor, lookup.number)
     return rows
@@ -114,8 +120,10 @@ def _keep_keys(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "backward(create_graph=True): the gradient of a table's rows has no graph of its own; take "
-            "torch.autograd.grad with respect to other tensors, or call backward() without create_graph"
+            "backward(create_graph=True): the gradient of a table's rows has no graph of its own; "
+            "take "
+            "torch.autograd.grad with respect to other tensors, or call backward() without "
+            "create_graph"
         )
     (keys,) = ctx.saved_tensors
     return None, _gradient(keys, gradient, ctx.lookup.number), None

@@ -34,7 +34,8 @@ def wait_for_others(
     """Wait until ``is_complete``; log a warning that names who is missing after some seconds.
 
     Args:
-        missing: called now and then, if not complete: who has not come; ``None``: that cannot be told yet. May raise.
+        missing: called now and then, if not complete: who has not come; ``None``: that cannot be
+            told yet. May raise.
         sentence: what to say of those who are missing, after so many seconds.
         check: called often; raises if a process was lost.
 
@@ -60,7 +61,8 @@ def wait_for_others(
 
 
 class Marks:
-    """Which of ``count`` participants wait at ``place``, as far as they have waited long enough to say so.
+    """Which of ``count`` participants wait at ``place``, as far as they have waited long enough to
+    say so.
 
     A barrier costs one message to the store, and this only where it takes long.
 

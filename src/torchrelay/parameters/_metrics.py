@@ -26,11 +26,15 @@ class Metrics:
     replicas: float = 0  # keys of other nodes that this node holds a copy of now
     owned: float = 0  # keys this node owns now
     rounds: float = 0  # of the channels
-    refreshes: float = 0  # values sent to replicas on other nodes, because the key's value had changed
+    refreshes: float = (
+        0  # values sent to replicas on other nodes, because the key's value had changed
+    )
     evictions: float = 0
     protocol_errors: float = 0
     round_seconds: float = 0  # time in rounds, all channels together
-    refresh_age_seconds: float = 0  # over all refreshes: how long before it the owner last looked for changes
+    refresh_age_seconds: float = (
+        0  # over all refreshes: how long before it the owner last looked for changes
+    )
 
     @classmethod
     def from_statistics(cls, statistics: Mapping[str, float]) -> Metrics:
@@ -64,6 +68,8 @@ class Metrics:
     def __str__(self) -> str:
         """Return one line for a progress bar."""
         return (
-            f"{self.locality:.3%} local, {self.sent_bytes / 1e6:.1f} MB out, {self.received_bytes / 1e6:.1f} MB in, "
-            f"{self.relocations:.0f} moved, {self.replicas:.0f} replicas, staleness {self.staleness_s * 1e3:.1f} ms"
+            f"{self.locality:.3%} local, {self.sent_bytes / 1e6:.1f} MB out, "
+            f"{self.received_bytes / 1e6:.1f} MB in, "
+            f"{self.relocations:.0f} moved, {self.replicas:.0f} replicas, staleness "
+            f"{self.staleness_s * 1e3:.1f} ms"
         )

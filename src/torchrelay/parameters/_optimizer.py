@@ -15,18 +15,19 @@ __all__ = ["TableOptimizer"]
 
 
 class TableOptimizer(torch.optim.Optimizer):
-    """Applies the gradients that backward passes have left at the weights of tables; see :meth:`Table.optimizer`.
+    """Applies the gradients that backward passes have left at the weights of tables; see
+    :meth:`Table.optimizer`.
 
-    Each weight has a parameter group of its own. Its ``lr`` can be changed, by a scheduler for example; what
-    else the optimizer does was decided when the table was made.
+    Each weight has a parameter group of its own. Its ``lr`` can be changed, by a scheduler for
+    example; what else the optimizer does was decided when the table was made.
 
     Args:
         weights: of the tables, e.g. those among ``model.parameters()``.
         lr: learning rate; default: that of each table's own optimizer.
 
     Raises:
-        ArgumentError: something else than a table's weight was given, the learning rate is not a finite number
-            from 0 up, or a table applies gradients in the backward pass.
+        ArgumentError: something else than a table's weight was given, the learning rate is not a
+            finite number from 0 up, or a table applies gradients in the backward pass.
     """
 
     def __init__(self, weights: Iterable[TableWeight], lr: float | None = None) -> None:
@@ -40,8 +41,10 @@ class TableOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if any(not isinstance(weight, TableWeight) for weight in _listed(param_group["params"])):
             raise ArgumentError(
-                "a TableOptimizer steps tables only: give torch's optimizers the other parameters, e.g. "
-                "[p for p in model.parameters() if not isinstance(p, torchrelay.parameters.TableWeight)]"
+                "a TableOptimizer steps tables only: give torch's optimizers the other parameters, "
+                "e.g. "
+                "[p for p in model.parameters() if not isinstance(p, "
+                "torchrelay.parameters.TableWeight)]"
             )
         super().add_param_group(param_group)
 
@@ -58,8 +61,8 @@ class TableOptimizer(torch.optim.Optimizer):
         When it returns, every process sees the new rows.
 
         Raises:
-            ArgumentError: a gradient is NaN or infinite, or a learning rate is not a finite number from 0 up;
-                no table was changed.
+            ArgumentError: a gradient is NaN or infinite, or a learning rate is not a finite number
+                from 0 up; no table was changed.
         """
         loss = None
         if closure is not None:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["interface_towards", "node_network", "topology_of"]
 
-_PORT_OF_NOWHERE = 9  # discard: connecting a datagram socket to it sends nothing, but shows the interface
+_PORT_OF_NOWHERE = (
+    9  # discard: connecting a datagram socket to it sends nothing, but shows the interface
+)
 
 
 def node_network(
@@ -33,7 +35,9 @@ def node_network(
 
 
 def _network_identity() -> str:
-    """Equal for processes that have the same network interfaces; containers of one host may have their own."""
+    """Equal for processes that have the same network interfaces; containers of one host may have
+    their own.
+    """
     return f"{host_identity()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
@@ -44,7 +48,9 @@ def interface_towards(host: str) -> str:
             probe.connect((socket.gethostbyname(host), _PORT_OF_NOWHERE))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"MASTER_ADDR={host!r} cannot be reached from this host: {error}") from error
+        raise ConfigError(
+            f"MASTER_ADDR={host!r} cannot be reached from this host: {error}"
+        ) from error
 
 
 def topology_of(
@@ -56,7 +62,8 @@ def topology_of(
     techniques: str = "all",
     settings: config.Parameters | None = None,
 ) -> Topology:
-    """The topology of a launcher's processes: those of one host form a node, or as ``node_of_rank`` says.
+    """The topology of a launcher's processes: those of one host form a node, or as ``node_of_rank``
+    says.
 
     Raises:
         ArgumentError: nodes have unequal numbers of processes, or one spans hosts.
@@ -77,7 +84,9 @@ def topology_of(
     names = list(dict.fromkeys(groups))
     members = [[rank for rank in ranks if groups[rank] == name] for name in names]
     if len({len(group) for group in members}) != 1:
-        raise ArgumentError(f"nodes have unequal numbers of processes: ranks {members}; give each the same")
+        raise ArgumentError(
+            f"nodes have unequal numbers of processes: ranks {members}; give each the same"
+        )
     for group in members:
         if len({places[rank]["host"] for rank in group}) != 1:
             raise ArgumentError(f"ranks {group} form a node but do not share a host")

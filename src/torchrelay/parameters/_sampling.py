@@ -1,4 +1,5 @@
-"""Drawing random keys, as negative sampling does, with as few remote accesses as the application allows.
+"""Drawing random keys, as negative sampling does, with as few remote accesses as the application
+allows.
 
 The schemes of NuPS (Renz-Wieland et al., SIGMOD 2022):
 
@@ -32,7 +33,8 @@ SCHEMES = ("naive", "preloc", "pool", "local")
 DISTRIBUTIONS = ("uniform", "log-uniform")
 # A pool passes over its keys this often before it is drawn anew.
 _POOL_REUSES = 16
-# Draws without replacement: rejection while few are taken, a full weighted shuffle beyond this share.
+# Draws without replacement: rejection while few are taken, a full weighted shuffle beyond this
+# share.
 _REJECTION_SHARE = 0.25
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -54,7 +56,9 @@ class Samples:
 
 
 def alias_table(weights: FloatArray) -> tuple[FloatArray, IntArray]:
-    """Walker's alias method as Vose built it (1991): probabilities and aliases, for draws in constant time."""
+    """Walker's alias method as Vose built it (1991): probabilities and aliases, for draws in
+    constant time.
+    """
     count = len(weights)
     scaled = weights * (count / weights.sum())
     probability, alias = np.ones(count), np.arange(count, dtype=np.int64)
@@ -85,8 +89,14 @@ class Sampling:
         if scheme not in SCHEMES:
             raise ArgumentError(f"sampling scheme {scheme!r}: the choices are {', '.join(SCHEMES)}")
         if distribution not in DISTRIBUTIONS:
-            raise ArgumentError(f"distribution {distribution!r}: the choices are {', '.join(DISTRIBUTIONS)}")
-        self.scheme, self.with_replacement, self.distribution = scheme, with_replacement, distribution
+            raise ArgumentError(
+                f"distribution {distribution!r}: the choices are {', '.join(DISTRIBUTIONS)}"
+            )
+        self.scheme, self.with_replacement, self.distribution = (
+            scheme,
+            with_replacement,
+            distribution,
+        )
         self.low, self.high = low, high
         self._weights = None if weights is None else self._checked(weights)
         self._alias = None if self._weights is None else alias_table(self._weights)
@@ -101,10 +111,15 @@ class Sampling:
         values = np.asarray(
             weights.numpy() if isinstance(weights, torch.Tensor) else weights, dtype=np.float64
         )
-        ok = values.shape == (self.high - self.low,) and np.isfinite(values).all() and (values >= 0).all()
+        ok = (
+            values.shape == (self.high - self.low,)
+            and np.isfinite(values).all()
+            and (values >= 0).all()
+        )
         if not ok or values.sum() <= 0:
             raise ArgumentError(
-                f"weights must be {self.high - self.low} finite numbers that are not negative, one of them positive"
+                f"weights must be {self.high - self.low} finite numbers that are not negative, one "
+                "of them positive"
             )
         return values
 
@@ -134,7 +149,9 @@ class Sampling:
         """Draws one after another, each from the keys not drawn yet."""
         if count > _REJECTION_SHARE * (self.high - self.low) or self._weights is not None:
             return (
-                self._random.choice(self.high - self.low, count, replace=False, p=self._probabilities())
+                self._random.choice(
+                    self.high - self.low, count, replace=False, p=self._probabilities()
+                )
                 + self.low
             )
         keys: dict[int, None] = {}
@@ -146,9 +163,12 @@ class Sampling:
         """A sample of ``count`` keys.
 
         Raises:
-            ArgumentError: ``count`` is negative, or more than there are keys to draw without replacement.
+            ArgumentError: ``count`` is negative, or more than there are keys to draw without
+                replacement.
         """
-        available = self.high - self.low if self._weights is None else int((self._weights > 0).sum())
+        available = (
+            self.high - self.low if self._weights is None else int((self._weights > 0).sum())
+        )
         if count < 0 or (not self.with_replacement and count > available):
             raise ArgumentError(
                 f"a sample of {count} keys without replacement: there are {available} keys to draw"
@@ -183,7 +203,9 @@ class Sampling:
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
     def _renew_pool(self, at_least: int) -> None:
-        """Shuffles the pool, or draws it anew once it has been used often or cannot give enough different keys."""
+        """Shuffles the pool, or draws it anew once it has been used often or cannot give enough
+        different keys.
+        """
         size = max(config.load(config.Parameters).pool_size, at_least)
         stale = self._pool is None or self._pool_passes >= _POOL_REUSES or not self.with_replacement
         if stale:
@@ -193,7 +215,9 @@ class Sampling:
         self._pool_at = 0
         self._pool_passes += 1
 
-    def draw(self, samples: Samples, count: int, store: _native.ParameterStore, keys: IntArray) -> None:
+    def draw(
+        self, samples: Samples, count: int, store: _native.ParameterStore, keys: IntArray
+    ) -> None:
         """Writes the next ``count`` keys of ``samples`` to ``keys``.
 
         Raises:
@@ -202,7 +226,8 @@ class Sampling:
         """
         if samples.used + count > samples.size:
             raise ArgumentError(
-                f"{count} keys of a sample that has {samples.size - samples.used} of {samples.size} left"
+                f"{count} keys of a sample that has {samples.size - samples.used} of "
+                f"{samples.size} left"
             )
         if samples.keys is not None:
             keys[:] = samples.keys[samples.used : samples.used + count]
@@ -218,11 +243,18 @@ class Sampling:
         exclude = [] if self.with_replacement else sorted(samples.taken)
         drawable = 0 if self._drawable is None else self._drawable.ctypes.data
         found = store.nearest_local(
-            keys.ctypes.data, count, self.low, self.high, exclude, not self.with_replacement, drawable
+            keys.ctypes.data,
+            count,
+            self.low,
+            self.high,
+            exclude,
+            not self.with_replacement,
+            drawable,
         )
         if found < count:
             raise UnavailableError(
-                f"this node has {found} keys of [{self.low}, {self.high}) to draw where {count} are needed: announce "
+                f"this node has {found} keys of [{self.low}, {self.high}) to draw where {count} "
+                "are needed: announce "
                 "intents for some, or use another sampling scheme than local"
             )
         if not self.with_replacement:

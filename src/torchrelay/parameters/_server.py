@@ -23,7 +23,14 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.parameters._arrays import DTYPES, describe
-from torchrelay.parameters._contract import INITS, RULES, KeyInit, UpdateRule, native_init, native_rule
+from torchrelay.parameters._contract import (
+    INITS,
+    RULES,
+    KeyInit,
+    UpdateRule,
+    native_init,
+    native_rule,
+)
 from torchrelay.parameters._ends import CLOSES, Ending, end_with_process
 from torchrelay.parameters._sampling import Sampling
 from torchrelay.parameters._topology import Topology
@@ -106,7 +113,9 @@ class Server:
         if self.init.kind not in INITS:
             raise ArgumentError(f"init {self.init.kind!r}: the choices are {', '.join(INITS)}")
         if self._num_keys == 0 and self._capacity < 1:
-            raise ArgumentError("a table without a number of keys needs capacity, the rows a node can hold")
+            raise ArgumentError(
+                "a table without a number of keys needs capacity, the rows a node can hold"
+            )
 
     def _make_store(self) -> _native.ParameterStore:
         return _native.ParameterStore.create(
@@ -129,8 +138,14 @@ class Server:
         return _native.ParameterStore.attach(address, native_init(self.init))
 
     def _start(self) -> list[str]:
-        """Starts this node's threads, once all nodes' endpoints exist; the endpoints of all nodes."""
-        topology, settings, transport = self.topology, self.topology.settings, self.topology.transport
+        """Starts this node's threads, once all nodes' endpoints exist; the endpoints of all
+        nodes.
+        """
+        topology, settings, transport = (
+            self.topology,
+            self.topology.settings,
+            self.topology.transport,
+        )
         addresses: list[str] = []
         if topology.member == 0 and self.network is not None:
             self._service = _native.NodeService(
@@ -160,7 +175,9 @@ class Server:
         return addresses
 
     def _greet(self) -> None:
-        """Waits until every other node's threads have been heard: so they can be reached, and have our keys."""
+        """Waits until every other node's threads have been heard: so they can be reached, and have
+        our keys.
+        """
         timeout_s = self.topology.transport.connect_timeout_s
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_nodes)) - {self.node}
@@ -168,8 +185,10 @@ class Server:
             if time.monotonic() > deadline_s:
                 self.stop()
                 raise OperationTimeoutError(
-                    f"node {self.node}: nodes {sorted(missing)} did not answer within {timeout_s:g} s, though they "
-                    "came to the store; can they be reached, and do all nodes have the same key file?",
+                    f"node {self.node}: nodes {sorted(missing)} did not answer within "
+                    f"{timeout_s:g} s, though they "
+                    "came to the store; can they be reached, and do all nodes have the same key "
+                    "file?",
                     ranks=sorted(missing),
                 )
             time.sleep(_POLL_S)
@@ -281,7 +300,9 @@ class Server:
         Keys, messages, bytes and seconds. Messages and bytes are those to and from other nodes.
         """
         stats = {stat.name: float(value) for stat, value in self._store.stats().items()}
-        seconds = {f"{name}_seconds": stats.pop(f"{name}_ns") / 1e9 for name in ("round", "refresh_age")}
+        seconds = {
+            f"{name}_seconds": stats.pop(f"{name}_ns") / 1e9 for name in ("round", "refresh_age")
+        }
         return stats | seconds
 
     @property
@@ -292,7 +313,8 @@ class Server:
         """Raise UnavailableError if this process has left the table."""
         if self._is_stopped:
             raise UnavailableError(
-                f"node {self.node}: this process has left the table; nothing can be read or written any more"
+                f"node {self.node}: this process has left the table; nothing can be read or "
+                "written any more"
             )
 
     def barrier(self) -> None:
@@ -319,7 +341,9 @@ class Server:
             self.topology.store.delete_key(self._end_of_worker(worker_id))
 
     def worker_ends(self, worker_id: int) -> None:
-        """The worker with this number was not finalized, and does not exist any more: who waits for it is told."""
+        """The worker with this number was not finalized, and does not exist any more: who waits for
+        it is told.
+        """
         self._ended_workers.add(worker_id)
         if not self._is_stopped:
             with contextlib.suppress(RuntimeError):  # the store is gone
@@ -329,13 +353,18 @@ class Server:
         return f"{self._table}/ended/{self.node * self.topology.workers_per_node + worker_id}"
 
     def check_workers_not_ended(self, workers: Sequence[int]) -> None:
-        """Raises PeerLostError if one of the workers with these indices, or its process, has ended."""
+        """Raises PeerLostError if one of the workers with these indices, or its process, has
+        ended.
+        """
         topology = self.topology
         for index in workers:
             node, worker_id = divmod(index, topology.workers_per_node)
-            if topology.store is not None and topology.store.check([f"{self._table}/ended/{index}"]):
+            if topology.store is not None and topology.store.check(
+                [f"{self._table}/ended/{index}"]
+            ):
                 raise PeerLostError(
-                    f"{topology.name_of(topology.process)}: worker {worker_id} of node {node} has ended without "
+                    f"{topology.name_of(topology.process)}: worker {worker_id} of node {node} has "
+                    "ended without "
                     "finalize(), while this process waits for it; see that node's output for why",
                     ranks=[node],
                 )
@@ -343,7 +372,9 @@ class Server:
         self.check_not_ended(list(dict.fromkeys(index // per_process for index in workers)))
 
     def check_not_ended(self, processes: Sequence[int], *, or_closing: bool = True) -> None:
-        """Raises PeerLostError if one of the processes with these indices has ended, or is closing the table."""
+        """Raises PeerLostError if one of the processes with these indices has ended, or is closing
+        the table.
+        """
         topology = self.topology
         for process in processes:
             key = self._end_of(process)
@@ -352,7 +383,8 @@ class Server:
             how = json.loads(topology.store.get(key))
             if or_closing or how != CLOSES:
                 raise PeerLostError(
-                    f"{topology.name_of(topology.process)}: {topology.name_of(process)} {how}, while this process "
+                    f"{topology.name_of(topology.process)}: {topology.name_of(process)} {how}, "
+                    "while this process "
                     "waits for it; all processes must make the same collective calls",
                     ranks=[process // topology.members],
                 )
@@ -369,7 +401,9 @@ class Server:
         except PeerLostError:
             pass  # nobody is served any more; whoever asks will hear of it
         except (UnavailableError, ProtocolError):
-            pass  # the node's leader has left the barrier and stopped: so all had come; or its threads have failed
+            # the node's leader has left the barrier and stopped: so all had come; or its threads
+            # have failed
+            pass
         finally:
             self._stop_service()
 
@@ -400,7 +434,8 @@ def _keys_and_lengths(keys: Any, length: int) -> tuple[int, list[int]]:
     if isinstance(keys, int):
         if not (0 <= keys <= _INT64_MAX and 1 <= length <= _INT32_MAX):
             raise ArgumentError(
-                f"{keys} keys of length {length}: they must be at least 0 and 1, and fit in int64 and int32"
+                f"{keys} keys of length {length}: they must be at least 0 and 1, and fit in int64 "
+                "and int32"
             )
         return keys, [length]
     if not isinstance(keys, torch.Tensor | np.ndarray) or keys.ndim != 1:

@@ -38,7 +38,9 @@ class Place:
 
 
 def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:
-    """The processes of ``group``, of the default group if there is one, or of the launcher; and their store."""
+    """The processes of ``group``, of the default group if there is one, or of the launcher; and
+    their store.
+    """
     import torch.distributed as dist  # noqa: PLC0415
 
     launched = World.from_environment()
@@ -49,8 +51,10 @@ def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:
         raise ArgumentError("this process is not in the process group that was given")
     if group is None and launched.size > 1 and (launched.rank, launched.size) != (rank, size):
         raise ConfigError(
-            f"this process is rank {rank} of {size} in the default process group, but rank {launched.rank} of "
-            f"{launched.size} by the variables of {launched.launcher}; pass process_group= to choose"
+            f"this process is rank {rank} of {size} in the default process group, but rank "
+            f"{launched.rank} of "
+            f"{launched.size} by the variables of {launched.launcher}; pass process_group= to "
+            "choose"
         )
     store: Store = _torch.group_store(group or dist.group.WORLD)
     host = _torch.store_host(store) or launched.master_addr
@@ -95,10 +99,13 @@ def start(
         world, found = _job(process_group, settings.timeout_s)
         store = store or found
     shared = dist.PrefixStore(name, store or world.connect(settings.timeout_s))  # type: ignore[attr-defined]
-    # A table may be made, closed and made again; the second must not meet in what the first has left.
+    # A table may be made, closed and made again; the second must not meet in what the first has
+    # left.
     use = shared.add(f"made/{world.rank}", 1)
     shared = dist.PrefixStore(str(use), shared)  # type: ignore[attr-defined]
-    topology = topology_of(world, shared, node_of_rank=node_of_rank, techniques=techniques, settings=settings)
+    topology = topology_of(
+        world, shared, node_of_rank=node_of_rank, techniques=techniques, settings=settings
+    )
     server = Server(
         num_keys,
         length=length,

@@ -122,7 +122,8 @@ class Table:
         """
         if name is not None and name in _open_tables:
             raise ArgumentError(
-                f"this process has a table {name!r} already; close it first, or give each its own name"
+                f"this process has a table {name!r} already; close it first, or give each its own "
+                "name"
             )
         rule = optimizer or UpdateRule()
         place = _starting.start(
@@ -161,7 +162,8 @@ class Table:
         """
         if self.rule.kind == "add":
             raise ArgumentError(
-                f"table {self.name!r} adds what is pushed, so gradients would lead uphill; create it with an "
+                f"table {self.name!r} adds what is pushed, so gradients would lead uphill; create "
+                "it with an "
                 "optimizer, e.g. optimizer=torchrelay.parameters.optim.adagrad(0.1)"
             )
         return TableWeight(self)
@@ -187,7 +189,8 @@ class Table:
             raise UnavailableError(f"table {self.name!r} has been closed")
         if os.getpid() != self._process:
             raise UnavailableError(
-                f"table {self.name!r} belongs to process {self._process}: a process forked from it, such as a "
+                f"table {self.name!r} belongs to process {self._process}: a process forked from "
+                "it, such as a "
                 "DataLoader's, cannot use it; look keys up in the process that made the table"
             )
 
@@ -416,9 +419,13 @@ class Table:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        # Closing waits for the others, who will not come if they still work: an error must not wait for that.
+        # Closing waits for the others, who will not come if they still work: an error must not wait
+        # for that.
         if error is None or self.workers == 1:
             self.close()
         elif self._forget():
@@ -426,14 +433,17 @@ class Table:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"table {self.name!r} cannot be copied or pickled: the processes of a job share its rows. Save "
-            "state_dict(), or table.save(folder); a module's to_torch() makes an nn.Embedding of its own"
+            f"table {self.name!r} cannot be copied or pickled: the processes of a job share its "
+            "rows. Save "
+            "state_dict(), or table.save(folder); a module's to_torch() makes an nn.Embedding of "
+            "its own"
         )
 
     def _flat_values(self, keys: Tensor, values: Tensor) -> Tensor:
         if values.numel() != len(keys) * self.dim:
             raise ArgumentError(
-                f"values of shape {tuple(values.shape)} for {len(keys)} keys of {self.dim} elements: they must "
+                f"values of shape {tuple(values.shape)} for {len(keys)} keys of {self.dim} "
+                "elements: they must "
                 "have the keys' shape and one more dimension"
             )
         return values.detach().cpu().reshape(len(keys), self.dim).contiguous()

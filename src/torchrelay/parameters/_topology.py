@@ -1,7 +1,8 @@
 """Nodes and their processes, and how they wait for each other in a torch store.
 
-A node is one process, or several of one host; the first of them, its leader, holds the slab and runs the
-threads that serve other nodes. :meth:`Topology.in_memory` makes nodes that are threads of one process.
+A node is one process, or several of one host; the first of them, its leader, holds the slab and
+runs the threads that serve other nodes. :meth:`Topology.in_memory` makes nodes that are threads of
+one process.
 """
 
 from __future__ import annotations
@@ -57,13 +58,17 @@ class Topology:
     network: Callable[[], _native.Network] | None = None
     ranks: tuple[int, ...] = ()
     settings: config.Parameters = field(default_factory=lambda: config.load(config.Parameters))
-    transport: config.TransportSettings = field(default_factory=lambda: config.load(config.TransportSettings))
+    transport: config.TransportSettings = field(
+        default_factory=lambda: config.load(config.TransportSettings)
+    )
     _network: _native.Network | None = None
     _tables: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         if self.techniques not in TECHNIQUES:
-            raise ArgumentError(f"techniques={self.techniques!r}: the choices are {', '.join(TECHNIQUES)}")
+            raise ArgumentError(
+                f"techniques={self.techniques!r}: the choices are {', '.join(TECHNIQUES)}"
+            )
         if self.workers_per_node < 1:
             raise ArgumentError(f"a node needs at least one worker, not {self.workers_per_node}")
 
@@ -77,7 +82,8 @@ class Topology:
         shared = network or _native.MemoryNetwork()
         store = dist.HashStore()  # type: ignore[attr-defined]
         return [
-            cls(node, num_nodes, store=store, network=lambda: shared, **fields) for node in range(num_nodes)
+            cls(node, num_nodes, store=store, network=lambda: shared, **fields)
+            for node in range(num_nodes)
         ]
 
     def open_network(self) -> _native.Network | None:
@@ -127,8 +133,10 @@ class Topology:
 
         def sentence(missing: Sequence[int], elapsed_s: float) -> str:
             return (
-                f"{self.name_of(self.process)}: {what} of {kind} {list(missing)} did not come within "
-                f"{elapsed_s:.1f} s; did they start, did each get its own number, and do all make this call?"
+                f"{self.name_of(self.process)}: {what} of {kind} {list(missing)} did not come "
+                "within "
+                f"{elapsed_s:.1f} s; did they start, did each get its own number, and do all make "
+                "this call?"
             )
 
         with self._store_in_use(f"waiting for {what}", check):
@@ -151,7 +159,8 @@ class Topology:
         kind: str = "processes",
         check: Callable[[], None] = nothing_to_check,
     ) -> list[Any]:
-        """The values that ``count`` processes gave for ``key``; this one is ``index``. Waits for all.
+        """The values that ``count`` processes gave for ``key``; this one is ``index``. Waits for
+        all.
 
         Raises:
             OperationTimeoutError: some did not come; ``ranks`` names their indices.
@@ -182,7 +191,8 @@ class Topology:
                 self.part(f"{key}/refused", processes)  # the first process may serve the store
                 node, member = divmod(index, self.members)
                 raise MismatchError(
-                    f"node {self.node} (process {self.member}) and node {node} (process {member}) made different "
+                    f"node {self.node} (process {self.member}) and node {node} (process {member}) "
+                    "made different "
                     f"tables: {'; '.join(different)}"
                 )
 
@@ -206,7 +216,8 @@ class Topology:
             missing: may raise for participants that will not come.
 
         Raises:
-            OperationTimeoutError: not all came; ``ranks`` names those, or their nodes where there are no ranks.
+            OperationTimeoutError: not all came; ``ranks`` names those, or their nodes where there
+                are no ranks.
             PeerLostError: a node died meanwhile (``check`` says so), or the store did.
         """
         if participants == 1:
@@ -228,8 +239,10 @@ class Topology:
         def sentence(ranks: Sequence[int], elapsed_s: float) -> str:
             who = f": {'ranks' if self.ranks else 'nodes'} {list(ranks)}" if ranks else ""
             return (
-                f"{self.name_of(self.process)}: {participants - store.add(counter, 0)} of {participants} did not "
-                f"come to {calls or name} within {elapsed_s:.1f} s{who}; every process must make this call, so none "
+                f"{self.name_of(self.process)}: {participants - store.add(counter, 0)} of "
+                f"{participants} did not "
+                f"come to {calls or name} within {elapsed_s:.1f} s{who}; every process must make "
+                "this call, so none "
                 "may stand under `if rank == 0:`"
             )
 
@@ -247,7 +260,9 @@ class Topology:
 
     @contextlib.contextmanager
     def _store_in_use(self, what: str, check: Callable[[], None]) -> Iterator[None]:
-        """Name the cause if the store goes: its process may have left because of another, as ``check`` then says."""
+        """Name the cause if the store goes: its process may have left because of another, as
+        ``check`` then says.
+        """
         started_s = time.monotonic()
         try:
             yield
@@ -260,17 +275,26 @@ class Topology:
                 check()
                 time.sleep(_POLL_S)
             raise PeerLostError(
-                f"node {self.node}: the store where processes meet is gone after {elapsed_s:.1f} s in {what}; has its "
+                f"node {self.node}: the store where processes meet is gone after {elapsed_s:.1f} s "
+                f"in {what}; has its "
                 f"process ended? ({error})"
             ) from error
 
     def part(self, name: str, participants: int) -> None:
-        """After the last barrier: the first process, which may serve the store, leaves when all others have."""
+        """After the last barrier: the first process, which may serve the store, leaves when all
+        others have.
+        """
         if participants == 1 or self.store is None:
             return
-        with contextlib.suppress(RuntimeError):  # the store is gone: so is whoever would have waited
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store is gone: so is whoever would have waited
             gone = self.store.add(f"{name}/left", 1)
             deadline_s = time.monotonic() + _LONGEST_PARTING_S
-            while self.node == self.member == 0 and gone < participants and time.monotonic() < deadline_s:
+            while (
+                self.node == self.member == 0
+                and gone < participants
+                and time.monotonic() < deadline_s
+            ):
                 time.sleep(_POLL_S)
                 gone = self.store.add(f"{name}/left", 0)

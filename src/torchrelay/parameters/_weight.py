@@ -1,4 +1,6 @@
-"""A table's rows as autograd, optimizers and wrappers see them: a parameter, and the gradient of its rows."""
+"""A table's rows as autograd, optimizers and wrappers see them: a parameter, and the gradient of
+its rows.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,13 @@ _CLAIMING = frozenset(("zeros_like", "full_like", "ones_like"))
 
 
 class TableWeight(nn.Parameter):
-    """Stands for the rows of a table among a model's parameters. It has no elements: shape ``(0, dim)``.
+    """Stands for the rows of a table among a model's parameters. It has no elements: shape ``(0,
+    dim)``.
 
     ``grad`` holds the gradients of the rows looked up since it was cleared, summed over lookups and
-    backward passes: ``(n, dim)``, dense, in the table's dtype, for the ``keys`` ``(n,)``, ascending int64.
-    So clipping, scaling and logging work on it; :class:`~torchrelay.parameters.TableOptimizer` applies it.
+    backward passes: ``(n, dim)``, dense, in the table's dtype, for the ``keys`` ``(n,)``, ascending
+    int64. So clipping, scaling and logging work on it;
+    :class:`~torchrelay.parameters.TableOptimizer` applies it.
     """
 
     anchor: Tensor
@@ -78,7 +82,8 @@ class TableWeight(nn.Parameter):
         self._table = weakref.ref(table)
         self._keys = self._gradient = None
         self._pending = {}
-        # Autograd follows lookups to this leaf, and calls the hook when all of a backward pass have been reached.
+        # Autograd follows lookups to this leaf, and calls the hook when all of a backward pass have
+        # been reached.
         self.anchor = torch.empty(0, requires_grad=True)
         self.anchor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             _collector(weakref.ref(self))
@@ -100,7 +105,8 @@ class TableWeight(nn.Parameter):
             raise UnavailableError("the table of this weight does not exist any more")
         return table
 
-    # Whether lookups are differentiated is the anchor's to say: compiled graphs see it, and not this parameter.
+    # Whether lookups are differentiated is the anchor's to say: compiled graphs see it, and not
+    # this parameter.
     @property
     def requires_grad(self) -> bool:
         return self.anchor.requires_grad
@@ -129,7 +135,8 @@ class TableWeight(nn.Parameter):
             self._pending.clear()
         elif self._gradient is None or values.shape != self._gradient.shape:
             raise ArgumentError(
-                "the gradient of a table's rows comes from backward(); it can be scaled or cleared, not set"
+                "the gradient of a table's rows comes from backward(); it can be scaled or "
+                "cleared, not set"
             )
         else:
             self._gradient = values
@@ -161,22 +168,32 @@ class TableWeight(nn.Parameter):
             weight = _first_weight(args)
             if weight is not None and not (name in _CLAIMING and not weight.table.gradients.kept):
                 raise UnsupportedError(
-                    f"{name}: a table's rows are not in this parameter, which has no elements. Step them with "
-                    "table.optimizer() and give torch's optimizers the other parameters; look rows up with "
+                    f"{name}: a table's rows are not in this parameter, which has no elements. "
+                    "Step them with "
+                    "table.optimizer() and give torch's optimizers the other parameters; look rows "
+                    "up with "
                     "the module, and read and write them with table.pull and table.set"
                 )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> TableWeight:
-        raise UnsupportedError("a table's weight cannot be copied: the processes of a job share its rows")
+        raise UnsupportedError(
+            "a table's weight cannot be copied: the processes of a job share its rows"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError("a table's weight cannot be pickled: save state_dict() of the module")
+        raise UnsupportedError(
+            "a table's weight cannot be pickled: save state_dict() of the module"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         table = self._table()
-        rows = "closed" if table is None else f"{table.num_keys} rows of {table.dim} in table {table.name!r}"
+        rows = (
+            "closed"
+            if table is None
+            else f"{table.num_keys} rows of {table.dim} in table {table.name!r}"
+        )
         return f"TableWeight({rows}, requires_grad={self.requires_grad})"
 
 
@@ -199,13 +216,17 @@ def _first_weight(args: Any) -> TableWeight | None:
 
 
 def sum_by_key(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct ``keys``, ascending, and the sum of each one's rows of ``values``, ``(n, dim)``."""
+    """The distinct ``keys``, ascending, and the sum of each one's rows of ``values``, ``(n,
+    dim)``.
+    """
     unique, inverse = torch.unique(keys, return_inverse=True)
     return unique, values.new_zeros(len(unique), values.shape[1]).index_add_(0, inverse, values)
 
 
 def check_finite(keys: Tensor, values: Tensor, where: str) -> None:
-    """Raises ArgumentError if a gradient is NaN or infinite: it would spoil rows that all processes share."""
+    """Raises ArgumentError if a gradient is NaN or infinite: it would spoil rows that all processes
+    share.
+    """
     if values.sum().isfinite():  # cheaper than a mask; a sum that overflows is looked at again
         return
     bad = keys[~values.isfinite().all(dim=1)]

@@ -61,7 +61,9 @@ class Worker:
             settings.max_unfinished,
         )
         self._barriers = 0
-        self._dead_since: dict[int, float] = {}  # of workers of this node, when that was first noticed
+        self._dead_since: dict[
+            int, float
+        ] = {}  # of workers of this node, when that was first noticed
         self._samples: dict[int, Samples] = {}
         self._next_sample = 0
         self._finalized = False
@@ -71,20 +73,31 @@ class Worker:
     def _check_open(self) -> None:
         if self._finalized:
             raise UnavailableError(
-                f"worker {self.worker_id} of node {self.server.node} has been finalized, and cannot be used any more"
+                f"worker {self.worker_id} of node {self.server.node} has been finalized, and "
+                "cannot be used any more"
             )
         self.server.check_open()
 
     def _access(self, op: _native.TableOp, keys: Any, values: Any, asynchronous: bool) -> int:
         self._check_open()
         key_address, count = address_of_keys(keys)
-        address, size = address_of_values(values, self._dtype, written=op is _PULL or op is _PULL_ROWS)
+        address, size = address_of_values(
+            values, self._dtype, written=op is _PULL or op is _PULL_ROWS
+        )
         held = (keys, values) if asynchronous else None
         with span("parameters.access", operation=op.name, keys=count):
-            return self._native.access(op, key_address, count, address, size, not asynchronous, held)
+            return self._native.access(
+                op, key_address, count, address, size, not asynchronous, held
+            )
 
     def pull(
-        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+        self,
+        keys: Any,
+        values: Any,
+        async_: bool = False,
+        *,
+        asynchronous: bool = False,
+        **reserved: Any,
     ) -> int:
         """Read the values of ``keys`` into ``values``.
 
@@ -108,7 +121,13 @@ class Worker:
         return self._access(_PULL, keys, values, _asynchronous(async_, asynchronous, reserved))
 
     def push(
-        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+        self,
+        keys: Any,
+        values: Any,
+        async_: bool = False,
+        *,
+        asynchronous: bool = False,
+        **reserved: Any,
     ) -> int:
         """Add ``values`` to the values of ``keys``; see :class:`UpdateRule`.
 
@@ -122,7 +141,13 @@ class Worker:
         return self._access(_PUSH, keys, values, not wait)
 
     def set(
-        self, keys: Any, values: Any, async_: bool = False, *, asynchronous: bool = False, **reserved: Any
+        self,
+        keys: Any,
+        values: Any,
+        async_: bool = False,
+        *,
+        asynchronous: bool = False,
+        **reserved: Any,
     ) -> int:
         """Overwrite the values of ``keys``; the last of repeated keys wins."""
         return self._access(_SET, keys, values, _asynchronous(async_, asynchronous, reserved))
@@ -146,7 +171,9 @@ class Worker:
         if elements * self._dtype.itemsize != size:
             return keys, values  # the native core says what is wrong
         if elements != count * self.get_key_size(int(flat[0])):
-            raise ArgumentError("gradients with repeated keys need keys of one length; sum them before")
+            raise ArgumentError(
+                "gradients with repeated keys need keys of one length; sum them before"
+            )
         given = torch.as_tensor(values).detach().reshape(count, -1)
         return unique, torch.zeros(len(unique), given.shape[1], dtype=given.dtype).index_add_(
             0, inverse, given
@@ -261,13 +288,17 @@ class Worker:
 
     def _sample(self, sample_id: int) -> Samples:
         if sample_id not in self._samples:
-            raise ArgumentError(f"there is no sample {sample_id}: it was not prepared, or is finished")
+            raise ArgumentError(
+                f"there is no sample {sample_id}: it was not prepared, or is finished"
+            )
         return self._samples[sample_id]
 
     def _sampling(self) -> Any:
         self._check_open()
         if self.server.sampling is None:
-            raise ArgumentError("sampling was not enabled: call server.enable_sampling_support first")
+            raise ArgumentError(
+                "sampling was not enabled: call server.enable_sampling_support first"
+            )
         return self.server.sampling
 
     def owned_keys(self) -> torch.Tensor:
@@ -310,7 +341,8 @@ class Worker:
             participants,
             self._check,
             index=topology.node * topology.workers_per_node + self.worker_id,
-            calls="the barrier of all workers, of which Table.sync, save, load and state_dict have one",
+            calls="the barrier of all workers, of which Table.sync, save, load and state_dict have "
+            "one",
             missing=self.server.check_workers_not_ended,
         )
         self._barriers += 1
@@ -319,14 +351,18 @@ class Worker:
         self.server.store.check_leader()
         now_s, silence_s = time.monotonic(), self.server.topology.transport.silence_s
         self._dead_since = {
-            worker: self._dead_since.get(worker, now_s) for worker in self.server.store.dead_workers()
+            worker: self._dead_since.get(worker, now_s)
+            for worker in self.server.store.dead_workers()
         }
-        lost = [worker for worker, since_s in self._dead_since.items() if now_s - since_s > silence_s]
+        lost = [
+            worker for worker, since_s in self._dead_since.items() if now_s - since_s > silence_s
+        ]
         if lost:
             node = self.server.node
             self.server.store.lose_worker(lost[0])
             raise PeerLostError(
-                f"parameters: workers {lost} of node {node} have died, and nobody has taken their places for "
+                f"parameters: workers {lost} of node {node} have died, and nobody has taken their "
+                "places for "
                 f"{silence_s:g} s; restart from the last checkpoint",
                 ranks=[node],
             )
@@ -341,7 +377,9 @@ class Worker:
     def get_key_size(self, key: int = 0) -> int:
         """Return the elements of the value of ``key``."""
         if not self.server.store.valid(key):
-            raise ArgumentError(f"key {key} is out of range: the table has the keys 0 to {self.num_keys - 1}")
+            raise ArgumentError(
+                f"key {key} is out of range: the table has the keys 0 to {self.num_keys - 1}"
+            )
         return self.server.store.length_of(key)
 
     @property
@@ -350,7 +388,9 @@ class Worker:
 
 
 def _asynchronous(positional: bool, keyword: bool, reserved: dict[str, Any]) -> bool:
-    """``async`` is a reserved keyword: it comes by position, as ``asynchronous``, or in a dictionary."""
+    """``async`` is a reserved keyword: it comes by position, as ``asynchronous``, or in a
+    dictionary.
+    """
     given = reserved.pop("async", False)
     if reserved:
         raise TypeError(f"unexpected arguments: {', '.join(reserved)}")

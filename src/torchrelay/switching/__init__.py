@@ -1,13 +1,20 @@
 """Device memory shared by processes, and models switched in milliseconds.
 
-:class:`SharedCache` is one block of CPU or CUDA memory that several processes map. :class:`ModelStore` keeps
-models in host memory, :class:`Switcher` serves them from one arena by warm worker processes, and ``torchrelay
-serve`` puts a switcher behind HTTP, which :class:`Client` speaks.
+:class:`SharedCache` is one block of CPU or CUDA memory that several processes map.
+:class:`ModelStore` keeps models in host memory, :class:`Switcher` serves them from one arena by
+warm worker processes, and ``torchrelay serve`` puts a switcher behind HTTP, which :class:`Client`
+speaks.
 """
 
 from torchrelay.switching._cache import Region, SharedCache
 from torchrelay.switching._client import Client
-from torchrelay.switching._planner import Costs, Grouping, best_grouping, pipeline_s, pipelining_bound_s
+from torchrelay.switching._planner import (
+    Costs,
+    Grouping,
+    best_grouping,
+    pipeline_s,
+    pipelining_bound_s,
+)
 from torchrelay.switching._queue import Reply
 from torchrelay.switching._store import InputSpec, ModelStore, StoredModel
 from torchrelay.switching._switcher import Switcher

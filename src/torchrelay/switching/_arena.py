@@ -1,8 +1,10 @@
-"""Which bytes of an arena hold which group of which model: placement and eviction. Touches no memory.
+"""Which bytes of an arena hold which group of which model: placement and eviction. Touches no
+memory.
 
-Models stay until their bytes are needed. Space is then taken from the contiguous run of unpinned groups whose
-loss costs least: lowest priority first, then least recently used, then fewest bytes. A model that lost some of
-its groups keeps the others.
+Models stay until their bytes are needed. Space is then taken from the contiguous run of unpinned
+groups whose
+loss costs least: lowest priority first, then least recently used, then fewest bytes. A model that
+lost some of its groups keeps the others.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Arena:
     def reserve(self, model: str, sizes: Sequence[int], *, priority: int = 0) -> Placement | None:
         """Place every group of `model`, evicting others where needed, and pin the model.
 
-        Each call is matched by a :meth:`release`. Returns None, with nothing changed, if pinned models leave
+        Each call is matched by a :meth:`release`. Returns None, with nothing changed, if pinned
+        models leave
         no run of bytes large enough: try again after a release.
 
         Raises:
@@ -90,7 +93,8 @@ class Arena:
         tenant = self._tenants.get(model, _Tenant())
         attempt = self._place(model, sizes, tenant.offsets, self._blocks)
         if attempt is None and tenant.pins == 0:
-            # What stays may lie so that the rest finds no run. One free run is enough for any order of groups.
+            # What stays may lie so that the rest finds no run. One free run is enough for any order
+            # of groups.
             attempt = self._place(model, sizes, {}, self._unpinned_freed())
         if attempt is None:
             return None
@@ -104,7 +108,9 @@ class Arena:
         self._blocks = blocks
         for other, group in evicted:
             self._drop(other, group)
-        tenant.ready = {group for group in tenant.ready if tenant.offsets.get(group) == offsets[group]}
+        tenant.ready = {
+            group for group in tenant.ready if tenant.offsets.get(group) == offsets[group]
+        }
         tenant.offsets = dict(enumerate(offsets))
         tenant.pins += 1
         tenant.priority = priority
@@ -175,7 +181,9 @@ class Arena:
     def _place(
         self, model: str, sizes: Sequence[int], kept: dict[int, int], blocks: list[Block]
     ) -> tuple[list[Block], list[int]] | None:
-        """Return `blocks` with the groups of `model` that are not `kept`, and all its groups' offsets."""
+        """Return `blocks` with the groups of `model` that are not `kept`, and all its groups'
+        offsets.
+        """
         offsets = dict(kept)
         # Large groups first: small ones fit what is left.
         for group in sorted(set(range(len(sizes))) - set(kept), key=lambda one: -sizes[one]):
@@ -189,12 +197,18 @@ class Arena:
             first, last = blocks[start], blocks[end - 1]
             new = Block(first.offset_bytes, sizes[group], model, group)
             rest = Block(new.end_bytes, last.end_bytes - new.end_bytes)
-            blocks = _merged([*blocks[:start], new, *([rest] if rest.size_bytes else []), *blocks[end:]])
+            blocks = _merged(
+                [*blocks[:start], new, *([rest] if rest.size_bytes else []), *blocks[end:]]
+            )
             offsets[group] = new.offset_bytes
         return blocks, [offsets[group] for group in range(len(sizes))]
 
-    def _cheapest_window(self, blocks: list[Block], model: str, size_bytes: int) -> tuple[int, int] | None:
-        """Return the run of blocks [start, end) of at least `size_bytes` whose eviction costs least."""
+    def _cheapest_window(
+        self, blocks: list[Block], model: str, size_bytes: int
+    ) -> tuple[int, int] | None:
+        """Return the run of blocks [start, end) of at least `size_bytes` whose eviction costs
+        least.
+        """
         best: tuple[int, int] | None = None
         best_cost: tuple[int, int, int, int] | None = None
         for start in range(len(blocks)):

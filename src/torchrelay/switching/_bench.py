@@ -19,7 +19,9 @@ __all__ = ["print_table"]
 
 
 def print_table(file: ModelsFile, rounds: int) -> None:
-    """Alternate between the models `rounds` times and print medians, with a ready model beside them."""
+    """Alternate between the models `rounds` times and print medians, with a ready model beside
+    them.
+    """
     entries = [entry for entry in file.models.values() if entry.load]
     if not entries:
         raise ConfigError("no model of the file has load = true")
@@ -40,9 +42,18 @@ def print_table(file: ModelsFile, rounds: int) -> None:
     Console().print(_table(sizes, replies, ready))
 
 
-def _table(sizes: dict[str, int], replies: dict[str, list[Reply]], ready: dict[str, list[Reply]]) -> Table:
+def _table(
+    sizes: dict[str, int], replies: dict[str, list[Reply]], ready: dict[str, list[Reply]]
+) -> Table:
     table = Table(title=f"Switching, medians; {torch.get_num_threads()} threads")
-    for head in ("model", "size, MiB", "copied, MiB", "switched to, ms", "ready, ms", "switching costs, ms"):
+    for head in (
+        "model",
+        "size, MiB",
+        "copied, MiB",
+        "switched to, ms",
+        "ready, ms",
+        "switching costs, ms",
+    ):
         table.add_column(head, justify="left" if head == "model" else "right")
     for name, size_bytes in sizes.items():
         copied = statistics.median(reply.copied_bytes for reply in replies[name]) / 2**20

@@ -20,10 +20,11 @@ __all__ = ["Region", "SharedCache"]
 
 
 class SharedCache:
-    """A block of device memory shared by the processes of one user; made by :meth:`allocate` or :meth:`recv`.
+    """A block of device memory shared by the processes of one user; made by :meth:`allocate` or
+    :meth:`recv`.
 
-    On the CPU the block is an anonymous memory file, on CUDA a VMM allocation. Neither has a name: the memory
-    is free once the last process that maps it has ended, however it ended.
+    On the CPU the block is an anonymous memory file, on CUDA a VMM allocation. Neither has a name:
+    the memory is free once the last process that maps it has ended, however it ended.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -69,7 +70,9 @@ class SharedCache:
 
     @classmethod
     def from_descriptor(cls, header: dict[str, object], descriptors: Sequence[int]) -> SharedCache:
-        """Map what :meth:`describe` and an exported descriptor stand for; the caller closes the descriptor."""
+        """Map what :meth:`describe` and an exported descriptor stand for; the caller closes the
+        descriptor.
+        """
         try:
             (descriptor,) = descriptors
             device = torch.device(str(header["device"]))
@@ -113,11 +116,14 @@ class SharedCache:
         """Return a new descriptor of the memory, for a child process; the caller closes it."""
         return self._memory.export(read_only=read_only or self.read_only)
 
-    def send(self, address: str | Path, *, read_only: bool = False, timeout_s: float = 60.0) -> None:
-        """Send the cache to one process of this user that calls :meth:`recv` with the same `address`.
+    def send(
+        self, address: str | Path, *, read_only: bool = False, timeout_s: float = 60.0
+    ) -> None:
+        """Send the cache to one process of this user that calls :meth:`recv` with the same
+        `address`.
 
-        Blocks until the other process has it. `address` is a path for a Unix socket, which exists, with mode
-        0600, for the length of the call.
+        Blocks until the other process has it. `address` is a path for a Unix socket, which exists,
+        with mode 0600, for the length of the call.
 
         Raises:
             ArgumentError: `address` cannot be used.
@@ -131,14 +137,21 @@ class SharedCache:
         finally:
             os.close(descriptor)
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return a contiguous tensor over the bytes from `offset_bytes`; it keeps the mapping alive.
+    def tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
+        """Return a contiguous tensor over the bytes from `offset_bytes`; it keeps the mapping
+        alive.
 
         Raises:
             ArgumentError: it does not fit, or `offset_bytes` is not a multiple of the item size.
         """
         size_bytes = math.prod(shape) * dtype.itemsize
-        if offset_bytes < 0 or offset_bytes % dtype.itemsize or offset_bytes + size_bytes > self.size_bytes:
+        if (
+            offset_bytes < 0
+            or offset_bytes % dtype.itemsize
+            or offset_bytes + size_bytes > self.size_bytes
+        ):
             raise ArgumentError(
                 f"a {dtype} tensor of shape {tuple(shape)} at offset {offset_bytes} does not fit "
                 f"a shared cache of {self.size_bytes} bytes"
@@ -147,15 +160,18 @@ class SharedCache:
         return data.view(dtype).view(tuple(shape))
 
     def insert_for_parameter(self, size_bytes: int = 1 << 30, offset_bytes: int = 0) -> Region:
-        """Use `size_bytes` from `offset_bytes` for parameters: place modules there with :meth:`Region.put`.
+        """Use `size_bytes` from `offset_bytes` for parameters: place modules there with
+        :meth:`Region.put`.
 
         Raises:
-            ArgumentError: the region leaves the cache, is not 512-byte aligned, or overlaps another one.
+            ArgumentError: the region leaves the cache, is not 512-byte aligned, or overlaps another
+                one.
         """
         return self._insert("parameter", size_bytes, offset_bytes)
 
     def insert_for_computation(self, size_bytes: int, offset_bytes: int) -> Region:
-        """Use `size_bytes` from `offset_bytes` for intermediate results: take tensors by :meth:`Region.empty`.
+        """Use `size_bytes` from `offset_bytes` for intermediate results: take tensors by
+        :meth:`Region.empty`.
 
         Raises:
             ArgumentError: as :meth:`insert_for_parameter`.
@@ -163,7 +179,9 @@ class SharedCache:
         return self._insert("computation", size_bytes, offset_bytes)
 
     def clear(self) -> None:
-        """Forget this process's regions, so that the memory can be inserted again. Tensors stay readable."""
+        """Forget this process's regions, so that the memory can be inserted again. Tensors stay
+        readable.
+        """
         self._regions.clear()
 
     def close(self) -> None:
@@ -191,14 +209,20 @@ class SharedCache:
             or offset_bytes % ALIGNMENT_BYTES
         ):
             raise ArgumentError(
-                f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} does not fit a cache of "
+                f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} does not fit a "
+                "cache of "
                 f"{self.size_bytes} bytes, or its offset is no multiple of {ALIGNMENT_BYTES}"
             )
         for other in self._regions:
-            if offset_bytes < other.offset_bytes + other.size_bytes and other.offset_bytes < end_bytes:
+            if (
+                offset_bytes < other.offset_bytes + other.size_bytes
+                and other.offset_bytes < end_bytes
+            ):
                 raise ArgumentError(
-                    f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} overlaps the "
-                    f"{other.purpose} region of {other.size_bytes} bytes at {other.offset_bytes}; clear() first"
+                    f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} overlaps "
+                    "the "
+                    f"{other.purpose} region of {other.size_bytes} bytes at {other.offset_bytes}; "
+                    "clear() first"
                 )
         region = Region(self, purpose, size_bytes, offset_bytes)
         self._regions.append(region)
@@ -208,7 +232,9 @@ class SharedCache:
 class Region:
     """A part of a shared cache from which tensors are taken, one after the other."""
 
-    def __init__(self, cache: SharedCache, purpose: str, size_bytes: int, offset_bytes: int) -> None:
+    def __init__(
+        self, cache: SharedCache, purpose: str, size_bytes: int, offset_bytes: int
+    ) -> None:
         self._cache = cache
         self.purpose = purpose
         self.size_bytes = size_bytes
@@ -224,7 +250,8 @@ class Region:
         size_bytes = math.prod(shape) * dtype.itemsize
         if self.used_bytes + size_bytes > self.size_bytes:
             raise CapacityError(
-                f"{size_bytes} bytes do not fit the {self.purpose} region: {self.used_bytes} of its "
+                f"{size_bytes} bytes do not fit the {self.purpose} region: {self.used_bytes} of "
+                "its "
                 f"{self.size_bytes} bytes are in use; reset() it or insert a larger one"
             )
         tensor = self._cache.tensor(shape, dtype, self.offset_bytes + self.used_bytes)
@@ -232,7 +259,8 @@ class Region:
         return tensor
 
     def put(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Move all parameters and buffers of `module` into the region, in place, and return `module`.
+        """Move all parameters and buffers of `module` into the region, in place, and return
+        `module`.
 
         Tied tensors stay tied. The module's `Parameter` objects stay the same objects.
 
@@ -243,7 +271,8 @@ class Region:
         wanted = sum(align(storage.size_bytes) for storage in storages)
         if self.used_bytes + wanted > self.size_bytes:
             raise CapacityError(
-                f"a module of {wanted} bytes does not fit the {self.purpose} region: {self.used_bytes} of its "
+                f"a module of {wanted} bytes does not fit the {self.purpose} region: "
+                f"{self.used_bytes} of its "
                 f"{self.size_bytes} bytes are in use"
             )
         for storage in storages:
@@ -253,5 +282,7 @@ class Region:
         return module
 
     def reset(self) -> None:
-        """Make the whole region available again; tensors taken from it earlier share their memory with new ones."""
+        """Make the whole region available again; tensors taken from it earlier share their memory
+        with new ones.
+        """
         self.used_bytes = 0

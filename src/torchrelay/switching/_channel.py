@@ -58,13 +58,16 @@ class Channel:
         data = _LENGTH.pack(len(data)) + data
         try:
             with self._sending:
-                sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
+                sent = (
+                    socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
+                )
                 self._socket.sendall(data[sent:])
         except (OSError, TimeoutError) as error:
             raise PeerLostError(f"the other end of a worker's channel is gone: {error}") from error
 
     def receive(self, timeout_s: float | None) -> tuple[Message, list[int]] | None:
-        """Return the next message and its descriptors, which the caller closes; None after `timeout_s`.
+        """Return the next message and its descriptors, which the caller closes; None after
+        `timeout_s`.
 
         None as `timeout_s` waits for ever.
 
@@ -103,7 +106,9 @@ class Channel:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > _MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"a message of {length} bytes exceeds the limit of {_MAX_MESSAGE_BYTES}")
+            raise ProtocolError(
+                f"a message of {length} bytes exceeds the limit of {_MAX_MESSAGE_BYTES}"
+            )
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None

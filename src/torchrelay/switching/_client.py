@@ -27,7 +27,8 @@ __all__ = ["Client"]
 
 
 class Client:
-    """Calls models of a server that speaks the Open Inference Protocol v2. Thread-safe; one call at a time.
+    """Calls models of a server that speaks the Open Inference Protocol v2. Thread-safe; one call at
+    a time.
 
     Tensors travel in binary. The server's errors are raised as the same types here.
     """
@@ -71,7 +72,9 @@ class Client:
             parameters["timeout"] = int(deadline_s * 1e6)
         header = json.dumps({"inputs": entries, "parameters": parameters}).encode()
         path = f"/v2/models/{quote(name, safe='')}/infer"
-        body, length = self._request("POST", path, b"".join([header, *raw]), {HEADER: str(len(header))})
+        body, length = self._request(
+            "POST", path, b"".join([header, *raw]), {HEADER: str(len(header))}
+        )
         answer, rest = parse_body(body, length)
         return decode(answer.get("outputs"), rest)
 
@@ -104,7 +107,10 @@ class Client:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

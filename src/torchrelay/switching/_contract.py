@@ -1,7 +1,7 @@
 """The contracts between the parts of `switching`, and the vocabulary they share.
 
-An *arena* is one block of device memory that several processes map. A model's tensors are stored in *groups*:
-contiguous, 512-byte aligned runs of bytes that are copied, placed and evicted as one.
+An *arena* is one block of device memory that several processes map. A model's tensors are stored in
+*groups*: contiguous, 512-byte aligned runs of bytes that are copied, placed and evicted as one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ def align(size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
 
 
 class DeviceMemory(Protocol):
-    """A block of device memory that this process maps; other processes map it through :meth:`export`.
+    """A block of device memory that this process maps; other processes map it through
+    :meth:`export`.
 
-    The memory lives until every process has closed its mapping and every exported descriptor is closed,
-    whatever kills them. Tensors keep this process's mapping alive: :meth:`close` ends it once they are gone.
+    The memory lives until every process has closed its mapping and every exported descriptor is
+    closed, whatever kills them. Tensors keep this process's mapping alive: :meth:`close` ends it
+    once they are gone.
     """
 
     @property
@@ -46,7 +48,8 @@ class DeviceMemory(Protocol):
     def export(self, *, read_only: bool = False) -> int:
         """Return a new descriptor for another process; the caller closes it.
 
-        A descriptor exported with `read_only` cannot be mapped writable where the device enforces it.
+        A descriptor exported with `read_only` cannot be mapped writable where the device enforces
+        it.
 
         Raises:
             ArgumentError: this mapping is read-only and `read_only` is false.
@@ -70,7 +73,8 @@ class Link(Protocol):
     def start(self, copies: list[Copy]) -> Callable[[], None]:
         """Start copying and return what blocks until the bytes are visible to every process.
 
-        The sources must stay unchanged until then. The returned function raises what the copy failed with.
+        The sources must stay unchanged until then. The returned function raises what the copy
+        failed with.
         """
 
     def register(self, source: torch.Tensor) -> None:

@@ -17,7 +17,8 @@ from torchrelay.switching._planner import Costs
 
 __all__ = ["Copier", "CopyJob", "measure_link"]
 
-# Groups queued on a link ahead of the one waited for: enough to keep it busy, few enough to stop soon.
+# Groups queued on a link ahead of the one waited for: enough to keep it busy, few enough to stop
+# soon.
 _AHEAD = 2
 
 
@@ -65,7 +66,9 @@ class Copier:
             start = time.perf_counter()
             try:
                 self._copy(job)
-            except Exception as caught:  # reported to the daemon: this thread must outlive a failed copy
+            except (
+                Exception
+            ) as caught:  # reported to the daemon: this thread must outlive a failed copy
                 error = caught
             job.seconds = time.perf_counter() - start
             job.ended(job, error)
@@ -95,8 +98,8 @@ class Copier:
 def measure_link(link: Link, source: torch.Tensor) -> Costs:
     """Return the rate and overhead of copies of `source` (uint8) to the start of the arena.
 
-    `source` should be larger than the processor's caches. The arena's contents there are lost: for an arena
-    that nobody uses yet.
+    `source` should be larger than the processor's caches. The arena's contents there are lost: for
+    an arena that nobody uses yet.
     """
 
     def median_s(size_bytes: int) -> float:

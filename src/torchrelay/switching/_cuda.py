@@ -1,7 +1,7 @@
 """Device memory on CUDA: virtual memory management of the driver, through `cuda-bindings`.
 
-An arena is one physical allocation (`cuMemCreate`), exported as a file descriptor and mapped at an address of
-each process's own. It lives in the device's primary context, which torch uses too.
+An arena is one physical allocation (`cuMemCreate`), exported as a file descriptor and mapped at an
+address of each process's own. It lives in the device's primary context, which torch uses too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ def load_driver() -> Any:
     try:
         from cuda.bindings import driver  # noqa: PLC0415 - an optional extra
     except ImportError as error:
-        raise UnavailableError("CUDA memory needs cuda-bindings: pip install 'torchrelay[cuda]'") from error
+        raise UnavailableError(
+            "CUDA memory needs cuda-bindings: pip install 'torchrelay[cuda]'"
+        ) from error
     try:
         (status,) = driver.cuInit(0)
     except RuntimeError as error:  # the library libcuda.so.1 cannot be loaded
-        raise UnavailableError(f"the CUDA driver is not installed on this machine: {error}") from error
+        raise UnavailableError(
+            f"the CUDA driver is not installed on this machine: {error}"
+        ) from error
     _check(driver, "cuInit", status)
     return driver
 
@@ -84,7 +88,9 @@ class CudaMemory:
         return cls(driver, handle, size_bytes, device, read_only=False)
 
     @classmethod
-    def open(cls, descriptor: int, size_bytes: int, device: torch.device, *, read_only: bool) -> CudaMemory:
+    def open(
+        cls, descriptor: int, size_bytes: int, device: torch.device, *, read_only: bool
+    ) -> CudaMemory:
         """Map the allocation behind `descriptor`, which the caller keeps and closes."""
         driver = load_driver()
         device = _with_index(device)
@@ -98,7 +104,9 @@ class CudaMemory:
         return _torch.tensor_at(self._mapping.address, self.size_bytes, self.device, self._mapping)
 
     def export(self, *, read_only: bool = False) -> int:
-        """Return a new descriptor. CUDA enforces `read_only` at the mapping, not at the descriptor."""
+        """Return a new descriptor. CUDA enforces `read_only` at the mapping, not at the
+        descriptor.
+        """
         if self._mapping is None:
             raise ArgumentError("the shared cache is closed")
         if self.read_only and not read_only:
@@ -115,7 +123,9 @@ class CudaMemory:
 
 
 class _Mapping:
-    """An address range of this process over an allocation; unmapped when the last tensor over it is gone."""
+    """An address range of this process over an allocation; unmapped when the last tensor over it is
+    gone.
+    """
 
     def __init__(
         self, driver: Any, handle: Any, size_bytes: int, device: torch.device, *, read_only: bool
@@ -130,7 +140,9 @@ class _Mapping:
             access.location.id = device.index
             flags = driver.CUmemAccess_flags
             access.flags = (
-                flags.CU_MEM_ACCESS_FLAGS_PROT_READ if read_only else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+                if read_only
+                else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             )
             _call(driver, "cuMemSetAccess", pointer, size_bytes, [access], 1)
             # Unmap, then free the range: the reverse order of what was done.
@@ -219,7 +231,9 @@ _contexts: dict[int, Any] = {}
 
 
 def _use_primary_context(driver: Any, device: torch.device) -> None:
-    """Make the device's primary context current in this thread; retained once for the life of the process."""
+    """Make the device's primary context current in this thread; retained once for the life of the
+    process.
+    """
     if device.index not in _contexts:
         handle = _call(driver, "cuDeviceGet", device.index)
         _contexts[device.index] = _call(driver, "cuDevicePrimaryCtxRetain", handle)
@@ -227,7 +241,9 @@ def _use_primary_context(driver: Any, device: torch.device) -> None:
 
 
 def _call(driver: Any, name: str, *arguments: Any) -> Any:
-    """Call a driver function and return its value; every CUresult but success raises SegmentError."""
+    """Call a driver function and return its value; every CUresult but success raises
+    SegmentError.
+    """
     status, *values = getattr(driver, name)(*arguments)
     _check(driver, name, status)
     return values[0] if values else None

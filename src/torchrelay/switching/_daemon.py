@@ -363,7 +363,9 @@ class Daemon:
             request = self.running[0]
             self.running = None
             self.residency.unpin(request.model)
-            self._retry(request, f"worker {worker.pid} {reason} while it ran model {request.model!r}")
+            self._retry(
+                request, f"worker {worker.pid} {reason} while it ran model {request.model!r}"
+            )
 
     def _retry(self, request: Request, text: str) -> None:
         if request.attempts < _MAX_ATTEMPTS and request.model in self.catalog.models:

@@ -32,10 +32,11 @@ _POLL_S = 0.01
 def send_descriptors(
     address: str | Path, header: dict[str, Any], descriptors: list[int], *, timeout_s: float
 ) -> None:
-    """Wait for one process of this user at `address` and send it `descriptors` with a JSON `header`.
+    """Wait for one process of this user at `address` and send it `descriptors` with a JSON
+    `header`.
 
-    The socket file is created with mode 0600 and removed before this returns. Processes of other users are
-    refused and do not count. A stale socket file that nobody listens on is replaced.
+    The socket file is created with mode 0600 and removed before this returns. Processes of other
+    users are refused and do not count. A stale socket file that nobody listens on is replaced.
 
     Raises:
         ArgumentError: `address` is too long, in use, or names something that is not a socket.
@@ -62,8 +63,11 @@ def send_descriptors(
                     path.unlink()
 
 
-def receive_descriptors(address: str | Path, *, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-    """Connect to a sender at `address`, waiting for it to listen, and return its header and descriptors.
+def receive_descriptors(
+    address: str | Path, *, timeout_s: float
+) -> tuple[dict[str, Any], list[int]]:
+    """Connect to a sender at `address`, waiting for it to listen, and return its header and
+    descriptors.
 
     The caller closes the descriptors.
 
@@ -98,7 +102,9 @@ def _listen(path: Path) -> socket.socket:
         listener.listen(8)
     except OSError as error:
         listener.close()
-        raise ArgumentError(f"cannot listen at {path}: {error}; choose another socket path") from error
+        raise ArgumentError(
+            f"cannot listen at {path}: {error}; choose another socket path"
+        ) from error
     except BaseException:
         listener.close()
         raise
@@ -122,13 +128,16 @@ def _remove_stale(path: Path) -> None:
     raise ArgumentError(f"another process listens at {path}; choose another socket path")
 
 
-def _accept(listener: socket.socket, remaining_s: float, path: Path, timeout_s: float) -> socket.socket:
+def _accept(
+    listener: socket.socket, remaining_s: float, path: Path, timeout_s: float
+) -> socket.socket:
     listener.settimeout(max(0.001, remaining_s))
     try:
         return listener.accept()[0]
     except TimeoutError:
         raise OperationTimeoutError(
-            f"no process received the shared cache at {path} within {timeout_s:g} s; call recv() there"
+            f"no process received the shared cache at {path} within {timeout_s:g} s; call recv() "
+            "there"
         ) from None
 
 
@@ -139,7 +148,9 @@ def _deliver(connection: socket.socket, message: bytes, descriptors: list[int], 
     except OSError as error:
         raise PeerLostError(f"the receiver at {path} went away: {error}") from error
     if acknowledged != b"\x06":
-        raise PeerLostError(f"the receiver at {path} closed its connection before it mapped the cache")
+        raise PeerLostError(
+            f"the receiver at {path} closed its connection before it mapped the cache"
+        )
 
 
 def _receive_once(path: Path, deadline: float) -> tuple[dict[str, Any], list[int]]:
@@ -171,7 +182,9 @@ def _parse(connection: socket.socket, data: bytes, path: Path) -> dict[str, Any]
     except ValueError:
         header = None
     if not isinstance(header, dict) or header.get("version") != _VERSION:
-        raise ProtocolError(f"what listens at {path} is no sender of version {_VERSION}; is it TorchRelay's?")
+        raise ProtocolError(
+            f"what listens at {path} is no sender of version {_VERSION}; is it TorchRelay's?"
+        )
     return header
 
 

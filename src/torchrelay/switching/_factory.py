@@ -53,7 +53,8 @@ class Factory:
             same = False
         if not same:
             raise ArgumentError(
-                f"the arguments of {reference} must be JSON values (numbers, strings, lists, dicts), not {plain}"
+                f"the arguments of {reference} must be JSON values (numbers, strings, lists, "
+                f"dicts), not {plain}"
             )
         return cls(reference, plain, seed)
 
@@ -69,14 +70,18 @@ class Factory:
             try:
                 return function(**self.kwargs)
             except Exception as error:
-                raise ModelError(f"{self.reference} failed: {type(error).__name__}: {error}") from error
+                raise ModelError(
+                    f"{self.reference} failed: {type(error).__name__}: {error}"
+                ) from error
 
     def build_module(self) -> torch.nn.Module:
         """Call the function and check that it returned a module."""
         return self._checked(self.build())
 
     def build_skeleton(self) -> torch.nn.Module:
-        """Build the module without memory for its tensors where it can be deferred, else as it is."""
+        """Build the module without memory for its tensors where it can be deferred, else as it
+        is.
+        """
         from torchrelay.deferred import deferred_init  # noqa: PLC0415 - takes a moment to import
 
         function = self._resolve()
@@ -89,24 +94,32 @@ class Factory:
             except (UnsupportedError, DeferredError):
                 pass  # not every initialisation can be recorded; the eager one always can be run
             except Exception as error:
-                raise ModelError(f"{self.reference} failed: {type(error).__name__}: {error}") from error
+                raise ModelError(
+                    f"{self.reference} failed: {type(error).__name__}: {error}"
+                ) from error
         return self.build_module()
 
     def _checked(self, built: Any) -> torch.nn.Module:
         if not isinstance(built, torch.nn.Module):
-            raise ArgumentError(f"{self.reference} must return a torch.nn.Module, not {type(built).__name__}")
+            raise ArgumentError(
+                f"{self.reference} must return a torch.nn.Module, not {type(built).__name__}"
+            )
         return built
 
     def _resolve(self) -> Callable[..., Any]:
         module_name, _, path = self.reference.rpartition(":")
         try:
-            found: Any = _load_file(module_name) if module_name.endswith(".py") else _load(module_name)
+            found: Any = (
+                _load_file(module_name) if module_name.endswith(".py") else _load(module_name)
+            )
             for name in path.split("."):
                 found = getattr(found, name)
         except (ImportError, OSError, AttributeError, SyntaxError) as error:
             raise ArgumentError(f"cannot load {self.reference}: {error}") from error
         if not callable(found):
-            raise ArgumentError(f"{self.reference} is a {type(found).__name__}, which cannot be called")
+            raise ArgumentError(
+                f"{self.reference} is a {type(found).__name__}, which cannot be called"
+            )
         return found  # type: ignore[no-any-return]
 
 
@@ -134,7 +147,8 @@ def _reference_of(function: Callable[..., Any]) -> str:
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
     if not module or "<" in path:
         raise ArgumentError(
-            f"{function!r} has no name that another process can import; define it at the top level of a module"
+            f"{function!r} has no name that another process can import; define it at the top level "
+            "of a module"
         )
     # A script's __main__, or a file loaded by path, is no module for another process.
     importable = module != "__main__" and _is_findable(module)
@@ -150,13 +164,17 @@ def _reference_of(function: Callable[..., Any]) -> str:
 
 
 def _is_findable(module: str) -> bool:
-    """Whether an import finds `module`'s package; `find_spec` would look at what is imported already."""
+    """Whether an import finds `module`'s package; `find_spec` would look at what is imported
+    already.
+    """
     top = module.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
 def _hides_tensors(module: torch.nn.Module) -> bool:
-    """Whether a submodule keeps tensors in a list, tuple or dict, where a skeleton cannot replace them."""
+    """Whether a submodule keeps tensors in a list, tuple or dict, where a skeleton cannot replace
+    them.
+    """
 
     def holds_tensor(value: Any) -> bool:
         if isinstance(value, torch.Tensor):

@@ -64,7 +64,9 @@ class Fleet:
             self._loop.watch(worker.channel.fileno(), lambda worker=worker: self._read(worker))  # type: ignore[misc]
 
     def idle(self, model: str) -> WorkerProcess | None:
-        """Return the best idle worker for `model`: one that ran it last, else the one longest unused."""
+        """Return the best idle worker for `model`: one that ran it last, else the one longest
+        unused.
+        """
         idle = [worker for worker in self.workers if worker.idle]
         return min(idle, key=lambda one: (one.last_model != model, one.last_used), default=None)
 

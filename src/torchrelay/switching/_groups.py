@@ -28,15 +28,21 @@ class Grouped:
         return cls(layout, (tuple(range(len(layout.storages))),), {"": (0,)})
 
     @classmethod
-    def of_profile(cls, layout: Layout, profile: Profile, costs: Costs, policy: str = "best") -> Grouped:
-        """Group the profiled layers: by the planner ("best"), all in "one", or each its own ("layer")."""
+    def of_profile(
+        cls, layout: Layout, profile: Profile, costs: Costs, policy: str = "best"
+    ) -> Grouped:
+        """Group the profiled layers: by the planner ("best"), all in "one", or each its own
+        ("layer").
+        """
         layers = [layer for layer in profile.layers if layer.storages]
         if not layers or policy == "one":
             return cls.one_group(layout)
         sizes = [sum(align(layout.storages[one]) for one in layer.storages) for layer in layers]
         times = [layer.compute_s for layer in layers]
         best = best_grouping(sizes, times, costs)
-        ranges = [range(i, i + 1) for i in range(len(layers))] if policy == "layer" else best.groups()
+        ranges = (
+            [range(i, i + 1) for i in range(len(layers))] if policy == "layer" else best.groups()
+        )
         groups = tuple(
             tuple(storage for layer in one for storage in layers[layer].storages) for one in ranges
         )
@@ -44,10 +50,14 @@ class Grouped:
 
     def sizes(self) -> list[int]:
         """Return the bytes that each group takes in an arena."""
-        return [sum(align(self.layout.storages[storage]) for storage in group) for group in self.groups]
+        return [
+            sum(align(self.layout.storages[storage]) for storage in group) for group in self.groups
+        ]
 
     def places(self, group: int) -> list[tuple[int, int]]:
-        """Return (storage, offset in bytes from the start of the group) for the storages of `group`."""
+        """Return (storage, offset in bytes from the start of the group) for the storages of
+        `group`.
+        """
         places, offset = [], 0
         for storage in self.groups[group]:
             places.append((storage, offset))

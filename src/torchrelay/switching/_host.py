@@ -96,7 +96,8 @@ class HostLink:
         if self._bytes_per_s:
             size_bytes = sum(copy.source.numel() for copy in copies)
             self._free_at_s = max(self._free_at_s, start) + size_bytes / self._bytes_per_s
-            # Sleeping late is caught up by the next copy, as its start is the link's, not the thread's.
+            # Sleeping late is caught up by the next copy, as its start is the link's, not the
+            # thread's.
             time.sleep(max(0.0, self._free_at_s - time.perf_counter()))
 
 

@@ -58,7 +58,9 @@ def create_app(
         entries: the models that clients may load by name.
         request_bytes: the most that a request body's tensors may take.
     """
-    app = FastAPI(title="torchrelay", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app = FastAPI(
+        title="torchrelay", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan
+    )
     app.add_exception_handler(TorchRelayError, _on_error)
     server = _Server(switcher, store, entries, request_bytes)
     for method, path, endpoint in server.routes():
@@ -81,7 +83,11 @@ class _Server:
     """The endpoints over one switcher."""
 
     def __init__(
-        self, switcher: Switcher, store: ModelStore, entries: dict[str, ModelEntry], request_bytes: int
+        self,
+        switcher: Switcher,
+        store: ModelStore,
+        entries: dict[str, ModelEntry],
+        request_bytes: int,
     ) -> None:
         self._switcher = switcher
         self._store = store
@@ -123,7 +129,9 @@ class _Server:
 
     async def server_metadata(self) -> Response:
         extensions = ["binary_tensor_data", "model_repository"]
-        return JSONResponse({"name": "torchrelay", "version": __version__, "extensions": extensions})
+        return JSONResponse(
+            {"name": "torchrelay", "version": __version__, "extensions": extensions}
+        )
 
     async def live(self) -> Response:
         return JSONResponse({"live": True})
@@ -176,7 +184,9 @@ class _Server:
             [
                 {
                     "name": name,
-                    "version": str(self._store.get(name).version) if name in self._store.names() else "",
+                    "version": str(self._store.get(name).version)
+                    if name in self._store.names()
+                    else "",
                     "state": "READY"
                     if self._switcher.is_ready(name)
                     else "LOADING"
@@ -226,7 +236,9 @@ class _Server:
         try:
             await asyncio.wait_for(read(), _BODY_TIMEOUT_S)
         except asyncio.TimeoutError as error:
-            raise OperationTimeoutError(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from error
+            raise OperationTimeoutError(
+                f"the body did not arrive within {_BODY_TIMEOUT_S:g} s"
+            ) from error
         return b"".join(parts)
 
 
@@ -242,14 +254,18 @@ async def _unless_gone(request: Request, future: asyncio.Future[Reply]) -> Reply
 
 
 def _options(parameters: object) -> dict[str, Any]:
-    """Return the request's priority, deadline and client; `timeout` is in microseconds, as Triton's."""
+    """Return the request's priority, deadline and client; `timeout` is in microseconds, as
+    Triton's.
+    """
     if not isinstance(parameters, dict):
         raise ArgumentError("parameters must be an object")
     options: dict[str, Any] = {}
     for key, name, kind in (("priority", "priority", int), ("client", "client", str)):
         if key in parameters:
             if type(parameters[key]) is not kind:
-                raise ArgumentError(f"parameter {key} = {parameters[key]!r}: must be a {kind.__name__}")
+                raise ArgumentError(
+                    f"parameter {key} = {parameters[key]!r}: must be a {kind.__name__}"
+                )
             options[name] = parameters[key]
     timeout = parameters.get("timeout")
     if timeout is not None:

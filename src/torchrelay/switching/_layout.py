@@ -1,7 +1,7 @@
 """The tensors of a module as a list of storages, and modules bound to storages elsewhere.
 
-Storages, rather than tensors, are what is stored and moved: tied parameters and views of one storage then
-travel once and stay tied.
+Storages, rather than tensors, are what is stored and moved: tied parameters and views of one
+storage then travel once and stay tied.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class Layout:
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter, buffer and plain tensor attribute with its path, tied ones under each path."""
+    """Yield every parameter, buffer and plain tensor attribute with its path, tied ones under each
+    path.
+    """
     for prefix, submodule in module.named_modules(remove_duplicate=False):
         own = {**submodule._parameters, **submodule._buffers, **vars(submodule)}
         for name, tensor in own.items():
@@ -144,13 +146,15 @@ def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
 class Binding:
     """A module whose tensors are views of memory elsewhere, one storage at a time.
 
-    The module's own tensors are replaced by empty ones, so that a deferred module needs no memory. The module
-    can be used once :meth:`bind` has been called for every storage.
+    The module's own tensors are replaced by empty ones, so that a deferred module needs no memory.
+    The module can be used once :meth:`bind` has been called for every storage.
     """
 
     def __init__(self, module: torch.nn.Module, layout: Layout) -> None:
         self.module = module
-        self._by_storage: list[list[tuple[torch.Tensor, TensorSpec]]] = [[] for _ in layout.storages]
+        self._by_storage: list[list[tuple[torch.Tensor, TensorSpec]]] = [
+            [] for _ in layout.storages
+        ]
         self._places: list[tuple[int, int] | None] = [None] * len(layout.storages)
         for spec in layout.tensors:
             tensor: torch.Tensor = torch.empty(0, dtype=getattr(torch, spec.dtype))
@@ -162,7 +166,9 @@ class Binding:
         module.requires_grad_(False)
 
     def bind(self, storage: int, data: torch.Tensor) -> None:
-        """Make the tensors of `storage` views of `data` (uint8, its bytes); free if they are already."""
+        """Make the tensors of `storage` views of `data` (uint8, its bytes); free if they are
+        already.
+        """
         place = (data.data_ptr(), data.numel())
         if self._places[storage] == place:
             return
@@ -171,8 +177,12 @@ class Binding:
         self._places[storage] = place
 
 
-def _view(data: torch.Tensor, dtype: torch.dtype, shape: Any, stride: Any, offset: int) -> torch.Tensor:
-    """Return a tensor over the bytes `data`, whose own offset in its storage is a multiple of 512."""
+def _view(
+    data: torch.Tensor, dtype: torch.dtype, shape: Any, stride: Any, offset: int
+) -> torch.Tensor:
+    """Return a tensor over the bytes `data`, whose own offset in its storage is a multiple of
+    512.
+    """
     start = data.storage_offset() // dtype.itemsize
     storage = data.untyped_storage()
     return torch.empty(0, dtype=dtype, device=data.device).set_(

@@ -1,4 +1,6 @@
-"""A thread that owns the daemon's state: it runs posted functions and reads the workers' channels."""
+"""A thread that owns the daemon's state: it runs posted functions and reads the workers'
+channels.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ T = TypeVar("T")
 class Loop:
     """Runs everything in one thread, so that what it owns needs no lock."""
 
-    def __init__(self, after_each: Callable[[], float | None], crashed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, after_each: Callable[[], float | None], crashed: Callable[[Exception], None]
+    ) -> None:
         """Make a loop; :meth:`start` runs it.
 
         Args:

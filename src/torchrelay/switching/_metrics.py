@@ -38,9 +38,13 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._switcher.status()
         free = sum(block["bytes"] for block in status["blocks"] if not block["model"])
-        yield GaugeMetricFamily("torchrelay_arena_bytes", "Size of the arena", value=status["arena_bytes"])
+        yield GaugeMetricFamily(
+            "torchrelay_arena_bytes", "Size of the arena", value=status["arena_bytes"]
+        )
         yield GaugeMetricFamily("torchrelay_arena_free_bytes", "Bytes no model holds", value=free)
-        yield GaugeMetricFamily("torchrelay_queue_length", "Requests waiting", value=len(status["queue"]))
+        yield GaugeMetricFamily(
+            "torchrelay_queue_length", "Requests waiting", value=len(status["queue"])
+        )
         yield CounterMetricFamily(
             "torchrelay_worker_deaths", "Workers that ended unasked", value=status["worker_deaths"]
         )
@@ -49,12 +53,16 @@ class _Snapshot(Collector):
             count = sum(worker["state"] == state for worker in status["workers"])
             workers.add_metric([state], count)
         yield workers
-        resident = GaugeMetricFamily("torchrelay_model_resident", "1 if all in the arena", labels=["model"])
+        resident = GaugeMetricFamily(
+            "torchrelay_model_resident", "1 if all in the arena", labels=["model"]
+        )
         for model in status["models"]:
             resident.add_metric([model["name"]], int(model["resident"]))
         yield resident
         for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"torchrelay_{name}", text, value=status["counts"].get(name, 0))
+            yield CounterMetricFamily(
+                f"torchrelay_{name}", text, value=status["counts"].get(name, 0)
+            )
 
 
 class Metrics:

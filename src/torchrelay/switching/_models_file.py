@@ -64,7 +64,9 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class ModelsFile:
-    """A parsed file. Paths in it are relative to its folder, which modules are imported from too."""
+    """A parsed file. Paths in it are relative to its folder, which modules are imported from
+    too.
+    """
 
     folder: Path
     server: ServerOptions
@@ -84,7 +86,8 @@ class ModelsFile:
         _check_keys(path, "the file", table, {"server", "models"})
         folder = path.resolve().parent
         models = {
-            name: _model(path, folder, name, entry) for name, entry in _table(path, table, "models").items()
+            name: _model(path, folder, name, entry)
+            for name, entry in _table(path, table, "models").items()
         }
         if not models:
             raise ConfigError(f"{path} has no models: add a table [models.NAME]")
@@ -125,7 +128,9 @@ def _server(path: Path, table: dict[str, Any]) -> ServerOptions:
         kind = type(fields[key].default)
         fits = type(value) is kind or (kind is float and type(value) is int)
         if not fits or (kind is not str and value < 0):
-            raise ConfigError(f"{path}: [server] {key} = {value!r}: must be a {kind.__name__}, not negative")
+            raise ConfigError(
+                f"{path}: [server] {key} = {value!r}: must be a {kind.__name__}, not negative"
+            )
     return ServerOptions(**table)
 
 
@@ -151,7 +156,9 @@ def _model(path: Path, folder: Path, name: str, table: Any) -> ModelEntry:
     if module.endswith(".py"):
         module = str(folder / module)
     rest = {
-        key: table[key] for key in ("kwargs", "weights_prefix", "seed", "priority", "load") if key in table
+        key: table[key]
+        for key in ("kwargs", "weights_prefix", "seed", "priority", "load")
+        if key in table
     }
     weights = folder / table["weights"] if "weights" in table else None
     inputs = dict(_input(path, where, one) for one in table["inputs"])
@@ -164,5 +171,6 @@ def _input(path: Path, where: str, entry: Any) -> tuple[str, tuple[torch.dtype, 
         return str(entry["name"]), (dtype_of(entry["datatype"]), shape)
     except (KeyError, TypeError, ValueError, TorchRelayError) as error:
         raise ConfigError(
-            f'{path}: {where} inputs: {error}; write {{name = "x", datatype = "FP32", shape = [-1, 64]}}'
+            f"{path}: {where} inputs: {error}; write "
+            '{name = "x", datatype = "FP32", shape = [-1, 64]}'
         ) from error

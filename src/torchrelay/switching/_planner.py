@@ -1,9 +1,9 @@
 """The best grouping of a model's layers for copying and computing in a pipeline.
 
 Copying a group costs `copy_overhead_s` and its bytes over the link's rate; computing it costs
-`group_overhead_s` and its layers' time. A group is computed once it is copied and the one before is computed.
-PipeSwitch (Bai et al., OSDI 2020) searches the 2^(n-1) groupings with two pruning rules; a recurrence over
-(groups, layers) is exact in polynomial time.
+`group_overhead_s` and its layers' time. A group is computed once it is copied and the one before is
+computed. PipeSwitch (Bai et al., OSDI 2020) searches the 2^(n-1) groupings with two pruning rules;
+a recurrence over (groups, layers) is exact in polynomial time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Grouping:
 def pipeline_s(
     ends: Sequence[int], size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
 ) -> float:
-    """Return when the last of the groups that end at `ends` is computed, from the start of the first copy."""
+    """Return when the last of the groups that end at `ends` is computed, from the start of the
+    first copy.
+    """
     copied_s = computed_s = 0.0
     for start, end in zip((0, *ends), ends, strict=False):
         copied_s += costs.copy_overhead_s + sum(size_bytes[start:end]) / costs.bytes_per_s
@@ -56,13 +58,16 @@ def pipeline_s(
 def pipelining_bound_s(
     grouping: Grouping, size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
 ) -> float:
-    """Return max(copy, compute) plus the copy of the first group: what a pipeline cannot beat by much."""
+    """Return max(copy, compute) plus the copy of the first group: what a pipeline cannot beat by
+    much.
+    """
     first = sum(size_bytes[: grouping.ends[0]]) / costs.bytes_per_s if grouping.ends else 0.0
     return max(sum(size_bytes) / costs.bytes_per_s, sum(compute_s)) + first
 
 
 def best_grouping(size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs) -> Grouping:
-    """Return the grouping of n layers that ends first. Takes O(n^2) for each number of groups worth trying.
+    """Return the grouping of n layers that ends first. Takes O(n^2) for each number of groups worth
+    trying.
 
     Args:
         size_bytes: what each layer adds to the copies, in the order of execution.
@@ -73,12 +78,15 @@ def best_grouping(size_bytes: Sequence[int], compute_s: Sequence[float], costs: 
     """
     count = len(size_bytes)
     if count != len(compute_s) or any(value < 0 for value in (*size_bytes, *compute_s)):
-        raise ArgumentError(f"{count} sizes and {len(compute_s)} times: need as many of each, none negative")
+        raise ArgumentError(
+            f"{count} sizes and {len(compute_s)} times: need as many of each, none negative"
+        )
     if count == 0:
         return Grouping((), 0.0)
     copied = np.concatenate(([0.0], np.cumsum(np.asarray(size_bytes, float)))) / costs.bytes_per_s
     computed = np.concatenate(([0.0], np.cumsum(np.asarray(compute_s, float))))
-    # finish[j]: when the first j layers are computed, split into as many groups as the round counts.
+    # finish[j]: when the first j layers are computed, split into as many groups as the round
+    # counts.
     finish = np.full(count + 1, np.inf)
     finish[0] = 0.0
     earlier = np.tri(count + 1, k=-1, dtype=bool)  # [j, i]: group (i, j] is not empty

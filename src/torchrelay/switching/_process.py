@@ -26,7 +26,9 @@ PROGRAM = ["-m", "torchrelay.switching._worker"]
 
 
 class WorkerProcess:
-    """A started worker: its process, channel and request buffer. Everything else is the daemon's state."""
+    """A started worker: its process, channel and request buffer. Everything else is the daemon's
+    state.
+    """
 
     def __init__(self, cache: SharedCache, request_bytes: int, threads: int, workers: int) -> None:
         """Start a process, one of `workers` that share the device."""
@@ -110,6 +112,10 @@ class WorkerProcess:
             return "closed its channel"
         if code < 0:
             name = signal.Signals(-code).name
-            hint = "; does the model write to its parameters or buffers?" if -code == signal.SIGSEGV else ""
+            hint = (
+                "; does the model write to its parameters or buffers?"
+                if -code == signal.SIGSEGV
+                else ""
+            )
             return f"was killed by {name}{hint}"
         return f"ended with exit code {code}"

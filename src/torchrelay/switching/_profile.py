@@ -76,7 +76,10 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def profile_module(
-    module: torch.nn.Module, layout: Layout, run: Callable[[], object], synchronize: Callable[[], None]
+    module: torch.nn.Module,
+    layout: Layout,
+    run: Callable[[], object],
+    synchronize: Callable[[], None],
 ) -> Profile:
     """Run the bound `module` by `run` once traced and a few times timed.
 
@@ -101,7 +104,9 @@ def profile_module(
 def _trace(
     module: torch.nn.Module, layout: Layout, run: Callable[[], object], paths: dict[int, str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Run once and return the modules in the order of their calls, and each storage's first call."""
+    """Run once and return the modules in the order of their calls, and each storage's first
+    call.
+    """
     calls: list[str] = []
     spans = _storage_spans(module, layout)
     uses = _Uses(spans)
@@ -135,7 +140,9 @@ def _storage_spans(module: torch.nn.Module, layout: Layout) -> list[tuple[int, i
 def _time(
     module: torch.nn.Module, run: Callable[[], object], synchronize: Callable[[], None], count: int
 ) -> list[float]:
-    """Return the seconds between one module call and the next; a repeat that calls others is cut to `count`."""
+    """Return the seconds between one module call and the next; a repeat that calls others is cut to
+    `count`.
+    """
     starts: list[float] = []
 
     def entered(_: torch.nn.Module, __: Any) -> None:
@@ -167,7 +174,9 @@ def _joined(layers: list[Layer]) -> list[Layer]:
 
 
 class ProfileCache:
-    """Profiles in files, by a digest of what was profiled where. A damaged file is profiled anew."""
+    """Profiles in files, by a digest of what was profiled where. A damaged file is profiled
+    anew.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -181,7 +190,9 @@ class ProfileCache:
             return None
 
     def save(self, key: str, profile: Profile) -> None:
-        """Write the profile; a folder that cannot be written costs a profile at each start, no more."""
+        """Write the profile; a folder that cannot be written costs a profile at each start, no
+        more.
+        """
         if self._folder is None:
             return
         try:

@@ -70,10 +70,13 @@ class RequestQueue:
             OverloadedError: the queue, or the client's share of it, is full.
         """
         if len(self._heap) >= self._limit:
-            raise OverloadedError(f"{len(self._heap)} requests are waiting, the limit; try again later")
+            raise OverloadedError(
+                f"{len(self._heap)} requests are waiting, the limit; try again later"
+            )
         if request.client and self._clients[request.client] >= self._client_limit:
             raise OverloadedError(
-                f"client {request.client!r} has {self._client_limit} requests waiting, its limit; try again later"
+                f"client {request.client!r} has {self._client_limit} requests waiting, its limit; "
+                "try again later"
             )
         self._insert(request)
 
@@ -94,7 +97,9 @@ class RequestQueue:
         return min((entry[1] for entry in self._heap), default=math.inf)
 
     def expire(self, gone: Callable[[Request], None]) -> None:
-        """Take out cancelled requests and those whose deadline has passed; `gone` is called for each."""
+        """Take out cancelled requests and those whose deadline has passed; `gone` is called for
+        each.
+        """
         now = time.monotonic()
         for request in self.ordered():
             late = request.deadline <= now
@@ -103,7 +108,8 @@ class RequestQueue:
                 if late and request.future.set_running_or_notify_cancel():
                     request.future.set_exception(
                         OperationTimeoutError(
-                            f"a request to {request.model!r} waited {now - request.arrived:.3f} s and missed its deadline"
+                            f"a request to {request.model!r} waited {now - request.arrived:.3f} s "
+                            "and missed its deadline"
                         )
                     )
                 gone(request)

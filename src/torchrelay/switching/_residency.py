@@ -38,7 +38,9 @@ class Residency:
         arrived: Callable[[str], None],
         failed: Callable[[str, Exception], None],
     ) -> None:
-        """`arrived` is called with the model for each group, `failed` when a copy did not succeed."""
+        """`arrived` is called with the model for each group, `failed` when a copy did not
+        succeed.
+        """
         self.arena = Arena(size_bytes)
         self._loop = loop
         self._counts = counts
@@ -108,7 +110,9 @@ class Residency:
         self.cancel_copies()
         self._copier.close()
 
-    def _start_copy(self, served: Served, offsets: tuple[int, ...], missing: tuple[int, ...]) -> CopyJob:
+    def _start_copy(
+        self, served: Served, offsets: tuple[int, ...], missing: tuple[int, ...]
+    ) -> CopyJob:
         job = CopyJob(
             served.model.name,
             [(group, served.copies(group, offsets[group])) for group in missing],

@@ -34,7 +34,8 @@ def open_switcher(options: ServerOptions, store: ModelStore) -> Switcher:
 
 
 def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
-    """Load the file's models and serve until SIGINT or SIGTERM; then finish what is running. Blocks.
+    """Load the file's models and serve until SIGINT or SIGTERM; then finish what is running.
+    Blocks.
 
     Args:
         report: receives one line for each step of the start.
@@ -49,7 +50,8 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
         from torchrelay.switching._http import create_app  # noqa: PLC0415
     except ImportError as error:
         raise UnavailableError(
-            f"serving needs fastapi, uvicorn and prometheus-client: pip install 'torchrelay[serve]' ({error})"
+            "serving needs fastapi, uvicorn and prometheus-client: pip install "
+            f"'torchrelay[serve]' ({error})"
         ) from error
     options = file.server
     sys.path.insert(0, str(file.folder))
@@ -87,7 +89,9 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
 
 @contextlib.contextmanager
 def _signals_end_gracefully() -> Iterator[None]:
-    """Let uvicorn's own handlers end the server; it raises the signal again after, which must not kill us."""
+    """Let uvicorn's own handlers end the server; it raises the signal again after, which must not
+    kill us.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: None) for number in numbers]
     try:

@@ -58,9 +58,11 @@ class Served:
 
 
 def merged_copies(model: StoredModel, grouped: Grouped, group: int) -> list[Copy]:
-    """Return the copies of a group to the start of the arena, one for all storages that follow one another.
+    """Return the copies of a group to the start of the arena, one for all storages that follow one
+    another.
 
-    Most groups hold storages in the order of the store, so that a model of a thousand tensors takes a few copies.
+    Most groups hold storages in the order of the store, so that a model of a thousand tensors takes
+    a few copies.
     """
     runs: list[tuple[int, int, int]] = []  # start and end in the store, offset in the group
     for storage, offset in grouped.places(group):

@@ -68,7 +68,9 @@ class StoredModel:
         return self.bytes(start, start + self.layout.storages[index])
 
     def bytes(self, start: int, end: int) -> torch.Tensor:
-        """Return the bytes from `start` up to `end` of the segment as a uint8 tensor, without copying."""
+        """Return the bytes from `start` up to `end` of the segment as a uint8 tensor, without
+        copying.
+        """
         return self.segment.tensor((end - start,), torch.uint8, start)
 
     def fingerprint(self) -> str:
@@ -85,8 +87,8 @@ class StoredModel:
 class ModelStore:
     """Models by name, each in one sealed, anonymous block of host memory. Thread-safe.
 
-    Parameters, buffers (persistent or not, of any dtype) and plain tensor attributes are kept, each storage
-    once, so that tied weights stay tied, at 512-byte boundaries.
+    Parameters, buffers (persistent or not, of any dtype) and plain tensor attributes are kept, each
+    storage once, so that tied weights stay tied, at 512-byte boundaries.
     """
 
     def __init__(self) -> None:
@@ -108,25 +110,30 @@ class ModelStore:
         """Build a model and keep it, replacing one of the same name.
 
         Args:
-            factory: builds the module: a function or class at the top level of a module or file, or its name
-                (`package.module:function`, `/path/to/file.py:function`). Workers call it too.
+            factory: builds the module: a function or class at the top level of a module or file, or
+                its name (`package.module:function`, `/path/to/file.py:function`). Workers call it
+                too.
             kwargs: its keyword arguments; JSON values.
-            inputs: the arguments of the module's `forward` by name: an example tensor, or dtype and shape
-                with -1 for dimensions of any size.
-            weights: what replaces the values the factory gave: a `.safetensors` file, or a folder that
-                :func:`torchrelay.checkpoint.load` reads; None keeps them.
-            weights_prefix: what the module's keys begin with in such a folder, such as ``"model."``.
+            inputs: the arguments of the module's `forward` by name: an example tensor, or dtype and
+                shape with -1 for dimensions of any size.
+            weights: what replaces the values the factory gave: a `.safetensors` file, or a folder
+                that :func:`torchrelay.checkpoint.load` reads; None keeps them.
+            weights_prefix: what the module's keys begin with in such a folder, such as
+                ``"model."``.
             seed: for the factory's random numbers.
 
         Raises:
             ArgumentError: an argument is wrong, or `weights` do not fit the module.
             DataError: the `.safetensors` file is damaged.
-            CorruptionError, MismatchError, StorageError: the folder is damaged, does not fit, or is not there.
+            CorruptionError, MismatchError, StorageError: the folder is damaged, does not fit, or is
+                not there.
             ModelError: the factory raised.
             UnsupportedError: the module has tensors that are not plain and dense.
         """
         if not name or any(not (c.isalnum() or c in "-_.") for c in name):
-            raise ArgumentError(f"{name!r} is no name for a model: use letters, digits, '-', '_' and '.'")
+            raise ArgumentError(
+                f"{name!r} is no name for a model: use letters, digits, '-', '_' and '.'"
+            )
         if not inputs:
             raise ArgumentError(f"model {name!r} needs its inputs: a name and an example for each")
         made = Factory.of(factory, kwargs, seed)
@@ -157,7 +164,8 @@ class ModelStore:
         with self._lock:
             if name not in self._models:
                 raise NotFoundError(
-                    f"there is no model {name!r}; there are {', '.join(sorted(self._models)) or 'none'}"
+                    f"there is no model {name!r}; there are "
+                    f"{', '.join(sorted(self._models)) or 'none'}"
                 )
             return self._models[name]
 
@@ -213,9 +221,13 @@ def _load_safetensors(module: torch.nn.Module, path: Path) -> None:
         from safetensors import SafetensorError  # noqa: PLC0415 - an optional package
         from safetensors.torch import load_file  # noqa: PLC0415
     except ImportError as error:
-        raise UnavailableError("weights from a file need safetensors: pip install safetensors") from error
+        raise UnavailableError(
+            "weights from a file need safetensors: pip install safetensors"
+        ) from error
     if path.suffix != ".safetensors":
-        raise ArgumentError(f"{path}: weights come from a .safetensors file or a checkpoint's folder")
+        raise ArgumentError(
+            f"{path}: weights come from a .safetensors file or a checkpoint's folder"
+        )
     try:
         values = load_file(path)
     except FileNotFoundError as error:
@@ -223,7 +235,11 @@ def _load_safetensors(module: torch.nn.Module, path: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: {error}") from error
     # safetensors keeps tied tensors once, under one of their names.
-    tied = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items() if name in values}
+    tied = {
+        id(tensor): name
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if name in values
+    }
     for name, tensor in module.state_dict(keep_vars=True).items():
         if name not in values and id(tensor) in tied:
             values[name] = values[tied[id(tensor)]]

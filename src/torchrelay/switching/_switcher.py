@@ -39,9 +39,9 @@ def default_profile_folder() -> Path:
 class Switcher:
     """Serves the models of a store from one arena, by worker processes that are always warm.
 
-    The process that makes the switcher is the daemon: it owns the arena and copies models into it. Workers map
-    the arena read-only. One request runs at a time; other workers stand by. When the daemon ends, however it
-    ends, workers and memory are gone.
+    The process that makes the switcher is the daemon: it owns the arena and copies models into it.
+    Workers map the arena read-only. One request runs at a time; other workers stand by. When the
+    daemon ends, however it ends, workers and memory are gone.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class Switcher:
             store: where :meth:`load` finds models; the caller keeps and closes it.
             arena_bytes: device memory for parameters; activations are torch's own.
             workers: processes; one more than one is a standby.
-            link_gbps: on the CPU, the rate in GB/s of an emulated link to the arena; 0 is memory's own.
+            link_gbps: on the CPU, the rate in GB/s of an emulated link to the arena; 0 is memory's
+                own.
             request_bytes: the most that one request's inputs and outputs take together.
             queue_limit: the most requests that wait; more raise OverloadedError.
             client_limit: the most requests that wait for one named client.
@@ -85,7 +86,9 @@ class Switcher:
             UnavailableError: the device is missing.
         """
         if workers < 1 or queue_limit < 1 or client_limit < 1 or request_bytes < 1 or link_gbps < 0:
-            raise ArgumentError("workers, limits and request_bytes must be at least 1, link_gbps at least 0")
+            raise ArgumentError(
+                "workers, limits and request_bytes must be at least 1, link_gbps at least 0"
+            )
         if grouping not in _GROUPINGS:
             raise ArgumentError(f"grouping={grouping!r}: the choices are {', '.join(_GROUPINGS)}")
         self._store = store
@@ -145,7 +148,9 @@ class Switcher:
         except TimeoutError as error:
             if ready.done():
                 raise
-            raise OperationTimeoutError(f"model {name!r} was not ready after {timeout_s:g} s") from error
+            raise OperationTimeoutError(
+                f"model {name!r} was not ready after {timeout_s:g} s"
+            ) from error
 
     def unload(self, name: str) -> None:
         """Stop serving `name`: waiting requests fail, the running one is finished.
@@ -173,7 +178,8 @@ class Switcher:
         deadline_s: float | None = None,
         client: str = "",
     ) -> Future[Reply]:
-        """Queue a request and return the future of its reply. Cancelling the future takes it off the queue.
+        """Queue a request and return the future of its reply. Cancelling the future takes it off
+        the queue.
 
         Args:
             priority: higher ones run first.
@@ -185,8 +191,8 @@ class Switcher:
             CapacityError: they exceed `request_bytes`.
             NotFoundError: the model is not loaded.
 
-        The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError, NotFoundError or
-        UnavailableError.
+        The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError,
+        NotFoundError or UnavailableError.
         """
         self._check_inputs(name, inputs)
         deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
@@ -198,12 +204,18 @@ class Switcher:
         return request.future
 
     def _forget_cancelled(self, future: Future[Reply]) -> None:
-        """Have the loop run, which takes cancelled requests off the queue and frees their inputs."""
+        """Have the loop run, which takes cancelled requests off the queue and frees their
+        inputs.
+        """
         if future.cancelled():
             self._daemon.loop.post(lambda: None)
 
-    def infer(self, name: str, inputs: Mapping[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
-        """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`, but blocks."""
+    def infer(
+        self, name: str, inputs: Mapping[str, torch.Tensor], **options: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`,
+        but blocks.
+        """
         return self.submit(name, inputs, **options).result().outputs
 
     def train(
@@ -218,11 +230,13 @@ class Switcher:
     ) -> TrainingHandle:
         """Run `steps` training steps in the time that requests leave, and return a handle.
 
-        A request preempts the task at the end of a step: its state is written to host memory and it resumes,
-        in whatever worker, bit for bit. A worker that dies costs the steps since the last state.
+        A request preempts the task at the end of a step: its state is written to host memory and it
+        resumes, in whatever worker, bit for bit. A worker that dies costs the steps since the last
+        state.
 
         Args:
-            factory: builds the task: an object with `step(index)`, `state_dict()` and `load_state_dict(state)`.
+            factory: builds the task: an object with `step(index)`, `state_dict()` and
+                `load_state_dict(state)`.
             save_every: write the state back every so many steps too; 0 only when preempted.
 
         Raises:
@@ -230,7 +244,8 @@ class Switcher:
         """
         if steps < 1 or save_every < 0:
             raise ArgumentError(
-                f"a task needs at least 1 step and save_every of at least 0, not {steps}, {save_every}"
+                f"a task needs at least 1 step and save_every of at least 0, not {steps}, "
+                f"{save_every}"
             )
         task = Task(name, Factory.of(factory, kwargs, seed), steps, save_every)
         self._daemon.loop.call(lambda: self._daemon.train(task))
@@ -262,7 +277,10 @@ class Switcher:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close(grace_s=10.0 if kind is None else 0.0)
 
@@ -273,14 +291,16 @@ class Switcher:
         specs = {spec.name: spec for spec in served.model.inputs}
         if set(inputs) != set(specs):
             raise ArgumentError(
-                f"model {name!r} takes the inputs {', '.join(sorted(specs))}; got {', '.join(sorted(inputs)) or 'none'}"
+                f"model {name!r} takes the inputs {', '.join(sorted(specs))}; got "
+                f"{', '.join(sorted(inputs)) or 'none'}"
             )
         for key, value in inputs.items():
             specs[key].check(value)
         size_bytes = sum(align(value.nbytes) for value in inputs.values())
         if size_bytes > self._daemon.options.request_bytes:
             raise CapacityError(
-                f"the inputs take {size_bytes} bytes, a request at most {self._daemon.options.request_bytes}"
+                f"the inputs take {size_bytes} bytes, a request at most "
+                f"{self._daemon.options.request_bytes}"
             )
 
 

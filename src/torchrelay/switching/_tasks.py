@@ -117,7 +117,8 @@ class TrainingHandle:
             if self._task.future.done():
                 raise
             raise OperationTimeoutError(
-                f"training task {self.name!r} is at step {self.step} of {self._task.steps} after {timeout_s} s"
+                f"training task {self.name!r} is at step {self.step} of {self._task.steps} after "
+                f"{timeout_s} s"
             ) from error
 
     def cancel(self) -> None:

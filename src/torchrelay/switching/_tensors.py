@@ -1,7 +1,8 @@
 """Tensors as the Open Inference Protocol v2 writes them: JSON lists, or raw bytes behind the JSON.
 
-The binary form is the protocol's `binary_tensor_data` extension: the header `Inference-Header-Content-Length`
-says where the JSON ends, and each tensor's `binary_data_size` how many bytes it takes behind it, in order.
+The binary form is the protocol's `binary_tensor_data` extension: the header
+`Inference-Header-Content-Length` says where the JSON ends, and each tensor's `binary_data_size` how
+many bytes it takes behind it, in order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import torch
 
 from torchrelay.errors import ArgumentError, UnsupportedError
 
-__all__ = ["DATATYPES", "HEADER", "Body", "datatype_of", "decode", "dtype_of", "encode", "parse_body"]
+__all__ = [
+    "DATATYPES",
+    "HEADER",
+    "Body",
+    "datatype_of",
+    "decode",
+    "dtype_of",
+    "encode",
+    "parse_body",
+]
 
 HEADER = "Inference-Header-Content-Length"
 
@@ -43,7 +53,9 @@ Body = tuple[dict[str, Any], memoryview]
 def dtype_of(datatype: object) -> torch.dtype:
     """Return torch's dtype for the protocol's `datatype`."""
     if not isinstance(datatype, str) or datatype not in DATATYPES:
-        raise UnsupportedError(f"datatype {datatype!r} is not served; the choices are {', '.join(DATATYPES)}")
+        raise UnsupportedError(
+            f"datatype {datatype!r} is not served; the choices are {', '.join(DATATYPES)}"
+        )
     return DATATYPES[datatype]
 
 
@@ -97,7 +109,8 @@ def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
         size_bytes = math.prod(shape) * dtype.itemsize
         if type(size) is not int or size != size_bytes or offset + size > len(raw):
             raise ArgumentError(
-                f"input {name!r} of shape {shape} takes {size_bytes} bytes; binary_data_size is {size!r} "
+                f"input {name!r} of shape {shape} takes {size_bytes} bytes; binary_data_size is "
+                f"{size!r} "
                 f"and {len(raw) - offset} bytes are left"
             )
         tensors[name] = _from_bytes(raw[offset : offset + size], dtype).reshape(shape)

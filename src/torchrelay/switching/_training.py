@@ -19,15 +19,18 @@ __all__ = ["TrainingTask", "read_state", "run"]
 class TrainingTask(Protocol):
     """What the factory of a training task returns.
 
-    Between steps, everything that later steps depend on must be in :meth:`state_dict`. The random states of
-    torch, numpy and `random` are kept besides, so that dropout and shuffling resume where they were.
+    Between steps, everything that later steps depend on must be in :meth:`state_dict`. The random
+    states of torch, numpy and `random` are kept besides, so that dropout and shuffling resume where
+    they were.
     """
 
     def step(self, index: int) -> object:
         """Run step `index`, counted from 0; the returned value is ignored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values, as `torch.save` writes and `torch.load(weights_only=True)` reads."""
+        """Return tensors and plain values, as `torch.save` writes and
+        `torch.load(weights_only=True)` reads.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
         """Take over a state that :meth:`state_dict` returned, in another process."""
@@ -39,7 +42,9 @@ def run(message: Message, descriptors: list[int], channel: Channel) -> None:
     task = Factory(message["factory"], message["kwargs"], message["seed"]).build()
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(task, method, None)):
-            raise ArgumentError(f"{message['factory']} returned a {type(task).__name__} without {method}()")
+            raise ArgumentError(
+                f"{message['factory']} returned a {type(task).__name__} without {method}()"
+            )
     index = 0
     if descriptors:
         saved = read_state(descriptors[0])
@@ -103,7 +108,13 @@ def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, list(words), gauss],
-        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            str(kind),
+            [int(key) for key in keys],
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()

@@ -13,8 +13,11 @@ from torchrelay.switching._contract import align
 __all__ = ["pack", "unpack"]
 
 
-def pack(block: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> list[dict[str, Any]]:
-    """Write `tensors` into the uint8 `block` from the aligned byte `start` and return where they are.
+def pack(
+    block: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int
+) -> list[dict[str, Any]]:
+    """Write `tensors` into the uint8 `block` from the aligned byte `start` and return where they
+    are.
 
     The caller has checked that they fit.
     """

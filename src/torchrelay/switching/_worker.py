@@ -1,4 +1,5 @@
-"""The worker process: keeps modules ready and runs one request at a time on weights it cannot write to.
+"""The worker process: keeps modules ready and runs one request at a time on weights it cannot write
+to.
 
 Started by the daemon as ``python -m torchrelay.switching._worker``. It ends when the daemon does.
 """
@@ -54,7 +55,9 @@ class _Loaded:
         self._offsets = []
 
     def bind(self, arena: torch.Tensor, offsets: list[int]) -> None:
-        """Point the module's tensors at groups that start at `offsets`; free if they lie there already."""
+        """Point the module's tensors at groups that start at `offsets`; free if they lie there
+        already.
+        """
         if offsets == self._offsets:
             return
         self._offsets = offsets
@@ -172,7 +175,9 @@ class Worker:
 
     @contextlib.contextmanager
     def _waiting(self, loaded: _Loaded, message: Message) -> Iterator[None]:
-        """Make each module wait for the groups it needs; those of a resident model wait for nothing."""
+        """Make each module wait for the groups it needs; those of a resident model wait for
+        nothing.
+        """
         order: list[int] = message["missing"]  # groups in the order in which they will arrive
         if not order:
             yield
@@ -214,7 +219,8 @@ class Worker:
         needed = sum(align(tensor.nbytes) for tensor in outputs.values())
         if start + needed > self._requests.numel():
             raise CapacityError(
-                f"the outputs take {needed} bytes, {self._requests.numel() - start} of the request buffer "
+                f"the outputs take {needed} bytes, {self._requests.numel() - start} of the request "
+                "buffer "
                 "are left; start the server with larger request_bytes"
             )
         return pack(self._requests, outputs, start)
@@ -233,7 +239,8 @@ def _named(results: Any) -> dict[str, torch.Tensor]:
     named = {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
     if not named:
         raise ModelError(
-            f"the model returned {type(results).__name__} without a tensor; return a tensor, or a tuple or "
+            f"the model returned {type(results).__name__} without a tensor; return a tensor, or a "
+            "tuple or "
             "dict of tensors"
         )
     return named
@@ -265,7 +272,9 @@ def main() -> None:
     options = parser.parse_args()
     # The daemon may be killed while a request computes for long.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the daemon decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the daemon decides
     if options.threads:
         torch.set_num_threads(options.threads)
     channel = Channel(socket.socket(fileno=options.channel))

@@ -8,7 +8,12 @@ GossipGraD: :class:`GossipGraDState`, :class:`GossipTopology`, :func:`gossip_gra
 
 from torchrelay._deprecation import old_modules, old_names
 from torchrelay.training._any_precision import AnyPrecisionAdamW
-from torchrelay.training._gossip import GossipGraDState, GossipTopology, get_num_modules, gossip_grad_hook
+from torchrelay.training._gossip import (
+    GossipGraDState,
+    GossipTopology,
+    get_num_modules,
+    gossip_grad_hook,
+)
 from torchrelay.training._slowmo import SlowMomentumOptimizer, SlowMoState, slowmo_hook
 
 __all__ = [

@@ -94,7 +94,8 @@ class AnyPrecisionAdamW(Optimizer):
                     continue
                 if param.grad.is_sparse:
                     raise ArgumentError(
-                        "AnyPrecisionAdamW: a gradient is sparse; use dense gradients, or torch.optim.SparseAdam"
+                        "AnyPrecisionAdamW: a gradient is sparse; use dense gradients, or "
+                        "torch.optim.SparseAdam"
                     )
                 if not self.state[param]:
                     self.state[param] = _initial_state(param, group)
@@ -110,7 +111,9 @@ class AnyPrecisionAdamW(Optimizer):
                 for name, value in state_dict["state"].get(index, {}).items():
                     if name in _STATE_DTYPES:
                         dtype = group[_STATE_DTYPES[name]]
-                        self.state[param][name] = value.to(device=param.device, dtype=dtype, copy=True)
+                        self.state[param][name] = value.to(
+                            device=param.device, dtype=dtype, copy=True
+                        )
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -138,12 +141,16 @@ def _initial_state(param: torch.Tensor, group: dict[str, Any]) -> dict[str, torc
 
 
 def _update(param: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
-    """One step for one parameter, in the order of torch's own single-tensor AdamW so that results can be equal."""
+    """One step for one parameter, in the order of torch's own single-tensor AdamW so that results
+    can be equal.
+    """
     state["step"] += 1
     step, lr, (beta1, beta2) = state["step"].item(), group["lr"], group["betas"]
     tensors = [tensor for name, tensor in state.items() if name != "step"]
     dtype = reduce(
-        torch.promote_types, (t.dtype for t in tensors), torch.promote_types(param.dtype, torch.float32)
+        torch.promote_types,
+        (t.dtype for t in tensors),
+        torch.promote_types(param.dtype, torch.float32),
     )
     grad, value = cast(torch.Tensor, param.grad).to(dtype), param.to(dtype)
     momentum, variance = state["exp_avg"].to(dtype), state["exp_avg_sq"].to(dtype)

@@ -20,6 +20,8 @@ def refuse_sharded(hook: str, output: torch.Tensor | None) -> None:
     """Raise :class:`UnsupportedError` if FSDP asks for a shard of the gradient."""
     if output is not None:
         raise UnsupportedError(
-            f"{hook}: FSDP shards its gradients here, and only whole ones can be averaged among some of the ranks; use "
-            "ShardingStrategy.NO_SHARD, or shard inside a node with FSDP(process_group=...) and no hook"
+            f"{hook}: FSDP shards its gradients here, and only whole ones can be averaged among "
+            "some of the ranks; use "
+            "ShardingStrategy.NO_SHARD, or shard inside a node with FSDP(process_group=...) and no "
+            "hook"
         )

@@ -36,7 +36,9 @@ class GossipTopology(enum.Enum):
     DISSEMINATION = "dissemination"
 
 
-def partners(topology: GossipTopology, nodes: int, position: int, step: int) -> tuple[int, int] | None:
+def partners(
+    topology: GossipTopology, nodes: int, position: int, step: int
+) -> tuple[int, int] | None:
     """Return the positions that ``position`` sends to and receives from at ``step``.
 
     None if it skips the step: a hypercube of a number of nodes that is no power of two lacks
@@ -89,9 +91,13 @@ class GossipGraDState:
         random_seed: int = 2403,
     ) -> None:
         if num_modules < 1:
-            raise ArgumentError(f"GossipGraDState: num_modules = {num_modules}; it must be at least 1")
+            raise ArgumentError(
+                f"GossipGraDState: num_modules = {num_modules}; it must be at least 1"
+            )
         if (local_process_group is None) != (num_nodes is None):
-            raise ArgumentError("GossipGraDState: give both local_process_group and num_nodes, or neither")
+            raise ArgumentError(
+                "GossipGraDState: give both local_process_group and num_nodes, or neither"
+            )
         if local_process_group is None or num_nodes is None:
             hosts = ranks_by_host()
             local_process_group, num_nodes = subgroup_of(hosts), len(hosts)
@@ -128,7 +134,9 @@ class GossipGraDState:
         step = self.iteration % period(self.num_nodes)
         found = partners(self.topology, self.num_nodes, numbering.index(self.node), step)
         return (
-            None if found is None else (self.masters[numbering[found[0]]], self.masters[numbering[found[1]]])
+            None
+            if found is None
+            else (self.masters[numbering[found[0]]], self.masters[numbering[found[1]]])
         )
 
     def count_call(self, is_last: bool) -> None:

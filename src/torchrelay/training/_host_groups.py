@@ -10,7 +10,9 @@ __all__ = ["ranks_by_host", "subgroup_of"]
 
 
 def ranks_by_host() -> list[list[int]]:
-    """The ranks of each host, hosts in the order of their first rank. Collective over the default group."""
+    """The ranks of each host, hosts in the order of their first rank. Collective over the default
+    group.
+    """
     identities: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(identities, host_identity())
     hosts: dict[str, list[int]] = {}
@@ -20,7 +22,9 @@ def ranks_by_host() -> list[list[int]]:
 
 
 def subgroup_of(partition: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's process group out of a partition of all ranks. Collective over the default group."""
+    """This rank's process group out of a partition of all ranks. Collective over the default
+    group.
+    """
     group, _ = dist.new_subgroups_by_enumeration(partition)  # type: ignore[no-untyped-call]
     if not isinstance(group, dist.ProcessGroup):
         raise AssertionError(f"rank {dist.get_rank()} is in none of the groups {partition}")

@@ -77,7 +77,9 @@ def _average_bucket(state: SlowMoState, buffer: torch.Tensor) -> torch.futures.F
     if not state.sync_grads:
         return finished(buffer)
     work = dist.all_reduce(_divide(buffer, state.subgroup), group=state.subgroup, async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda sent: sent.value()[0])
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda sent: sent.value()[0]
+    )
     return future
 
 
@@ -130,13 +132,17 @@ class SlowMomentumOptimizer(Optimizer):
 
     def _configure(self, slowmo_freq: int, slowmo_factor: float, slowmo_lr: float) -> None:
         if slowmo_freq < 1:
-            raise ArgumentError(f"SlowMomentumOptimizer: slowmo_freq = {slowmo_freq}; it must be at least 1")
+            raise ArgumentError(
+                f"SlowMomentumOptimizer: slowmo_freq = {slowmo_freq}; it must be at least 1"
+            )
         if not slowmo_factor >= 0:
             raise ArgumentError(
                 f"SlowMomentumOptimizer: slowmo_factor = {slowmo_factor}; it must not be negative"
             )
         if not slowmo_lr >= 0:
-            raise ArgumentError(f"SlowMomentumOptimizer: slowmo_lr = {slowmo_lr}; it must not be negative")
+            raise ArgumentError(
+                f"SlowMomentumOptimizer: slowmo_lr = {slowmo_lr}; it must not be negative"
+            )
         self.slowmo_freq, self.slowmo_factor, self.slowmo_lr = slowmo_freq, slowmo_factor, slowmo_lr
 
     def _share_with_base(self) -> None:
@@ -225,8 +231,12 @@ class SlowMomentumOptimizer(Optimizer):
             raise ArgumentError(
                 f"SlowMomentumOptimizer.load_state_dict: the state has no {', '.join(missing)}"
             )
-        self._configure(state_dict["slowmo_freq"], state_dict["slowmo_factor"], state_dict["slowmo_lr"])
-        self._base_optim.load_state_dict({key: state_dict[key] for key in state_dict if key not in own})
+        self._configure(
+            state_dict["slowmo_freq"], state_dict["slowmo_factor"], state_dict["slowmo_lr"]
+        )
+        self._base_optim.load_state_dict(
+            {key: state_dict[key] for key in state_dict if key not in own}
+        )
         self._share_with_base()
         self._step_count_slow = state_dict["step"]
         params = [param for param, _ in self._parameters()]
@@ -235,13 +245,19 @@ class SlowMomentumOptimizer(Optimizer):
         self._set_anchors()
 
 
-def _like(params: list[torch.Tensor], saved: dict[int, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+def _like(
+    params: list[torch.Tensor], saved: dict[int, torch.Tensor]
+) -> dict[torch.Tensor, torch.Tensor]:
     """Return copies of the saved tensors with their parameters' dtype and device."""
-    return {params[i]: torch.empty_like(params[i]).copy_(tensor).detach() for i, tensor in saved.items()}
+    return {
+        params[i]: torch.empty_like(params[i]).copy_(tensor).detach() for i, tensor in saved.items()
+    }
 
 
 @torch.no_grad()
-def average_parameters(params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+def average_parameters(
+    params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
     """Replace each tensor by its mean over the ranks of ``group``, with equal bits on all ranks.
 
     Collective. All ranks pass tensors of the same shapes and dtypes in the same order. Local
@@ -252,7 +268,9 @@ def average_parameters(params: Iterable[torch.Tensor], group: dist.ProcessGroup 
         wide = torch.promote_types(bucket[0].dtype, torch.float32)
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(wide)
         dist.all_reduce(_divide(flat, group), group=group)
-        for tensor, mean in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+        for tensor, mean in zip(
+            bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True
+        ):
             tensor.copy_(mean.view_as(tensor))
 
 

@@ -1,4 +1,6 @@
-"""Ranks, leaders and hosts that are lost, and links that are unplugged, in groups over several hosts."""
+"""Ranks, leaders and hosts that are lost, and links that are unplugged, in groups over several
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def start(world: World, hosts: str, timeout_s: float = 60.0) -> Any:
     os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
     store = world.connect(60)
     dist.init_process_group(
-        "sml", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
+        "sml",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
     )
     return store
 
@@ -101,7 +107,9 @@ def _be_cut_off(world: World, hosts: namespaces.Hosts, path: str) -> tuple[str, 
 
 
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "possible")
-def test_an_unplugged_host_is_named_by_all_others(tmp_path: Path, run_processes: Callable[..., Any]) -> None:
+def test_an_unplugged_host_is_named_by_all_others(
+    tmp_path: Path, run_processes: Callable[..., Any]
+) -> None:
     with namespaces.switched(2) as hosts:
         results = run_processes(_be_cut_off, 4, hosts=hosts, path=str(tmp_path / "store"))
     for rank in range(4):

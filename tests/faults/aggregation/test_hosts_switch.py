@@ -30,7 +30,13 @@ class Switch:
     """``torchrelay switch`` in a process of its own, on ``address``."""
 
     def __init__(self, port: str = "0") -> None:
-        command = [sys.executable, "-c", "from torchrelay.cli import main; main()", "switch", "--json"]
+        command = [
+            sys.executable,
+            "-c",
+            "from torchrelay.cli import main; main()",
+            "switch",
+            "--json",
+        ]
         self.process = subprocess.Popen(
             [*command, "--port", port], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -113,7 +119,11 @@ def test_a_lost_switch_is_named_by_every_rank(run_processes: Callable[..., Any])
             (restarted, "was it restarted"),
         ):
             assert (kind, ranks) == ("PeerLostError", ()), message
-            assert f"rank {rank}, all_reduce" in message and "switch SWITCH" in message and why in message
+            assert (
+                f"rank {rank}, all_reduce" in message
+                and "switch SWITCH" in message
+                and why in message
+            )
 
 
 def _lose_ranks(world: World, victims: list[int], address: str) -> tuple[str, str, tuple[int, ...]]:
@@ -168,7 +178,9 @@ def _fail_to_join(world: World, address: str) -> list[str]:
     return messages
 
 
-def test_a_switch_that_cannot_be_joined_is_named_by_every_rank(run_processes: Callable[..., Any]) -> None:
+def test_a_switch_that_cannot_be_joined_is_named_by_every_rank(
+    run_processes: Callable[..., Any],
+) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -176,7 +188,10 @@ def test_a_switch_that_cannot_be_joined_is_named_by_every_rank(run_processes: Ca
     for rank, result in enumerate(results):
         assert result.ok, result.error
         absent, differs, none, impossible = result.value
-        assert f"rank {rank}, sml: rank 0 could not join its switch: switch {address}: no answer" in absent
+        assert (
+            f"rank {rank}, sml: rank 0 could not join its switch: switch {address}: no answer"
+            in absent
+        )
         assert "packet_numel = 256" in differs and "rank 3 a switch with" in differs
         assert "rank 2 no switch" in none and "max_outstanding_packets = 8" in impossible
 

@@ -1,4 +1,6 @@
-"""What goes wrong before a group is made: the cause is named, and long before the timeout of 30 minutes."""
+"""What goes wrong before a group is made: the cause is named, and long before the timeout of 30
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,10 @@ def _be_of_different_jobs(world: World) -> str:
 def test_ranks_of_different_jobs_are_refused(run_processes: Callable[..., Any]) -> None:
     for result in run_processes(_be_of_different_jobs, 2, timeout_s=90):
         assert result.value.startswith("MismatchError"), result
-        assert "rank 0 to TORCHELASTIC_RUN_ID=job-0, rank 1 to TORCHELASTIC_RUN_ID=job-1" in result.value
+        assert (
+            "rank 0 to TORCHELASTIC_RUN_ID=job-0, rank 1 to TORCHELASTIC_RUN_ID=job-1"
+            in result.value
+        )
 
 
 def _meet_again(world: World) -> None:
@@ -158,6 +163,8 @@ def _fork(world: World) -> None:
     assert tensor.eq(2).all()
 
 
-def test_a_forked_child_is_refused_and_its_parent_goes_on(run_processes: Callable[..., Any]) -> None:
+def test_a_forked_child_is_refused_and_its_parent_goes_on(
+    run_processes: Callable[..., Any],
+) -> None:
     for result in run_processes(_fork, 2, timeout_s=90):
         assert result.ok, result.error

@@ -63,14 +63,20 @@ def test_sessions_run_side_by_side_and_end_with_their_last_worker(server: Switch
                 client.all_reduce(integers)
                 client.all_reduce(floats)
                 assert (integers == (10**num_workers - 1) // 9).all()
-                exact = torch.arange(size, dtype=torch.float64) * (num_workers * (num_workers + 1) // 2)
-                assert (floats - exact).abs().max() <= num_workers**2 * 2**14 / 2**32 + exact.max() * 1e-7
+                exact = torch.arange(size, dtype=torch.float64) * (
+                    num_workers * (num_workers + 1) // 2
+                )
+                assert (
+                    floats - exact
+                ).abs().max() <= num_workers**2 * 2**14 / 2**32 + exact.max() * 1e-7
             stats = client.stats()
             assert (stats.jobs, stats.payload_bytes) == (6, 8 * (1 + 300 + 5000))
             assert stats.packets_sent == stats.packets_received + stats.retransmissions
 
     with ThreadPoolExecutor(6) as pool:
-        done = [pool.submit(work, id_, rank) for id_, size in sessions.items() for rank in range(size)]
+        done = [
+            pool.submit(work, id_, rank) for id_, size in sessions.items() for rank in range(size)
+        ]
         ready.wait(60)
         assert len(server.stats().sessions) == 3
         for future in done:
@@ -177,7 +183,13 @@ class Command:
     """``torchrelay switch --json`` in a process of its own."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-c", "from torchrelay.cli import main; main()", "switch", "--json"]
+        command = [
+            sys.executable,
+            "-c",
+            "from torchrelay.cli import main; main()",
+            "switch",
+            "--json",
+        ]
         self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.output = self.process.stdout
@@ -192,7 +204,9 @@ class Command:
 
 
 def test_the_command_and_the_loss_of_its_process() -> None:
-    command = Command("--port", "0", "--metrics-port", "0", "--drop-egress", "0.05", "--interval-s", "0.05")
+    command = Command(
+        "--port", "0", "--metrics-port", "0", "--drop-egress", "0.05", "--interval-s", "0.05"
+    )
     try:
         address = command.start["switch"]
         clients = at_once(2, lambda rank: SwitchClient(address, rank, 2, 1, SMALL))
@@ -235,7 +249,9 @@ with SwitchClient({server.address!r}, 1, 2, 5) as client:
     time.sleep(1000)
 """
     with SwitchClient(server.address, 0, 2, 5) as client:
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+        ) as other:
             client.all_reduce(torch.ones(1000), timeout_s=100)
             assert other.stdout is not None
             assert other.stdout.readline() == "2.0\n"

@@ -1,6 +1,8 @@
-"""Damaged, foreign and hostile checkpoints: a typed error that names the place, and nothing changed.
+"""Damaged, foreign and hostile checkpoints: a typed error that names the place, and nothing
+changed.
 
-The checkpoints are kept in ``tests/faults/checkpoints``; its ``make.py`` says what is wrong with each.
+The checkpoints are kept in ``tests/faults/checkpoints``; its ``make.py`` says what is wrong with
+each.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from torchrelay import errors
 from torchrelay.checkpoint import Reader, Writer, latest, load, save, verify
 from torchrelay.checkpoint._local import LocalTransaction
 from torchrelay.checkpoint._storage import open_transaction
-from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, StorageError, UnsupportedError
+from torchrelay.errors import (
+    ArgumentError,
+    CorruptionError,
+    MismatchError,
+    StorageError,
+    UnsupportedError,
+)
 
 FOLDER = Path(__file__).parents[1] / "checkpoints"
 
@@ -46,7 +54,9 @@ def _blank() -> dict[str, Any]:
 
 def _unchanged(state: dict[str, Any]) -> bool:
     blank = _blank()
-    return state["step"] is None and all(torch.equal(state[key], blank[key]) for key in ("weight", "bias"))
+    return state["step"] is None and all(
+        torch.equal(state[key], blank[key]) for key in ("weight", "bias")
+    )
 
 
 def test_the_undamaged_one_loads() -> None:
@@ -54,7 +64,9 @@ def test_the_undamaged_one_loads() -> None:
     load(state, FOLDER / "good")
     verify(FOLDER / "good")
     expected = MADE.state()
-    assert torch.equal(state["weight"], expected["weight"]) and torch.equal(state["bias"], expected["bias"])
+    assert torch.equal(state["weight"], expected["weight"]) and torch.equal(
+        state["bias"], expected["bias"]
+    )
     assert state["step"] == 7
 
 
@@ -72,7 +84,17 @@ def test_a_bad_checkpoint_is_refused_and_nothing_is_changed(name: str) -> None:
         with pytest.raises(error, match=message):
             verify(FOLDER / name)
     metadata_error = name.startswith(
-        ("manifest", "version", "path", "chunk", "bytes", "negative", "unknown", "checksums", "header-claims")
+        (
+            "manifest",
+            "version",
+            "path",
+            "chunk",
+            "bytes",
+            "negative",
+            "unknown",
+            "checksums",
+            "header-claims",
+        )
     )
     if metadata_error:
         with pytest.raises(error, match=message):
@@ -97,13 +119,17 @@ def test_dcp_reports_our_errors() -> None:
 def test_dcp_saves_no_value_that_json_cannot_hold(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    with pytest.raises(dcp.CheckpointException, match=r"key: a checkpoint holds tensors and plain values"):
+    with pytest.raises(
+        dcp.CheckpointException, match=r"key: a checkpoint holds tensors and plain values"
+    ):
         dcp.save({"key": {1, 2}}, storage_writer=Writer(tmp_path / "set"))
     assert not (tmp_path / "set").exists()
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("value", [object(), {1}, b"bytes", torch.float32, lambda: 0, (torch.ones(1),)])
+@pytest.mark.parametrize(
+    "value", [object(), {1}, b"bytes", torch.float32, lambda: 0, (torch.ones(1),)]
+)
 def test_a_value_that_json_cannot_hold_is_named(value: object, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^outer.inner"):
         save({"outer": {"inner": value}}, tmp_path / "x")
@@ -179,7 +205,9 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
 
     monkeypatch.setattr("torchrelay.checkpoint._local.os.open", full)
-    with pytest.raises(StorageError, match=r"writing .*data-00000-00000.safetensors.*No space") as caught:
+    with pytest.raises(
+        StorageError, match=r"writing .*data-00000-00000.safetensors.*No space"
+    ) as caught:
         save({"t": torch.zeros(1000)}, tmp_path / "step")
     assert caught.value.errno == errno.ENOSPC
     monkeypatch.undo()

@@ -1,7 +1,9 @@
-"""Savers that are killed at any moment: the last committed checkpoint loads, a torn one is never taken for whole.
+"""Savers that are killed at any moment: the last committed checkpoint loads, a torn one is never
+taken for whole.
 
-The moments are those of the saver's own system calls, counted, so that a run visits each place where a kill makes
-a difference, and the same ones every time. ``benchmarks/soak_checkpoint.py`` kills at random times, at length.
+The moments are those of the saver's own system calls, counted, so that a run visits each place
+where a kill makes a difference, and the same ones every time. ``benchmarks/soak_checkpoint.py``
+kills at random times, at length.
 """
 
 from __future__ import annotations
@@ -24,7 +26,18 @@ from torchrelay.world import World
 
 _KILLS = 50
 # What a save does to the disk, in the modules that do it.
-_CALLS = ("open", "pwrite", "fsync", "rename", "link", "mkdir", "unlink", "close", "rmdir", "listdir")
+_CALLS = (
+    "open",
+    "pwrite",
+    "fsync",
+    "rename",
+    "link",
+    "mkdir",
+    "unlink",
+    "close",
+    "rmdir",
+    "listdir",
+)
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -63,7 +76,11 @@ def _check(folder: Path, at_least: int, at_most: int) -> int:
     """What ``latest`` names is whole and verifies; its step."""
     path = latest(folder)
     verify(path)
-    state: dict[str, Any] = {"step": None, "w": torch.zeros(300, 100), "v": torch.zeros(7, dtype=torch.int64)}
+    state: dict[str, Any] = {
+        "step": None,
+        "w": torch.zeros(300, 100),
+        "v": torch.zeros(7, dtype=torch.int64),
+    }
     load(state, path)
     step = state["step"]
     assert at_least <= step <= at_most
@@ -72,7 +89,9 @@ def _check(folder: Path, at_least: int, at_most: int) -> int:
 
 
 class _ForkedWriter:
-    """In place of the writer's ``Popen``: the same program in a fork, whose ``moment``-th call is its last."""
+    """In place of the writer's ``Popen``: the same program in a fork, whose ``moment``-th call is
+    its last.
+    """
 
     def __init__(self, moment: int, fd: int) -> None:
         self.returncode: int | None = None
@@ -109,7 +128,9 @@ def _async_saver(world: World, path: str, step: int, moment: int) -> bool:
 
 
 @pytest.mark.timeout(300)
-def test_a_writer_process_killed_at_every_kind_of_moment(tmp_path: Path, run_processes: Any) -> None:
+def test_a_writer_process_killed_at_every_kind_of_moment(
+    tmp_path: Path, run_processes: Any
+) -> None:
     """What a save that is lost had committed or not, and the trainer is told."""
     save(_state(0), tmp_path / "step-0")
     before, committed = 0, 0
@@ -158,7 +179,9 @@ def test_killed_at_every_kind_of_moment(tmp_path: Path, path: str, run_processes
     before, kills, most = 0, 0, 0
     for step in range(1, _KILLS // 2 + 1):
         moment = random_moments.randint(1, 45)
-        (result,) = run_processes(_saver, 1, path=str(tmp_path / path.format(step)), step=step, moment=moment)
+        (result,) = run_processes(
+            _saver, 1, path=str(tmp_path / path.format(step)), step=step, moment=moment
+        )
         assert result.ok or result.exitcode == -signal.SIGKILL, result.error
         kills += not result.ok
         before = _check(tmp_path, before, step)

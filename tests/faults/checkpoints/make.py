@@ -1,6 +1,8 @@
-"""Writes the damaged checkpoints beside this file; each folder is a copy of ``good`` with one thing wrong.
+"""Writes the damaged checkpoints beside this file; each folder is a copy of ``good`` with one thing
+wrong.
 
-They are kept in the repository, so that what today's reader refuses, tomorrow's still does. Run this file to make
+They are kept in the repository, so that what today's reader refuses, tomorrow's still does. Run
+this file to make
 them anew after a change of the format: ``python tests/faults/checkpoints/make.py``.
 """
 
@@ -141,21 +143,37 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "header-bit-flipped": (_data(_flip(20)), "CorruptionError", f"{DATA}: the header, bytes 0 to"),
     "data-missing": (_missing, "CorruptionError", f"{DATA}: the file is missing"),
-    "data-foreign": (_data(lambda data: bytes(len(data))), "CorruptionError", "the header, bytes 0 to"),
+    "data-foreign": (
+        _data(lambda data: bytes(len(data))),
+        "CorruptionError",
+        "the header, bytes 0 to",
+    ),
     "manifest-missing": (_no_manifest, "CorruptionError", "manifest.json is missing"),
     "manifest-truncated": (_cut_manifest, "CorruptionError", "manifest.json: not a JSON document"),
     "manifest-bit-flipped": (_flipped_manifest, "CorruptionError", "its checksum does not match"),
-    "manifest-foreign": (_foreign_manifest, "CorruptionError", "not the manifest of a TorchRelay checkpoint"),
+    "manifest-foreign": (
+        _foreign_manifest,
+        "CorruptionError",
+        "not the manifest of a TorchRelay checkpoint",
+    ),
     "manifest-duplicate-key": (_duplicate_key, "CorruptionError", "the key 'step' is there twice"),
     "version-newer": (
         _edited(lambda d: d.update(version=2)),
         "UnsupportedError",
         "version 2.*update TorchRelay",
     ),
-    "version-older": (_edited(lambda d: d.update(version=0)), "UnsupportedError", "version 0.*convert"),
+    "version-older": (
+        _edited(lambda d: d.update(version=0)),
+        "UnsupportedError",
+        "version 0.*convert",
+    ),
     "path-traversal": (_edited(_traversal), "CorruptionError", "not the name of a data file"),
     "symlink": (_symlink, "CorruptionError", f"{DATA}: a symbolic link"),
-    "chunks-overlap": (_edited(_overlapping_chunks), "CorruptionError", "'weight'.*two chunks overlap"),
+    "chunks-overlap": (
+        _edited(_overlapping_chunks),
+        "CorruptionError",
+        "'weight'.*two chunks overlap",
+    ),
     "bytes-overlap": (_edited(_overlapping_bytes), "CorruptionError", f"overlap in {DATA} at byte"),
     "chunk-outside-tensor": (
         _edited(lambda d: _chunk(d).update(offsets=[1, 0])),
@@ -209,7 +227,12 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "unknown dtype 'float7'",
     ),
     "shape-mismatch": (
-        _edited(lambda d: (d["tensors"]["weight"].update(shape=[10, 6]), _chunk(d).update(sizes=[10, 6]))[0]),
+        _edited(
+            lambda d: (
+                d["tensors"]["weight"].update(shape=[10, 6]),
+                _chunk(d).update(sizes=[10, 6]),
+            )[0]
+        ),
         "MismatchError",
         r"'weight' is float32 of shape \[10, 6\] in the checkpoint, and float32 of shape \[6, 10\] here",
     ),

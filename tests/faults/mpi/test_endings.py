@@ -1,4 +1,6 @@
-"""Ranks that end, and calls that do not match and cannot be taken back: every rank gets an error, none hangs."""
+"""Ranks that end, and calls that do not match and cannot be taken back: every rank gets an error,
+none hangs.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def test_rank_that_ends_after_its_part_is_not_blamed(library: str, tmp_path: Pat
 MISMATCHES = {
     # One rank meets the others before any data moves, the other does not.
     "dtypes on both sides of 64 KiB": (
-        "comm.Allreduce(torch.ones(12000, dtype=torch.float64 if comm.rank else torch.float32), mpi.MPI_SUM)",
+        "comm.Allreduce(torch.ones(12000, dtype=torch.float64 if comm.rank else torch.float32), "
+        "mpi.MPI_SUM)",
         ("Allreduce(SUM) of torch.float64 (12000,)", "Allreduce(SUM) of torch.float32 (12000,)"),
     ),
     "a root that has gone on": (
@@ -70,9 +73,13 @@ MISMATCHES = {
         "comm.Iallreduce(x.double() if comm.rank else x, mpi.MPI_SUM).Wait()",
         ("float32 (3,)", "float64 (3,)"),
     ),
-    "shapes": ("comm.Iallgather(torch.ones(2, 3 + comm.rank), 0).Wait()", ("[[2, 2], 3]", "[[2, 2], 4]")),
+    "shapes": (
+        "comm.Iallgather(torch.ones(2, 3 + comm.rank), 0).Wait()",
+        ("[[2, 2], 3]", "[[2, 2], 4]"),
+    ),
     "counts": (
-        "comm.Ialltoallv(torch.ones(6), [3, 3], [3, 3] if comm.rank else [3, 2]).Wait()\ncomm.Barrier()",
+        "comm.Ialltoallv(torch.ones(6), [3, 3], [3, 3] if comm.rank else [3, "
+        "2]).Wait()\ncomm.Barrier()",
         ("expects 8 bytes from rank 1, which sends 12",),
     ),
     "one step and two": (
@@ -152,7 +159,9 @@ def test_waiting_ends_at_an_interrupt(library: str, tmp_path: Path) -> None:
 
 
 def test_worker_processes_are_no_ranks(library: str, tmp_path: Path) -> None:
-    """DataLoader's workers import the script again, with the environment of the rank that started them."""
+    """DataLoader's workers import the script again, with the environment of the rank that started
+    them.
+    """
     (tmp_path / "spawning.py").write_text("""
 import multiprocessing, os
 import torch
@@ -178,7 +187,9 @@ if __name__ == "__main__":
         assert comm.Allreduce(torch.ones(1), mpi.MPI_SUM).item() == comm.size
     print(f"rank {comm.rank}: done", flush=True)
 """)
-    job = mpirun(library, 2, str(tmp_path / "spawning.py"), timeout_s=100, TORCHRELAY_MPI_TIMEOUT_S="60")
+    job = mpirun(
+        library, 2, str(tmp_path / "spawning.py"), timeout_s=100, TORCHRELAY_MPI_TIMEOUT_S="60"
+    )
     assert job.code == 0, job.output
     assert "rank 0: done" in job.output and "rank 1: done" in job.output
 
@@ -215,7 +226,9 @@ def test_worlds_of_one_process_each_are_refused(library: str) -> None:
     if library != "openmpi":
         pytest.skip("the same for every MPI")
     environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_COMM", "SLURM_"))
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PMI", "OMPI_COMM", "SLURM_"))
     }
     environment["OMPI_MCA_btl"] = "self"  # leaves no shared memory behind
     checks = """

@@ -1,4 +1,6 @@
-"""Processes that die, leave with an error, or are stopped for a while: who notices, and who is named."""
+"""Processes that die, leave with an error, or are stopped for a while: who notices, and who is
+named.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from torchrelay.parameters._starting import start
 from torchrelay.world import World
 
 KEYS, DIM = 40, 3
-PATIENT = {"TORCHRELAY_TRANSPORT_SILENCE_S": "100"}  # what is noticed sooner is not noticed by silence
+PATIENT = {
+    "TORCHRELAY_TRANSPORT_SILENCE_S": "100"
+}  # what is noticed sooner is not noticed by silence
 
 
 def _push_for_ever(worker: Worker, keys: torch.Tensor) -> None:
@@ -38,7 +42,9 @@ def _wait_or_push_for_ever(worker: Worker, waits: bool) -> None:
 
 
 def _exit_as_leader(world: World, nodes: int) -> tuple[str, tuple[int, ...]]:
-    """The first process of the last node ends without a word. The others use only what is at their node."""
+    """The first process of the last node ends without a word. The others use only what is at their
+    node.
+    """
     node_of = lambda rank: rank * nodes // world.size  # noqa: E731
     worker = start(KEYS, DIM, node_of_rank=node_of).worker
     if world.rank == world.size // nodes * (nodes - 1):
@@ -50,7 +56,9 @@ def _exit_as_leader(world: World, nodes: int) -> tuple[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_a_leader_that_exits_is_named_by_all(run_processes: Callable[..., list[object]], nodes: int) -> None:
+def test_a_leader_that_exits_is_named_by_all(
+    run_processes: Callable[..., list[object]], nodes: int
+) -> None:
     """In seconds: where connections are refused, nobody waits for the silence to become long."""
     results = run_processes(_exit_as_leader, 4, environ=PATIENT, nodes=nodes)
     leader = 4 // nodes * (nodes - 1)

@@ -46,7 +46,9 @@ CALLS: dict[str, Callable[[Table, str], Any]] = {
 
 
 def _call_late(world: World, path: str, nodes: int) -> list[str]:
-    """Rank 0 makes each call alone, until it has said who is missing; then the others make it too."""
+    """Rank 0 makes each call alone, until it has said who is missing; then the others make it
+    too.
+    """
     dist.init_process_group("gloo")
     reports = Reports()
     node_of_rank = lambda rank: rank * nodes // world.size  # noqa: E731
@@ -93,7 +95,9 @@ def _close_early(world: World) -> tuple[str, tuple[int, ...]]:
     return str(raised.value), raised.value.ranks
 
 
-def test_who_closes_the_table_instead_is_an_error_at_once(run_processes: Callable[..., list[Any]]) -> None:
+def test_who_closes_the_table_instead_is_an_error_at_once(
+    run_processes: Callable[..., list[Any]],
+) -> None:
     results = run_processes(_close_early, 4)
     for result in results:
         assert result.ok, result.error
@@ -158,4 +162,7 @@ def test_a_process_that_ends_without_closing_is_named(
         elif rank == 2:
             assert f"process {process} of node 1 has left" in message
         else:
-            assert "node 1 is lost" in message and f"process {process} has left, or shut down" in message
+            assert (
+                "node 1 is lost" in message
+                and f"process {process} has left, or shut down" in message
+            )

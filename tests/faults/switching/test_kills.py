@@ -1,4 +1,6 @@
-"""SIGKILL of worker, daemon and client in every state: a typed error or an answer, and nothing left."""
+"""SIGKILL of worker, daemon and client in every state: a typed error or an answer, and nothing
+left.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ import switching_models as models
 from torchrelay.errors import PeerLostError, SegmentError, UnavailableError
 from torchrelay.switching import ModelStore, Switcher
 
-# The first test of the file starts three processes that import torch: minutes where many others run.
+# The first test of the file starts three processes that import torch: minutes where many others
+# run.
 pytestmark = pytest.mark.timeout(400)
 
 MODELS = Path(models.__file__)
@@ -37,15 +40,25 @@ def until(condition: Callable[[], bool]) -> None:
 def store() -> Iterator[ModelStore]:
     with ModelStore() as made:
         made.add("chain", models.chain, kwargs={"depth": 30}, inputs={"x": X})
-        made.add("slow", models.slow, inputs={"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())})
-        made.add("faulty", models.faulty, inputs={"x": (torch.float32, (1, 4)), "what": (torch.int64, ())})
+        made.add(
+            "slow",
+            models.slow,
+            inputs={"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())},
+        )
+        made.add(
+            "faulty",
+            models.faulty,
+            inputs={"x": (torch.float32, (1, 4)), "what": (torch.int64, ())},
+        )
         yield made
 
 
 @pytest.fixture(scope="module")
 def switcher(store: ModelStore) -> Iterator[Switcher]:
     # A slow link, so that there is time to kill during a copy: 500 KB at 2.5 MB/s are 0.2 s.
-    with Switcher(store, arena_bytes=600 << 10, threads=1, link_gbps=0.0025, start_timeout_s=WAIT_S) as made:
+    with Switcher(
+        store, arena_bytes=600 << 10, threads=1, link_gbps=0.0025, start_timeout_s=WAIT_S
+    ) as made:
         for name in store.names():
             made.load(name)
         yield made
@@ -63,7 +76,9 @@ def two_standby(switcher: Switcher) -> None:
     until(lambda: len(pids(switcher, "standby")) == 2)
 
 
-def test_a_worker_killed_while_it_computes_is_replaced_and_the_request_runs_again(switcher: Switcher) -> None:
+def test_a_worker_killed_while_it_computes_is_replaced_and_the_request_runs_again(
+    switcher: Switcher,
+) -> None:
     two_standby(switcher)
     future = switcher.submit("slow", slow_inputs(1.0))
     until(lambda: bool(pids(switcher, "running")))
@@ -105,15 +120,21 @@ def test_killed_standby_workers_are_replaced(switcher: Switcher) -> None:
 def test_a_request_that_kills_every_worker_ends_in_an_error(switcher: Switcher) -> None:
     for what, reason in ((2, "SIGKILL"), (3, "SIGSEGV; does the model write to its parameters")):
         two_standby(switcher)
-        with pytest.raises(PeerLostError, match=f"{reason}.* while it ran model 'faulty'; tried 2 times"):
+        with pytest.raises(
+            PeerLostError, match=f"{reason}.* while it ran model 'faulty'; tried 2 times"
+        ):
             switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(what)})
-    assert switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(0)})["output"].shape == (
+    assert switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(0)})[
+        "output"
+    ].shape == (
         1,
         4,
     )
 
 
-def test_a_model_that_kills_whoever_builds_it_fails_to_load(switcher: Switcher, store: ModelStore) -> None:
+def test_a_model_that_kills_whoever_builds_it_fails_to_load(
+    switcher: Switcher, store: ModelStore
+) -> None:
     inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
     store.add("lethal", models.lethal, kwargs={"builder": os.getpid()}, inputs=inputs)
     with pytest.raises(PeerLostError, match="SIGKILL while it built model 'lethal'; tried 2 times"):
@@ -129,7 +150,9 @@ def test_training_survives_the_death_of_its_worker(switcher: Switcher) -> None:
     two_standby(switcher)
     alone = switcher.train("alone", models.Training, steps=60, seed=5).result(WAIT_S)
     kwargs = {"pace_s": 0.02}
-    handle = switcher.train("killed", models.Training, kwargs=kwargs, steps=60, seed=5, save_every=5)
+    handle = switcher.train(
+        "killed", models.Training, kwargs=kwargs, steps=60, seed=5, save_every=5
+    )
     until(lambda: bool(pids(switcher, "training")) and handle.step >= 5)
     os.kill(pids(switcher, "training")[0], signal.SIGKILL)
     state = handle.result(WAIT_S)
@@ -170,7 +193,9 @@ def test_a_copy_that_fails_is_an_error_and_the_next_request_is_served(
     assert switcher.status()["worker_deaths"] >= 0 and pids(switcher, "standby")
 
 
-def test_an_error_in_the_daemon_ends_every_wait(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_daemon_ends_every_wait(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: failures.append(args.exc_value))
     with Switcher(store, arena_bytes=600 << 10, threads=1, workers=1) as switcher:

@@ -1,4 +1,6 @@
-"""The shared cache on a real GPU; the same calls run against a fake driver in tests/unit/switching."""
+"""The shared cache on a real GPU; the same calls run against a fake driver in
+tests/unit/switching.
+"""
 
 from __future__ import annotations
 

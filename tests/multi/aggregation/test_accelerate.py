@@ -36,7 +36,9 @@ def test_accelerate_trains_over_the_group_that_it_finds(world: World) -> None:
     module = torch.nn.Linear(2, 1)
     rows = torch.utils.data.TensorDataset(torch.randn(ROWS, 2), torch.randn(ROWS, 1))
     model, optimizer, loader = accelerator.prepare(
-        module, torch.optim.SGD(module.parameters(), lr=0.1), torch.utils.data.DataLoader(rows, batch_size=2)
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        torch.utils.data.DataLoader(rows, batch_size=2),
     )
     for inputs, wanted in loader:
         with accelerator.accumulate(model):
@@ -61,12 +63,16 @@ def accelerates_own_test_of_data_loops() -> None:
     from accelerate.test_utils.scripts import test_distributed_data_loop as script
     from accelerate.utils import DistributedType
 
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP takes no device ids for modules on CPUs
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = (
+        "true"  # DDP takes no device ids for modules on CPUs
+    )
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     script.NUM_WORKERS = 0
     if importlib.util.find_spec("torchdata") is None:
-        script.test_stateful_dataloader = script.test_stateful_dataloader_save_state = lambda _: None
+        script.test_stateful_dataloader = script.test_stateful_dataloader_save_state = lambda _: (
+            None
+        )
     assert dist.get_backend() == "sml"
     script.main()
     assert not dist.is_initialized()  # its last line ends the group

@@ -104,7 +104,9 @@ def test_several_backends_in_one_group(world: World) -> None:
 @pytest.mark.processes(2)
 def test_bad_roots_reach_the_other_backend_too(world: World) -> None:
     """What is delegated keeps the other backend's own checks."""
-    dist.init_process_group("cpu:gloo,cuda:sml", store=world.connect(60), rank=world.rank, world_size=2)
+    dist.init_process_group(
+        "cpu:gloo,cuda:sml", store=world.connect(60), rank=world.rank, world_size=2
+    )
     with pytest.raises((ValueError, RuntimeError), match="root"):
         dist.broadcast(torch.ones(2), src=2)
     dist.barrier(device_ids=None)

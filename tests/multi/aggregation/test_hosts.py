@@ -1,4 +1,6 @@
-"""Collectives over several hosts: the tests of one host again, with ranks that count as ranks of different hosts."""
+"""Collectives over several hosts: the tests of one host again, with ranks that count as ranks of
+different hosts.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ COLLECTIVES.SIZES = (1, 3001)
 
 
 def place(world: World, hosts: str) -> None:
-    """Put this rank on its host: one letter for each rank. Pieces are small, so that there are several."""
-    os.environ.update(TORCHRELAY_HOST_ID=hosts[world.rank], TORCHRELAY_AGGREGATION_CHUNK_BYTES="4096")
+    """Put this rank on its host: one letter for each rank. Pieces are small, so that there are
+    several.
+    """
+    os.environ.update(
+        TORCHRELAY_HOST_ID=hosts[world.rank], TORCHRELAY_AGGREGATION_CHUNK_BYTES="4096"
+    )
 
 
 @pytest.mark.processes(4)
@@ -120,14 +126,18 @@ def test_large_sums_subgroups_and_statistics(world: World) -> None:
         dist.all_gather(copies, tensor)
         reference = tensor if reference is None else reference
         assert all(torch.equal(copy, reference) for copy in copies)
-    inputs = [torch.randn(60_001, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    inputs = [
+        torch.randn(60_001, generator=torch.Generator().manual_seed(rank)) for rank in range(4)
+    ]
     torch.testing.assert_close(reference, sum(inputs), rtol=1e-5, atol=1e-5)
 
     stats = dist.group.WORLD.stats()
     shm, tcp = stats.links
     assert stats.plane == "hosts" and stats.jobs >= 4
     assert (shm.transport, tcp.transport) == ("shm", "tcp") and "no switch" in tcp.reason
-    sends = world.rank in (0, 2) or world.rank == 1  # leaders, and those that gather for another host
+    sends = (
+        world.rank in (0, 2) or world.rank == 1
+    )  # leaders, and those that gather for another host
     assert not sends or tcp.sent_bytes > 0
     assert tcp.busy_s > 0 or world.rank == 3
 
@@ -138,4 +148,6 @@ def test_large_sums_subgroups_and_statistics(world: World) -> None:
             works = [dist.all_reduce(ones, group=group, async_op=True) for _ in range(3)]
             works[2].wait()
             assert ones.eq(8).all() and group.stats().plane == name
-    assert set(torchrelay.aggregation.stats()) == ({"hosts", "shm"} if world.rank in (0, 3) else {"hosts"})
+    assert set(torchrelay.aggregation.stats()) == (
+        {"hosts", "shm"} if world.rank in (0, 3) else {"hosts"}
+    )

@@ -1,4 +1,6 @@
-"""all_reduce over two hosts through a switch: against exact sums and Gloo's, within the error bound."""
+"""all_reduce over two hosts through a switch: against exact sums and Gloo's, within the error
+bound.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from torchrelay.world import World
 
 ReduceOp = dist.ReduceOp
 HOSTS = 2
-SMALL = {"num_worker_threads": 2, "max_outstanding_packets": 16, "packet_numel": 64}  # pieces of 128 KiB
+SMALL = {
+    "num_worker_threads": 2,
+    "max_outstanding_packets": 16,
+    "packet_numel": 64,
+}  # pieces of 128 KiB
 COUNT = 100_003  # several pieces of float32, and no multiple of anything
 
 
@@ -33,7 +39,9 @@ def switched(
 
     Yields the switch's server (None on other ranks) and the group's options.
     """
-    os.environ.update(TORCHRELAY_HOST_ID=hosts[world.rank], TORCHRELAY_AGGREGATION_CHUNK_BYTES="65536")
+    os.environ.update(
+        TORCHRELAY_HOST_ID=hosts[world.rank], TORCHRELAY_AGGREGATION_CHUNK_BYTES="65536"
+    )
     store = world.connect(60)
     with contextlib.ExitStack() as stack:
         server = None
@@ -62,11 +70,14 @@ def switch_bytes(group: Any = None) -> int:
 def bound(inputs: list[torch.Tensor], placement: str = "aabb") -> torch.Tensor:
     """What a sum of float32 ``inputs`` may differ from the exact one.
 
-    The hosts' own sums are quantized in blocks: n^2 * 2^e / 2^32, with 2^e above their values. Twice 2^-24
+    The hosts' own sums are quantized in blocks: n^2 * 2^e / 2^32, with 2^e above their values.
+    Twice 2^-24
     for each rounding to float32: within a host, and of the result.
     """
     sums = [
-        torch.stack([x.double() for x, host in zip(inputs, placement, strict=True) if host == name]).sum(0)
+        torch.stack(
+            [x.double() for x, host in zip(inputs, placement, strict=True) if host == name]
+        ).sum(0)
         for name in sorted(set(placement))
     ]
     n, largest = len(sums), torch.stack([each.abs().max() for each in sums]).max()
@@ -115,7 +126,9 @@ def test_dtypes_and_ops(world: World) -> None:
                 before = switch_bytes()
                 dist.all_reduce(got, op)
                 magnitude = torch.stack([x.double().abs() for x in narrow]).sum(0) / parts
-                assert ((got.double() - exact).abs() <= magnitude * error + bound(narrow, "abab")).all()
+                assert (
+                    (got.double() - exact).abs() <= magnitude * error + bound(narrow, "abab")
+                ).all()
                 assert switch_bytes() - before == (4 * COUNT if world.rank < 2 else 0)
                 assert_same_on_all(got, gloo)
 
@@ -126,7 +139,9 @@ def test_dtypes_and_ops(world: World) -> None:
             wrapped = torch.stack(integers).sum(0, dtype=torch.int32)
             got = integers[world.rank].clone()
             dist.all_reduce(got, op)
-            assert torch.equal(got, wrapped if parts == 1 else wrapped.div(4, rounding_mode="trunc").int())
+            assert torch.equal(
+                got, wrapped if parts == 1 else wrapped.div(4, rounding_mode="trunc").int()
+            )
 
         before = switch_bytes()
         for dtype, op in (
@@ -141,13 +156,18 @@ def test_dtypes_and_ops(world: World) -> None:
             mine = torch.randint(0, 5, (5003,), generator=generators[world.rank]).to(dtype)
             got = mine.clone()
             dist.all_reduce(got, op)
-            assert torch.equal(got, gloo_sum(mine, gloo, ReduceOp.MAX if dtype is torch.bool else op))
+            assert torch.equal(
+                got, gloo_sum(mine, gloo, ReduceOp.MAX if dtype is torch.bool else op)
+            )
         to_root = torch.full((5003,), 1.0)
         dist.reduce(to_root, 1)
         assert to_root.eq(4 if world.rank == 1 else 1).all()
         assert switch_bytes() == before
         links_ = links()
-        assert list(links_) == ["shm", "switch", "tcp"] and "all_reduce with SUM" in links_["switch"].reason
+        assert (
+            list(links_) == ["shm", "switch", "tcp"]
+            and "all_reduce with SUM" in links_["switch"].reason
+        )
         assert links_["tcp"].reason == "what the switch does not sum"
         assert links_["switch"].busy_s > 0 or world.rank >= 2
 
@@ -177,7 +197,9 @@ def test_numbers_that_cannot_be_quantized(world: World) -> None:
             mine = torch.linspace(-1, 1, 6400) * scale
             got = mine.clone()
             dist.all_reduce(got)
-            error = 4 * 2.0**3 * scale / 2**32 + 4 * 2.0**-149  # the smallest denormal, rounded in each step
+            error = (
+                4 * 2.0**3 * scale / 2**32 + 4 * 2.0**-149
+            )  # the smallest denormal, rounded in each step
             exact = 4 * mine.double()
             assert ((got.double() - exact).abs() <= error + exact.abs() * 2.0**-22).all(), scale
 
@@ -187,16 +209,22 @@ def test_exact_leaves_floats_to_tcp(world: World) -> None:
     with switched(world, exact=True):
         for dtype in (torch.float32, torch.float16):
             inputs = [
-                torch.randn(9001, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(4)
+                torch.randn(9001, generator=torch.Generator().manual_seed(r)).to(dtype)
+                for r in range(4)
             ]
-            by_host = [(inputs[0].float() + inputs[1]).to(dtype), (inputs[2].float() + inputs[3]).to(dtype)]
+            by_host = [
+                (inputs[0].float() + inputs[1]).to(dtype),
+                (inputs[2].float() + inputs[3]).to(dtype),
+            ]
             got = inputs[world.rank].clone()
             dist.all_reduce(got)
             assert torch.equal(got, (by_host[0].float() + by_host[1]).to(dtype))
         assert switch_bytes() == 0 and "of int32 through" in links()["switch"].reason
         integers = torch.full((9001,), world.rank + 1, dtype=torch.int32)
         dist.all_reduce(integers)
-        assert integers.eq(10).all() and switch_bytes() == (integers.nbytes if world.rank in (0, 2) else 0)
+        assert integers.eq(10).all() and switch_bytes() == (
+            integers.nbytes if world.rank in (0, 2) else 0
+        )
 
 
 @pytest.mark.processes(4)
@@ -207,7 +235,9 @@ def test_subgroups_async_handles_and_losses(world: World) -> None:
         wide = dist.new_group([0, 1, 3], backend="sml", pg_options=options)
         assert server is None or len(server.stats().sessions) == 2
         works = []
-        tensors = [torch.full((20_000 + i,), float(world.rank + i), dtype=torch.float32) for i in range(6)]
+        tensors = [
+            torch.full((20_000 + i,), float(world.rank + i), dtype=torch.float32) for i in range(6)
+        ]
         for tensor in tensors:
             works.append(dist.all_reduce(tensor, async_op=True))
         if world.rank != 2:
@@ -232,7 +262,9 @@ def test_subgroups_async_handles_and_losses(world: World) -> None:
         dist.barrier()
         if server is not None:
             stats = server.stats()
-            assert stats.dropped_ingress > 0 and stats.dropped_egress > 0 and stats.answered_again > 0
+            assert (
+                stats.dropped_ingress > 0 and stats.dropped_egress > 0 and stats.answered_again > 0
+            )
 
 
 @pytest.mark.processes(3)
@@ -246,7 +278,10 @@ def test_uneven_hosts_the_log_and_a_forked_child(world: World) -> None:
     with switched(world, "aba", packet_numel=256) as (server, _):
         if server is not None:
             (line,) = records
-            assert "2 + 1 ranks on 2 hosts" in line and f"through {server.address}, TCP for the rest" in line
+            assert (
+                "2 + 1 ranks on 2 hosts" in line
+                and f"through {server.address}, TCP for the rest" in line
+            )
         for count in (65, 1000, 262_145):
             tensor = torch.full((count,), 2**world.rank, dtype=torch.int32)
             dist.all_reduce(tensor)
@@ -266,7 +301,9 @@ def test_uneven_hosts_the_log_and_a_forked_child(world: World) -> None:
 def test_ddp_reaches_gloos_loss(world: World) -> None:
     def train(group: Any) -> tuple[list[float], torch.Tensor]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
+        )
         parallel = DistributedDataParallel(model, process_group=group)
         optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01)
         inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(world.rank))

@@ -1,4 +1,6 @@
-"""Hosts as network namespaces around a switch: losses by nftables, rates by tbf, a switch in the kernel."""
+"""Hosts as network namespaces around a switch: losses by nftables, rates by tbf, a switch in the
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ pytestmark = pytest.mark.skipif(
 
 
 def _sum(
-    world: World, hosts: namespaces.Hosts, ranks_per_host: int, switches: list[str], path: str, count: int
+    world: World,
+    hosts: namespaces.Hosts,
+    ranks_per_host: int,
+    switches: list[str],
+    path: str,
+    count: int,
 ) -> int:
     """Check sums of int32 and float32; return how many bytes this rank sent through the switch."""
     host = world.rank // ranks_per_host

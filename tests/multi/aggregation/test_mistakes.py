@@ -21,7 +21,9 @@ def refused(call: Callable[..., Any], *args: Any, match: str, **kwargs: Any) -> 
         call(*args, **kwargs)
 
 
-def rooted(tensor: torch.Tensor, own: bool) -> list[tuple[Callable[..., Any], str, tuple[Any, ...]]]:
+def rooted(
+    tensor: torch.Tensor, own: bool
+) -> list[tuple[Callable[..., Any], str, tuple[Any, ...]]]:
     """Each collective with a root, the name of its keyword, and its other arguments."""
     blocks = [tensor.clone(), tensor.clone()] if own else None
     return [
@@ -73,7 +75,9 @@ def test_roots_and_peers_of_a_subgroup(world: World) -> None:
         with pytest.raises(ValueError, match="not part of group"):
             dist.broadcast(tensor, src=root, group=group)
     for root in (-1, 2, 3):
-        refused(dist.broadcast, tensor, group_src=root, group=group, match="no rank .* in a group of 2")
+        refused(
+            dist.broadcast, tensor, group_src=root, group=group, match="no rank .* in a group of 2"
+        )
         refused(dist.send, tensor, group_dst=root, group=group, match="no rank .* in a group of 2")
     dist.barrier(group)
 
@@ -95,7 +99,9 @@ def test_sizes_dtypes_devices_and_subclasses(world: World) -> None:
     refused(group.send, [tensor], 1 - world.rank, -1, match="tag")
     refused(group.recv_anysource, [tensor], -1, match="tag")
     refused(dist.all_reduce, torch.ones(4, device="meta"), match="no backend for a tensor on meta")
-    refused(dist.broadcast, torch.ones(4, device="meta"), 0, match="no backend for a tensor on meta")
+    refused(
+        dist.broadcast, torch.ones(4, device="meta"), 0, match="no backend for a tensor on meta"
+    )
     with pytest.raises(UnsupportedError, match="float8"):
         dist.all_reduce(torch.ones(4).to(torch.float8_e5m2))
     distributed = distribute_tensor(tensor, init_device_mesh("cpu", (2,)), [Replicate()])

@@ -68,7 +68,9 @@ def broadcast_from_rank_0(kind: str, rank: int) -> list[torch.Tensor]:
     target_optimizer = trained(target)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(target, model if rank == 0 else {}, options=options)
-    set_optimizer_state_dict(target, target_optimizer, optimizer if rank == 0 else {}, options=options)
+    set_optimizer_state_dict(
+        target, target_optimizer, optimizer if rank == 0 else {}, options=options
+    )
     loaded = get_state_dict(target, target_optimizer, options=whole)
     found = tensors(loaded[0]) + tensors(loaded[1])
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
@@ -118,7 +120,9 @@ def test_state_dicts_are_those_of_gloo(world: World, tmp_path: Path) -> None:
         dist.init_process_group(
             backend, store=dist.PrefixStore(backend, store), rank=world.rank, world_size=world.size
         )
-        results[backend] = fsdp1_optimizer(tmp_path / f"{backend}-optim") + checkpoints(tmp_path / backend)
+        results[backend] = fsdp1_optimizer(tmp_path / f"{backend}-optim") + checkpoints(
+            tmp_path / backend
+        )
         for kind in ("fsdp1", "fsdp2", "ddp"):
             results[backend] += broadcast_from_rank_0(kind, world.rank)
         dist.barrier()

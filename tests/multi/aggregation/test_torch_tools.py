@@ -73,7 +73,11 @@ def test_modes_and_the_profiler_see_every_collective(world: World) -> None:
         torch.distributed._functional_collectives.all_reduce(tensor, "sum", dist.group.WORLD)
     assert tensor.eq(6).all()
     counts = debug.get_comm_counts()
-    assert counts[ops.allreduce_] == 2 and counts[ops.broadcast_] == 1 and debug.get_total_counts() == 4
+    assert (
+        counts[ops.allreduce_] == 2
+        and counts[ops.broadcast_] == 1
+        and debug.get_total_counts() == 4
+    )
     before = len(seen.names)
     dist.all_reduce(tensor)
     assert tensor.eq(12).all() and len(seen.names) == before
@@ -81,16 +85,23 @@ def test_modes_and_the_profiler_see_every_collective(world: World) -> None:
 
 @pytest.mark.processes(2)
 def test_tools_see_ddp_and_change_nothing(world: World) -> None:
-    """Gradients with and without tools are equal, and equal to Gloo's; DDP's reduction is seen in backward."""
+    """Gradients with and without tools are equal, and equal to Gloo's; DDP's reduction is seen in
+    backward.
+    """
     dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=2)
     gradients = []
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
         for watch in (False, True):
             torch.manual_seed(0)
-            module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3), process_group=group)
+            module = torch.nn.parallel.DistributedDataParallel(
+                torch.nn.Linear(5, 3), process_group=group
+            )
             inputs = torch.arange(10.0).view(2, 5) * (world.rank + 1)
             if watch:
-                with CommDebugMode() as debug, profile(activities=[ProfilerActivity.CPU]) as profiled:
+                with (
+                    CommDebugMode() as debug,
+                    profile(activities=[ProfilerActivity.CPU]) as profiled,
+                ):
                     module(inputs).square().sum().backward()
                 assert debug.get_comm_counts()[ops.allreduce_] == 1
                 assert "c10d::allreduce_" in {event.key for event in profiled.key_averages()}

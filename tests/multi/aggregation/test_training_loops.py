@@ -1,4 +1,6 @@
-"""What training loops do to gradients works over ``sml`` as over Gloo: scalers, clipping, accumulation."""
+"""What training loops do to gradients works over ``sml`` as over Gloo: scalers, clipping,
+accumulation.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def wrapped(kind: str) -> nn.Module:
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(module)
     policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "fsdp2 bf16" else MixedPrecisionPolicy()
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        if kind == "fsdp2 bf16"
+        else MixedPrecisionPolicy()
     )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (module[0], module[2], module):
@@ -58,9 +62,11 @@ def micro_batches(step: int, rank: int) -> list[torch.Tensor]:
 
 
 def train(kind: str, rank: int, *, scaled: bool, overflow: int = -1) -> list[torch.Tensor]:
-    """Parameters after a training with accumulation and clipping, then each step's norm and the scales.
+    """Parameters after a training with accumulation and clipping, then each step's norm and the
+    scales.
 
-    ``overflow``: the step in which rank 1 has an infinite gradient, which a scaler must skip on every rank.
+    ``overflow``: the step in which rank 1 has an infinite gradient, which a scaler must skip on
+    every rank.
     """
     module = wrapped(kind)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
@@ -120,7 +126,9 @@ def test_scalers_clipping_and_accumulation_do_what_they_do_over_gloo(world: Worl
     for name, found in results["sml"].items():
         over_gloo = results["gloo"][name]
         assert len(found) == len(over_gloo) == len(expected) + 2 * STEPS
-        assert all(torch.equal(a, b) or a.isnan() for a, b in zip(found, over_gloo, strict=True)), name
+        assert all(torch.equal(a, b) or a.isnan() for a, b in zip(found, over_gloo, strict=True)), (
+            name
+        )
         exact = name in ("ddp, scaled=False, overflow=-1", "fsdp2, scaled=False, overflow=-1")
         for mine, reference in zip(found, expected, strict=False):
             if exact:

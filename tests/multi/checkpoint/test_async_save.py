@@ -1,4 +1,6 @@
-"""Asynchronous saves: the state may change at once, memory is used again, and crashes lose no checkpoint."""
+"""Asynchronous saves: the state may change at once, memory is used again, and crashes lose no
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def test_a_state_may_change_as_soon_as_the_call_returns(tmp_path: Path) -> None:
     assert all(handle.done() for handle in handles)
     assert [_loaded(tmp_path / f"step-{step}") for step in (2, 3)] == [2.0, 3.0]
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
-    assert sorted(os.listdir(tmp_path / "step-3")) == ["data-00000-00000.safetensors", "manifest.json"]
+    assert sorted(os.listdir(tmp_path / "step-3")) == [
+        "data-00000-00000.safetensors",
+        "manifest.json",
+    ]
     verify(tmp_path / "step-3")
 
     with pytest.raises(ArgumentError, match=r"needs .* bytes, and max_staging_bytes is 100"):
@@ -94,7 +99,9 @@ def _save_and_die(world: World, folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_trainers_that_are_killed_have_saved_what_they_staged(tmp_path: Path, run_processes: Any) -> None:
+def test_trainers_that_are_killed_have_saved_what_they_staged(
+    tmp_path: Path, run_processes: Any
+) -> None:
     results = run_processes(_save_and_die, 2, folder=str(tmp_path))
     assert [result.exitcode for result in results] == [-signal.SIGKILL] * 2
     deadline = time.monotonic() + 60
@@ -103,7 +110,10 @@ def test_trainers_that_are_killed_have_saved_what_they_staged(tmp_path: Path, ru
     assert _loaded(tmp_path / "step", 200_000) == 7.0
     verify(tmp_path / "step")
     while os.listdir(tmp_path / "step") and time.monotonic() < deadline:
-        if not list((tmp_path / "step").glob("part-*")) and not (tmp_path / "step" / ".lock").exists():
+        if (
+            not list((tmp_path / "step").glob("part-*"))
+            and not (tmp_path / "step" / ".lock").exists()
+        ):
             break
         time.sleep(0.05)
     assert len(os.listdir(tmp_path / "step")) == 3  # two data files and the manifest
@@ -133,7 +143,9 @@ def _lose_a_writer(world: World, folder: str) -> str:
     return failed
 
 
-def test_a_writer_that_is_lost_ends_the_save_on_every_rank(tmp_path: Path, run_processes: Any) -> None:
+def test_a_writer_that_is_lost_ends_the_save_on_every_rank(
+    tmp_path: Path, run_processes: Any
+) -> None:
     environ = {"TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S": "2"}
     results = run_processes(_lose_a_writer, 2, environ=environ, folder=str(tmp_path))
     assert all(result.ok for result in results), [result.error for result in results]

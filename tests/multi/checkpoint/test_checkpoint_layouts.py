@@ -1,4 +1,6 @@
-"""What several ranks save in one layout loads into any other, bit for bit, through save/load and through DCP."""
+"""What several ranks save in one layout loads into any other, bit for bit, through save/load and
+through DCP.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def _assert_same(found: Any, expected: Any, key: str = "") -> None:
 
 @pytest.mark.processes(2)
 def test_two_ranks_save_in_every_layout(tmp_path: Path, world: World) -> None:
-    """Saved through our save and through DCP, read back by the other; tied and replicated tensors once."""
+    """Saved through our save and through DCP, read back by the other; tied and replicated tensors
+    once.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -141,7 +145,9 @@ def test_two_ranks_save_in_every_layout(tmp_path: Path, world: World) -> None:
         _assert_same(through_load, state)
         verify(tmp_path / f"save-{layout}")
         verify(tmp_path / f"dcp-{layout}")
-        logical = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor))
+        logical = sum(
+            t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)
+        )
         stored = sum(f.stat().st_size for f in (tmp_path / f"save-{layout}").glob("*.safetensors"))
         assert stored < logical + 16_000  # headers; nothing twice
     _check_interleaved_rows(world, mesh, tmp_path)
@@ -151,7 +157,9 @@ def test_two_ranks_save_in_every_layout(tmp_path: Path, world: World) -> None:
 
 
 def _check_one_rank_alone(world: World, tmp_path: Path) -> None:
-    """A rank saves and loads by itself, as a server does inside a job, while the others do something else."""
+    """A rank saves and loads by itself, as a server does inside a job, while the others do
+    something else.
+    """
     import torch.distributed as dist
 
     from torchrelay.checkpoint import async_save, load, save
@@ -179,7 +187,9 @@ def _check_interleaved_rows(world: World, mesh: Any, tmp_path: Path) -> None:
     whole = _values(torch.float32, 8, 3)
     rows = [[0, 1, 4, 5], [2, 3, 6, 7]][world.rank]
     placements = [_StridedShard(0, split_factor=2)]
-    strided = DTensor.from_local(whole[rows], mesh, placements, shape=whole.shape, stride=whole.stride())
+    strided = DTensor.from_local(
+        whole[rows], mesh, placements, shape=whole.shape, stride=whole.stride()
+    )
     save({"w": strided}, tmp_path / "strided")
     plain = {"w": torch.zeros(8, 3)}
     load(plain, tmp_path / "strided")
@@ -236,7 +246,11 @@ class _Model(torch.nn.Module):
 def _trained(mesh: Any, layout: str) -> tuple[Any, Any]:
     """A model and an AdamW that has taken a step, under FSDP2, tensor parallelism, or both."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     torch.manual_seed(0)
     model: Any = _Model()
@@ -294,7 +308,10 @@ def _load_trained(world: World, tmp_path: str) -> list[dict[str, bytes]]:
     for saved in ("fsdp", "tp", "2d"):
         for layout in ("fsdp", "plain"):
             state = _whole_state(*_trained(line, layout))
-            for value in (*state["model"].values(), *state["optimizer"]["state"]["up.weight"].values()):
+            for value in (
+                *state["model"].values(),
+                *state["optimizer"]["state"]["up.weight"].values(),
+            ):
                 (value.to_local() if hasattr(value, "to_local") else value).zero_()
             load(state, f"{tmp_path}/{saved}")
             found.append(_bytes_of(state))
@@ -336,7 +353,10 @@ def test_an_error_on_one_rank_is_raised_on_every_rank(tmp_path: Path, world: Wor
     assert not (tmp_path / "bad").exists()
     dist.barrier()
 
-    save({f"rank {world.rank}": torch.full((2,), world.rank), "b": torch.ones(3)}, tmp_path / "own keys")
+    save(
+        {f"rank {world.rank}": torch.full((2,), world.rank), "b": torch.ones(3)},
+        tmp_path / "own keys",
+    )
     own = {f"rank {world.rank}": torch.zeros(2, dtype=torch.int64)}
     load(own, tmp_path / "own keys")
     assert own[f"rank {world.rank}"].tolist() == [world.rank] * 2

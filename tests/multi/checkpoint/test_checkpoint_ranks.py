@@ -1,4 +1,6 @@
-"""What ranks do wrong, and states that differ from rank to rank: every rank gets a typed error, or the same state."""
+"""What ranks do wrong, and states that differ from rank to rank: every rank gets a typed error, or
+the same state.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, PeerLostError, StorageError
+from torchrelay.errors import (
+    ArgumentError,
+    CorruptionError,
+    MismatchError,
+    PeerLostError,
+    StorageError,
+)
 from torchrelay.world import World
 
 
@@ -30,7 +38,9 @@ def _rows(value: float) -> Any:
 
 
 @pytest.mark.processes(2)
-def test_groups_and_failing_ranks(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_and_failing_ranks(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch.distributed as dist
 
     from torchrelay.checkpoint import async_save, load, save, verify
@@ -90,12 +100,19 @@ def test_damage_is_found_whoever_verifies_it(tmp_path: Path, world: World) -> No
     from torchrelay.checkpoint import load, save
 
     _start(world)
-    rows, columns = 40, 1 << 18  # a block of the checkpoint in each row; each rank reads a third of all rows
+    rows, columns = (
+        40,
+        1 << 18,
+    )  # a block of the checkpoint in each row; each rank reads a third of all rows
     if world.rank == 0:
         save({"w": torch.ones(rows, columns)}, tmp_path / "whole", no_dist=True, fsync=False)
     mesh = init_device_mesh("cpu", (3,))
-    local = torch.zeros(torch.ones(columns).chunk(3)[world.rank].numel()).expand(rows, -1).contiguous()
-    state = {"w": DTensor.from_local(local, mesh, [Shard(1)], shape=(rows, columns), stride=(columns, 1))}
+    local = (
+        torch.zeros(torch.ones(columns).chunk(3)[world.rank].numel()).expand(rows, -1).contiguous()
+    )
+    state = {
+        "w": DTensor.from_local(local, mesh, [Shard(1)], shape=(rows, columns), stride=(columns, 1))
+    }
     dist.barrier()
     (path,) = (tmp_path / "whole").glob("*.safetensors")
     start = path.stat().st_size - 4 * rows * columns
@@ -108,7 +125,8 @@ def test_damage_is_found_whoever_verifies_it(tmp_path: Path, world: World) -> No
                 file.write(bytes([byte[0] ^ 1]))
         dist.barrier()
         with pytest.raises(
-            CorruptionError, match=f"tensor 'w' is damaged between bytes {start + 4 * row * columns} "
+            CorruptionError,
+            match=f"tensor 'w' is damaged between bytes {start + 4 * row * columns} ",
         ):
             load(state, tmp_path / "whole")
         assert not state["w"].to_local().any()
@@ -125,7 +143,11 @@ def test_damage_is_found_whoever_verifies_it(tmp_path: Path, world: World) -> No
 @pytest.mark.processes(2)
 def test_options_of_dcps_state_dicts(tmp_path: Path, world: World) -> None:
     """Full state dicts that rank 0 alone has, and flattened optimizers, come back as they were."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
     from torch.distributed.fsdp import fully_shard
 
     from torchrelay.checkpoint import load, save
@@ -146,7 +168,10 @@ def test_options_of_dcps_state_dicts(tmp_path: Path, world: World) -> None:
         return [value.full_tensor() for value in (*model.parameters(), *moments)]
 
     saved = trained(0)
-    full, flat = StateDictOptions(full_state_dict=True), StateDictOptions(flatten_optimizer_state_dict=True)
+    full, flat = (
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(flatten_optimizer_state_dict=True),
+    )
     on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name, saved_as, loaded_as in (("full", on_rank_0, full), ("flat", flat, flat)):
         model, optimizer = get_state_dict(*saved, options=saved_as)
@@ -155,7 +180,9 @@ def test_options_of_dcps_state_dicts(tmp_path: Path, world: World) -> None:
         other = trained(1)
         model, optimizer = get_state_dict(*other, options=loaded_as)
         load({"model": model, "optimizer": optimizer}, tmp_path / name)
-        set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer, options=loaded_as)
+        set_state_dict(
+            *other, model_state_dict=model, optim_state_dict=optimizer, options=loaded_as
+        )
         for one, two in zip(values(*other), values(*saved), strict=True):
             assert torch.equal(one, two), name
 

@@ -1,6 +1,7 @@
 """The checkpoint lines of torchdistX's README, on two ranks, with a model of ShardedTensors.
 
-The README's first import is not Python (``from torchdistx.checkpoint as cp``); everything after it is as printed.
+The README's first import is not Python (``from torchdistx.checkpoint as cp``); everything after it
+is as printed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def test_the_readme_lines_run(tmp_path: Path, world: World) -> None:
 
     other, _ = made(1)
     state = other.state_dict()
-    cp.load_state_dict(state_dict=state, storage_reader=cp.FileSystemReader(f"{tmp_path}/checkpoint"))
+    cp.load_state_dict(
+        state_dict=state, storage_reader=cp.FileSystemReader(f"{tmp_path}/checkpoint")
+    )
     (shard,) = state["weight"].local_shards()
     assert torch.equal(shard.tensor, whole[5 * world.rank : 5 * world.rank + 5])
     assert torch.equal(state["bias"], model.bias)

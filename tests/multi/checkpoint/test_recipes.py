@@ -18,20 +18,30 @@ NEXT_JOB = "# the next job"
 
 def _recipe(title: str) -> str:
     """The code printed under a heading that starts with ``title``."""
-    found = re.search(rf"^### {title}.*?^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.search(
+        rf"^### {title}.*?^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
     assert found is not None, title
     return found[1]
 
 
 def _names() -> dict[str, Any]:
-    """What a recipe takes for granted: imports of the page's first example, the user's own names."""
+    """What a recipe takes for granted: imports of the page's first example, the user's own
+    names.
+    """
     from transformers import AutoModelForCausalLM, GPT2Config
 
     from torchrelay.checkpoint import async_save, latest, load, save, verify
     from torchrelay.deferred import deferred_init
 
     config = GPT2Config(
-        n_embd=24, n_layer=2, n_head=2, vocab_size=99, n_positions=16, bos_token_id=0, eos_token_id=0
+        n_embd=24,
+        n_layer=2,
+        n_head=2,
+        vocab_size=99,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     names = {"config": config, "AutoModelForCausalLM": AutoModelForCausalLM, "step": 1000}
     names.update(async_save=async_save, latest=latest, load=load, save=save, verify=verify)

@@ -61,14 +61,19 @@ def test_saves_loads_and_failures(bucket: str, monkeypatch: pytest.MonkeyPatch) 
     fs = fsspec.filesystem("s3")
     for step in range(3):
         save(_values(step), f"{bucket}/run/step-{step}", keep=2)
-    assert sorted(Path(path).name for path in fs.ls("bucket/run", detail=False)) == ["step-1", "step-2"]
+    assert sorted(Path(path).name for path in fs.ls("bucket/run", detail=False)) == [
+        "step-1",
+        "step-2",
+    ]
     assert latest(f"{bucket}/run") == f"{bucket}/run/step-2"
     _check(f"{bucket}/run/step-2", 2)
     with pytest.raises(StorageError, match="an object store cannot replace"):
         save(_values(9), f"{bucket}/run/step-2")
 
     # The writer process has no more than the environment to find the server by.
-    assert async_save(_values(3), f"{bucket}/run/step-3", keep=2).result(100) == f"{bucket}/run/step-3"
+    assert (
+        async_save(_values(3), f"{bucket}/run/step-3", keep=2).result(100) == f"{bucket}/run/step-3"
+    )
     _check(latest(f"{bucket}/run"), 3)
     names = {path.rpartition("/")[2] for path in fs.ls("bucket/run/step-3", detail=False)}
     assert names == {"data-00000-00000.safetensors", "manifest.json"}

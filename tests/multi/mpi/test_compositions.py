@@ -1,4 +1,6 @@
-"""Communications together with what torch has: checkpoints, derivatives of derivatives, threads, workers."""
+"""Communications together with what torch has: checkpoints, derivatives of derivatives, threads,
+workers.
+"""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -38,7 +40,9 @@ def replicated_functions(comm):
     yield "Ibcast", lambda x: comm.Ibcast(x * x, 0).Wait()
     yield (
         "Replicate",
-        lambda x: comm.Allreduce(comm.Replicate(comm.Allreduce(x * x, mpi.MPI_SUM)) * (r + 1), mpi.MPI_SUM),
+        lambda x: comm.Allreduce(
+            comm.Replicate(comm.Allreduce(x * x, mpi.MPI_SUM)) * (r + 1), mpi.MPI_SUM
+        ),
     )
     yield (
         "Reduce_scatter",
@@ -84,7 +88,10 @@ def two_steps(comm):
 
     yield "Iallreduce", lambda x: comm.Iallreduce(x * x, mpi.MPI_SUM).Wait()
     yield "Iallreduce PROD", lambda x: comm.Iallreduce(x, mpi.MPI_PROD).Wait()
-    yield "Ireduce_scatter", lambda x: comm.Ireduce_scatter(torch.cat([x * x] * n), mpi.MPI_SUM).Wait()
+    yield (
+        "Ireduce_scatter",
+        lambda x: comm.Ireduce_scatter(torch.cat([x * x] * n), mpi.MPI_SUM).Wait(),
+    )
     yield "Ialltoall", lambda x: comm.Ialltoall(torch.cat([x * x] * n), 0, 0).Wait()
     yield "persistent", persistent
     yield "crossed", crossed
@@ -100,7 +107,9 @@ def one_steps(comm):
 
 
 def hessian_product(function, x, open_chain):
-    """Second derivatives along a fixed direction; the chain may be open when it is differentiated again."""
+    """Second derivatives along a fixed direction; the chain may be open when it is differentiated
+    again.
+    """
     with mpi.chain():
         y = function(x).square().sum() / 2
         (g,) = mpi.grad(y, x, create_graph=True)
@@ -126,7 +135,9 @@ def test_second_derivatives_with_the_chain_open_and_closed(comm):
 
 @mpi_test(SIZES)
 def test_second_derivatives_agree_with_finite_differences_of_first(comm):
-    """Of a program of several communications, its chain open, along a direction that differs between ranks."""
+    """Of a program of several communications, its chain open, along a direction that differs
+    between ranks.
+    """
     n, r = comm.size, comm.rank
     x, w = (inputs([(2, 2)] * n, torch.float64, seed)[r] for seed in (0, 1))
     for convention in ("sum", "replicated"):
@@ -146,7 +157,9 @@ def test_second_derivatives_agree_with_finite_differences_of_first(comm):
         x.requires_grad_()
         (g,) = mpi.grad(loss(x), x, create_graph=True)
         along = (g * w).sum()
-        (found,) = mpi.grad(chosen.Allreduce(along, mpi.MPI_SUM) if convention == "replicated" else along, x)
+        (found,) = mpi.grad(
+            chosen.Allreduce(along, mpi.MPI_SUM) if convention == "replicated" else along, x
+        )
         x = x.detach()
         step = 1e-6 * w
         plus, minus = (gradient((x + s).requires_grad_()) for s in (step, -step))
@@ -174,9 +187,12 @@ def test_second_derivatives_of_scans_of_products(comm):
     along = torch.stack(inputs([(2, 2)] * n, torch.float64, 1))
 
     def whole(exclusive, every):
-        products = [every[: rank + 1 - exclusive].prod(0).square().sum() for rank in range(exclusive, n)]
+        products = [
+            every[: rank + 1 - exclusive].prod(0).square().sum() for rank in range(exclusive, n)
+        ]
         return sum(
-            (rank + 1.5) * product for rank, product in zip(range(exclusive, n), products, strict=True)
+            (rank + 1.5) * product
+            for rank, product in zip(range(exclusive, n), products, strict=True)
         )
 
     for convention, copies in (("replicated", 1), ("sum", n)):
@@ -292,7 +308,9 @@ def test_unreached_of_a_communicator_reaches_its_backward(comm):
 
 @mpi_test(SIZES)
 def test_communicators_are_given_back(comm):
-    """More communicators than MPI has: freed by hand, by a block, and when nobody holds them any more."""
+    """More communicators than MPI has: freed by hand, by a block, and when nobody holds them any
+    more.
+    """
     x = torch.ones(2, dtype=torch.int64)
     for index in range(3000):
         part = comm.Split(index % 2 if comm.rank else 0, comm.rank)
@@ -341,7 +359,9 @@ def test_alltoallv_of_more_ranks_than_a_header_holds(comm):
 
 @mpi_test((2,))
 def test_gradgradcheck_of_several_communications_needs_a_chain(comm):
-    """It differentiates earlier evaluations again: every rank raises, and names what would be left out."""
+    """It differentiates earlier evaluations again: every rank raises, and names what would be left
+    out.
+    """
     x = torch.full((1,), 0.5 + comm.rank, dtype=torch.float64, requires_grad=True)
 
     def function(x):
@@ -349,8 +369,12 @@ def test_gradgradcheck_of_several_communications_needs_a_chain(comm):
 
     (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
     torch.autograd.grad(function(x).sum(), x, create_graph=True)
-    with pytest.raises(GraphError, match=r"does not reach the .* communications after it .*Scan, Allgather"):
+    with pytest.raises(
+        GraphError, match=r"does not reach the .* communications after it .*Scan, Allgather"
+    ):
         torch.autograd.grad(first.sum(), x)
     mpi.reset()
-    with pytest.raises(GraphError, match=r"does not reach the .* communications after it .*Scan, Allgather"):
+    with pytest.raises(
+        GraphError, match=r"does not reach the .* communications after it .*Scan, Allgather"
+    ):
         gradgradcheck(function, x)

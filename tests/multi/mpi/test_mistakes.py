@@ -31,7 +31,9 @@ def mismatches(comm, length):
     )
     yield (
         "Alltoall and Allgather",
-        lambda: either(comm, lambda: comm.Alltoall(x, 0, 0, n * length), lambda: comm.Allgather(x, 0)),
+        lambda: either(
+            comm, lambda: comm.Alltoall(x, 0, 0, n * length), lambda: comm.Allgather(x, 0)
+        ),
         ("Alltoall", "Allgather"),
     )
     yield (
@@ -61,12 +63,18 @@ def large_mismatches(comm, length):
     root = min(comm.rank, 1)
     x = torch.ones(length, dtype=torch.float64)
     op = mpi.MPI_MAX if root else mpi.MPI_SUM
-    yield "roots of Reduce_", lambda: comm.Reduce_(x.clone(), mpi.MPI_SUM, root), ("root=0", "root=1")
+    yield (
+        "roots of Reduce_",
+        lambda: comm.Reduce_(x.clone(), mpi.MPI_SUM, root),
+        ("root=0", "root=1"),
+    )
     yield "roots of Bcast_", lambda: comm.Bcast_(x.clone(), root), ("root=0", "root=1")
     yield (
         "Allreduce and Reduce_",
         lambda: either(
-            comm, lambda: comm.Allreduce(x, mpi.MPI_SUM), lambda: comm.Reduce_(x.clone(), mpi.MPI_SUM, 0)
+            comm,
+            lambda: comm.Allreduce(x, mpi.MPI_SUM),
+            lambda: comm.Reduce_(x.clone(), mpi.MPI_SUM, 0),
         ),
         ("Allreduce", "Reduce"),
     )
@@ -84,7 +92,9 @@ def large_mismatches(comm, length):
     )
     yield (
         "Scan and Exscan",
-        lambda: either(comm, lambda: comm.Scan(x, mpi.MPI_SUM), lambda: comm.Exscan(x, mpi.MPI_SUM)),
+        lambda: either(
+            comm, lambda: comm.Scan(x, mpi.MPI_SUM), lambda: comm.Exscan(x, mpi.MPI_SUM)
+        ),
         ("Scan", "Exscan"),
     )
     yield (
@@ -114,7 +124,11 @@ def assert_refused(comm, name, call, named):
 def test_mismatched_calls_are_named_on_all_ranks(comm):
     for grad_mode in (False, True):
         with torch.set_grad_enabled(grad_mode):
-            for case in (*mismatches(comm, 2), *mismatches(comm, LARGE), *large_mismatches(comm, LARGE)):
+            for case in (
+                *mismatches(comm, 2),
+                *mismatches(comm, LARGE),
+                *large_mismatches(comm, LARGE),
+            ):
                 assert_refused(comm, *case)
 
 
@@ -126,13 +140,17 @@ def test_backward_is_checked_too(comm):
     with mpi.chain():
         z = comm.Allreduce(x, mpi.MPI_SUM)
     mine = y if comm.rank == 0 else z
-    with pytest.raises(MismatchError, match=r"(?s)(Reduce_scatter.*Allreduce|Allreduce.*Reduce_scatter)"):
+    with pytest.raises(
+        MismatchError, match=r"(?s)(Reduce_scatter.*Allreduce|Allreduce.*Reduce_scatter)"
+    ):
         mine.sum().backward()
 
 
 @mpi_test((2, 3))
 def test_two_ways_to_overwrite_are_one_function(comm):
-    """A rank whose tensor cannot be overwritten by MPI copies: the others must not take that for another call."""
+    """A rank whose tensor cannot be overwritten by MPI copies: the others must not take that for
+    another call.
+    """
     for length in (4, LARGE):
         whole = torch.ones(length, 2, dtype=torch.float64)
         x = whole[:, 0] if comm.rank == 0 else whole[:, 0].clone()
@@ -162,7 +180,9 @@ def test_new_communicators_are_made_by_all_ranks(comm):
 
 @mpi_test((1, 2, 3))
 def test_border_without_a_neighbour(comm):
-    """MPI_PROC_NULL, the usual way to write the ends of a line of ranks, in both directions of autograd."""
+    """MPI_PROC_NULL, the usual way to write the ends of a line of ranks, in both directions of
+    autograd.
+    """
     above = comm.rank + 1 if comm.rank + 1 < comm.size else mpi.MPI_PROC_NULL
     below = comm.rank - 1 if comm.rank else mpi.MPI_PROC_NULL
     has_above, has_below = float(above >= 0), float(below >= 0)
@@ -185,7 +205,9 @@ def test_border_without_a_neighbour(comm):
 @mpi_test((1, 2, 3))
 def test_sendrecv_receives_what_like_says(comm):
     above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    x = torch.full((2, 3), comm.rank + 1.0, dtype=torch.float64 if comm.rank == 0 else torch.float32)
+    x = torch.full(
+        (2, 3), comm.rank + 1.0, dtype=torch.float64 if comm.rank == 0 else torch.float32
+    )
     like = torch.empty(2, 3, dtype=torch.float64 if below == 0 else torch.float32)
     x.requires_grad_()
     y = comm.Sendrecv(x, above, below, like=like)

@@ -1,4 +1,6 @@
-"""A script written for AdaPM, on one to three nodes of two worker threads; also where a node fails."""
+"""A script written for AdaPM, on one to three nodes of two worker threads; also where a node
+fails.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_an_original_script_runs(nodes: int) -> None:
     ended = run(nodes)
     assert ended.returncode == 0, ended.stderr
     pulled = 2 * 6 * (2 * 2 * nodes) * 2  # elements, pushes of all, workers
-    assert sorted(ended.stdout.split("\n")[:nodes]) == [f"node {node}: {pulled}" for node in range(nodes)]
+    assert sorted(ended.stdout.split("\n")[:nodes]) == [
+        f"node {node}: {pulled}" for node in range(nodes)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ def test_fsdp1_leaves_tables_alone_or_is_refused(world: World) -> None:
         rows = Embedding(ROWS, DIM, table=table)
         model = nn.Sequential(rows, nn.Linear(DIM, 1))
         nn.init.ones_(model[1].weight)
-        wrapped = FullyShardedDataParallel(model, ignored_modules=[rows], device_id=torch.device("cpu"))
+        wrapped = FullyShardedDataParallel(
+            model, ignored_modules=[rows], device_id=torch.device("cpu")
+        )
         wrapped(torch.tensor([1, 2 + world.rank])).sum().backward()
         optimizer.step()
         table.sync()

@@ -19,7 +19,9 @@ ROWS, DIM = 9, 2
 
 
 def trained() -> tuple[nn.Module, torch.Tensor]:
-    """A model over a table that both processes have trained, and all rows with their optimizer state."""
+    """A model over a table that both processes have trained, and all rows with their optimizer
+    state.
+    """
     model = nn.Sequential(Embedding(ROWS, DIM, optimizer=optim.adagrad(0.1)), nn.Linear(DIM, 1))
     table: Table = model[0].table
     optimizer = table.optimizer()
@@ -59,7 +61,9 @@ def test_all_rows_are_saved_and_loaded(world: World, tmp_path: Path) -> None:
     torch.save(share, tmp_path / f"share{world.rank}.pt")
     dist.barrier()
     first = torch.load(tmp_path / "share0.pt", weights_only=True)
-    with pytest.raises(MismatchError, match="worker 1 of 2 was given the rows 0 to 3, but loads 4 to 8"):
+    with pytest.raises(
+        MismatchError, match="worker 1 of 2 was given the rows 0 to 3, but loads 4 to 8"
+    ):
         other[0].table.load_state_dict(first)
     mine = torch.load(tmp_path / f"share{world.rank}.pt", weights_only=True)
     again = fresh()

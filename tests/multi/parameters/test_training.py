@@ -63,7 +63,9 @@ def test_equal_to_torch(world: World) -> None:
 
 
 def _train(world: World, rule: str, nodes: str) -> None:
-    """Plain steps, no_sync, clipping, a scaler with one rank's infinity, a schedule: all in one loop."""
+    """Plain steps, no_sync, clipping, a scaler with one rank's infinity, a schedule: all in one
+    loop.
+    """
     made, make = RULES[rule]
     weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     table = Table.create(ROWS, DIM, dtype=torch.float64, optimizer=made, node_of_rank=NODES[nodes])
@@ -77,7 +79,9 @@ def _train(world: World, rule: str, nodes: str) -> None:
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in optimizers]
     generator = torch.Generator().manual_seed(world.rank)
     for step in range(9):
-        batches = [torch.randint(ROWS // 2, (4 + world.rank,), generator=generator) for _ in range(2)]
+        batches = [
+            torch.randint(ROWS // 2, (4 + world.rank,), generator=generator) for _ in range(2)
+        ]
         norms = []
         for i, model in enumerate(parallel):
             optimizers[i].zero_grad()
@@ -106,7 +110,9 @@ def _train(world: World, rule: str, nodes: str) -> None:
 
 @pytest.mark.processes(2)
 def test_gradients_of_processes_are_averaged_or_summed(world: World) -> None:
-    """A table finds its group without launcher variables, and needs none of torch's groups to sum."""
+    """A table finds its group without launcher variables, and needs none of torch's groups to
+    sum.
+    """
     keys = torch.tensor([1, 2 + world.rank])
     for apply_gradients, reduction, shared, alone in (
         ("step", None, -1.0, -0.5),
@@ -116,7 +122,11 @@ def test_gradients_of_processes_are_averaged_or_summed(world: World) -> None:
         ("backward", "mean", -1.0, -0.5),
     ):
         with Table.create(
-            ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients, reduction=reduction
+            ROWS,
+            DIM,
+            optimizer=optim.sgd(1.0),
+            apply_gradients=apply_gradients,
+            reduction=reduction,
         ) as table:
             Embedding(ROWS, DIM, table=table)(keys).sum().backward()
             if apply_gradients == "step":

@@ -1,4 +1,6 @@
-"""`torchrelay serve` as a stranger uses it: the command, a public client, raw sockets, a browser."""
+"""`torchrelay serve` as a stranger uses it: the command, a public client, raw sockets, a
+browser.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ from torchrelay.switching import Client
 from torchrelay.switching._bench import print_table
 from torchrelay.switching._models_file import ModelsFile
 
-# The first test of the file starts three processes that import torch: minutes where many others run.
+# The first test of the file starts three processes that import torch: minutes where many others
+# run.
 pytestmark = pytest.mark.timeout(400)
 
 MODELS = Path(models.__file__)
@@ -110,7 +113,9 @@ def get(url: str, path: str) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-def post(url: str, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+def post(
+    url: str, path: str, body: bytes, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
     request = urllib.request.Request(url + path, body, headers or {}, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=100) as answer:
@@ -128,7 +133,9 @@ def chain() -> torch.nn.Module:
 def test_our_client(url: str) -> None:
     x = torch.randn(3, 64)
     with Client(url, timeout_s=100) as client, torch.inference_mode():
-        assert torch.allclose(client.infer("chain", {"x": x}, priority=1)["output"], chain()(x), atol=1e-6)
+        assert torch.allclose(
+            client.infer("chain", {"x": x}, priority=1)["output"], chain()(x), atol=1e-6
+        )
         assert set(client.infer("mixed", {"tokens": torch.ones(1, 4, dtype=torch.int64)})) == {
             "logits",
             "pooled",
@@ -153,7 +160,10 @@ def test_our_client(url: str) -> None:
         assert client.metadata("chain")["outputs"] == [
             {"name": "output", "datatype": "FP32", "shape": [-1, -1]}
         ]
-    with pytest.raises(PeerLostError, match="is the server running"), Client("http://127.0.0.1:1") as nobody:
+    with (
+        pytest.raises(PeerLostError, match="is the server running"),
+        Client("http://127.0.0.1:1") as nobody,
+    ):
         nobody.models()
     with pytest.raises(ArgumentError, match="no address"):
         Client("localhost:8000")
@@ -170,7 +180,9 @@ def test_a_public_client(url: str) -> None:
         url.removeprefix("http://"), network_timeout=100, connection_timeout=100
     )
     try:
-        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("chain")
+        assert (
+            client.is_server_live() and client.is_server_ready() and client.is_model_ready("chain")
+        )
         assert client.get_server_metadata()["name"] == "torchrelay"
         assert client.get_model_metadata("chain")["inputs"] == [
             {"name": "x", "datatype": "FP32", "shape": [-1, 64]}
@@ -183,7 +195,9 @@ def test_a_public_client(url: str) -> None:
             given.set_data_from_numpy(x.numpy(), binary_data=binary)
             for outputs in (None, [triton.InferRequestedOutput("output", binary_data=binary)]):
                 answer = client.infer("chain", [given], outputs=outputs, request_id="7")
-                assert torch.allclose(torch.from_numpy(answer.as_numpy("output").copy()), expected, atol=1e-6)
+                assert torch.allclose(
+                    torch.from_numpy(answer.as_numpy("output").copy()), expected, atol=1e-6
+                )
                 assert answer.get_response()["id"] == "7"
         states = {one["name"]: one["state"] for one in client.get_model_repository_index()}
         assert states["chain"] == "READY"
@@ -210,10 +224,25 @@ X = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
         (json.dumps({"inputs": [{**X, "shape": [1, -64]}]}).encode(), {}, 400, "shape"),
         (json.dumps({"inputs": [{**X, "shape": [1 << 62, 64]}]}).encode(), {}, 400, "64 values"),
         (json.dumps({"inputs": [{**X, "datatype": "FP31"}]}).encode(), {}, 400, "datatype 'FP31'"),
-        (json.dumps({"inputs": [{**X, "data": ["a"] * 64}]}).encode(), {}, 400, "is not torch.float32"),
+        (
+            json.dumps({"inputs": [{**X, "data": ["a"] * 64}]}).encode(),
+            {},
+            400,
+            "is not torch.float32",
+        ),
         (json.dumps({"inputs": [X, X]}).encode(), {}, 400, "twice"),
-        (json.dumps({"inputs": [X], "outputs": [{"name": "y"}]}).encode(), {}, 400, "no output 'y'"),
-        (json.dumps({"inputs": [X], "parameters": {"priority": "high"}}).encode(), {}, 400, "must be a int"),
+        (
+            json.dumps({"inputs": [X], "outputs": [{"name": "y"}]}).encode(),
+            {},
+            400,
+            "no output 'y'",
+        ),
+        (
+            json.dumps({"inputs": [X], "parameters": {"priority": "high"}}).encode(),
+            {},
+            400,
+            "must be a int",
+        ),
         (b"{}", {"Inference-Header-Content-Length": "99"}, 400, "the body has 2 bytes"),
         (b"{}", {"Inference-Header-Content-Length": "-1"}, 400, "the body has 2 bytes"),
         (b"{}", {"Content-Encoding": "gzip"}, 400, "compressed"),
@@ -241,11 +270,16 @@ def test_json_over_plain_http(url: str) -> None:
     (output,) = answer["outputs"]
     with torch.inference_mode():
         expected = chain()(torch.ones(1, 64))
-    assert torch.allclose(torch.tensor(output["data"]).reshape(output["shape"]), expected, atol=1e-6)
+    assert torch.allclose(
+        torch.tensor(output["data"]).reshape(output["shape"]), expected, atol=1e-6
+    )
     assert set(answer["parameters"]) == {"queue_ms", "switch_ms", "compute_ms", "copied_bytes"}
     assert get(url, "/v2/models/chain/versions/9")[0] == 404
     assert get(url, "/v2/models/none/ready")[0] == 404
-    assert json.loads(get(url, "/v2")[1])["extensions"] == ["binary_tensor_data", "model_repository"]
+    assert json.loads(get(url, "/v2")[1])["extensions"] == [
+        "binary_tensor_data",
+        "model_repository",
+    ]
 
 
 def test_clients_that_send_half_a_request_or_vanish_harm_nobody(url: str) -> None:
@@ -330,7 +364,9 @@ def test_clients_that_are_killed_while_they_compute_or_wait_free_their_places(ur
 
     # Killed while its request computes: the request ends, its answer goes nowhere.
     before = counts()
-    client = subprocess.Popen([sys.executable, "-c", WAITING_CLIENT, url, slow_request(2.0).decode()])
+    client = subprocess.Popen(
+        [sys.executable, "-c", WAITING_CLIENT, url, slow_request(2.0).decode()]
+    )
     until(lambda: bool(running(url)))
     client.kill()
     client.wait()
@@ -353,9 +389,13 @@ def test_clients_that_are_killed_while_they_compute_or_wait_free_their_places(ur
     assert again.result()[0] == 200
 
 
-def test_bench_prints_a_row_for_each_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_a_row_for_each_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copy(MODELS, tmp_path / "models.py")
-    (tmp_path / "models.toml").write_text(FILE.replace("[models.slow]", "[models.slow]\nload = false"))
+    (tmp_path / "models.toml").write_text(
+        FILE.replace("[models.slow]", "[models.slow]\nload = false")
+    )
     file = ModelsFile.read(tmp_path / "models.toml")
     print_table(dataclasses.replace(file, server=dataclasses.replace(file.server, workers=1)), 2)
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
@@ -385,14 +425,30 @@ def test_the_status_page_in_a_browser(url: str, tmp_path: Path) -> None:
     )
     with Client(url, timeout_s=100) as client:
         client.infer("chain", {"x": torch.ones(1, 64)})
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     done = subprocess.run(
-        [browser, *options, "--window-size=390,844", "--virtual-time-budget=5000", "--dump-dom", url],
+        [
+            browser,
+            *options,
+            "--window-size=390,844",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            url,
+        ],
         capture_output=True,
         text=True,
         check=False,
         timeout=110,
     )
     page = done.stdout
-    assert "requests served" in page and "<td>chain</td>" in page and "<rect" in page, done.stderr[-2000:]
-    assert '<div id="lost" role="alert"></div>' in page, "the page reports that the server does not answer"
+    assert "requests served" in page and "<td>chain</td>" in page and "<rect" in page, done.stderr[
+        -2000:
+    ]
+    assert '<div id="lost" role="alert"></div>' in page, (
+        "the page reports that the server does not answer"
+    )

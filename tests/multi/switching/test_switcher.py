@@ -26,7 +26,8 @@ from torchrelay.errors import (
 )
 from torchrelay.switching import ModelStore, Switcher
 
-# The first test of the file starts three processes that import torch: minutes where many others run.
+# The first test of the file starts three processes that import torch: minutes where many others
+# run.
 pytestmark = pytest.mark.timeout(400)
 
 WAIT_S = 300.0
@@ -57,7 +58,11 @@ def store() -> Iterator[ModelStore]:
     with ModelStore() as made:
         for name in NAMES:
             add(made, name)
-        made.add("slow", models.slow, inputs={"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())})
+        made.add(
+            "slow",
+            models.slow,
+            inputs={"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())},
+        )
         inputs = {"x": (torch.float32, (1, 4)), "what": (torch.int64, ())}
         made.add("faulty", models.faulty, inputs=inputs)
         made.add("large", models.chain, kwargs={"depth": 80}, inputs={"x": X})
@@ -116,14 +121,18 @@ def test_outputs_over_a_thousand_random_switches_have_the_bits_of_unswitched_mod
             name = draw.choice(NAMES)
             given = inputs_of(name, draw)
             pending.append((name, given, switcher.submit(name, given)))
-            while len(pending) > draw.randint(0, 3):  # several in the queue: prefetch has something to do
+            while len(pending) > draw.randint(
+                0, 3
+            ):  # several in the queue: prefetch has something to do
                 name, given, future = pending.pop(0)
                 reply = future.result(WAIT_S)
                 with torch.inference_mode():
                     expected = references[name](**given)
                 expected = expected if isinstance(expected, dict) else {"output": expected}
                 assert expected.keys() == reply.outputs.keys()
-                assert all(torch.equal(value, reply.outputs[key]) for key, value in expected.items())
+                assert all(
+                    torch.equal(value, reply.outputs[key]) for key, value in expected.items()
+                )
                 kinds["cold" if reply.copied_bytes else "resident"] += 1
         for *_, future in pending:
             future.result(WAIT_S)
@@ -134,12 +143,16 @@ def test_outputs_over_a_thousand_random_switches_have_the_bits_of_unswitched_mod
     assert not any(model["pinned"] for model in status["models"])
 
 
-def test_models_are_split_into_groups_and_used_in_another_order_than_registered(switcher: Switcher) -> None:
+def test_models_are_split_into_groups_and_used_in_another_order_than_registered(
+    switcher: Switcher,
+) -> None:
     groups = {model["name"]: model["groups"] for model in switcher.status()["models"]}
     assert groups["chain0"] > 1
 
 
-def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(switcher: Switcher) -> None:
+def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(
+    switcher: Switcher,
+) -> None:
     ones = torch.ones(1, 64)
     with pytest.raises(NotFoundError, match="loaded are chain0"):
         switcher.infer("nothing", {"x": ones})

@@ -1,4 +1,6 @@
-"""The switcher's CUDA path: daemon and workers over a driver that checks every call, without CUDA."""
+"""The switcher's CUDA path: daemon and workers over a driver that checks every call, without
+CUDA.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ fake_driver = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = fake_driver
 spec.loader.exec_module(fake_driver)
 
-# The first test of the file starts three processes that import torch: minutes where many others run.
+# The first test of the file starts three processes that import torch: minutes where many others
+# run.
 pytestmark = pytest.mark.timeout(400)
 
 WAIT_S = 300.0
@@ -130,7 +133,9 @@ def check_failed_copies(switcher: Switcher, driver: Any) -> None:
         check_outputs(switcher, 6)
 
 
-def test_an_emulated_link_on_cuda_is_refused_and_nothing_is_left(driver: Any, store: ModelStore) -> None:
+def test_an_emulated_link_on_cuda_is_refused_and_nothing_is_left(
+    driver: Any, store: ModelStore
+) -> None:
     with pytest.raises(ArgumentError, match="emulates a link on the CPU"):
         Switcher(store, arena_bytes=ARENA_BYTES, device="cuda", link_gbps=6.0)
     with pytest.raises(SegmentError, match="OUT_OF_MEMORY"):

@@ -38,7 +38,15 @@ class Session:
 
     def expect(self, rank: int, value: int, **header: int) -> None:
         datagram = self.workers[rank].receive()
-        wanted = {"job": 0, "tsi": 0, "slot": 0, "set": 0, "exponent": 0, "numel": self.numel, **header}
+        wanted = {
+            "job": 0,
+            "tsi": 0,
+            "slot": 0,
+            "set": 0,
+            "exponent": 0,
+            "numel": self.numel,
+            **header,
+        }
         assert SwitchHeader.parse(datagram) == SwitchHeader(**wanted)
         assert values_of(datagram) == {value}
 
@@ -53,7 +61,9 @@ class Session:
 
 @pytest.mark.parametrize("numel", [64, 256])
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
-def test_the_last_packet_sends_the_sum_to_all(network: Network, num_workers: int, numel: int) -> None:
+def test_the_last_packet_sends_the_sum_to_all(
+    network: Network, num_workers: int, numel: int
+) -> None:
     session = Session(network, num_workers, numel=numel)
     for rank in range(num_workers):
         session.expect_nothing()
@@ -85,7 +95,9 @@ def test_a_retransmission_before_completion_is_ignored(network: Network) -> None
     session.expect_all(7)
 
 
-def test_a_retransmission_after_completion_is_answered_to_its_sender_alone(network: Network) -> None:
+def test_a_retransmission_after_completion_is_answered_to_its_sender_alone(
+    network: Network,
+) -> None:
     session = Session(network, 2)
     session.send(0, 1)
     session.send(1, 2, exponent=4)
@@ -166,7 +178,15 @@ def test_datagrams_that_are_no_packet_change_nothing(network: Network) -> None:
     session = Session(network, 2)
     session.send(0, 1)
     good = packet(50)
-    garbage = [b"", b"\x11", good[:-1], good + b"\0", good[:9], b"\xff" * 266, packet(50, numel=256)]
+    garbage = [
+        b"",
+        b"\x11",
+        good[:-1],
+        good + b"\0",
+        good[:9],
+        b"\xff" * 266,
+        packet(50, numel=256),
+    ]
     garbage += [bytes([first]) + good[1:] for first in (0x01, 0x10, 0x12, 0x13, 0x31)]
     for datagram in garbage:
         session.workers[1].send(datagram)
@@ -186,7 +206,9 @@ def test_only_members_may_write(network: Network) -> None:
     network.plane.add_worker(1, 1, same_host.address, same_host.port, 1)
     network.send(same_host, packet(2))
     session.expect(0, 3)
-    assert values_of(same_host.receive()) == {3}, "the answer goes to the port that the packet came from"
+    assert values_of(same_host.receive()) == {3}, (
+        "the answer goes to the port that the packet came from"
+    )
     assert not session.workers[1].has_received()
 
 

@@ -28,12 +28,18 @@ LIMIT_S = 1e5
 
 
 class Simulation:
-    """Carries packets with delays drawn from ``random``; a delay's long tail reorders and outlives timeouts."""
+    """Carries packets with delays drawn from ``random``; a delay's long tail reorders and outlives
+    timeouts.
+    """
 
-    def __init__(self, num_workers: int, window: int, loss: float, late: float, random: Any) -> None:
+    def __init__(
+        self, num_workers: int, window: int, loss: float, late: float, random: Any
+    ) -> None:
         self.table = SwitchSlotTable(SwitchTableShape(num_workers, window, NUMEL, True))
         retry = SwitchRetryPolicy(timeout_s=0.01, threshold=5, increment=5)
-        self.streams = [SwitchStream(0, window, NUMEL, num_workers, retry) for _ in range(num_workers)]
+        self.streams = [
+            SwitchStream(0, window, NUMEL, num_workers, retry) for _ in range(num_workers)
+        ]
         self.loss, self.late, self.random = loss, late, random
         self.events: list[tuple[float, int, bool, int, bytes]] = []
         self.now_s, self.count, self.job = 0.0, 0, 0
@@ -55,7 +61,9 @@ class Simulation:
 
     def begin(self, rank: int, array: np.ndarray[Any, Any]) -> list[bytes]:
         dtype = Dtype.int32 if array.dtype == np.int32 else Dtype.float32
-        return self.streams[rank].begin(array.ctypes.data, array.size, dtype, self.job % 256, self.now_s)
+        return self.streams[rank].begin(
+            array.ctypes.data, array.size, dtype, self.job % 256, self.now_s
+        )
 
     def switch(self, rank: int, datagram: bytes) -> None:
         verdict = self.table.apply(datagram, rank)
@@ -113,7 +121,9 @@ def test_every_sum_is_right_and_comes(
     simulation = Simulation(num_workers, window, loss, late, random)
     for size in sizes:
         numbers = np.random.default_rng(random.randrange(1 << 30))
-        integers = [numbers.integers(-(2**31), 2**31, size).astype(np.int32) for _ in range(num_workers)]
+        integers = [
+            numbers.integers(-(2**31), 2**31, size).astype(np.int32) for _ in range(num_workers)
+        ]
         total = np.sum([array.astype(np.int64) for array in integers], axis=0)
         simulation.run(integers)
         for array in integers:
@@ -152,7 +162,9 @@ def check_floats(simulation: Simulation, floats: list[np.ndarray[Any, Any]]) -> 
         assert not simulation.streams[0].exact_chunks
 
 
-@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf, np.float32(2.0**126), np.float32(3.4e38)])
+@pytest.mark.parametrize(
+    "special", [np.nan, np.inf, -np.inf, np.float32(2.0**126), np.float32(3.4e38)]
+)
 def test_a_chunk_that_cannot_be_quantized_is_left_alone_on_all_workers(special: float) -> None:
     simulation = Simulation(3, 2, 0.1, 0.1, Random(1))
     floats = [np.ones(5 * NUMEL, np.float32) for _ in range(3)]

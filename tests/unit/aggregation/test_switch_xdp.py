@@ -29,14 +29,18 @@ needs_xdp = pytest.mark.skipif(bool(missing_for_xdp()), reason=missing_for_xdp()
 def programs(pid: int) -> int:
     """How many interfaces of a namespace have an XDP program."""
     command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", "-details", "link"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.count("prog/xdp")
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.count(
+        "prog/xdp"
+    )
 
 
 @needs_xdp
 def test_workers_sum_through_the_kernel() -> None:
     options = SwitchOptions(num_worker_threads=2, max_outstanding_packets=32)
     with namespaces.star(3) as star:
-        plane = within(star.switch, lambda: XdpDataPlane(["port0", "port1", "port2"], 0, mode="generic"))
+        plane = within(
+            star.switch, lambda: XdpDataPlane(["port0", "port1", "port2"], 0, mode="generic")
+        )
         with SwitchServer(plane) as server:
             session_id = secrets.randbits(64)
 
@@ -69,7 +73,9 @@ def test_workers_sum_through_the_kernel() -> None:
 def test_it_loads_unloads_and_refuses() -> None:
     with namespaces.star(2) as star:
         shape = SessionShape(2, 16, 64)
-        with within(star.switch, lambda: XdpDataPlane(["port0", "port1"], 0, max_slots=32)) as plane:
+        with within(
+            star.switch, lambda: XdpDataPlane(["port0", "port1"], 0, max_slots=32)
+        ) as plane:
             assert plane.mode in ("native", "generic")
             assert programs(star.switch) == 2
             with pytest.raises(UnavailableError, match="another XDP program is there"):
@@ -97,7 +103,9 @@ def test_it_loads_unloads_and_refuses() -> None:
         assert programs(star.switch) == 0
 
 
-def test_a_build_without_the_program_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_build_without_the_program_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(_xdp, "_OBJECT", tmp_path / "switch.bpf.o")
     with pytest.raises(UnavailableError, match="clang, libbpf-dev"):
         XdpDataPlane([socket.if_indextoname(1)], 0)

@@ -1,4 +1,6 @@
-"""Geometry and dealing: for random layouts every element is read exactly once, and written by one rank."""
+"""Geometry and dealing: for random layouts every element is read exactly once, and written by one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 @st.composite
 def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    return Box(offsets, tuple(draw(st.integers(1, size - a)) for a, size in zip(offsets, shape, strict=True)))
+    return Box(
+        offsets,
+        tuple(draw(st.integers(1, size - a)) for a, size in zip(offsets, shape, strict=True)),
+    )
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -69,7 +74,9 @@ def test_a_part_is_where_row_major_storage_has_it(data: st.DataObject) -> None:
     shape, boxes = data.draw(tilings())
     outer = data.draw(st.sampled_from(boxes))
     inner = data.draw(boxes_in(outer.sizes))
-    inner = Box(tuple(a + b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+    inner = Box(
+        tuple(a + b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes
+    )
     whole = torch.arange(math.prod(shape)).reshape(shape)
     stored = whole[_slices(outer)].clone(memory_format=torch.contiguous_format).reshape(-1)
     first, run, strides = contiguous_runs(inner, outer)
@@ -79,7 +86,9 @@ def test_a_part_is_where_row_major_storage_has_it(data: st.DataObject) -> None:
     for row in flat:
         begin = positions[int(row[0])]
         assert stored[begin : begin + run].tolist() == row.tolist()
-    segment = Segment("k", TensorEntry(DTYPES["int64"], shape, ()), Chunk(outer, "f", "n", 0), inner)
+    segment = Segment(
+        "k", TensorEntry(DTYPES["int64"], shape, ()), Chunk(outer, "f", "n", 0), inner
+    )
     start, end = _span(segment.entry, segment.chunk, inner)
     assert start == 8 * first and end <= 8 * stored.numel()
 
@@ -110,7 +119,9 @@ def test_boxes_tile_exactly_if_every_element_is_covered_once(data: st.DataObject
     count = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         count[_slices(box)] += 1
-    assert (tiling_fault(shape, data.draw(st.permutations(boxes))) is None) == bool((count == 1).all())
+    assert (tiling_fault(shape, data.draw(st.permutations(boxes))) is None) == bool(
+        (count == 1).all()
+    )
 
 
 def test_what_does_not_tile_is_named() -> None:
@@ -127,12 +138,15 @@ def test_what_does_not_tile_is_named() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 1000), st.sets(st.integers(0, 5), min_size=1).map(lambda s: tuple(sorted(s)))
+            st.integers(0, 1000),
+            st.sets(st.integers(0, 5), min_size=1).map(lambda s: tuple(sorted(s))),
         ),
         max_size=40,
     )
 )
-def test_each_chunk_is_written_by_one_of_its_holders(shapes: list[tuple[int, tuple[int, ...]]]) -> None:
+def test_each_chunk_is_written_by_one_of_its_holders(
+    shapes: list[tuple[int, tuple[int, ...]]],
+) -> None:
     chunks = [Held((f"k{i}",), size, holders, i) for i, (size, holders) in enumerate(shapes)]
     written: Counter[int] = Counter()
     loads: dict[tuple[int, ...], dict[int, int]] = {}

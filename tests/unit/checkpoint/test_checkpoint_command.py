@@ -58,14 +58,26 @@ def test_there_and_back_by_every_format(tmp_path: Path) -> None:
 def test_safetensors_with_an_index(tmp_path: Path) -> None:
     state = {f"layer.{i}": torch.full((100, 10), float(i)) for i in range(5)}
     save(state, tmp_path / "ours")
-    assert _run("convert", tmp_path / "ours", tmp_path / "one", "--to", "safetensors").exit_code == 0
-    assert safetensors.torch.load_file(tmp_path / "one" / "model.safetensors").keys() == state.keys()
+    assert (
+        _run("convert", tmp_path / "ours", tmp_path / "one", "--to", "safetensors").exit_code == 0
+    )
+    assert (
+        safetensors.torch.load_file(tmp_path / "one" / "model.safetensors").keys() == state.keys()
+    )
     result = _run(
-        "convert", tmp_path / "ours", tmp_path / "many", "--to", "safetensors", "--max-file-gb", "9e-6"
+        "convert",
+        tmp_path / "ours",
+        tmp_path / "many",
+        "--to",
+        "safetensors",
+        "--max-file-gb",
+        "9e-6",
     )
     assert result.exit_code == 0, result.output
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == state.keys() and len(set(index["weight_map"].values())) == 3
+    assert (
+        index["weight_map"].keys() == state.keys() and len(set(index["weight_map"].values())) == 3
+    )
     found = {key: torch.zeros(100, 10) for key in state}
     load(found, tmp_path / "many")
     assert all(torch.equal(found[key], state[key]) for key in state)
@@ -87,7 +99,10 @@ def test_inspect_verify_and_diff(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "w: 12 of 12 elements differ" in result.output and "step: 7 and 8" in result.output
     assert "new: only in" in result.output
-    assert "elements differ" not in _run("diff", tmp_path / "a", tmp_path / "b", "--atol", "1e-5").output
+    assert (
+        "elements differ"
+        not in _run("diff", tmp_path / "a", tmp_path / "b", "--atol", "1e-5").output
+    )
 
     path = tmp_path / "a" / "data-00000-00000.safetensors"
     data = bytearray(path.read_bytes())
@@ -101,6 +116,6 @@ def test_inspect_verify_and_diff(tmp_path: Path) -> None:
             _run("convert", tmp_path / "b", tmp_path / "x", *arguments).exception, ArgumentError
         )
     result = _run("convert", tmp_path / "b", tmp_path / "x", "--to", "safetensors")
-    assert isinstance(result.exception, ArgumentError) and "step: safetensors files hold tensors only" in str(
-        result.exception
-    )
+    assert isinstance(
+        result.exception, ArgumentError
+    ) and "step: safetensors files hold tensors only" in str(result.exception)

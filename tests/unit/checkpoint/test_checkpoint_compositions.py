@@ -1,4 +1,6 @@
-"""Checkpoints of what training loops hold beside a plain model, in processes that were forked, spawned or pickled to."""
+"""Checkpoints of what training loops hold beside a plain model, in processes that were forked,
+spawned or pickled to.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def _trained(seed: int) -> dict[str, Any]:
 def _values(state: dict[str, Any]) -> str:
     """Everything in it, to the last bit."""
     with torch._tensor_str.printoptions(precision=20, threshold=10_000):
-        return str({key: v.state_dict() if hasattr(v, "state_dict") else v for key, v in state.items()})
+        return str(
+            {key: v.state_dict() if hasattr(v, "state_dict") else v for key, v in state.items()}
+        )
 
 
 def test_a_training_loop_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -74,11 +78,15 @@ def test_a_training_loop_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_compiled_and_activation_checkpointed_modules(tmp_path: Path) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
 
     plain = _trained(0)["model"]
     wrapped = copy.deepcopy(plain)
-    apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, torch.nn.Linear))
+    apply_activation_checkpointing(
+        wrapped, check_fn=lambda module: isinstance(module, torch.nn.Linear)
+    )
     compiled = torch.compile(copy.deepcopy(plain), backend="eager")
     blank = _trained(1)["model"]
 

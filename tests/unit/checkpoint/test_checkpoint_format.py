@@ -1,4 +1,6 @@
-"""What is written: plain safetensors files that others read, a manifest that gives back what went in."""
+"""What is written: plain safetensors files that others read, a manifest that gives back what went
+in.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def test_safetensors_files_of_others_are_read(tmp_path: Path) -> None:
 
 
 def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 100, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 100, bias=False)
+    )
     model[1].weight = model[0].weight
     save(model, tmp_path / "x")
     assert sum(f.stat().st_size for f in (tmp_path / "x").glob("*.safetensors")) < 1.2 * 40_000
@@ -162,7 +166,9 @@ def test_a_deferred_module_is_read_and_only_the_rest_initialised(tmp_path: Path)
     assert target[0].scratch.tolist() == [2.0] * 3  # type: ignore[index]
 
     # What the file lacks is what an eager model of the same seed has.
-    save({k: v for k, v in source.state_dict().items() if not k.startswith("2.")}, tmp_path / "part")
+    save(
+        {k: v for k, v in source.state_dict().items() if not k.startswith("2.")}, tmp_path / "part"
+    )
     torch.manual_seed(5)
     eager = _net()
     torch.manual_seed(5)
@@ -232,7 +238,12 @@ def test_an_fsspec_url(tmp_path: Path) -> None:
     path = latest("memory://bucket/run")
     assert path == "memory://bucket/run/step-2"
     verify(path)
-    found = {"a": torch.zeros(1000, 300), "c": torch.zeros(3, dtype=torch.uint8), "b": None, "step": None}
+    found = {
+        "a": torch.zeros(1000, 300),
+        "c": torch.zeros(3, dtype=torch.uint8),
+        "b": None,
+        "step": None,
+    }
     load(found, path)
     assert torch.equal(found["a"], state["a"]) and found["b"] == [1, (2,)] and found["step"] == 2
     with pytest.raises(StorageError, match="an object store cannot replace"):
@@ -255,7 +266,9 @@ def test_dcp_checkpoint_id_and_keep(tmp_path: Path) -> None:
     writer = Writer(keep=1)
     for step in range(2):
         dcp.save(
-            {"w": torch.full((3,), step)}, storage_writer=writer, checkpoint_id=tmp_path / f"step-{step}"
+            {"w": torch.full((3,), step)},
+            storage_writer=writer,
+            checkpoint_id=tmp_path / f"step-{step}",
         )
     assert os.listdir(tmp_path) == ["step-1"]
     state = {"w": torch.zeros(3, dtype=torch.int64)}

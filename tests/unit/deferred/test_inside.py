@@ -1,4 +1,6 @@
-"""What programs do inside deferred_init beside drawing: load real values, run layers, read and format values."""
+"""What programs do inside deferred_init beside drawing: load real values, run layers, read and
+format values.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchrelay.deferred import _replay as replays
-from torchrelay.deferred import _shapes, deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchrelay.deferred import (
+    _shapes,
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 from torchrelay.errors import DeferredError
 
 
 def equals_eager(build: Callable[[], Any]) -> list[Any]:
-    """What a deferred ``build`` gives, before it is materialized and compared with what an eager one gives."""
+    """What a deferred ``build`` gives, before it is materialized and compared with what an eager
+    one gives.
+    """
     torch.manual_seed(5)
     eager = tree_leaves(build())
     end = torch.get_rng_state()
@@ -70,7 +80,9 @@ def test_safetensors_stay_real(tmp_path: Path) -> None:
     assert not any(equals_eager(lambda: files.load_file(tmp_path / "state")))
     assert not any(equals_eager(rows))
     assert all(equals_eager(lambda: list(loaded().parameters())))
-    assert not any(equals_eager(lambda: torch.asarray(torch.UntypedStorage(8).fill_(3), dtype=torch.uint8)))
+    assert not any(
+        equals_eager(lambda: torch.asarray(torch.UntypedStorage(8).fill_(3), dtype=torch.uint8))
+    )
     assert all(equals_eager(lambda: [torch.tensor([1.0, 2.0]), torch.asarray([3.0])]))
 
 
@@ -120,7 +132,9 @@ def test_recurrent_layers_run(kind: Any, bias: bool) -> None:
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_embedding_bags_run(mode: str) -> None:
     equals_eager(
-        lambda: nn.EmbeddingBag(7, 3, mode=mode)(torch.tensor([1, 2, 4, 5]), torch.tensor([0, 2, 2]))
+        lambda: nn.EmbeddingBag(7, 3, mode=mode)(
+            torch.tensor([1, 2, 4, 5]), torch.tensor([0, 2, 2])
+        )
     )
     equals_eager(lambda: nn.EmbeddingBag(7, 3, mode=mode)(torch.tensor([[1, 2], [4, 5]])))
 
@@ -134,7 +148,9 @@ def _counted(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]) -> tuple
     recorded, run = [], []
     link, old = replays.Node.link, replays._Run._run
     monkeypatch.setattr(replays.Node, "link", lambda node: (recorded.append(node), link(node))[1])
-    monkeypatch.setattr(replays._Run, "_run", lambda self, node: (run.append(node), old(self, node))[1])
+    monkeypatch.setattr(
+        replays._Run, "_run", lambda self, node: (run.append(node), old(self, node))[1]
+    )
     deferred_init(build)
     return len(recorded), len(run)
 
@@ -158,12 +174,19 @@ def test_reading_runs_each_operation_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_shapes_of_like_operations_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed, old = [], _shapes._shapes_of
-    monkeypatch.setattr(_shapes, "_shapes_of", lambda *call: (computed.append(call[0]), old(*call))[1])
+    monkeypatch.setattr(
+        _shapes, "_shapes_of", lambda *call: (computed.append(call[0]), old(*call))[1]
+    )
     monkeypatch.setattr(_shapes, "_known", {})
     deferred_init(_power_iteration)
     assert 0 < len(computed) < 10
     for build in (
-        lambda: [torch.arange(3) * 2, torch.arange(3) * 2.0, torch.arange(3) * 2.5, torch.arange(3) * True],
+        lambda: [
+            torch.arange(3) * 2,
+            torch.arange(3) * 2.0,
+            torch.arange(3) * 2.5,
+            torch.arange(3) * True,
+        ],
         lambda: [
             torch.ones(4)[1:].clone(),
             torch.ones(4)[2:].clone(),

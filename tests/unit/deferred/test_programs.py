@@ -1,4 +1,6 @@
-"""Random initialisation programs equal eager construction; ``benchmarks/soak_deferred.py`` runs many more."""
+"""Random initialisation programs equal eager construction; ``benchmarks/soak_deferred.py`` runs
+many more.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The record decides every value: what is read before it is overwritten, run twice, changed in between, drawn for real."""
+"""The record decides every value: what is read before it is overwritten, run twice, changed in
+between, drawn for real.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Build = Callable[[], nn.Module]
 
 
 def both(build: Build) -> tuple[nn.Module, nn.Module]:
-    """The eager and the deferred module; the generator ends where it does after eager construction."""
+    """The eager and the deferred module; the generator ends where it does after eager
+    construction.
+    """
     torch.manual_seed(5)
     eager = build()
     end = torch.get_rng_state()
@@ -48,7 +52,9 @@ def in_every_order(module_of: Callable[[], nn.Module], eager: nn.Module) -> None
         materialize_module(module)
         assert_same(module, eager)
     module = module_of()
-    materialize_module(module, shard=lambda name, tensor: (slice(1, None),) if tensor.dim() else None)
+    materialize_module(
+        module, shard=lambda name, tensor: (slice(1, None),) if tensor.dim() else None
+    )
     for name, tensor in eager.state_dict().items():
         assert torch.equal(module.state_dict()[name], tensor[1:] if tensor.dim() else tensor), name
 
@@ -301,4 +307,7 @@ def test_conjugates(build: Callable[[torch.Tensor], torch.Tensor]) -> None:
     check(module_of)
     eager, module = both(module_of)
     materialize_module(module)
-    assert module.made.is_conj() == eager.made.is_conj() and module.made.is_neg() == eager.made.is_neg()
+    assert (
+        module.made.is_conj() == eager.made.is_conj()
+        and module.made.is_neg() == eager.made.is_neg()
+    )

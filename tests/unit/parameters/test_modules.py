@@ -22,7 +22,9 @@ from torchrelay.parameters import Embedding, EmbeddingBag, KeyInit, Table, optim
 ROWS, DIM = 10, 4
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)]
+)
 @pytest.mark.parametrize("function", ["__init__", "from_pretrained", "forward"])
 def test_positional_arguments_are_torchs(ours: Any, theirs: Any, function: str) -> None:
     def positional(owner: Any) -> list[tuple[str, Any]]:
@@ -195,7 +197,9 @@ def test_names_tell_tables_apart() -> None:
 
 @pytest.mark.parametrize("apply_gradients", ["step", "backward"])
 def test_compiled_models_have_one_graph(apply_gradients: Any) -> None:
-    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients) as table:
+    with Table.create(
+        ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients
+    ) as table:
         model = nn.Sequential(Embedding(ROWS, DIM, padding_idx=2, table=table), nn.Linear(DIM, 1))
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for keys in (torch.tensor([[1, 2, 1]]), torch.tensor([[3, 4, 2, 3]])):
@@ -205,13 +209,15 @@ def test_compiled_models_have_one_graph(apply_gradients: Any) -> None:
             if apply_gradients == "step":
                 table.optimizer().step()
                 table.weight.grad = None
-            counts = (keys.unsqueeze(-1) == keys.unsqueeze(-2)).sum(-1, keepdim=True) * (keys != 2).unsqueeze(
-                -1
-            )
+            counts = (keys.unsqueeze(-1) == keys.unsqueeze(-2)).sum(-1, keepdim=True) * (
+                keys != 2
+            ).unsqueeze(-1)
             torch.testing.assert_close(table.pull(keys), before - counts * model[1].weight)
         bags = EmbeddingBag(ROWS, DIM, mode="mean", padding_idx=2, table=table)
         keys = torch.tensor([[1, 2, 1]])
-        assert torch.equal(torch.compile(bags, fullgraph=True, backend="aot_eager")(keys), bags(keys))
+        assert torch.equal(
+            torch.compile(bags, fullgraph=True, backend="aot_eager")(keys), bags(keys)
+        )
 
 
 def test_bags_scale_gradients_by_frequency() -> None:

@@ -1,4 +1,6 @@
-"""Training loops over a table do what they do over ``nn.Embedding(sparse=True)`` with torch's optimizers."""
+"""Training loops over a table do what they do over ``nn.Embedding(sparse=True)`` with torch's
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Embedding, nn.Embeddi
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
-        keys = torch.randint(ROWS // 2, (6,), generator=generator)  # with repeats; half of the rows get none
+        keys = torch.randint(
+            ROWS // 2, (6,), generator=generator
+        )  # with repeats; half of the rows get none
         yield keys, torch.randn(6, DIM, dtype=torch.float64, generator=generator)
 
 
@@ -80,7 +84,9 @@ def test_steps_accumulation_and_schedules(pair: Any, set_to_none: bool) -> None:
 
 def test_a_scaler_unscales_and_skips(pair: Any) -> None:
     ours, theirs, *optimizers = pair
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2) for _ in optimizers]
+    scalers = [
+        torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2) for _ in optimizers
+    ]
     for step, (keys, target) in enumerate(batches(6)):
         for module, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
             optimizer.zero_grad()
@@ -113,16 +119,22 @@ def test_clipping_bounds_what_is_applied(pair: Any) -> None:
 
 
 def test_lookups_share_a_step(pair: Any) -> None:
-    """Several lookups in one forward pass, modules over one table, retained graphs and checkpointing."""
+    """Several lookups in one forward pass, modules over one table, retained graphs and
+    checkpointing.
+    """
     ours, theirs, *optimizers = pair
     second = Embedding(ROWS, DIM, table=ours.table)
     assert len(list(nn.Sequential(ours, second).parameters())) == 1
     for step, (keys, target) in enumerate(batches(8)):
-        for module, other, optimizer in zip((ours, theirs), (second, theirs), optimizers, strict=True):
+        for module, other, optimizer in zip(
+            (ours, theirs), (second, theirs), optimizers, strict=True
+        ):
             optimizer.zero_grad()
             reentrant = step % 2 == 0
             marked = target.clone().requires_grad_()
-            rows = checkpoint(lambda k, t, m=module: m(k) * t, keys, marked, use_reentrant=reentrant)
+            rows = checkpoint(
+                lambda k, t, m=module: m(k) * t, keys, marked, use_reentrant=reentrant
+            )
             loss = rows.sum() + (module(keys + 1) * other(keys)).sum()
             loss.backward(retain_graph=True)
             if not reentrant:  # a reentrant checkpoint frees its graph
@@ -157,7 +169,9 @@ def _train(loss: Tensor, table: Table) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_gradients_that_are_not_finite_change_nothing(bad: float) -> None:
     for apply_gradients in ("step", "backward"):
-        with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients) as table:
+        with Table.create(
+            ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients
+        ) as table:
             module = Embedding(ROWS, DIM, table=table)
             loss = (module(torch.tensor([1, 2])) * torch.tensor([[1.0], [bad]])).sum()
             with pytest.raises(ArgumentError, match="that of key 2"):
@@ -180,7 +194,9 @@ def test_a_script_without_an_optimizer_is_told_and_works_as_before() -> None:
 
 def test_applying_in_the_backward_pass_refuses_a_scaler() -> None:
     for apply_gradients in ("backward", None):
-        with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients) as table:
+        with Table.create(
+            ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients
+        ) as table:
             module = Embedding(ROWS, DIM, table=table)
             scaler = torch.amp.GradScaler("cpu")
             with pytest.raises(UnsupportedError, match="GradScaler"):

@@ -1,4 +1,5 @@
-"""A CUDA driver in host memory that checks every call: argument types and values, order, and what is left.
+"""A CUDA driver in host memory that checks every call: argument types and values, order, and what
+is left.
 
 Enums and structures are those of cuda-bindings, so a wrong name or type fails here too.
 """
@@ -23,7 +24,9 @@ _KEPT = ("CU", "CUDA")
 def install(fake: FakeDriver, patch: Any = setattr) -> None:
     """Put `fake` in place of the driver, and tensors in host memory in place of torch's on CUDA."""
 
-    def host_tensor(address: int, size_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
+    def host_tensor(
+        address: int, size_bytes: int, device: torch.device, owner: object
+    ) -> torch.Tensor:
         assert device == torch.device("cuda", 0)
         block = (ctypes.c_uint8 * size_bytes).from_address(address)
         block.owner = owner
@@ -135,7 +138,10 @@ class FakeDriver:
         return result
 
     def cuMemExportToShareableHandle(self, handle: int, kind: Any, flags: int) -> Any:
-        assert flags == 0 and kind == real.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        assert (
+            flags == 0
+            and kind == real.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
         return self._call("cuMemExportToShareableHandle", os.dup(self.allocations[handle][0]))
 
     def cuMemImportFromShareableHandle(self, descriptor: int, kind: Any) -> Any:
@@ -157,7 +163,10 @@ class FakeDriver:
         return result
 
     def cuMemMap(self, pointer: Any, size: int, offset: int, handle: int, flags: int) -> Any:
-        assert offset == flags == 0 and self.reserved[int(pointer)] == size == self.allocations[handle][1]
+        assert (
+            offset == flags == 0
+            and self.reserved[int(pointer)] == size == self.allocations[handle][1]
+        )
         result = self._call("cuMemMap")
         if result[0] == real.CUresult.CUDA_SUCCESS:
             self.mapped[int(pointer)] = (handle, size)
@@ -231,10 +240,12 @@ class FakeDriver:
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> Any:
         assert self.context
-        assert any(base <= target and target + size <= base + n for base, (_, n) in self.mapped.items())
-        assert any(base <= source and source + size <= base + n for base, n in self.pinned.items()), (
-            "not pinned"
+        assert any(
+            base <= target and target + size <= base + n for base, (_, n) in self.mapped.items()
         )
+        assert any(
+            base <= source and source + size <= base + n for base, n in self.pinned.items()
+        ), "not pinned"
         result = self._call("cuMemcpyHtoDAsync")
         if result[0] == real.CUresult.CUDA_SUCCESS:
             self.streams[stream].append((target, source, size))

@@ -69,7 +69,10 @@ def test_own_groups_in_the_way_are_placed_anew() -> None:
     arena.evict("x")
     fill(arena, "y", [2 * UNIT, UNIT])  # takes two of a's three units
     placement = arena.reserve("a", [UNIT, 3 * UNIT])
-    assert placement is not None and sum(b.size_bytes for b in arena.blocks() if b.model == "a") == 4 * UNIT
+    assert (
+        placement is not None
+        and sum(b.size_bytes for b in arena.blocks() if b.model == "a") == 4 * UNIT
+    )
 
 
 def test_what_is_left_of_others_never_keeps_a_fitting_model_out() -> None:
@@ -97,7 +100,9 @@ def test_a_model_larger_than_the_arena_is_refused() -> None:
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 5 * UNIT), min_size=1, max_size=5), min_size=1, max_size=12))
+@given(
+    st.lists(st.lists(st.integers(0, 5 * UNIT), min_size=1, max_size=5), min_size=1, max_size=12)
+)
 def test_what_fits_is_placed_when_nothing_is_pinned(models: list[list[int]]) -> None:
     arena = Arena(10 * UNIT)
     for index, sizes in enumerate(models):
@@ -111,7 +116,9 @@ class ArenaMachine(RuleBasedStateMachine):
     """Random reserves and releases of models with fixed sizes."""
 
     @initialize(
-        sizes=st.lists(st.lists(st.integers(1, 9 * UNIT), min_size=1, max_size=4), min_size=2, max_size=6)
+        sizes=st.lists(
+            st.lists(st.integers(1, 9 * UNIT), min_size=1, max_size=4), min_size=2, max_size=6
+        )
     )
     def start(self, sizes: list[list[int]]) -> None:
         self.arena = Arena(12 * UNIT)
@@ -158,4 +165,6 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(max_examples=40, stateful_step_count=30, derandomize=True, deadline=None)
+TestArenaMachine.settings = settings(
+    max_examples=40, stateful_step_count=30, derandomize=True, deadline=None
+)

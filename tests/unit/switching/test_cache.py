@@ -31,7 +31,9 @@ SIZE = 1 << 20
 
 
 def send_in_thread(cache: SharedCache, address: Path, **kwargs: bool) -> threading.Thread:
-    thread = threading.Thread(target=cache.send, args=(address,), kwargs={"timeout_s": 60, **kwargs})
+    thread = threading.Thread(
+        target=cache.send, args=(address,), kwargs={"timeout_s": 60, **kwargs}
+    )
     thread.start()
     return thread
 
@@ -224,7 +226,9 @@ def test_regions_do_not_overlap_and_clear_makes_way() -> None:
 def test_a_module_moves_into_a_region_with_its_ties() -> None:
     with SharedCache.allocate(SIZE) as cache:
         region = cache.insert_for_parameter(SIZE // 2, 0)
-        module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LSTM(8, 8), torch.nn.Linear(8, 8))
+        module = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.LSTM(8, 8), torch.nn.Linear(8, 8)
+        )
         module[2].weight = module[0].weight
         weight, x = module[0].weight, torch.randn(3, 8)
         expected = module[2](module[1](module[0](x))[0])

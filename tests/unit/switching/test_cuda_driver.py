@@ -19,7 +19,9 @@ from torchrelay.switching import SharedCache, _cuda
 from torchrelay.switching._contract import Copy
 
 driver_module = pytest.importorskip("cuda.bindings.driver", reason="needs the [cuda] extra")
-spec = importlib.util.spec_from_file_location("fake_driver", Path(__file__).with_name("fake_driver.py"))
+spec = importlib.util.spec_from_file_location(
+    "fake_driver", Path(__file__).with_name("fake_driver.py")
+)
 assert spec is not None and spec.loader is not None
 fake_driver = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = fake_driver
@@ -83,7 +85,9 @@ def test_tensors_keep_the_mapping(driver: Any) -> None:
     del kept, cache
 
 
-@pytest.mark.parametrize("name", ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize(
+    "name", ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+)
 def test_a_failure_at_any_step_undoes_the_steps_before(driver: Any, name: str) -> None:
     driver.fail[name] = RESULT.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(SegmentError, match=f"{name} failed with CUDA_ERROR_INVALID_VALUE"):

@@ -22,7 +22,9 @@ def read(folder: Path, text: str) -> ModelsFile:
 
 
 def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
-    file = read(tmp_path, f'[server]\nlink_gbps = 6\n{MODEL}weights = "w.safetensors"\npriority = 2\n')
+    file = read(
+        tmp_path, f'[server]\nlink_gbps = 6\n{MODEL}weights = "w.safetensors"\npriority = 2\n'
+    )
     entry = file.models["m"]
     assert entry.factory == f"{tmp_path.resolve()}/folder/file.py:make"
     assert entry.weights == tmp_path / "w.safetensors" and entry.priority == 2 and entry.load

@@ -55,7 +55,8 @@ def test_ties_and_dtypes_are_kept_and_each_storage_is_kept_once() -> None:
         ]
         assert all(offset % 512 == 0 for offset in model.offsets)
         plain = sum(
-            t.untyped_storage().nbytes() for t in {p.data_ptr(): p for p in module.parameters()}.values()
+            t.untyped_storage().nbytes()
+            for t in {p.data_ptr(): p for p in module.parameters()}.values()
         )
         assert model.size_bytes < 40 * 512 + plain
 
@@ -85,11 +86,15 @@ def test_weights_come_from_a_safetensors_file(tmp_path: Path) -> None:
             assert torch.equal(other(TOKENS)["logits"], bound(model)(TOKENS)["logits"])
         (tmp_path / "damaged.safetensors").write_bytes(path.read_bytes()[:100])
         with pytest.raises(DataError, match="damaged"):
-            store.add("m", models.mixed, inputs={"x": TOKENS}, weights=tmp_path / "damaged.safetensors")
+            store.add(
+                "m", models.mixed, inputs={"x": TOKENS}, weights=tmp_path / "damaged.safetensors"
+            )
         with pytest.raises(ArgumentError, match="does not fit"):
             store.add("m", models.chain, inputs={"x": TOKENS}, weights=path)
         with pytest.raises(ArgumentError, match="no such file"):
-            store.add("m", models.chain, inputs={"x": TOKENS}, weights=tmp_path / "none.safetensors")
+            store.add(
+                "m", models.chain, inputs={"x": TOKENS}, weights=tmp_path / "none.safetensors"
+            )
         assert store.names() == ("mixed",)
 
 

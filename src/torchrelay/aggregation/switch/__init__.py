@@ -1,10 +1,13 @@
 """In-network aggregation: a switch that sums what hosts send it, and the hosts' side.
 
-It speaks SwitchML's UDP protocol. A switch sums the packets of all workers slot by slot and sends each sum to all of
-them, so that each worker sends and receives the size of its data, whatever the number of workers.
+It speaks SwitchML's UDP protocol. A switch sums the packets of all workers slot by slot and sends
+each sum to all of them, so that each worker sends and receives the size of its data, whatever the
+number of workers.
 
-- :class:`SwitchServer` over a data plane (:class:`UdpDataPlane`, :class:`XdpDataPlane`) is a switch; ``torchrelay switch`` runs one.
-- :class:`SwitchClient` is one worker; :func:`session_from_store` agrees on a session through torch's store.
+- :class:`SwitchServer` over a data plane (:class:`UdpDataPlane`, :class:`XdpDataPlane`) is a
+  switch; ``torchrelay switch`` runs one.
+- :class:`SwitchClient` is one worker; :func:`session_from_store` agrees on a session through
+  torch's store.
 """
 
 from __future__ import annotations
@@ -15,7 +18,12 @@ from torchrelay.aggregation.switch._client import (
     SwitchOptions,
     session_from_store,
 )
-from torchrelay.aggregation.switch._data_plane import DataPlane, SessionShape, SessionStats, SwitchStats
+from torchrelay.aggregation.switch._data_plane import (
+    DataPlane,
+    SessionShape,
+    SessionStats,
+    SwitchStats,
+)
 from torchrelay.aggregation.switch._server import SwitchServer
 from torchrelay.aggregation.switch._udp import UdpDataPlane
 from torchrelay.aggregation.switch._xdp import XdpDataPlane

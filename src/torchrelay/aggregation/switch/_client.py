@@ -1,4 +1,6 @@
-"""A host's connection to a switch: it joins a session and sums tensors over the session's workers."""
+"""A host's connection to a switch: it joins a session and sums tensors over the session's
+workers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from torchrelay.errors import (
     UnavailableError,
 )
 
-__all__ = ["SwitchClient", "SwitchClientStats", "SwitchOptions", "parse_address", "session_from_store"]
+__all__ = [
+    "SwitchClient",
+    "SwitchClientStats",
+    "SwitchOptions",
+    "parse_address",
+    "session_from_store",
+]
 
 _RESEND_S = 0.2
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
@@ -34,7 +42,8 @@ _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float3
 
 @dataclass(frozen=True)
 class SwitchOptions:
-    """How a worker uses a switch, under the names that SwitchML's configuration has. Equal on all workers.
+    """How a worker uses a switch, under the names that SwitchML's configuration has. Equal on all
+    workers.
 
     Args:
         num_worker_threads: threads of each worker, each with a socket and its part of the data.
@@ -58,10 +67,15 @@ class SwitchOptions:
         if not 1 <= self.num_worker_threads <= self.max_outstanding_packets <= 1 << 14:
             raise ConfigError(
                 f"num_worker_threads = {self.num_worker_threads}, max_outstanding_packets = "
-                f"{self.max_outstanding_packets}: there must be at least one thread, a packet for each, and at "
+                f"{self.max_outstanding_packets}: there must be at least one thread, a packet for "
+                "each, and at "
                 "most 16384 packets"
             )
-        if self.timeout_ms <= 0 or self.timeout_threshold < 1 or self.timeout_threshold_increment < 0:
+        if (
+            self.timeout_ms <= 0
+            or self.timeout_threshold < 1
+            or self.timeout_threshold_increment < 0
+        ):
             raise ConfigError(
                 "timeout_ms must be above 0, timeout_threshold at least 1, its increment at least 0"
             )
@@ -94,7 +108,9 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def session_from_store(store: Store, key: str, rank: int) -> int:
-    """Return a session id that rank 0 draws and shares with the others through torch's store. Blocks."""
+    """Return a session id that rank 0 draws and shares with the others through torch's store.
+    Blocks.
+    """
     if rank == 0:
         store.set(key, str(secrets.randbits(64)))
     return int(store.get(key))
@@ -110,8 +126,8 @@ class SwitchClient:
         session_id: 64 random bits that all workers of the session know, and nobody else.
         options: equal on all workers.
         timeout_s: how long to wait for the switch to answer.
-        admit: admits the ports of the sockets (a controller does), and returns the switch's UDP port; by default
-            the workers ask the switch itself.
+        admit: admits the ports of the sockets (a controller does), and returns the switch's UDP
+            port; by default the workers ask the switch itself.
 
     Raises:
         UnavailableError: the switch does not answer, or refuses; it says why.
@@ -130,7 +146,10 @@ class SwitchClient:
         self.options = options or SwitchOptions()
         self.rank, self.num_workers, self.session_id = rank, num_workers, session_id
         self._shape = SessionShape(
-            num_workers, self.options.max_outstanding_packets, self.options.packet_numel, sequenced=True
+            num_workers,
+            self.options.max_outstanding_packets,
+            self.options.packet_numel,
+            sequenced=True,
         )
         host, port = parse_address(switch)
         self.switch = f"{host}:{port}"
@@ -152,28 +171,33 @@ class SwitchClient:
     def all_reduce(self, tensor: torch.Tensor, timeout_s: float = 300.0) -> None:
         """Replace ``tensor`` by its sum over the workers; blocks, without Python's lock.
 
-        float32 is quantized: with 2^e above every value of a chunk of ``packet_numel`` on all n workers, a sum's
-        error is at most n^2 * 2^e / 2^32, and one rounding. A chunk with NaN, Inf, or a value of 2^126 and more on
-        some worker is summed exactly in the order of the ranks, at n times the traffic. int32 wraps around. All
-        workers get the same bits.
+        float32 is quantized: with 2^e above every value of a chunk of ``packet_numel`` on all n
+        workers, a sum's error is at most n^2 * 2^e / 2^32, and one rounding. A chunk with NaN, Inf,
+        or a value of 2^126 and more on some worker is summed exactly in the order of the ranks, at
+        n times the traffic. int32 wraps around. All workers get the same bits.
 
         Args:
             tensor: contiguous, on the CPU, int32 or float32; its memory must not be used meanwhile.
 
         Raises:
             ArgumentError: the tensor is not such.
-            OperationTimeoutError: names the switch and, in ``ranks``, the workers whose packets are missing.
-            PeerLostError: the switch was stopped or restarted, or an earlier call on this client failed.
+            OperationTimeoutError: names the switch and, in ``ranks``, the workers whose packets are
+                missing.
+            PeerLostError: the switch was stopped or restarted, or an earlier call on this client
+                failed.
         """
         if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ArgumentError(
-                f"switch: it sums contiguous CPU tensors of int32 and float32, not {tensor.dtype} on "
+                f"switch: it sums contiguous CPU tensors of int32 and float32, not {tensor.dtype} "
+                "on "
                 f"{tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous"
             )
         if self._native is None:
             raise PeerLostError(f"switch {self.switch}: this client is closed")
         try:
-            self._native.all_reduce(tensor.data_ptr(), tensor.numel(), _DTYPES[tensor.dtype], timeout_s)
+            self._native.all_reduce(
+                tensor.data_ptr(), tensor.numel(), _DTYPES[tensor.dtype], timeout_s
+            )
         except OperationTimeoutError as error:
             raise OperationTimeoutError(*self._who_is_missing(str(error))) from None
 
@@ -195,7 +219,9 @@ class SwitchClient:
         )
 
     def close(self) -> None:
-        """Leave the session. A call in progress in another thread raises PeerLostError. Idempotent."""
+        """Leave the session. A call in progress in another thread raises PeerLostError.
+        Idempotent.
+        """
         native, self._native = self._native, None
         if native is None:
             return
@@ -210,7 +236,10 @@ class SwitchClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -230,7 +259,8 @@ class SwitchClient:
             answer = self._ask(sock, request, (Kind.JOINED, Kind.REFUSED), deadline)
             if answer is None:
                 raise UnavailableError(
-                    f"switch {self.switch}: no answer within {timeout_s:g} s; is `torchrelay switch` running there, and "
+                    f"switch {self.switch}: no answer within {timeout_s:g} s; is `torchrelay "
+                    "switch` running there, and "
                     "does the network let UDP through?"
                 )
             if answer.kind == Kind.REFUSED:
@@ -247,7 +277,11 @@ class SwitchClient:
                 sock.send(request)
                 while select.select([sock], [], [], min(left, _RESEND_S))[0]:
                     answer = messages.parse(sock.recv(2048))
-                    if answer is not None and answer.kind in kinds and answer.session_id == self.session_id:
+                    if (
+                        answer is not None
+                        and answer.kind in kinds
+                        and answer.session_id == self.session_id
+                    ):
                         return answer
             except ConnectionRefusedError:  # it may be about to start
                 time.sleep(min(left, _RESEND_S))
@@ -270,10 +304,15 @@ class SwitchClient:
 
     def _who_is_missing(self, message: str) -> tuple[str, list[int]]:
         request = messages.encode(Kind.ASK_MISSING, self.session_id)
-        answer = self._ask(self._control, request, (Kind.MISSING,), time.monotonic() + 5 * _RESEND_S)
+        answer = self._ask(
+            self._control, request, (Kind.MISSING,), time.monotonic() + 5 * _RESEND_S
+        )
         if answer is None:
             return f"{message}; the switch does not answer", []
         ranks = messages.decode_ranks(answer.body)
         if not ranks:
             return f"{message}; no worker is missing, so results are lost on their way here", []
-        return f"{message}; it waits for worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", ranks
+        return (
+            f"{message}; it waits for worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}",
+            ranks,
+        )

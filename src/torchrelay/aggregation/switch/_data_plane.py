@@ -1,7 +1,8 @@
 """The contract between a switch's control plane and what aggregates its packets.
 
-A data plane holds sessions, each with slots of its own. Only a session's members may write to its slots; a member
-is known by the source address and port of its packets. All methods may be called from any thread.
+A data plane holds sessions, each with slots of its own. Only a session's members may write to its
+slots; a member is known by the source address and port of its packets. All methods may be called
+from any thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class SessionShape:
     num_workers: int
     num_slots: int
     packet_numel: int  # 64 or 256
-    sequenced: bool = False  # the workers' packet ids only grow, so late packets are told from new ones
+    sequenced: bool = (
+        False  # the workers' packet ids only grow, so late packets are told from new ones
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ class ControlMessage:
     data: bytes
     address: str
     port: int
-    coalesced: bool = False  # a member's data packet that the data plane was given as part of a larger one
+    coalesced: bool = (
+        False  # a member's data packet that the data plane was given as part of a larger one
+    )
 
 
 class DataPlane(Protocol):
@@ -92,8 +97,11 @@ class DataPlane(Protocol):
             UnavailableError: there is no memory for it.
         """
 
-    def add_worker(self, session_id: int, rank: int, address: str, first_port: int, num_ports: int) -> None:
-        """Let packets from ``num_ports`` ports of ``address`` in as ``rank``'s; with 0, from all its ports.
+    def add_worker(
+        self, session_id: int, rank: int, address: str, first_port: int, num_ports: int
+    ) -> None:
+        """Let packets from ``num_ports`` ports of ``address`` in as ``rank``'s; with 0, from all
+        its ports.
 
         Raises:
             ArgumentError: no such session or rank, or the ports are another worker's.

@@ -1,4 +1,5 @@
-"""The part of libbpf that loads the switch, through ctypes: the library is opened when it is needed.
+"""The part of libbpf that loads the switch, through ctypes: the library is opened when it is
+needed.
 
 Programs are attached by links, which end with the process, whatever ends it.
 """
@@ -21,7 +22,11 @@ _PRIVILEGE = "XDP needs root, or the capabilities CAP_BPF and CAP_NET_ADMIN"
 
 
 class _LinkOptions(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("flags", ctypes.c_uint32), ("rest", ctypes.c_uint8 * 60))
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("flags", ctypes.c_uint32),
+        ("rest", ctypes.c_uint8 * 60),
+    )
 
 
 def _library() -> ctypes.CDLL:
@@ -73,7 +78,9 @@ class BpfObject:
             raise UnavailableError(f"XDP: {os.strerror(error)}; {why}")
 
     def _find_map(self, name: str) -> ctypes.c_void_p:
-        found = self._library.bpf_object__find_map_by_name(ctypes.c_void_p(self._object), name.encode())
+        found = self._library.bpf_object__find_map_by_name(
+            ctypes.c_void_p(self._object), name.encode()
+        )
         return ctypes.c_void_p(found)
 
     def map(self, name: str) -> int:
@@ -82,7 +89,9 @@ class BpfObject:
 
     def program(self, name: str) -> int:
         """Return the file descriptor of a program."""
-        found = self._library.bpf_object__find_program_by_name(ctypes.c_void_p(self._object), name.encode())
+        found = self._library.bpf_object__find_program_by_name(
+            ctypes.c_void_p(self._object), name.encode()
+        )
         return int(self._library.bpf_program__fd(ctypes.c_void_p(found)))
 
     def attach(self, program: int, ifindex: int, flags: int) -> int:
@@ -99,12 +108,16 @@ class BpfObject:
         if self._library.bpf_map_update_elem(
             map_, ctypes.byref(key), ctypes.byref(value), ctypes.c_uint64(0)
         ):
-            raise UnavailableError(f"XDP: a map's entry cannot be set: {os.strerror(ctypes.get_errno())}")
+            raise UnavailableError(
+                f"XDP: a map's entry cannot be set: {os.strerror(ctypes.get_errno())}"
+            )
 
     def lookup(self, map_: int, key: Any, value: Any) -> None:
         """Read an entry of a map into ``value``."""
         if self._library.bpf_map_lookup_elem(map_, ctypes.byref(key), ctypes.byref(value)):
-            raise UnavailableError(f"XDP: a map's entry cannot be read: {os.strerror(ctypes.get_errno())}")
+            raise UnavailableError(
+                f"XDP: a map's entry cannot be read: {os.strerror(ctypes.get_errno())}"
+            )
 
     def delete(self, map_: int, key: Any) -> None:
         """Delete an entry of a hash map, if it is there."""
@@ -131,6 +144,9 @@ class BpfObject:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

@@ -1,8 +1,10 @@
-"""Control messages between workers and a switch: datagrams on the switch's own port, as message type 2.
+"""Control messages between workers and a switch: datagrams on the switch's own port, as message
+type 2.
 
-Each is type, kind, version and session id, then what its kind needs; all big-endian. A worker sends ``JOIN`` from
-each of its sockets, so that the switch sees the address and port its packets will come from, whatever translates
-them on the way. ``session_id`` is 64 random bits that only the workers know: it is what admits to a session.
+Each is type, kind, version and session id, then what its kind needs; all big-endian. A worker sends
+``JOIN`` from each of its sockets, so that the switch sees the address and port its packets will
+come from, whatever translates them on the way. ``session_id`` is 64 random bits that only the
+workers know: it is what admits to a session.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def parse(datagram: bytes) -> Message | None:
 def encode_join(session_id: int, join: Join) -> bytes:
     """Return the datagram of a JOIN."""
     shape = join.shape
-    body = _JOIN.pack(join.rank, shape.num_workers, shape.packet_numel, shape.num_slots, shape.sequenced)
+    body = _JOIN.pack(
+        join.rank, shape.num_workers, shape.packet_numel, shape.num_slots, shape.sequenced
+    )
     return encode(Kind.JOIN, session_id, body)
 
 

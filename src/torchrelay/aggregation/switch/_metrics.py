@@ -33,7 +33,9 @@ _HELP = {
 
 
 def as_dict(stats: SwitchStats) -> dict[str, Any]:
-    """Return the statistics as plain values; session ids are left out, because they admit to the session."""
+    """Return the statistics as plain values; session ids are left out, because they admit to the
+    session.
+    """
     values = dataclasses.asdict(stats)
     for index, session in enumerate(values["sessions"]):
         del session["session_id"]
@@ -59,7 +61,10 @@ def _lines(stats: SwitchStats) -> Iterator[str]:
     yield "# HELP torchrelay_switch_sessions sessions that are open"
     yield "# TYPE torchrelay_switch_sessions gauge"
     yield f"torchrelay_switch_sessions{{{plane}}} {len(stats.sessions)}"
-    yield "# HELP torchrelay_switch_worker_retransmissions packets that a worker of an open session sent again"
+    yield (
+        "# HELP torchrelay_switch_worker_retransmissions packets that a worker of an open session "
+        "sent again"
+    )
     yield "# TYPE torchrelay_switch_worker_retransmissions gauge"
     for index, session in enumerate(stats.sessions):
         yield from _workers(index, session)

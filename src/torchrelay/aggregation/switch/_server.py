@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from torchrelay.aggregation.switch import _messages as messages
-from torchrelay.aggregation.switch._data_plane import ControlMessage, DataPlane, SessionShape, SwitchStats
+from torchrelay.aggregation.switch._data_plane import (
+    ControlMessage,
+    DataPlane,
+    SessionShape,
+    SwitchStats,
+)
 from torchrelay.aggregation.switch._messages import Kind
 from torchrelay.errors import ArgumentError, TorchRelayError, UnavailableError
 
@@ -28,9 +33,10 @@ class _Session:
 class SwitchServer:
     """Runs a data plane's control plane: opens sessions for workers that join, and closes them.
 
-    A session ends when all its workers have left. When there are ``max_sessions``, a new one takes the place of the
-    one that has been idle longest, if that is at least ``idle_timeout_s``; otherwise it is refused. That bounds
-    the switch's memory: each session has at most ``max_slots`` slots.
+    A session ends when all its workers have left. When there are ``max_sessions``, a new one takes
+    the place of the one that has been idle longest, if that is at least ``idle_timeout_s``;
+    otherwise it is refused. That bounds the switch's memory: each session has at most ``max_slots``
+    slots.
 
     Args:
         plane: closed with the server.
@@ -49,13 +55,19 @@ class SwitchServer:
         allow: Iterable[str] = _EVERYONE,
     ) -> None:
         self.plane = plane
-        self._max_sessions, self._max_slots, self._max_workers = max_sessions, max_slots, max_workers
+        self._max_sessions, self._max_slots, self._max_workers = (
+            max_sessions,
+            max_slots,
+            max_workers,
+        )
         self._idle_timeout_s = idle_timeout_s
         self._allowed = [ipaddress.IPv4Network(network) for network in allow]
         self._sessions: dict[int, _Session] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="torchrelay-switch-control", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, name="torchrelay-switch-control", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -76,7 +88,10 @@ class SwitchServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -87,10 +102,12 @@ class SwitchServer:
     def join(
         self, session_id: int, rank: int, shape: SessionShape, address: str, ports: tuple[int, int]
     ) -> None:
-        """Make the worker at ``ports`` (the first, and how many; 0 for all) a member; a repetition does nothing.
+        """Make the worker at ``ports`` (the first, and how many; 0 for all) a member; a repetition
+        does nothing.
 
         Raises:
-            ArgumentError: the session has another shape or exceeds a limit, or the address is another worker's.
+            ArgumentError: the session has another shape or exceeds a limit, or the address is
+                another worker's.
             UnavailableError: there is no place for another session.
         """
         if not self.is_allowed(address):
@@ -116,8 +133,10 @@ class SwitchServer:
     def _open(self, session_id: int, shape: SessionShape) -> None:
         if shape.num_slots > self._max_slots or shape.num_workers > self._max_workers:
             raise ArgumentError(
-                f"this switch allows {self._max_slots} slots and {self._max_workers} workers in a session, not "
-                f"{shape.num_slots} and {shape.num_workers}; lower max_outstanding_packets, or raise its limits"
+                f"this switch allows {self._max_slots} slots and {self._max_workers} workers in a "
+                "session, not "
+                f"{shape.num_slots} and {shape.num_workers}; lower max_outstanding_packets, or "
+                "raise its limits"
             )
         if len(self._sessions) >= self._max_sessions:
             self._evict()
@@ -127,7 +146,9 @@ class SwitchServer:
     def _evict(self) -> None:
         idle = max(self.plane.stats().sessions, key=lambda session: session.idle_s)
         if idle.idle_s < self._idle_timeout_s:
-            raise UnavailableError(f"this switch has its {self._max_sessions} sessions, and none is idle")
+            raise UnavailableError(
+                f"this switch has its {self._max_sessions} sessions, and none is idle"
+            )
         self._sessions.pop(idle.session_id, None)
         self.plane.close_session(idle.session_id)
 
@@ -141,7 +162,9 @@ class SwitchServer:
                 self.plane.send_control(answer, message.address, message.port)
 
     def _answer(self, message: ControlMessage) -> bytes | None:
-        """Return what to answer; no answer is longer than what it answers but by the text of a refusal."""
+        """Return what to answer; no answer is longer than what it answers but by the text of a
+        refusal.
+        """
         if message.coalesced:
             return messages.encode(Kind.COALESCED, 0)
         if not message.data:

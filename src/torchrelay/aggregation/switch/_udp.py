@@ -6,7 +6,12 @@ import ipaddress
 from types import TracebackType
 
 from torchrelay import _native
-from torchrelay.aggregation.switch._data_plane import ControlMessage, SessionShape, SessionStats, SwitchStats
+from torchrelay.aggregation.switch._data_plane import (
+    ControlMessage,
+    SessionShape,
+    SessionStats,
+    SwitchStats,
+)
 from torchrelay.errors import ConfigError
 
 __all__ = ["UdpDataPlane"]
@@ -51,7 +56,9 @@ class UdpDataPlane:
         )
         self._native.open_session(session_id, native)
 
-    def add_worker(self, session_id: int, rank: int, address: str, first_port: int, num_ports: int) -> None:
+    def add_worker(
+        self, session_id: int, rank: int, address: str, first_port: int, num_ports: int
+    ) -> None:
         ip = int(ipaddress.IPv4Address(address))
         self._native.add_worker(session_id, rank, ip, first_port, num_ports)
 
@@ -63,7 +70,11 @@ class UdpDataPlane:
 
     def receive_control(self, timeout_s: float) -> ControlMessage | None:
         got = self._native.receive_control(timeout_s)
-        return None if got is None else ControlMessage(got[0], str(ipaddress.IPv4Address(got[1])), got[2])
+        return (
+            None
+            if got is None
+            else ControlMessage(got[0], str(ipaddress.IPv4Address(got[1])), got[2])
+        )
 
     def send_control(self, message: bytes, address: str, port: int) -> None:
         self._native.send_control(message, int(ipaddress.IPv4Address(address)), port)
@@ -100,7 +111,10 @@ class UdpDataPlane:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -1,7 +1,8 @@
 """The switch in the kernel: ``native/bpf/switch.bpf.c`` at the ports of this host.
 
-The program sums packets where the driver has received them. This module loads it, fills its maps, and reads the
-statistics; control messages come through an ordinary UDP socket, to which the program lets them pass.
+The program sums packets where the driver has received them. This module loads it, fills its maps,
+and reads the statistics; control messages come through an ordinary UDP socket, to which the program
+lets them pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from pathlib import Path
 from types import TracebackType
 
 from torchrelay import _native
-from torchrelay.aggregation.switch._data_plane import ControlMessage, SessionShape, SessionStats, SwitchStats
+from torchrelay.aggregation.switch._data_plane import (
+    ControlMessage,
+    SessionShape,
+    SessionStats,
+    SwitchStats,
+)
 from torchrelay.aggregation.switch._libbpf import XDP_DRIVER, XDP_GENERIC, BpfObject
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
 
@@ -37,8 +43,8 @@ _SIOCGIFHWADDR, _SIOCGARP, _ATF_COM = 0x8927, 0x8954, 2
 
 # enum stat of the program.
 _STATS = (
-    "received", "sent", "completed", "answered_again", "duplicates", "stale", "rejected", "malformed", "strangers",
-    "control", "coalesced",
+    "received", "sent", "completed", "answered_again", "duplicates", "stale", "rejected",
+    "malformed", "strangers", "control", "coalesced",
 )  # fmt: skip
 _SESSION_STATS = _STATS[:7]
 
@@ -113,20 +119,22 @@ class _Open:
 
 
 class XdpDataPlane:
-    """A :class:`DataPlane` in the kernel of this host, with one worker of a session behind each port.
+    """A :class:`DataPlane` in the kernel of this host, with one worker of a session behind each
+    port.
 
     Args:
-        interfaces: the ports. Workers address the switch by an IPv4 address of its own on their network.
+        interfaces: the ports. Workers address the switch by an IPv4 address of its own on their
+            network.
         port: UDP; 0 is any free one. The program takes the packets that come for it.
-        mode: "native" runs in the driver; "generic" later, with any driver, and slower; "auto" takes native
-            where all ports have it.
+        mode: "native" runs in the driver; "generic" later, with any driver, and slower; "auto"
+            takes native where all ports have it.
         max_slots: of all sessions together; one takes 2.4 KiB of the kernel's memory.
         max_sessions: that may be open at a time.
 
     Raises:
         ConfigError: an interface does not exist.
-        UnavailableError: this build has no program (clang was not there), or libbpf, the privilege, or a feature
-            of the kernel is missing.
+        UnavailableError: this build has no program (clang was not there), or libbpf, the privilege,
+            or a feature of the kernel is missing.
     """
 
     name = "xdp"
@@ -142,7 +150,8 @@ class XdpDataPlane:
     ) -> None:
         if not _OBJECT.exists():
             raise UnavailableError(
-                f"XDP: {_OBJECT} is missing: torchrelay was built where clang or libbpf's headers were not; install them "
+                f"XDP: {_OBJECT} is missing: torchrelay was built where clang or libbpf's headers "
+                "were not; install them "
                 "(Debian: clang, libbpf-dev) and build again, or use --data-plane udp"
             )
         if not 1 <= len(interfaces) <= _MAX_PORTS:
@@ -178,8 +187,14 @@ class XdpDataPlane:
         """Run the program on all ports; return the mode that all of them have."""
         port_program = self._bpf.program("torchrelay_port")
         for place, ifindex in enumerate(self.interfaces):
-            self._bpf.update(self._bpf.map("ports"), ctypes.c_uint32(place), _Port(ifindex, port_program))
-        modes = {"native": [XDP_DRIVER], "generic": [XDP_GENERIC], "auto": [XDP_DRIVER, XDP_GENERIC]}
+            self._bpf.update(
+                self._bpf.map("ports"), ctypes.c_uint32(place), _Port(ifindex, port_program)
+            )
+        modes = {
+            "native": [XDP_DRIVER],
+            "generic": [XDP_GENERIC],
+            "auto": [XDP_DRIVER, XDP_GENERIC],
+        }
         if mode not in modes:
             raise ConfigError(f"XDP: mode {mode!r}; there are {', '.join(modes)}")
         program = self._bpf.program("torchrelay_switch")
@@ -189,7 +204,9 @@ class XdpDataPlane:
                 return "native" if flags == XDP_DRIVER else "generic"
             if error == errno.EBUSY:
                 break
-        advice = "another XDP program is there" if error == errno.EBUSY else f"mode {mode} cannot be had"
+        advice = (
+            "another XDP program is there" if error == errno.EBUSY else f"mode {mode} cannot be had"
+        )
         raise UnavailableError(f"XDP: interface {name}: {os.strerror(error)}; {advice}")
 
     def _attach_all(self, program: int, flags: int) -> tuple[int, str]:
@@ -239,12 +256,15 @@ class XdpDataPlane:
             raise UnavailableError(f"XDP: no {size} slots are free, of {self._max_slots} in all")
         return begin
 
-    def add_worker(self, session_id: int, rank: int, address: str, first_port: int, num_ports: int) -> None:
+    def add_worker(
+        self, session_id: int, rank: int, address: str, first_port: int, num_ports: int
+    ) -> None:
         with self._lock:
             opened = self._session(session_id)
             if not 0 <= rank < opened.shape.num_workers:
                 raise ArgumentError(
-                    f"switch: rank {rank} is not below the session's {opened.shape.num_workers} workers"
+                    f"switch: rank {rank} is not below the session's {opened.shape.num_workers} "
+                    "workers"
                 )
             if opened.addresses.get(rank, address) != address:
                 raise ArgumentError(f"switch: rank {rank} of the session has another address")
@@ -267,10 +287,13 @@ class XdpDataPlane:
         interface = self.interfaces[ifindex]
         if opened.ports.setdefault(ifindex, rank) != rank:
             raise ArgumentError(
-                f"XDP: {interface} already leads to worker {opened.ports[ifindex]} of this session, and a port "
+                f"XDP: {interface} already leads to worker {opened.ports[ifindex]} of this "
+                "session, and a port "
                 "serves one; use --data-plane udp"
             )
-        request = fcntl.ioctl(self._socket, _SIOCGIFHWADDR, struct.pack("16s24x", interface.encode()))
+        request = fcntl.ioctl(
+            self._socket, _SIOCGIFHWADDR, struct.pack("16s24x", interface.encode())
+        )
         port_mac = request[18:24]
         worker = _Worker(_array(mac), _array(port_mac), _array(socket.inet_aton(address)), rank)
         self._bpf.update(self._bpf.map("workers"), _WorkerKey(opened.index, ifindex), worker)
@@ -285,7 +308,8 @@ class XdpDataPlane:
                     return mac, ifindex
             if time.monotonic() > deadline:
                 raise ArgumentError(
-                    f"XDP: {address} is on the network of none of this switch's ports ({', '.join(self.interfaces.values())})"
+                    f"XDP: {address} is on the network of none of this switch's ports "
+                    f"({', '.join(self.interfaces.values())})"
                 )
             with contextlib.suppress(OSError):  # makes the kernel look for it
                 self._socket.sendto(b"", (address, _DISCARD_PORT))
@@ -399,7 +423,10 @@ class XdpDataPlane:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

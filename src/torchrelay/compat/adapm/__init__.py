@@ -43,7 +43,9 @@ class _Setup:
     topology: Topology | None = None
 
 
-def setup(num_keys: int, num_threads: int, use_techniques: str = "", num_channels: int = -1) -> None:
+def setup(
+    num_keys: int, num_threads: int, use_techniques: str = "", num_channels: int = -1
+) -> None:
     """Join the job as a node with ``num_threads`` workers; call it before any ``Server``.
 
     Args:
@@ -56,10 +58,13 @@ def setup(num_keys: int, num_threads: int, use_techniques: str = "", num_channel
     """
     techniques = use_techniques or "all"
     if techniques not in TECHNIQUES:
-        raise ArgumentError(f"use_techniques={techniques!r}: the choices are {', '.join(TECHNIQUES)}")
+        raise ArgumentError(
+            f"use_techniques={techniques!r}: the choices are {', '.join(TECHNIQUES)}"
+        )
     if num_keys < 1 or num_threads < 1 or num_channels == 0 or num_channels < -1:
         raise ArgumentError(
-            f"setup({num_keys} keys, {num_threads} threads, {num_channels} channels): all must be positive"
+            f"setup({num_keys} keys, {num_threads} threads, {num_channels} channels): all must be "
+            "positive"
         )
     if os.environ.get("DMLC_ROLE", "server") == "scheduler":
         raise ConfigError("DMLC_ROLE=scheduler: this process must call scheduler(), not setup()")
@@ -99,7 +104,9 @@ def _with_names(method: Callable[..., Any], **names: str) -> Callable[..., Any]:
     def call(*args: Any, **given: Any) -> Any:
         ours = {names.get(name, name): value for name, value in given.items()}
         if len(ours) < len(given):
-            raise TypeError(f"{method.__name__}() got one argument under two names: {', '.join(given)}")
+            raise TypeError(
+                f"{method.__name__}() got one argument under two names: {', '.join(given)}"
+            )
         return method(*args, **ours)
 
     return call
@@ -117,7 +124,9 @@ def _whole(lengths: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
         return lengths
     misfits = lengths[~(lengths.isfinite() & (lengths >= 1))]
     if len(misfits):
-        raise ArgumentError(f"lengths must be at least 1 and finite, but one is {float(misfits[0])}")
+        raise ArgumentError(
+            f"lengths must be at least 1 and finite, but one is {float(misfits[0])}"
+        )
     return lengths.to(torch.int64)
 
 
@@ -125,7 +134,8 @@ class Server(_Server):
     """A node's part of the table of ``setup``'s keys.
 
     Args:
-        value_lengths: the length of all values, or an array with one length per key; floats are cast.
+        value_lengths: the length of all values, or an array with one length per key; floats are
+            cast.
     """
 
     def __init__(self, value_lengths: int | torch.Tensor | np.ndarray[Any, Any]) -> None:

@@ -15,7 +15,8 @@ __all__ = ["dmlc_variables", "of_servers"]
 
 
 def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -> Topology:
-    """The topology of the original's variables (``DMLC_*``) or, without them, of a launcher's: each process a node.
+    """The topology of the original's variables (``DMLC_*``) or, without them, of a launcher's: each
+    process a node.
 
     Raises:
         ConfigError: a variable is missing or no number.
@@ -65,6 +66,8 @@ def dmlc_variables() -> tuple[int, str, int]:
     for name in ("DMLC_NUM_SERVER", "DMLC_PS_ROOT_PORT"):
         text = os.environ.get(name, "")
         if not text.isdigit():
-            raise ConfigError(f"{name}={text!r}: it must be a whole number, the same for all processes")
+            raise ConfigError(
+                f"{name}={text!r}: it must be a whole number, the same for all processes"
+            )
         values.append(int(text))
     return values[0], os.environ.get("DMLC_PS_ROOT_URI", "127.0.0.1"), values[1]

@@ -66,7 +66,8 @@ class MPI_Communicator(Communicator):  # noqa: N801 - mpi4torch's name
 
     @classmethod
     def _of(cls, comm: Communicator) -> MPI_Communicator:
-        # mpi4torch recorded nothing without a gradient, so its scripts may leave communications out.
+        # mpi4torch recorded nothing without a gradient, so its scripts may leave communications
+        # out.
         self = cls.__new__(cls)
         self.__dict__.update(comm.replace(unreached="warn").__dict__)
         self.number = self.reverse.number = _compiled.register(self)
@@ -78,7 +79,9 @@ class MPI_Communicator(Communicator):  # noqa: N801 - mpi4torch's name
 
     def Reduce_(self, tensor: Tensor, op: Op, root: int) -> Tensor:
         """The reduction on root, in place; ``tensor`` itself has no derivative from here on."""
-        return _overwritten(tensor, lambda given: super(MPI_Communicator, self).Reduce_(given, op, root))
+        return _overwritten(
+            tensor, lambda given: super(MPI_Communicator, self).Reduce_(given, op, root)
+        )
 
 
 def _overwritten(tensor: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -98,7 +101,8 @@ class _Forbidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise GraphError(
-            "a tensor was overwritten by an MPI function and used again: use the function's result instead, or give it "
+            "a tensor was overwritten by an MPI function and used again: use the function's result "
+            "instead, or give it "
             "a clone of the tensor"
         )
 

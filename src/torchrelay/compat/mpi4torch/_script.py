@@ -84,7 +84,9 @@ def JoinDummies(loopthrough: Tensor, dummies: list[Tensor]) -> Tensor:
 def JoinDummiesHandle(handle: WaitHandle, dummies: list[Tensor]) -> WaitHandle:
     """``handle``, whose ``Wait`` for autograd depends on the ``dummies`` too."""
     if torch.jit.is_scripting():
-        return _WaitHandle(torch.ops.torchrelay_mpi4torch.join(handle.dummy, dummies), handle.number)
+        return _WaitHandle(
+            torch.ops.torchrelay_mpi4torch.join(handle.dummy, dummies), handle.number
+        )
     else:  # noqa: RET505 - TorchScript compiles what follows a return
         return mpi.JoinDummiesHandle(handle, dummies)
 
@@ -107,10 +109,14 @@ class _Communicator:
         return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Reduce_", op.name, [root])
 
     def Gather(self, tensor: Tensor, gatheraxis: int, root: int) -> Tensor:
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Gather", "", [gatheraxis, root])
+        return torch.ops.torchrelay_mpi4torch.call(
+            tensor, self.number, "Gather", "", [gatheraxis, root]
+        )
 
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Allgather", "", [gatheraxis])
+        return torch.ops.torchrelay_mpi4torch.call(
+            tensor, self.number, "Allgather", "", [gatheraxis]
+        )
 
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
         arguments = [scatteraxis, numelem, root]
@@ -127,11 +133,15 @@ class _Communicator:
         return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Recv", "", [source, tag])
 
     def Isend(self, tensor: Tensor, dest: int, tag: int) -> WaitHandle:
-        dummy, number = torch.ops.torchrelay_mpi4torch.start(tensor, self.number, "Isend", dest, tag)
+        dummy, number = torch.ops.torchrelay_mpi4torch.start(
+            tensor, self.number, "Isend", dest, tag
+        )
         return _WaitHandle(dummy, number)
 
     def Irecv(self, tensor: Tensor, source: int, tag: int) -> WaitHandle:
-        dummy, number = torch.ops.torchrelay_mpi4torch.start(tensor, self.number, "Irecv", source, tag)
+        dummy, number = torch.ops.torchrelay_mpi4torch.start(
+            tensor, self.number, "Irecv", source, tag
+        )
         return _WaitHandle(dummy, number)
 
     def Wait(self, handle: WaitHandle) -> Tensor:

@@ -5,7 +5,8 @@
 >>> fs_writer = cp.FileSystemWriter(path="/checkpoint/")
 >>> cp.save_state_dict(state_dict=model.state_dict(), storage_writer=fs_writer)
 
-The planning is that of ``torch.distributed.checkpoint``, the files those of :mod:`torchrelay.checkpoint`.
+The planning is that of ``torch.distributed.checkpoint``, the files those of
+:mod:`torchrelay.checkpoint`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def save_state_dict(
 
     Raises:
         UnsupportedError: ``coordinator_rank`` is not 0.
-        torch.distributed.checkpoint.CheckpointException: some rank failed; it holds each rank's error.
+        torch.distributed.checkpoint.CheckpointException: some rank failed; it holds each rank's
+        error.
     """
     _check_coordinator(coordinator_rank)
     with _alone_without_warning():
@@ -57,7 +59,8 @@ def load_state_dict(
 
     Raises:
         UnsupportedError: ``coordinator_rank`` is not 0.
-        torch.distributed.checkpoint.CheckpointException: some rank failed; it holds each rank's error.
+        torch.distributed.checkpoint.CheckpointException: some rank failed; it holds each rank's
+        error.
     """
     _check_coordinator(coordinator_rank)
     with _alone_without_warning():
@@ -75,5 +78,7 @@ def _check_coordinator(rank: int) -> None:
 def _alone_without_warning() -> Iterator[None]:
     """A process alone needs no process group, and DCP need not warn that there is none."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled, unavailable or uninitialized"
+        )
         yield

@@ -16,7 +16,8 @@ __all__ = ["SlowMomentumOptimizer"]
 
 
 class _Averager(ModelAverager):
-    """Averages at each step for which ``step % period`` is 0, and counts them, as PyTorch's ``PeriodicModelAverager``.
+    """Averages at each step for which ``step % period`` is 0, and counts them, as PyTorch's
+    ``PeriodicModelAverager``.
 
     Equal to it but for float16 and bfloat16, which it adds as they are.
     """
@@ -41,10 +42,11 @@ def _parameters(params: Iterable[Any]) -> list[torch.Tensor]:
 
 
 class SlowMomentumOptimizer(_slowmo.SlowMomentumOptimizer):
-    """The slow step comes where torchdistX has it: at steps f + 1, 2 f + 1 ... for ``slowmo_freq`` f.
+    """The slow step comes where torchdistX has it: at steps f + 1, 2 f + 1 ... for ``slowmo_freq``
+    f.
 
-    ``averager`` averages the parameters there and, without a slow step, after the first step; a script may put another
-    of PyTorch's model averagers in its place.
+    ``averager`` averages the parameters there and, without a slow step, after the first step; a
+    script may put another of PyTorch's model averagers in its place.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class SlowMomentumOptimizer(_slowmo.SlowMomentumOptimizer):
             self._slow_step()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Takes torchdistX's own state, too: it has the momentum in each parameter's state, and no averaged parameters.
+        """Takes torchdistX's own state, too: it has the momentum in each parameter's state, and no
+        averaged parameters.
 
         They are then those that the model has now.
         """
@@ -80,6 +83,11 @@ class SlowMomentumOptimizer(_slowmo.SlowMomentumOptimizer):
                 if "slow_momentum" in state
             }
             anchors = {index: param for index, (param, _) in enumerate(self._parameters())}
-            state_dict = {**state_dict, "state": states, "slow_momentum": momentum, "slow_anchor": anchors}
+            state_dict = {
+                **state_dict,
+                "state": states,
+                "slow_momentum": momentum,
+                "slow_anchor": anchors,
+            }
         super().load_state_dict(state_dict)
         self.averager.step, self.averager.period = self._step_count_slow, self.slowmo_freq
