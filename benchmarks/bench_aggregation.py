@@ -1,14 +1,13 @@
 """all_reduce of float32 on one host: ``sml``, Gloo and Open MPI, interleaved in the same processes;
 and DDP.
 
-    python benchmarks/bench_aggregation.py            # 8 B to 256 MiB on 2 and on 4 ranks: about 3
-    minutes python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
+    python benchmarks/bench_aggregation.py            # 8 B to 256 MiB on 2 and on 4 ranks: about 3 minutes
+    python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
 
 The floor is what the memory allows: each rank must read the message's bytes and write as many,
 which is what one copy of them does; all ranks copy at the same time. A result is checked before it
-is timed. Only ratios mean something on a
-virtual machine: now and then its cores take several times as long to pass bytes to each other, for
-    all rivals.
+is timed. Only ratios mean something on a virtual machine: now and then its cores take several times
+as long to pass bytes to each other, for all rivals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Saving and loading against torch's own ways: rates, the stall of an asynchronous save, a shard of
 gpt2-xl, planning.
 
-    python benchmarks/bench_checkpoint.py              # 2 GB, gpt2-xl: about 20 minutes, 20 GB of
-    disk python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
+    python benchmarks/bench_checkpoint.py              # 2 GB, gpt2-xl: about 20 minutes, 20 GB of disk
+    python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
 
 Rivals run in the same run, interleaved, with fsync wherever ours has it; every result is checked
 before it is timed. ``--folder`` names a folder on the disk to measure, which keeps checkpoints and

@@ -1,10 +1,9 @@
 """Differentiable MPI beside bare mpi4py, mpi4torch (if it is installed) and torch's own collectives
 (gloo), on 2 ranks.
 
-    python benchmarks/bench_mpi.py                                # every case, 8 B to 64 MiB: about
-    5 minutes python benchmarks/bench_mpi.py --cases Allreduce --sizes 8    # some of them; prints,
-    and writes nothing python benchmarks/bench_mpi.py --smoke                        # one tiny
-    iteration; writes nothing
+    python benchmarks/bench_mpi.py                                # every case, 8 B to 64 MiB: about 5 minutes
+    python benchmarks/bench_mpi.py --cases Allreduce --sizes 8    # some of them; prints, and writes nothing
+    python benchmarks/bench_mpi.py --smoke                        # one tiny iteration; writes nothing
 
 Starts ``mpirun -n 2`` on itself. mpi4torch 0.1.3 has to be adapted to compile with torch 2.13,
 whose autograd nodes are intrusive pointers. A case's result is checked before it is timed. The

@@ -1,9 +1,8 @@
-"""ComplEx trained on two nodes of one worker, four ways: what stays local, what is sent, how long
-an epoch takes.
+"""ComplEx trained on two nodes of one worker, four ways: what stays local, what is sent, how long an
+epoch takes.
 
-    python benchmarks/bench_parameters_wn18rr.py --data WN18RR    # folder with train.txt,
-    valid.txt, test.txt python benchmarks/bench_parameters_wn18rr.py --smoke          # a tiny model
-    of the code graph, one way
+    python benchmarks/bench_parameters_wn18rr.py --data WN18RR    # folder with train.txt, valid.txt, test.txt
+    python benchmarks/bench_parameters_wn18rr.py --smoke          # a tiny model of the code graph, one way
 
 Writes ``results/parameters_wn18rr.md``. Two processes of this machine are the two nodes; they run
 ``examples/parameters_kge.py``. A run whose test MRR is not several times the baseline's fails.

@@ -1,11 +1,10 @@
 """Model switching: what a switch costs beside a ready model, a restarted process, and other ways to
 load weights.
 
-    python benchmarks/bench_switching.py                                # everything, about half an
-    hour python benchmarks/bench_switching.py --part links --models bert vit # one part, kept in
-    --data python benchmarks/bench_switching.py --part report                  # the results file
-    and plots from --data python benchmarks/bench_switching.py --smoke                        # tiny
-    models, once; writes nothing
+    python benchmarks/bench_switching.py                                # everything, about half an hour
+    python benchmarks/bench_switching.py --part links --models bert vit # one part, kept in --data
+    python benchmarks/bench_switching.py --part report                  # the results file and plots from --data
+    python benchmarks/bench_switching.py --smoke                        # tiny models, once; writes nothing
 
 Remakes figures 5 to 9 of the PipeSwitch paper (Bai et al., OSDI 2020): the time of a request that
 needs a switch (5), throughput and latency over the time between switches (6), and what pipelining

@@ -1,9 +1,8 @@
 """The main job, whole, as a user runs it: ``torchrelay demo`` on the code graph, or on WN18RR.
 
     python benchmarks/bench_tour.py                   # the code graph of the standard library
-    python benchmarks/bench_tour.py --wn18rr FOLDER   # folder with WN18RR's train.txt, valid.txt,
-    test.txt python benchmarks/bench_tour.py --smoke           # one epoch of the code graph; writes
-    nothing
+    python benchmarks/bench_tour.py --wn18rr FOLDER   # folder with WN18RR's train.txt, valid.txt, test.txt
+    python benchmarks/bench_tour.py --smoke           # one epoch of the code graph; writes nothing
 
 Each run replaces its own section of ``benchmarks/results/tour.md`` by the command, its time, and
 all it printed. A run whose test MRR is below what it must reach fails and writes nothing.

@@ -7,7 +7,7 @@ Each host is a network namespace with one link to a namespace in which ``torchre
 The same model is trained over ``sml`` and over Gloo. Needs root and the commands ip, nsenter and
 unshare; leaves nothing behind.
 On real machines: ``torchrelay switch`` on one, and this file's ``train`` under torchrun on the
-    others.
+others.
 """
 
 from __future__ import annotations

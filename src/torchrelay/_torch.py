@@ -222,7 +222,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operations on ``device`` draw from if given none. Checked on 2.13.
 
     For a device that is absent here: a CPU generator of its own, with the seed that ``manual_seed``
-        set.
+    set.
     """
     if device.type != "cpu" and device_available(device):
         module = getattr(torch, device.type)

@@ -11,7 +11,7 @@ configured, through an aggregation switch. All collectives, dtypes and reduction
 with timeouts and errors that name the rank they are about.
 
 Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`, :class:`SmlGroup`,
-    :func:`register`.
+:func:`register`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class SmlBackend:
     """What ``group._get_backend(device)`` returns for a device of ``sml``.
 
     The group is its own backend: collectives are the group's. Beside them PyTorch asks a backend
-        what it supports.
+    what it supports.
     """
 
     supports_coalescing = False

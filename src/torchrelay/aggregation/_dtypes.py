@@ -56,7 +56,7 @@ def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
     """A view of ``tensor`` (and the op on it) that the native core can reduce.
 
     bool is reduced as logic: SUM and MAX are or, PRODUCT and MIN are and. Complex numbers are added
-        as pairs.
+    as pairs.
 
     Raises:
         ArgumentError: the op has no meaning for this dtype.

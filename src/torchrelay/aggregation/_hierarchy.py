@@ -6,19 +6,20 @@ those of a host's link, each way:
   all_reduce      in pieces, in a pipeline: each host reduces a piece to its leader; the leaders
                   reduce it over the hosts; each leader broadcasts the piece on its host. By TCP,
                   leader h gets part h from the other leaders, adds the H parts in the order of the
-                  hosts, and sends the sum back
-                  to them: 2(H-1)/H*m bytes. Through a switch: m bytes, and 3 % more for float32's
-  exponents
+                  hosts, and sends the sum back to them: 2(H-1)/H*m bytes. Through a switch:
+                  m bytes, and 3 % more for float32's exponents
   reduce          the same, but sums are sent to the root only
   reduce_scatter  each host reduces the blocks of each other host's ranks and sends them to these;
                   every rank adds what it gets. (H-1)*L blocks
-  broadcast       one piece: from the root to the leaders; more: from host to host in a chain. m
-  bytes all_gather      each rank sends its block to one rank of each other host, which broadcasts
-  it there. (H-1)*L blocks gather, scatter, all_to_all   through shared memory within a host,
-  directly between ranks of two hosts
+  broadcast       one piece: from the root to the leaders; more: from host to host in a chain.
+                  m bytes
+  all_gather      each rank sends its block to one rank of each other host, which broadcasts it
+                  there. (H-1)*L blocks
+  gather, scatter, all_to_all   through shared memory within a host, directly between ranks of two
+                                hosts
 
 The order of addition depends on the placement and the size alone: results have the same bits every
-    time, on all ranks.
+time, on all ranks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A failure must be heard through every caller of c10d. ``wait()`` raises it; the future raises it
 too, from a
 callback: a future that was given an exception directly crashes DDP and is ignored by functional
-    collectives.
+collectives.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class History:
     """The record of a storage, and memory that holds one of the states in it.
 
     The memory is a cache: it can be dropped at any time, and any state computed again from the
-        record. That ends
-    where it is handed out, as the memory of a materialized tensor: whoever holds the tensor may
-    write to it, so only the job that handed it out still reads it as a state of the record.
+    record. That ends where it is handed out, as the memory of a materialized tensor: whoever holds
+    the tensor may write to it, so only the job that handed it out still reads it as a state of the
+    record.
 
     Fake tensors and the operations that read the storage own its history; those that write it do
     not, so that a storage that nobody can reach any more frees its record and its memory at once.

@@ -1,9 +1,9 @@
 """ComplEx with reciprocal relations, trained as a classifier over entities.
 
 Sources: Trouillon et al., "Complex Embeddings for Simple Link Prediction" (ICML 2016); reciprocal
-    relations,
-the N3 regulariser and Adagrad: Lacroix et al., "Canonical Tensor Decomposition for Knowledge Base
-Completion" (ICML 2018); the correction of a sampled softmax: Bengio and Senecal (2008).
+relations, the N3 regulariser and Adagrad: Lacroix et al., "Canonical Tensor Decomposition for
+Knowledge Base Completion" (ICML 2018); the correction of a sampled softmax: Bengio and Senecal
+(2008).
 """
 
 from __future__ import annotations
