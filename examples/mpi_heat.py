@@ -4,10 +4,9 @@
 
 The 2-d heat equation du/dt = laplace(u) + source is solved by explicit steps on a grid cut into one
 block a rank; before each step every block gets a halo of its neighbours' values. The source is
-fitted by L-BFGS
-through the whole solve: the gradient runs back through every halo exchange of every step, and the
-optimizer's inner products are summed over the ranks, so the fit does not depend on how many there
-are.
+fitted by L-BFGS through the whole solve: the gradient runs back through every halo exchange of
+every step, and the optimizer's inner products are summed over the ranks, so the fit does not depend
+on how many there are.
 """
 
 import argparse

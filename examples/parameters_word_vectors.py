@@ -5,9 +5,8 @@
 
 Source: Mikolov et al., "Distributed Representations of Words and Phrases and their
 Compositionality" (NIPS 2013). Word ``w`` has two vectors in one table: row ``w`` as a centre, row
-``words + w`` as a context. Words are
-as unevenly frequent as in any text, so most keys belong on one node at a time and a few on all: the
-manager moves the former and copies the latter.
+``words + w`` as a context. Words are as unevenly frequent as in any text, so most keys belong on
+one node at a time and a few on all: the manager moves the former and copies the latter.
 """
 
 from __future__ import annotations

@@ -545,8 +545,7 @@ def local_blocks(tensor: Any) -> list[Block]:
     """Return the blocks of the global tensor that form this rank's part of a DTensor.
 
     One, unless a strided shard (FSDP over tensor parallelism, with uneven sizes) interleaves: then
-    one per
-    run. Each has offsets, sizes and its position in the local tensor. Checked on 2.13.
+    one per run. Each has offsets, sizes and its position in the local tensor. Checked on 2.13.
     """
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 

@@ -1,12 +1,9 @@
 """Tensors over memory that several processes share.
 
 A :class:`Segment` is a block of host memory without a name in any file system, so nothing is left
-behind
-when its users are killed. Its ``address`` is a short string that another process of the same user
-and host
-passes to :meth:`Segment.attach` while the creator holds the segment. Its ``fd`` may be sent over a
-Unix
-socket instead. Tensors over a segment keep it alive.
+behind when its users are killed. Its ``address`` is a short string that another process of the same
+user and host passes to :meth:`Segment.attach` while the creator holds the segment. Its ``fd`` may
+be sent over a Unix socket instead. Tensors over a segment keep it alive.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Counters, spans and events, for handlers that users install.
 
 Components call :func:`count`, :func:`span` and :func:`event`, which do nothing without a handler.
-Handlers
-have the methods of :class:`Handler`; :func:`handling` installs one within a ``with`` block.
+Handlers have the methods of :class:`Handler`; :func:`handling` installs one within a ``with``
+block.
 """
 
 from __future__ import annotations

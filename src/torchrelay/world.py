@@ -1,8 +1,7 @@
 """Ranks, world size, rendezvous store, and which ranks share a host.
 
 :meth:`World.from_environment` reads the variables of torchrun, Open MPI, MPICH or Slurm; without
-any of
-them the world has one process. Importing this module does not import ``torch.distributed``.
+any of them the world has one process. Importing this module does not import ``torch.distributed``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading and writing ``manifest.json``, which makes a folder of data files a checkpoint.
 
 The first line is enough to order checkpoints by age; the last holds the CRC32C of all lines before
-it. What is
-read is not trusted: every name, size, offset and range is checked before anything is done with it.
+it. What is read is not trusted: every name, size, offset and range is checked before anything is
+done with it.
 """
 
 from __future__ import annotations

@@ -60,10 +60,9 @@ def demo(
     """Train a model of real data on several processes, and compare each stage with the usual way.
 
     A ComplEx model is built by deferred initialisation. Its entity embeddings are trained in a
-    parameter
-    table, the rest by DistributedDataParallel over the [bold]sml[/bold] backend. It is saved to a
-    sharded
-    checkpoint, loaded again, evaluated by link prediction, and served beside another model.
+    parameter table, the rest by DistributedDataParallel over the [bold]sml[/bold] backend. It is
+    saved to a sharded checkpoint, loaded again, evaluated by link prediction, and served beside
+    another model.
     """
     options = Options(
         data=data or Path(),

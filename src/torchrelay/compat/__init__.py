@@ -1,8 +1,7 @@
 """Drop-in modules under the names of the systems that TorchRelay implements.
 
 Import one by its path (``from torchrelay.compat import torchdistx``), or replace the originals for
-an
-unchanged script::
+an unchanged script::
 
     python -m torchrelay.compat script.py arguments ...
 
@@ -70,8 +69,7 @@ def install_in_children() -> None:
     """Let ``import <name>`` find the drop-in modules in Python processes started from now on.
 
     A spawned process imports the script before anything could call :func:`install`. A directory of
-    one-line
-    modules is therefore put in front of ``PYTHONPATH``, and into ``sys.path``, which
+    one-line modules is therefore put in front of ``PYTHONPATH``, and into ``sys.path``, which
     multiprocessing passes on.
     """
     path = os.environ.get("PYTHONPATH")

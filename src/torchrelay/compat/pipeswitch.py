@@ -1,10 +1,8 @@
 """PipeSwitch's six functions over :class:`torchrelay.switching.SharedCache`.
 
 ``torchrelay.compat.install("pipeswitch")`` puts them on `torch.cuda`, where PipeSwitch's patch had
-them.
-Without arguments, sizes, device and address come from the settings ``TORCHRELAY_SWITCHING_*``. A
-process
-has one shared cache, as in the original.
+them. Without arguments, sizes, device and address come from the settings
+``TORCHRELAY_SWITCHING_*``. A process has one shared cache, as in the original.
 
 Unlike the patch, this does not change torch's allocator: the two insert functions return a
 :class:`~torchrelay.switching.Region`, into which ``region.put(model)`` places a model.

@@ -1,8 +1,7 @@
 """Regions of a storage as boxes on a common grid, so that they can be intersected and cut.
 
 A grid is a descending list of strides, each a multiple of the next. A region whose strides are on
-the
-grid, or span several of its axes, covers a box: on each axis a start and a length.
+the grid, or span several of its axes, covers a box: on each axis a start and a length.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class Box:
     Attributes:
         starts, lengths: for each axis of the grid.
         groups: for each dimension of the region, the axes that it spans, outermost first; none if
-            its
-            size is 1.
+            its size is 1.
     """
 
     starts: tuple[int, ...]

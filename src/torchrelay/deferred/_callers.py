@@ -1,11 +1,9 @@
 """Functions of torch that read ``is_meta`` before they compute, send or create initial values.
 
 A fake tensor inspects its caller, because neither answer would do: ``trunc_normal_`` draws until
-nothing
-is rejected, which needs values, and is recorded as one operation; the scatter and broadcast inside
-``distribute_tensor`` become copies, because every rank has the whole record; FSDP1, which asks
-before it
-calls ``param_init_fn``, gets True.
+nothing is rejected, which needs values, and is recorded as one operation; the scatter and broadcast
+inside ``distribute_tensor`` become copies, because every rank has the whole record; FSDP1, which
+asks before it calls ``param_init_fn``, gets True.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Execution of operations on fake tensors: for real, on shapes only, or recorded.
 
 Shapes come from torch's meta kernels on meta tensors of the same shape and stride; common
-initialisers
-take shorter paths.
+initialisers take shorter paths.
 """
 
 from __future__ import annotations
@@ -208,8 +207,7 @@ def _is_only_shapeless(
     """Return whether ``func`` can be recorded although its meta kernel is missing or refuses.
 
     Some meta kernels refuse what the real ones accept. The operation is then run for real, and if
-    that
-    fails, the error is the eager one. This excludes views, which must stay views.
+    that fails, the error is the eager one. This excludes views, which must stay views.
     """
     if isinstance(error, NotImplementedError):
         return bool(written) and not operator.creates

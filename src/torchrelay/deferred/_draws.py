@@ -1,12 +1,9 @@
 """Random fills: how many words they take from the CPU generator, and filling only a part.
 
 The CPU generator produces 32-bit words in one sequence, and a contiguous fill takes them in the
-order of
-its elements, so the words before any element can be counted and skipped. The counts were derived
-from
-the generator. :func:`rule_for` verifies them once per process, operation and dtype against the
-running
-torch, and returns no rule if they do not hold.
+order of its elements, so the words before any element can be counted and skipped. The counts were
+derived from the generator. :func:`rule_for` verifies them once per process, operation and dtype
+against the running torch, and returns no rule if they do not hold.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Fake tensors that deferred initialisation left in caches and globals instead of its result.
 
 A table that a program computes once and keeps (``functools.lru_cache``, a global dict) would stay
-fake,
-and later construction with it would be fake, too. After such an initialisation, materialisation
-searches
-once for what keeps them; tensors kept elsewhere, such as by a closure, are reported.
+fake, and later construction with it would be fake, too. After such an initialisation,
+materialisation searches once for what keeps them; tensors kept elsewhere, such as by a closure, are
+reported.
 """
 
 from __future__ import annotations

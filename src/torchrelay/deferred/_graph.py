@@ -1,13 +1,10 @@
 """The record of deferred initialisation: storages, operations that write them, and their regions.
 
 A fake tensor is a *region* (dtype, size, stride, offset) of a :class:`Storage` without memory.
-Views are
-therefore not operations, but other regions of the same storage. A :class:`Node` is one operation
-that
-allocates or writes storages; its tensor arguments are regions, and ``seq`` is its place in the
-program.
-Only the operations before a place in the program decide the state of a storage there. What is run
-earlier or later, or changed from outside, does not matter.
+Views are therefore not operations, but other regions of the same storage. A :class:`Node` is one
+operation that allocates or writes storages; its tensor arguments are regions, and ``seq`` is its
+place in the program. Only the operations before a place in the program decide the state of a
+storage there. What is run earlier or later, or changed from outside, does not matter.
 """
 
 from __future__ import annotations

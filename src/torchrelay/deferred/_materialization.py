@@ -40,8 +40,7 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ArgumentError: ``tensor`` is not a tensor.
         DeferredError: ``tensor`` is fake but not from :func:`deferred_init`, or a real tensor that
-            its
-            initialisation read has changed since.
+            its initialisation read has changed since.
         UnavailableError: it was recorded for a device that this machine lacks.
     """
     if not isinstance(tensor, torch.Tensor):
@@ -92,27 +91,22 @@ def materialize_module(
     """Compute the deferred tensors of ``module``, children first, one tensor at a time.
 
     Parameters stay the same objects, unless a DTensor replaces them. Deferred tensors that are
-    plain
-    attributes of a module, or in a list, tuple or dict there, are materialised whole. No values are
-    sent
-    between ranks.
+    plain attributes of a module, or in a list, tuple or dict there, are materialised whole. No
+    values are sent between ranks.
 
     Args:
         buffers_only: leave parameters deferred.
         check_fn: called with each submodule; if it returns False, the submodule's own tensors are
-            left
-            unchanged.
+            left unchanged.
         device: the device of the values, also for tensors recorded for an absent device.
         dtype: floating-point tensors are converted to it after their values are computed.
         shard: the part that this process keeps. Either a function of the qualified name and the
-            fake
-            tensor that returns a tuple of slices, or None for all of it; or a pair
+            fake tensor that returns a tuple of slices, or None for all of it; or a pair
             ``(device_mesh, placements)``, of which the parameter becomes a DTensor and only the
                 local
             part is computed. The placements may be a function of name and tensor, too.
         uninitialized: qualified names of tensors that get memory but no values, because the caller
-            will
-            fill them. Values that depend on them are computed from the recorded ones.
+            will fill them. Values that depend on them are computed from the recorded ones.
 
     Raises:
         ArgumentError: an argument has the wrong type, or slices do not fit.

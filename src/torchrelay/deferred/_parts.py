@@ -3,8 +3,7 @@
 The operations that wrote a storage are executed in order, each on its intersection with the part:
 constants and random numbers are filled in (the generator is moved to the first word that the part
 needs), and elementwise operations get the same part of their arguments. Operations that cannot be
-cut (a
-decomposition, a permutation) are evaluated whole and then sliced, one tensor at a time.
+cut (a decomposition, a permutation) are evaluated whole and then sliced, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -385,8 +384,7 @@ def _is_local(func: Any, dtype: torch.dtype) -> bool:
     """Whether ``func`` gives an element the same bits wherever it lies in a tensor.
 
     Additions and copies do by IEEE arithmetic. A function that is computed by one method in vectors
-    and by
-    another at their ends may not: those are tried out, once a process.
+    and by another at their ends may not: those are tried out, once a process.
     """
     if func not in _TRIED:
         return True

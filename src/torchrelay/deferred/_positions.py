@@ -1,11 +1,10 @@
 """Positions in generator sequences at which recorded operations draw their random numbers.
 
 During deferred initialisation nothing is drawn. Each drawing operation gets a :class:`Position`,
-and the
-real generator is put into a *mark*: its own state, with a few words replaced by an identifier of
-the
-position after the draw, and the others by noise. Whatever the program does with generator states
-(seeding, ``fork_rng``, copying) moves marks, and the next draw identifies its position by them.
+and the real generator is put into a *mark*: its own state, with a few words replaced by an
+identifier of the position after the draw, and the others by noise. Whatever the program does with
+generator states (seeding, ``fork_rng``, copying) moves marks, and the next draw identifies its
+position by them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Recipes: the record of a module as a small file, in place of a checkpoint of its initial values.
 
 The file is JSON. It names operations by their overloads in ``aten``, from a fixed list, and holds
-seeds,
-shapes and numbers. Reading one executes only these operations, and only at materialisation.
+seeds, shapes and numbers. Reading one executes only these operations, and only at materialisation.
 """
 
 from __future__ import annotations

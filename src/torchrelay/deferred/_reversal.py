@@ -52,8 +52,7 @@ def recipe(module: torch.nn.Module, path: str | Path | None = None) -> bytes:
     Raises:
         ArgumentError: ``module`` is not a module.
         DeferredError: a tensor has no record, changed since its materialisation, or was computed
-            from
-            real tensors from outside.
+            from real tensors from outside.
         UnsupportedError: a recipe cannot contain one of the operations.
     """
     data = _recipes.dump(

@@ -1,9 +1,8 @@
 """The fake tensor: a tensor with shape, dtype, device and autograd, but without memory.
 
 It is a wrapper subclass. Its methods that need values, and those that torch would stop before they
-reach
-the dispatcher (``.to("cuda")`` without CUDA), are overridden in the class; nothing in torch is
-replaced.
+reach the dispatcher (``.to("cuda")`` without CUDA), are overridden in the class; nothing in torch
+is replaced.
 """
 
 from __future__ import annotations

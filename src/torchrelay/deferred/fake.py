@@ -1,8 +1,7 @@
 """Fake tensors: tensors with shape, dtype, stride and device, but without memory.
 
 Inside :func:`fake_mode` every new tensor is fake, also on devices that this machine lacks.
-Operations
-on fake tensors return fake tensors, inside and outside the mode.
+Operations on fake tensors return fake tensors, inside and outside the mode.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ def fake_mode(*, fake_cuda: bool | None = None) -> Iterator[None]:
 
     Args:
         fake_cuda: None and True: devices that this machine lacks work as if present. False:
-            creating a
-            tensor on one raises, as it does without the mode.
+            creating a tensor on one raises, as it does without the mode.
 
     Raises:
         UnavailableError: a device is absent, with ``fake_cuda=False``.

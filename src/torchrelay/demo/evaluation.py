@@ -2,9 +2,8 @@
 
 For each fact (s, r, o) the model ranks all entities as answers to (s, r, ?) and to (?, r, o). Other
 right answers, of train, valid or test, do not count (*filtered*; Bordes et al., NIPS 2013). Equal
-scores share
-their places: the rank is the mean of the best and the worst that the scores allow (*realistic*;
-Berrendorf et al., 2020), so a model that scores everything the same gains nothing.
+scores share their places: the rank is the mean of the best and the worst that the scores allow
+(*realistic*; Berrendorf et al., 2020), so a model that scores everything the same gains nothing.
 """
 
 from __future__ import annotations

@@ -230,8 +230,7 @@ def _scratch(task: int) -> Slot:
     """Return a chain for forward code inside a backward pass, such as a recomputed checkpoint.
 
     Its graph serves that backward pass only and must not join the thread's chain. A reentrant
-    checkpoint
-    differentiates it at once in its own pass; the next one gets a new chain.
+    checkpoint differentiates it at once in its own pass; the next one gets a new chain.
     """
     if task not in _scratches:
         _scratches[task] = Slot()

@@ -48,8 +48,7 @@ class Communicator:
     """A group of ranks with MPI's functions for tensors.
 
     Created by :func:`from_mpi4py`, :meth:`Split`, :meth:`Dup` and :meth:`Cart`. A context manager
-    that
-    frees it. Unless stated otherwise, functions are recorded in grad mode, take tensors of any
+    that frees it. Unless stated otherwise, functions are recorded in grad mode, take tensors of any
     strides on any device, and accept integers, bool, float16, bfloat16, float32, float64, complex64
     and complex128. Negative axes count from the end.
 
@@ -380,8 +379,7 @@ class Communicator:
         """Mark ``tensor``, equal on all ranks, as used differently by each rank from here on.
 
         Communicates in the backward pass only, under the convention ``"replicated"``: its
-        derivative is
-        Allreduce.
+        derivative is Allreduce.
         """
         return replicate(self, tensor)
 
@@ -588,8 +586,7 @@ class CartCommunicator(Communicator):
 
         Args:
             tensor: of shape ``(2 * len(dims), ...)``; parts ``2 * d`` and ``2 * d + 1`` go to the
-                lower
-                and the upper neighbour along dimension d.
+                lower and the upper neighbour along dimension d.
 
         Returns:
             The neighbours' parts in the same places; zeros at a border.

@@ -2,10 +2,9 @@
 
 It takes and returns the token of the chain, as an eager communication does. A compiled region thus
 joins the chain as one node, both passes keep the order, and no communication is eliminated as
-unused.
-Its other arguments encode a communication: a number for the communicator, the name of the class for
-the
-function, and integers for its arguments. Shapes and derivatives are those of the class.
+unused. Its other arguments encode a communication: a number for the communicator, the name of the
+class for the function, and integers for its arguments. Shapes and derivatives are those of the
+class.
 """
 
 from __future__ import annotations

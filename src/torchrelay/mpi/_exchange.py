@@ -1,8 +1,7 @@
 """Movement of contiguous blocks between ranks, for the collectives with counts.
 
 Nothing here is recorded. Counts are in elements. If a count does not fit one MPI call, blocks are
-sent as
-point-to-point messages in pieces.
+sent as point-to-point messages in pieces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Counts of the collectives that a rank has begun, to diagnose one that does not end.
 
 Collectives match by the order in which they begin. A rank that waits long in one reports its number
-and
-terms; a rank that has begun a different one under that number knows that they never match.
+and terms; a rank that has begun a different one under that number knows that they never match.
 """
 
 from __future__ import annotations

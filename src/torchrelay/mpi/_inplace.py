@@ -1,10 +1,9 @@
 """Communications whose result replaces the values of a tensor.
 
 A tensor that autograd allows to change in place becomes the result, including its history. A leaf
-that
-requires grad keeps its history, and the result is a new tensor with its new values. The values to
-which
-the leaf's gradient belongs are lost, so a gradient that reaches it on another path is an error.
+that requires grad keeps its history, and the result is a new tensor with its new values. The values
+to which the leaf's gradient belongs are lost, so a gradient that reaches it on another path is an
+error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Ownership of the MPI communicators behind ours, and when they are freed.
 
 MPI has few communicators, 2048 under MPICH, and frees one only if all its ranks do. A communicator
-that
-a rank can no longer reach is freed when its parent creates the next one: the ranks then agree on
-those
-that none can reach.
+that a rank can no longer reach is freed when its parent creates the next one: the ranks then agree
+on those that none can reach.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """Non-blocking collectives: started by ``Iallreduce`` and others, completed by ``Wait``.
 
 In a backward pass the steps exchange their roles: ``Wait``'s backward starts the communication of
-the
-derivative, and the start's backward waits for it. MPI matches collectives by the order of their
+the derivative, and the start's backward waits for it. MPI matches collectives by the order of their
 starts, and ranks may wait in different orders. A cotangent that arrives early is therefore kept
-until
-those of later collectives have been started.
+until those of later collectives have been started.
 
 All ranks pass tensors of one shape, or equal counts, because exchanging them would block. MAX, MIN
-and
-PROD are gathered if a derivative is wanted, and ``Wait`` reduces them: their derivatives need
-further
-communication, and ranks may wait in different orders.
+and PROD are gathered if a derivative is wanted, and ``Wait`` reduces them: their derivatives need
+further communication, and ranks may wait in different orders.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Order in which cotangents of received tensors are sent back: last message first.
 
 Receives posted one after the other may be waited for in another order. A cotangent that arrives
-before those
-of later messages of the same source and tag is kept until these have been sent.
+before those of later messages of the same source and tag is kept until these have been sent.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Recording of communications as nodes of autograd's graph.
 
 A :class:`Call` is one communication with its arguments: its forward, its backward (in terms of
-recorded
-communications, so that it can be differentiated again), and its batched form for ``vmap``.
-:func:`record`
-runs it in torch's current mode.
+recorded communications, so that it can be differentiated again), and its batched form for ``vmap``.
+:func:`record` runs it in torch's current mode.
 """
 
 from __future__ import annotations

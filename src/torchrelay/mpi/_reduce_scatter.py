@@ -107,8 +107,7 @@ def reduce_scatter(comm: Comm, x: Tensor, op: Op, axis: int, numelem: int) -> Te
     """Return this rank's ``numelem`` along ``axis`` of the reduction of all ranks' ``x``.
 
     Shapes and dtypes are equal. If a derivative is wanted, MAX, MIN and PROD reduce locally after
-    an
-    Alltoall.
+    an Alltoall.
     """
     axis = axis_of(axis, x.ndim)
     call = ReduceScatter(comm, op, axis, numelem)

@@ -1,14 +1,11 @@
 """Waiting for other ranks, with a timeout.
 
 Waits start a non-blocking communication and test it until it is done. (Collectives may call
-blocking
-functions of MPI after all ranks have arrived.) A rank that waits longer than ``timeout_s`` asks the
-others for their state over a control communicator, notifies them, and raises an error that names
-the
-call and the missing ranks. A rank that ends with an exception notifies the others, which raise at
-once. After such an error the state of MPI is undefined: further communications raise, and the
-process
-ends the job with ``MPI_Abort`` at exit, because ``MPI_Finalize`` would never return.
+blocking functions of MPI after all ranks have arrived.) A rank that waits longer than ``timeout_s``
+asks the others for their state over a control communicator, notifies them, and raises an error that
+names the call and the missing ranks. A rank that ends with an exception notifies the others, which
+raise at once. After such an error the state of MPI is undefined: further communications raise, and
+the process ends the job with ``MPI_Abort`` at exit, because ``MPI_Finalize`` would never return.
 
 A rank that ends without an exception waits at exit for the others. If they do not end, it notifies
 them. Those that wait for it raise once all other ranks they wait for are in the same call.
@@ -332,9 +329,8 @@ def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
     """Raise if ``call`` waits only for ranks that have ended.
 
     Returns True if it completed meanwhile. A rank may end before others when its part is done, such
-    as the root
-    of a broadcast, so the others are asked, and any that is not in this call may be the missing
-    one.
+    as the root of a broadcast, so the others are asked, and any that is not in this call may be the
+    missing one.
     """
     comm, peers = call.comm, _peers(call)
     ended = [rank for rank in peers if rank in comm.lease.ended]

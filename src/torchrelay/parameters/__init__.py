@@ -1,11 +1,9 @@
 """Adaptive parameter manager: tables of vectors whose rows move to the nodes that use them.
 
 Workers announce the keys they will access (*intent*). The manager relocates a key to the only node
-that
-needs it, or replicates it if several do, just in time. It implements "Good Intentions: Adaptive
-Parameter
-Management via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD 2022) and Lapse
-(VLDB 2020).
+that needs it, or replicates it if several do, just in time. It implements "Good Intentions:
+Adaptive Parameter Management via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD
+2022) and Lapse (VLDB 2020).
 
 For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`, :class:`TableOptimizer`,
 :class:`TableWeight`, :mod:`.optim`, :class:`IntentLoader`, :class:`Metrics`, :class:`KeyInit`.

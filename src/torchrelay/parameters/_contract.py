@@ -1,10 +1,9 @@
 """Vocabulary of the parameter manager.
 
 A *node* is a group of processes of one host that share one slab of values. Keys are int64; each key
-has a
-row of ``length`` elements of the table's dtype. Under an :class:`UpdateRule` other than ``add``, a
-row
-also has optimizer state, which moves with it, and :meth:`Worker.push` takes gradients.
+has a row of ``length`` elements of the table's dtype. Under an :class:`UpdateRule` other than
+``add``, a row also has optimizer state, which moves with it, and :meth:`Worker.push` takes
+gradients.
 """
 
 from __future__ import annotations

@@ -41,19 +41,16 @@ class IntentLoader(Generic[Batch]):
     """Iterate over ``loader``, announce the keys of coming batches, and advance the clock per step.
 
     Batch ``i`` is announced ``lookahead`` batches before it is yielded, for its own step: the step
-    ends when
-    the next batch is requested. A table takes part in one iteration at a time. The first step waits
-    up to a
-    second for its keys, so iterate over all epochs in one loader.
+    ends when the next batch is requested. A table takes part in one iteration at a time. The first
+    step waits up to a second for its keys, so iterate over all epochs in one loader.
 
     Args:
         loader: any iterable of batches, such as a ``DataLoader``. A new iteration starts over.
         keys_of: returns the keys of a batch per table: ``{table: keys}`` with int64 tensors of any
-            shape,
-            or only the keys if ``table`` is given.
+            shape, or only the keys if ``table`` is given.
         lookahead: batches announced ahead, at least 1. ``auto`` starts with 4, doubles it up to 256
-            while
-            steps still find remote keys, and shrinks it while they do not. The manager decides
+            while steps still find remote keys, and shrinks it while they do not. The manager
+            decides
                 itself how
             early it acts: announcing too early costs memory for keys, not traffic.
         table: the table whose keys ``keys_of`` returns.

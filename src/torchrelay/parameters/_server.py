@@ -47,17 +47,14 @@ class Server:
     """This node's part of a table. Create one per process, in the same order everywhere.
 
     In a node's first process it allocates the node's memory and serves other nodes; in the others
-    it
-    attaches that memory. A key starts at node ``key % num_nodes``.
+    it attaches that memory. A key starts at node ``key % num_nodes``.
 
     Args:
         keys: the number of keys; 0 for keys created at first use; or one length per key, as an
-            int64
-            tensor or array.
+            int64 tensor or array.
         length: elements of a value, if ``keys`` is a number.
         capacity: rows that this node can hold, if keys are created at first use; the least recently
-            used
-            are evicted, and initialised again at their next use.
+            used are evicted, and initialised again at their next use.
         dtype: float32, float64, float16, bfloat16 or int64.
         rule: the effect of :meth:`Worker.push`.
         init: the initial value of keys.
@@ -276,8 +273,7 @@ class Server:
 
         Args:
             scheme: ``naive`` draws independently; ``preloc`` draws and announces; ``pool`` reuses a
-                drawn
-                pool; ``local`` takes the nearest key of this node.
+                drawn pool; ``local`` takes the nearest key of this node.
             distribution: ``uniform`` or ``log-uniform``; ``weights`` (one per key of the range)
                 replace it.
             max: 0 means the number of keys.

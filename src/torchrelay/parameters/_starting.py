@@ -80,8 +80,7 @@ def start(
 
     Args:
         world: the job; default: that of ``process_group``, of the default process group if there is
-            one,
-            or of the launcher.
+            one, or of the launcher.
         store: shared by the processes of ``world``.
         node_of_rank: the node of each rank; default: its host.
         description: further values that must be equal on all processes.

@@ -88,14 +88,12 @@ class Table:
         """Create or join a table. Collective over all processes of the job.
 
         The job is the default process group if there is one, else that of torchrun, mpirun or
-        Slurm; a
-        process started alone is the only node. The processes of one host form a node and share its
-        memory.
+        Slurm; a process started alone is the only node. The processes of one host form a node and
+        share its memory.
 
         Args:
             optimizer: how gradients are applied, see :mod:`torchrelay.parameters.optim`; default:
-                pushed
-                values are added.
+                pushed values are added.
             init: the initial value of rows; default: zeros.
             techniques: ``all``, ``replication_only`` or ``relocation_only``.
             name: for messages. Named tables are matched by name, others by the order of creation.
@@ -103,10 +101,10 @@ class Table:
             process_group: the processes that share the table, instead of those of the default
                 group.
             apply_gradients: when the gradients of modules over this table are applied. ``step``:
-                when its
-                :meth:`optimizer` steps, accumulated until then. ``backward``: as soon as they are
-                computed, by each process separately; this excludes gradient scaling, clipping and
-                accumulation. Default: ``step`` once there is an optimizer; until then ``backward``,
+                when its :meth:`optimizer` steps, accumulated until then. ``backward``: as soon as
+                they are computed, by each process separately; this excludes gradient scaling,
+                clipping and accumulation. Default: ``step`` once there is an optimizer; until then
+                ``backward``,
                     with
                 a DeprecationWarning.
             reduction: of the gradients of several processes, ``mean`` or ``sum``; default: ``mean``
@@ -172,8 +170,7 @@ class Table:
         """Return the optimizer that applies the gradients of modules over this table.
 
         It is a ``torch.optim.Optimizer``: schedulers, scalers and ``clip_grad_norm_`` work with it.
-        Create
-        it before the first backward pass. ``TableOptimizer`` makes one for several tables.
+        Create it before the first backward pass. ``TableOptimizer`` makes one for several tables.
 
         Args:
             lr: learning rate; default: that of the table's own optimizer.
@@ -363,14 +360,13 @@ class Table:
 
         Args:
             state: from :meth:`state_dict`; or all rows, ``{"rows": (num_keys, row_length)}``; or
-                the state
-                dict of an ``nn.Embedding``, ``{"weight": (num_keys, dim)}``, which keeps optimizer
+                the state dict of an ``nn.Embedding``, ``{"weight": (num_keys, dim)}``, which keeps
+                optimizer
                     state.
 
         Raises:
             MismatchError: the state is of a table with other keys, dimensions, dtype or optimizer,
-                or of
-                another process; on every process.
+                or of another process; on every process.
         """
         self.check_open()
         _checkpoint.load_rows(self, state)

@@ -25,10 +25,9 @@ class Worker:
     """Reads and writes any key of the table. For one thread at a time.
 
     Operations of one worker on one key take effect in call order, including asynchronous ones: an
-    operation
-    first waits for unfinished ones on its keys. Added pushes do not wait for each other. Buffers of
-    an
-    asynchronous call must not change before it is finished, and are kept alive until then.
+    operation first waits for unfinished ones on its keys. Added pushes do not wait for each other.
+    Buffers of an asynchronous call must not change before it is finished, and are kept alive until
+    then.
 
     Args:
         worker_id: the index of this worker in its node, below ``setup``'s ``num_threads``.
@@ -104,8 +103,7 @@ class Worker:
         Args:
             keys: int64, of shape ``(n,)``.
             values: of the table's dtype and shape ``(n, length)``, or any other in which the values
-                of the
-                keys follow each other.
+                of the keys follow each other.
             asynchronous: return before it is done; also the third argument, and ``**{"async":
                 True}``.
 
@@ -132,8 +130,8 @@ class Worker:
         """Add ``values`` to the values of ``keys``; see :class:`UpdateRule`.
 
         With an optimizer they are applied as gradients. Repeated keys accumulate; gradients of a
-        repeated
-        key are summed, then applied once. Arguments, result and errors as for :meth:`pull`.
+        repeated key are summed, then applied once. Arguments, result and errors as for
+        :meth:`pull`.
         """
         wait = not _asynchronous(async_, asynchronous, reserved)
         if self._sums:

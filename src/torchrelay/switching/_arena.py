@@ -2,9 +2,8 @@
 memory.
 
 Models stay until their bytes are needed. Space is then taken from the contiguous run of unpinned
-groups whose
-loss costs least: lowest priority first, then least recently used, then fewest bytes. A model that
-lost some of its groups keeps the others.
+groups whose loss costs least: lowest priority first, then least recently used, then fewest bytes. A
+model that lost some of its groups keeps the others.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class Arena:
         """Place every group of `model`, evicting others where needed, and pin the model.
 
         Each call is matched by a :meth:`release`. Returns None, with nothing changed, if pinned
-        models leave
-        no run of bytes large enough: try again after a release.
+        models leave no run of bytes large enough: try again after a release.
 
         Raises:
             CapacityError: the model is larger than the arena.

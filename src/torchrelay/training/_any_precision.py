@@ -1,14 +1,11 @@
 """AdamW with state of any floating-point dtype, and Kahan summation for low-precision parameters.
 
 AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019). Compensated sum:
-Kahan,
-"Further remarks on reducing truncation errors" (CACM 1965), applied to weights as in Zamirai et
-al.,
-"Revisiting BFloat16 training" (2020).
+Kahan, "Further remarks on reducing truncation errors" (CACM 1965), applied to weights as in Zamirai
+et al., "Revisiting BFloat16 training" (2020).
 
 Arithmetic is done in float32 or wider, and each state tensor and parameter is rounded once per
-step. If
-all dtypes are the parameter's float32 or float64, without compensation, results equal
+step. If all dtypes are the parameter's float32 or float64, without compensation, results equal
 ``torch.optim.AdamW(foreach=False)`` bit for bit.
 """
 
@@ -38,15 +35,12 @@ class AnyPrecisionAdamW(Optimizer):
     """AdamW with selectable dtypes for momentum, variance and rounding compensation.
 
     With ``use_kahan_summation``, the rounding error of each update is added to the next, so a
-    bfloat16
-    parameter accumulates updates far below its resolution. Settings may differ between parameter
-    groups.
+    bfloat16 parameter accumulates updates far below its resolution. Settings may differ between
+    parameter groups.
 
     A bfloat16 variance with ``betas[1] = 0.999`` decays slowly: 0.1 % is less than half a unit in
-    the last
-    place of bfloat16, so old large gradients keep the step size down. If gradients shrink by orders
-    of
-    magnitude, use float32 or a smaller ``betas[1]``.
+    the last place of bfloat16, so old large gradients keep the step size down. If gradients shrink
+    by orders of magnitude, use float32 or a smaller ``betas[1]``.
 
     Raises:
         ArgumentError: a rate, decay or dtype is out of range, or a gradient is sparse.

@@ -1,11 +1,10 @@
 """GossipGraD: average gradients within a node and with one other node per step.
 
 Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: scalable deep learning using gossip
-communication
-based asynchronous gradient descent" (2018). Partners follow a dissemination or hypercube pattern:
-after
-log2(nodes) steps each gradient has reached every node. Then the nodes are renumbered at random,
-identically on all ranks, so that over time all pairs exchange directly (section 4 of the paper).
+communication based asynchronous gradient descent" (2018). Partners follow a dissemination or
+hypercube pattern: after log2(nodes) steps each gradient has reached every node. Then the nodes are
+renumbered at random, identically on all ranks, so that over time all pairs exchange directly
+(section 4 of the paper).
 """
 
 from __future__ import annotations
@@ -63,12 +62,10 @@ class GossipGraDState:
 
     Args:
         num_modules: calls of the hook per backward pass under FSDP, see :func:`get_num_modules`.
-            DDP
-            marks its last call itself.
+            DDP marks its last call itself.
         topology: the exchange pattern; default ``DISSEMINATION``.
         local_process_group: this rank's node, together with ``num_nodes``; default: the ranks that
-            share
-            a host. All nodes have equally many ranks.
+            share a host. All nodes have equally many ranks.
         num_nodes: the number of nodes.
         master_process_group: the first ranks of all nodes, which exchange; default: a new group.
         proc_per_node: ranks per node; default: the size of ``local_process_group``.
@@ -166,8 +163,7 @@ def gossip_grad_hook(state: GossipGraDState, bucket, output=None):  # type: igno
     """Average a gradient within the node, then with one other node. A communication hook.
 
     Register it with ``register_comm_hook`` of DDP or of FSDP with ``NO_SHARD``. Blocks until the
-    exchange is
-    done.
+    exchange is done.
 
     Args:
         state: of this rank.

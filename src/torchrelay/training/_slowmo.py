@@ -1,13 +1,10 @@
 """SlowMo: reduce gradients among few ranks often, and parameters among all ranks rarely.
 
 Wang, Tantia, Ballas and Rabbat, "SlowMo: improving communication-efficient distributed SGD with
-slow
-momentum" (ICLR 2020), algorithm 1. :func:`slowmo_hook` with a :class:`SlowMoState` replaces the
-gradient
-reduction of DDP, or of FSDP without sharding, by one within a subgroup, or by none.
+slow momentum" (ICLR 2020), algorithm 1. :func:`slowmo_hook` with a :class:`SlowMoState` replaces
+the gradient reduction of DDP, or of FSDP without sharding, by one within a subgroup, or by none.
 :class:`SlowMomentumOptimizer` wraps the optimizer; every ``slowmo_freq`` steps it averages the
-parameters
-over all ranks and applies the slow momentum.
+parameters over all ranks and applies the slow momentum.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ class SlowMoState:
 
     Args:
         subgroup: the ranks that average gradients at each step; default: those that share a host,
-            which
-            makes creation collective.
+            which makes creation collective.
         sync_grads: if False, gradients are not averaged.
     """
 
@@ -92,16 +88,14 @@ class SlowMomentumOptimizer(Optimizer):
     """Average parameters and apply a slow momentum every ``slowmo_freq`` steps of ``base_optim``.
 
     Let x be the parameters after the last slow step, y their current average over ranks, and lr the
-    base
-    learning rate: ``u = slowmo_factor * u + (x - y) / lr`` and ``x = x - slowmo_lr * lr * u``. With
-    ``slowmo_factor=0`` and ``slowmo_lr=1`` this is local SGD. It needs two additional tensors per
-    parameter.
-    A slow step with base learning rate 0 averages and leaves the momentum out.
+    base learning rate: ``u = slowmo_factor * u + (x - y) / lr`` and ``x = x - slowmo_lr * lr * u``.
+    With ``slowmo_factor=0`` and ``slowmo_lr=1`` this is local SGD. It needs two additional tensors
+    per parameter. A slow step with base learning rate 0 averages and leaves the momentum out.
 
     Args:
         process_group: the ranks that average; default: all. If FSDP shards parameters inside
-            subgroups,
-            the ranks that hold the same shard. All ranks must start with equal parameters, as under
+            subgroups, the ranks that hold the same shard. All ranks must start with equal
+            parameters, as under
                 DDP.
 
     Raises:
@@ -261,8 +255,7 @@ def average_parameters(
     """Replace each tensor by its mean over the ranks of ``group``, with equal bits on all ranks.
 
     Collective. All ranks pass tensors of the same shapes and dtypes in the same order. Local
-    tensors of a
-    DTensor are averaged with the same shard of other ranks.
+    tensors of a DTensor are averaged with the same shard of other ranks.
     """
     for bucket in _buckets(params):
         wide = torch.promote_types(bucket[0].dtype, torch.float32)

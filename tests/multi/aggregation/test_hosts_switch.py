@@ -71,8 +71,7 @@ def bound(inputs: list[torch.Tensor], placement: str = "aabb") -> torch.Tensor:
     """What a sum of float32 ``inputs`` may differ from the exact one.
 
     The hosts' own sums are quantized in blocks: n^2 * 2^e / 2^32, with 2^e above their values.
-    Twice 2^-24
-    for each rounding to float32: within a host, and of the result.
+    Twice 2^-24 for each rounding to float32: within a host, and of the result.
     """
     sums = [
         torch.stack(

@@ -1,9 +1,8 @@
 """AdaPM's Python bindings over :mod:`torchrelay.parameters`.
 
 ``import torchrelay.compat.adapm as adapm``. Differences: errors are typed exceptions instead of the
-end
-of the process, and ``scheduler`` is needed only with the original's ``DMLC_*`` variables, not under
-torchrun. Arguments may have the original's or TorchRelay's names.
+end of the process, and ``scheduler`` is needed only with the original's ``DMLC_*`` variables, not
+under torchrun. Arguments may have the original's or TorchRelay's names.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """mpi4torch's communicator for TorchScript.
 
 Scripted code supports neither our communicators nor autograd functions in Python. It gets a class
-whose
-methods call operators of ``torch.library`` with the function's name and the communicator's number.
-TorchScript treats these as having side effects: it keeps calls whose result is unused, and their
-order. A
-started communication is identified by a number.
+whose methods call operators of ``torch.library`` with the function's name and the communicator's
+number. TorchScript treats these as having side effects: it keeps calls whose result is unused, and
+their order. A started communication is identified by a number.
 """
 
 # TorchScript compiles no casts of an operator's result.
