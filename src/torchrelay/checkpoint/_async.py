@@ -13,15 +13,12 @@ import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torchrelay import config
-from torchrelay.buffers import Segment
 from torchrelay.checkpoint._failures import rebuild
 from torchrelay.checkpoint._group import group_of
 from torchrelay.checkpoint._inventory import sources_of
 from torchrelay.checkpoint._save import check_count, gather_inventory
-from torchrelay.checkpoint._state import plain
+from torchrelay.checkpoint._staging import Staging
 from torchrelay.checkpoint._storage import open_transaction
 from torchrelay.checkpoint._write import Source, default_threads
 from torchrelay.checkpoint._writer_process import receive, send
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["SaveHandle", "async_save"]
-
-_ALIGNMENT = 64
 
 
 class SaveHandle:
@@ -92,7 +87,7 @@ class _Writer:
                 start_new_session=True,
             )
         self._socket = ours
-        self._staging: Segment | None = None
+        self.staging = Staging()
         self._handle: SaveHandle | None = None
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -102,27 +97,9 @@ class _Writer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def stage(self, sources: list[Source]) -> tuple[list[int], bool]:
-        """Copy the tensors; where each starts, and whether the memory is new."""
-        starts, end = [], 0
-        for source in sources:
-            starts.append(end)
-            end = -(-(end + source.size_bytes) // _ALIGNMENT) * _ALIGNMENT
-        is_new = end > 0 and (self._staging is None or self._staging.size_bytes < end)
-        if is_new:
-            self._staging = None  # before the new one is made, so that there are never two
-            self._staging = Segment.create(end, "torchrelay-checkpoint")
-        with torch.no_grad():
-            for source, start in zip(sources, starts, strict=True):
-                assert self._staging is not None
-                target = self._staging.tensor(source.box.sizes, source.tensor.dtype, start)
-                target.copy_(plain(source.tensor))
-        return starts, is_new
-
     def submit(self, handle: SaveHandle, job: dict[str, Any], fds: tuple[int, ...]) -> None:
         if job["new_staging"]:
-            assert self._staging is not None
-            fds = (self._staging.fd, *fds)
+            fds = (self.staging.fd, *fds)
         send(self._socket, job, fds)
         self._handle = handle
 
@@ -160,6 +137,7 @@ class _Writer:
         self._socket.shutdown(socket.SHUT_RDWR)  # also if a forked child has the socket open
         self._socket.close()
         self._process.wait()
+        self.staging.close()
 
     def abandon(self) -> None:
         """Leave the process to the one that has forked this one."""
@@ -256,7 +234,7 @@ def async_save(
 
     def stage() -> None:
         _check_size(sources, max_staging_bytes, ranks.global_rank)
-        staged.append(_state.ready().stage(sources))
+        staged.append(_state.ready().staging.copy(sources))
 
     def begin() -> str:
         transaction.begin()
