@@ -1,19 +1,24 @@
-"""all_reduce over hosts in network namespaces: ``sml`` and plain Gloo over all ranks, and the
-links' own limit.
+"""all_reduce over hosts in network namespaces: ``sml``, plain Gloo over all ranks, and the links' limit.
+
+    python benchmarks/bench_hosts.py            # about five minutes
+    python benchmarks/bench_hosts.py --smoke    # one round; writes nothing
 
 Needs root and iproute2. Hosts are joined by a bridge; each link has a token bucket of the given
-rate each way.
+rate each way. An aggregation switch is one more address of the bridge, so each host reaches it
+through a port of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,11 +28,37 @@ from report import table, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import namespaces
+from switch_ports import within
+from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
 
 SIZE_BYTES = 16 << 20
 
 
-def rank_main(rank: int, placement: str, hosts: namespaces.Hosts, path: str, rounds: int) -> None:
+@dataclass(frozen=True)
+class Case:
+    """Ranks on hosts named by letters, joined by links of a rate each way."""
+
+    name: str
+    placement: str
+    mbit: int  # 0: not limited
+    switch: bool = False  # whether sml sums through an aggregation switch
+    loss: float = 0.0  # of packets to the switch, and of packets from it
+
+
+CASES = (
+    Case("2 x 2, block-wise", "aabb", 1000),
+    Case("2 x 2, round-robin", "abab", 1000),
+    Case("2 x 4, block-wise", "aaaabbbb", 1000),
+    Case("2 x 2, block-wise", "aabb", 0),
+    Case("2 x 2, block-wise, switch", "aabb", 1000, True),
+    Case("8 x 1, switch", "abcdefgh", 100, True),
+    Case("8 x 1, switch, 1 % lost each way", "abcdefgh", 100, True, 0.01),
+)
+
+
+def rank_main(
+    rank: int, placement: str, hosts: namespaces.Hosts, path: str, rounds: int, switch: str
+) -> None:
     """Time both backends in turn; rank 0 writes the seconds to ``path``.times."""
     namespaces.enter(hosts.pids["abcdefgh".index(placement[rank])])
     os.environ.update(
@@ -35,6 +66,8 @@ def rank_main(rank: int, placement: str, hosts: namespaces.Hosts, path: str, rou
         TORCHRELAY_AGGREGATION_INTERFACE="eth0",
         GLOO_SOCKET_IFNAME="eth0",
     )
+    if switch:
+        os.environ["TORCHRELAY_AGGREGATION_SWITCH"] = switch
     import torchrelay.aggregation  # noqa: F401, PLC0415 - registers the backend
 
     torch.set_num_threads(1)
@@ -52,27 +85,38 @@ def rank_main(rank: int, placement: str, hosts: namespaces.Hosts, path: str, rou
             dist.barrier()
             if round_ > 0:
                 times[name].append(time.perf_counter() - started)
-            assert tensor.eq(len(placement)).all()
+            assert torch.allclose(tensor, torch.tensor(float(len(placement))))  # quantized sums too
     if rank == 0:
         Path(f"{path}.times").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
-def run(placement: str, mbit: int, rounds: int) -> dict[str, list[float]]:
+def run(case: Case, rounds: int) -> dict[str, list[float]]:
     """Seconds per all_reduce of each backend."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        namespaces.switched(len(set(placement))) as hosts,
+        namespaces.switched(len(set(case.placement))) as hosts,
+        contextlib.ExitStack() as stack,
     ):
-        if mbit:
-            hosts.limit(mbit)
+        switch = ""
+        if case.switch:
+            address, loss = hosts.address_switch(), case.loss
+            plane = within(
+                hosts.switch, lambda: UdpDataPlane(address, 0, drop_ingress=loss, drop_egress=loss)
+            )
+            switch = stack.enter_context(SwitchServer(plane)).address
+        if case.mbit:
+            hosts.limit(case.mbit)
         path = f"{folder}/store"
-        mp.spawn(rank_main, (placement, hosts, path, rounds), len(placement))  # type: ignore[attr-defined,no-untyped-call]
+        arguments = (case.placement, hosts, path, rounds, switch)
+        mp.spawn(rank_main, arguments, len(case.placement))  # type: ignore[attr-defined,no-untyped-call]
         return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--smoke", action="store_true", help="one round, to see that it runs; writes nothing"
     )
@@ -82,24 +126,19 @@ def main() -> None:
         print(f"bench_hosts: skipped, {namespaces.missing()}")
         return
     rows = []
-    for name, placement, mbit in (
-        ("2 x 2, block-wise", "aabb", 1000),
-        ("2 x 2, round-robin", "abab", 1000),
-        ("2 x 4, block-wise", "aaaabbbb", 1000),
-        ("2 x 2, block-wise", "aabb", 0),
-    ):
-        times = run(placement, mbit, rounds)
+    for case in CASES:
+        times = run(case, rounds)
         sml, gloo = (statistics.median(times[key]) for key in ("sml", "gloo"))
-        floor = SIZE_BYTES * 8 / (mbit * 1e6) if mbit else 0.0
+        floor = SIZE_BYTES * 8 / (case.mbit * 1e6) if case.mbit else 0.0
         rows.append(
             [
-                name,
-                f"{mbit} Mbit/s" if mbit else "not limited",
+                case.name,
+                f"{case.mbit} Mbit/s" if case.mbit else "not limited",
                 f"{sml * 1e3:.0f} ms",
                 f"{gloo * 1e3:.0f} ms",
                 f"{sml / gloo:.2f}",
-                f"{floor * 1e3:.0f} ms" if mbit else "-",
-                f"{floor / sml:.0%}" if mbit else "-",
+                f"{floor * 1e3:.0f} ms" if case.mbit else "-",
+                f"{floor / sml:.0%}" if case.mbit else "-",
             ]
         )
         print(*rows[-1], sep=" | ", flush=True)
