@@ -24,8 +24,10 @@ def backward(
     Collective over all ranks that communicated. A rank without a loss passes none.
 
     Args:
-        loss: scalar, or of the shape of ``gradient``.
-        gradient, retain_graph, create_graph: as for ``Tensor.backward``.
+        loss: any shape; a scalar needs no ``gradient``.
+        gradient: of the shape of ``loss``; a scalar loss needs none.
+        retain_graph: as for ``Tensor.backward``.
+        create_graph: as for ``Tensor.backward``.
     """
     outputs, grads = _roots([] if loss is None else [loss], [] if loss is None else [gradient])
     if outputs:

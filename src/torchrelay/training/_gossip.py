@@ -165,13 +165,13 @@ def gossip_grad_hook(state: GossipGraDState, bucket, output=None):  # type: igno
     Register it with ``register_comm_hook`` of DDP or of FSDP with ``NO_SHARD``. Blocks until the
     exchange is done.
 
+    Returns a future of the averaged flat gradient under DDP, and None under FSDP.
+
     Args:
         state: of this rank.
-        bucket: a ``GradBucket`` (DDP), or a flat gradient that is averaged in place (FSDP).
-        output: must be None.
-
-    Returns:
-        Under DDP a future of the averaged flat gradient, under FSDP None.
+        bucket (GradBucket or torch.Tensor): DDP's bucket, or FSDP's flat gradient, which is
+            averaged in place.
+        output (None): FSDP passes it when it shards gradients, which is refused.
 
     Raises:
         UnsupportedError: FSDP shards its gradients.

@@ -50,13 +50,13 @@ def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-unt
 
     Register it with ``register_comm_hook`` of DDP or of FSDP with ``NO_SHARD``.
 
+    Returns a future of the averaged flat gradient under DDP, and None under FSDP.
+
     Args:
         state: of this rank.
-        bucket: a ``GradBucket`` (DDP), or a flat gradient that is averaged in place (FSDP).
-        output: must be None.
-
-    Returns:
-        Under DDP a future of the averaged flat gradient, under FSDP None.
+        bucket (GradBucket or torch.Tensor): DDP's bucket, or FSDP's flat gradient, which is
+            averaged in place.
+        output (None): FSDP passes it when it shards gradients, which is refused.
 
     Raises:
         UnsupportedError: FSDP shards its gradients.

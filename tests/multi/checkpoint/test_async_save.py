@@ -42,8 +42,8 @@ def test_a_state_may_change_as_soon_as_the_call_returns(tmp_path: Path) -> None:
     for step in range(4):
         handles.append(async_save(state, tmp_path / f"step-{step}", keep=2))
         state["w"].add_(1)
-        assert _state.writer is not None and _state.writer._staging is not None
-        writers.add((_state.writer.pid, _state.writer._staging.memory.fd))
+        assert _state.writer is not None
+        writers.add((_state.writer.pid, _state.writer.staging.fd))
     assert len(writers) == 1
     assert handles[3].result(60) == str(tmp_path / "step-3")
     assert all(handle.done() for handle in handles)
