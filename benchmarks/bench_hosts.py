@@ -43,6 +43,7 @@ class Case:
     mbit: int  # 0: not limited
     switch: bool = False  # whether sml sums through an aggregation switch
     loss: float = 0.0  # of packets to the switch, and of packets from it
+    window: int = 256  # packets; a window must pass the link within the packet timeout of 10 ms
 
 
 CASES = (
@@ -51,13 +52,19 @@ CASES = (
     Case("2 x 4, block-wise", "aaaabbbb", 1000),
     Case("2 x 2, block-wise", "aabb", 0),
     Case("2 x 2, block-wise, switch", "aabb", 1000, True),
-    Case("8 x 1, switch", "abcdefgh", 100, True),
-    Case("8 x 1, switch, 1 % lost each way", "abcdefgh", 100, True, 0.01),
+    Case("8 x 1, switch", "abcdefgh", 100, True, window=64),
+    Case("8 x 1, switch, 1 % lost each way", "abcdefgh", 100, True, 0.01, window=64),
 )
 
 
 def rank_main(
-    rank: int, placement: str, hosts: namespaces.Hosts, path: str, rounds: int, switch: str
+    rank: int,
+    placement: str,
+    hosts: namespaces.Hosts,
+    path: str,
+    rounds: int,
+    switch: str,
+    window: int,
 ) -> None:
     """Time both backends in turn; rank 0 writes the seconds to ``path``.times."""
     namespaces.enter(hosts.pids["abcdefgh".index(placement[rank])])
@@ -68,6 +75,7 @@ def rank_main(
     )
     if switch:
         os.environ["TORCHRELAY_AGGREGATION_SWITCH"] = switch
+        os.environ["TORCHRELAY_AGGREGATION_MAX_OUTSTANDING_PACKETS"] = str(window)
     import torchrelay.aggregation  # noqa: F401, PLC0415 - registers the backend
 
     torch.set_num_threads(1)
@@ -108,7 +116,7 @@ def run(case: Case, rounds: int) -> dict[str, list[float]]:
         if case.mbit:
             hosts.limit(case.mbit)
         path = f"{folder}/store"
-        arguments = (case.placement, hosts, path, rounds, switch)
+        arguments = (case.placement, hosts, path, rounds, switch, case.window)
         mp.spawn(rank_main, arguments, len(case.placement))  # type: ignore[attr-defined,no-untyped-call]
         return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]
 
