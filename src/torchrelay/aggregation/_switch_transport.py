@@ -188,18 +188,22 @@ class SwitchTransport:
     def _wait(self, job: Completion) -> None:
         started_s = time.monotonic()
         try:
-            while not job.wait(_POLL_S):
+            while not self._is_done(job, _POLL_S):
                 self._check()
                 lost = self._messages.lost(self._at.leaders)
-                if lost is not None and not job.wait(GRACE_S):
+                if lost is not None and not self._is_done(job, GRACE_S):
                     raise lost
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if isinstance(error, OperationTimeoutError):
-                raise self._name_missing(error) from None
             raise
         finally:
             self._waited_s += time.monotonic() - started_s
+
+    def _is_done(self, job: Completion, timeout_s: float) -> bool:
+        try:
+            return job.wait(timeout_s)
+        except OperationTimeoutError as error:
+            raise self._name_missing(error) from None
 
     def _name_missing(self, error: OperationTimeoutError) -> Failure:
         """Translate the workers that a switch waits for to ranks."""

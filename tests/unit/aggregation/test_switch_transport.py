@@ -1,0 +1,79 @@
+"""A switch as the transport between hosts, seen from one leader."""
+
+import threading
+import time
+from typing import cast
+
+import pytest
+import torch
+
+from torchrelay.aggregation._exchange import Call
+from torchrelay.aggregation._messages import Messages
+from torchrelay.aggregation._placement import Placement
+from torchrelay.aggregation._plane import Op
+from torchrelay.aggregation._switch_transport import SwitchTransport
+from torchrelay.aggregation.switch import SwitchClient
+from torchrelay.config import Aggregation
+from torchrelay.errors import OperationTimeoutError, PeerLostError
+
+
+class _Client:
+    """A switch that sends no result; after ``answer_s`` it waits for worker 1."""
+
+    switch = "127.0.0.1:1"
+
+    def __init__(self, answer_s: float) -> None:
+        self._answer_s = answer_s
+        self.closed = threading.Event()
+
+    def all_reduce(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        if self.closed.wait(self._answer_s):
+            raise PeerLostError("the session was closed")
+        raise OperationTimeoutError("it waits for worker 1", ranks=[1])
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class _Messages:
+    def lost(self, ranks: tuple[int, ...]) -> None:
+        return None
+
+    def with_host(self, error: Exception, peer: int) -> Exception:
+        assert peer == 2
+        return error
+
+
+def _fail(client: _Client, group_error: OperationTimeoutError | None) -> OperationTimeoutError:
+    """What a sum through ``client`` raises on rank 0 of two hosts with two ranks each."""
+
+    def check() -> None:
+        if group_error is not None:
+            raise group_error
+
+    transport = SwitchTransport(
+        Placement(0, ((0, 1), (2, 3))),
+        range(4),
+        Aggregation(),
+        cast(SwitchClient, client),
+        cast(Messages, _Messages()),
+        check,
+    )
+    call = Call("all_reduce", time.monotonic() + 60)
+    run = transport.reduce(call, torch.ones(8), Op.SUM, None)
+    next(run)
+    with pytest.raises(OperationTimeoutError) as caught:
+        next(run)
+    assert client.closed.is_set()
+    return caught.value
+
+
+def test_the_switch_names_workers_and_the_transport_their_ranks() -> None:
+    error = _fail(_Client(answer_s=0), None)
+    assert error.ranks == (2,) and "it waits for worker 1: rank 2" in str(error)
+
+
+def test_what_broke_the_group_is_raised_as_it_is() -> None:
+    """It names ranks already, not workers of the switch."""
+    broken = OperationTimeoutError("rank 0 waited for worker 1: rank 2", ranks=[2])
+    assert _fail(_Client(answer_s=60), broken) is broken
