@@ -31,6 +31,7 @@ import namespaces
 from switch_ports import within
 from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
 
+IMAGE = Path(__file__).parents[1] / "docs" / "images" / "hosts.png"
 SIZE_BYTES = 16 << 20
 
 
@@ -121,6 +122,33 @@ def run(case: Case, rounds: int) -> dict[str, list[float]]:
         return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]
 
 
+def plot(found: list[tuple[Case, float, float]], path: Path) -> None:
+    """Bars of both backends' times over the floor, where links have a rate."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    limited = [(case, sml, gloo) for case, sml, gloo in found if case.mbit]
+    figure, axis = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
+    sml_times = [sml / floor_s(case) for case, sml, _ in limited]
+    gloo_times = [gloo / floor_s(case) for case, _, gloo in limited]
+    for offset, name, heights in ((-0.2, "sml", sml_times), (0.2, "Gloo", gloo_times)):
+        axis.bar([place + offset for place in range(len(limited))], heights, 0.4, label=name)
+    axis.axhline(1, color="black", linestyle="--", label="the message at the link's rate")
+    names = [f"{case.name.replace(', ', chr(10))}\n{case.mbit} Mbit/s" for case, _, _ in limited]
+    axis.set_xticks(range(len(limited)), names, fontsize=8)
+    axis.set(ylabel="time of an all_reduce / floor", title=f"{SIZE_BYTES >> 20} MiB float32")
+    axis.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def floor_s(case: Case) -> float:
+    """The time of the message at the link's rate; 0 where that is not limited."""
+    return SIZE_BYTES * 8 / (case.mbit * 1e6) if case.mbit else 0.0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -133,11 +161,12 @@ def main() -> None:
     if namespaces.missing():
         print(f"bench_hosts: skipped, {namespaces.missing()}")
         return
-    rows = []
+    rows, found = [], []
     for case in CASES:
         times = run(case, rounds)
         sml, gloo = (statistics.median(times[key]) for key in ("sml", "gloo"))
-        floor = SIZE_BYTES * 8 / (case.mbit * 1e6) if case.mbit else 0.0
+        floor = floor_s(case)
+        found.append((case, sml, gloo))
         rows.append(
             [
                 case.name,
@@ -160,6 +189,7 @@ def main() -> None:
         "of it",
     ]
     notes = f"all_reduce of {SIZE_BYTES >> 20} MiB float32, median of {rounds}, backends in turn, a barrier at the end."
+    plot(found, Path(os.devnull) if smoke else IMAGE)
     if not smoke:
         write("hosts", "all_reduce between hosts", notes, table(header, rows))
 

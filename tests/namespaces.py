@@ -71,6 +71,12 @@ class Hosts:
             _inside(pid, ["tc", "qdisc", "add", "dev", "eth0", *rate])
             _inside(self.switch, ["tc", "qdisc", "add", "dev", f"port{host}", *rate])
 
+    def segment(self) -> None:
+        """Let links pass packets one by one, as a cable does, not several as one (GSO)."""
+        for host, pid in enumerate(self.pids):
+            _inside(pid, ["ip", "link", "set", "eth0", "gso_max_segs", "1"])
+            _inside(self.switch, ["ip", "link", "set", f"port{host}", "gso_max_segs", "1"])
+
     def address_switch(self) -> str:
         """Give the switch of :func:`switched` an address that all hosts reach; return it."""
         _inside(self.switch, ["ip", "addr", "add", f"{_SUBNET}.254/24", "dev", "switch"])
