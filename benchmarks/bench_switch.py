@@ -236,10 +236,13 @@ class Errors:
 
 
 def quantization(size: Size, workers: int) -> dict[int, Errors]:
-    """By exponent. An error is that of the sum before its rounding to float32."""
+    """By exponent. All but the first value of a chunk are small, or the rounding of the sum to
+    float32, which is not counted, would hide the error.
+    """
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([2.0**exponent for exponent in EXPONENTS]).repeat_interleave(size.chunks)
-    scale = scales[:, None].expand(-1, 256).flatten()
+    small = torch.tensor([1.0, *[2.0**-16] * 255])
+    scale = (scales[:, None] * small).flatten()
     uniform = [torch.rand(len(scale), generator=generator) * 2 - 1 for _ in range(workers)]
     tensors = [values * scale for values in uniform]
     exact = torch.stack([tensor.double() for tensor in tensors]).sum(0)
@@ -298,7 +301,8 @@ def train(steps: int, workers: int, reduce: Callable[[list[torch.Tensor]], None]
             gradients.append(torch.cat([gradient.flatten() for gradient in found]))
             loss_sum += loss.item()
         reduce(gradients)
-        parts = (gradients[0] / workers).split([parameter.numel() for parameter in parameters])
+        sizes = [parameter.numel() for parameter in parameters]
+        parts = torch.split(gradients[0] / workers, sizes)
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         optimizer.step()
@@ -367,8 +371,9 @@ def tables(
                 for loss, speed in lost.items()
             ],
         ),
-        "## Error of a sum of float32, against its bound n^2 * 2^e / 2^32\n\nUniform values up to "
-        f"2^e, e from {min(EXPONENTS)} to {max(EXPONENTS)}; without the last rounding to float32.",
+        "## Error of a sum of float32, against its bound n^2 * 2^e / 2^32\n\nUniform values, of "
+        f"each chunk one up to 2^e and the others up to 2^(e-16), e from {min(EXPONENTS)} to "
+        f"{max(EXPONENTS)}.",
         table(
             ["workers", "largest error / bound", "largest error / 2^e"],
             [
