@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 
 from torchrelay.checkpoint._foreign import open_checkpoint
 from torchrelay.checkpoint._group import Group, group_of
+from torchrelay.checkpoint._optimizers import start_state
 from torchrelay.checkpoint._plan import deal_blocks
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._read import VERIFY, ChunkReader, Segment, segments_of, whole_segments
@@ -67,8 +68,9 @@ def load(
 
     Args:
         state: as for :func:`save`. Tensors are filled in place; other values of a dictionary are
-            replaced. Of a module with deferred tensors, those in the checkpoint get memory and are
-            read, and only the others are initialised.
+            replaced. An optimizer that has not stepped gets its state tensors first, by a step with
+            gradients and learning rates of zero. Of a module with deferred tensors, those in the
+            checkpoint get memory and are read, and only the others are initialised.
         path: what :func:`save` wrote, what ``torch.distributed.checkpoint`` wrote, a
             ``.safetensors`` file, or a folder of them.
         prefix: what the keys of ``state`` begin with in the checkpoint, such as ``"model."``.
@@ -98,8 +100,8 @@ def load(
     check_count("max_buffer_bytes", max_buffer_bytes, 1)
     ranks = group_of(group, no_dist)
     loading = _Loading(state, prefix, strict, device, shard)
-    ranks.together(lambda: loading.open(path, threads, max_buffer_bytes, verify))
     with closing(loading):
+        ranks.together(lambda: loading.open(path, threads, max_buffer_bytes, verify))
         if verify == "data":
             loading.verify(ranks)
         with tracking(
@@ -174,6 +176,8 @@ class _Loading:
         self._parts: list[_Part] = []
         self._objects: list[tuple[_Part, Leaf, Any]] = []
         self._segments: list[Segment] = []
+        self._files = ExitStack()
+        self._started: list[torch.optim.Optimizer] = []
 
     def open(
         self, path: str | os.PathLike[str], threads: int, max_buffer_bytes: int, verify: str
@@ -183,6 +187,7 @@ class _Loading:
 
         def check(folder: Folder, manifest: Manifest) -> None:
             self._folder, self._manifest = folder, manifest
+            self._files.callback(folder.close)
             self._reader = ChunkReader(
                 folder, manifest, threads=threads, max_buffer_bytes=max_buffer_bytes
             )
@@ -194,7 +199,10 @@ class _Loading:
         open_checkpoint(path, check)
 
     def close(self) -> None:
-        self._folder.close()
+        """Close the files, and undo what a load that failed has begun."""
+        self._files.close()
+        for optimizer in self._started:
+            optimizer.state.clear()
 
     @property
     def size_bytes(self) -> int:
@@ -204,6 +212,7 @@ class _Loading:
         missing: list[str] = []
         for part in self._parts:
             part.deferred = self._deferred(part)
+            self._start(part)
             leaves = part.leaves()
             for key, leaf in leaves.items():
                 if not self._match_leaf(part, key, leaf):
@@ -225,6 +234,16 @@ class _Loading:
             for name, value in part.state.items()
             if is_waiting(value) and self._prefix + part.prefix + name in self._manifest.tensors
         )
+
+    def _start(self, part: _Part) -> None:
+        """Create the state of an optimizer that has none, if the checkpoint has it."""
+        owner = part.owner
+        if not isinstance(owner, torch.optim.Optimizer) or owner.state:
+            return
+        start = f"{self._prefix}{part.prefix}state."
+        if any(key.startswith(start) for key in self._manifest.tensors) and start_state(owner):
+            self._started.append(owner)
+            part.state = owner.state_dict()
 
     def _match_leaf(self, part: _Part, name: str, leaf: Leaf) -> bool:
         """Note what to read for a leaf; whether the checkpoint has it, or it can be initialised
@@ -275,8 +294,7 @@ class _Loading:
         if extra:
             what = type(part.owner).__name__
             advice = (
-                "an optimizer has a state only after its first step, or from "
-                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+                "this optimizer has a state only after its first step"
                 if isinstance(part.owner, torch.optim.Optimizer)
                 else "prefix= names what its keys begin with, strict=False ignores the rest"
             )
@@ -343,6 +361,7 @@ class _Loading:
             put(part.state if part.owner is not None else self._root, leaf.path, value)
         for part in self._parts:
             part.finish()
+        self._started.clear()
 
 
 def _listed(keys: list[str]) -> str:

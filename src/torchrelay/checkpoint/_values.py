@@ -2,13 +2,17 @@
 
 ``None``, booleans, integers, floats, strings, lists and dictionaries with string keys are stored as
 they are. A tuple is ``{"$tuple": [...]}``, an infinite or undefined float ``{"$float": "nan"}``, a
-dictionary with other keys, or with one that starts with ``$``, ``{"$items": [[key, value], ...]}``.
+dtype of torch ``{"$dtype": "float32"}``, a dictionary with other keys, or with one that starts with
+``$``, ``{"$items": [[key, value], ...]}``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from torchrelay.errors import ArgumentError, CorruptionError
 
@@ -34,11 +38,13 @@ def encode(key: str, value: Any, depth: int = 0) -> Any:
         return [encode(key, item, depth + 1) for item in value]
     if kind is tuple:
         return {"$tuple": [encode(key, item, depth + 1) for item in value]}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, dict):
         return _encode_dict(key, value, depth)
     raise ArgumentError(
         f"{key}: a checkpoint holds tensors and plain values (None, bool, int, float, str, list, "
-        "tuple, dict), "
+        "tuple, dict, torch.dtype), "
         f"not {kind.__module__}.{kind.__qualname__}; save what it is made of"
     )
 
@@ -69,12 +75,28 @@ def decode(key: str, value: Any) -> Any:
         return {name: decode(key, item) for name, item in value.items()}
     try:
         (content,) = value.values()
-        if tag == "$tuple":
-            return tuple(decode(key, item) for item in content)
-        if tag == "$float" and content in ("nan", "inf", "-inf"):
-            return float(content)
-        if tag == "$items":
-            return {decode(key, name): decode(key, item) for name, item in content}
-    except (TypeError, ValueError):
+        return _DECODERS[tag](key, content)
+    except (KeyError, TypeError, ValueError):
         pass
     raise CorruptionError(f"{key}: the manifest holds a value of an unknown kind, {tag!r}")
+
+
+def _dtype(key: str, name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(name)
+    return found
+
+
+def _float(key: str, text: str) -> float:
+    if text not in ("nan", "inf", "-inf"):
+        raise ValueError(text)
+    return float(text)
+
+
+_DECODERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "$tuple": lambda key, items: tuple(decode(key, item) for item in items),
+    "$items": lambda key, items: {decode(key, name): decode(key, item) for name, item in items},
+    "$float": _float,
+    "$dtype": _dtype,
+}

@@ -128,7 +128,7 @@ def test_dcp_saves_no_value_that_json_cannot_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1}, b"bytes", torch.float32, lambda: 0, (torch.ones(1),)]
+    "value", [object(), {1}, b"bytes", torch.device("cpu"), lambda: 0, (torch.ones(1),)]
 )
 def test_a_value_that_json_cannot_hold_is_named(value: object, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^outer.inner"):

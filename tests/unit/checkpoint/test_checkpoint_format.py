@@ -19,7 +19,7 @@ from torchrelay import _native
 from torchrelay.checkpoint import latest, load, save, verify
 from torchrelay.checkpoint._values import decode, encode
 from torchrelay.deferred import deferred_init, is_deferred
-from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, StorageError
+from torchrelay.errors import ArgumentError, CorruptionError, StorageError
 
 
 def test_crc32c_has_the_check_value_and_takes_pieces() -> None:
@@ -49,6 +49,7 @@ def test_crc32c_has_the_check_value_and_takes_pieces() -> None:
         [1, [2, (3,)]],
         {"a": {"$b": 1}},
         {1: "int", "1": "str", None: 0, (1, 2): "tuple"},
+        [torch.bfloat16, {"a": torch.float8_e4m3fn}],
     ],
 )
 def test_values_come_back_as_they_were(value: Any) -> None:
@@ -62,7 +63,14 @@ def test_values_that_are_too_deep_or_tagged_wrong_are_refused() -> None:
         deep = [deep]
     with pytest.raises(ArgumentError, match="k: the value is nested"):
         encode("k", deep)
-    for bad in ({"$tuple": 1}, {"$float": "1.0"}, {"$items": [1]}, {"$tuple": [], "x": 1}):
+    for bad in (
+        {"$tuple": 1},
+        {"$float": "1.0"},
+        {"$items": [1]},
+        {"$tuple": [], "x": 1},
+        {"$dtype": "load"},
+        {"$dtype": 1},
+    ):
         with pytest.raises(CorruptionError, match=r"^k: "):
             decode("k", bad)
 
@@ -143,8 +151,8 @@ def test_a_module_and_its_optimizer(tmp_path: Path) -> None:
     for one, two in zip(expected, found, strict=True):
         assert str(one) == str(two)
     fresh = torch.optim.AdamW(other.parameters())
-    with pytest.raises(MismatchError, match=r"'optimizer.state.0.step'.*first step"):
-        load({"model": other, "optimizer": fresh, "epoch": 0}, tmp_path / "x")
+    load({"model": other, "optimizer": fresh, "epoch": 0}, tmp_path / "x")
+    assert str(fresh.state_dict()["state"]) == str(optimizer.state_dict()["state"])
 
 
 def _net() -> torch.nn.Module:
