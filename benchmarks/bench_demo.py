@@ -1,10 +1,10 @@
-"""The main job, whole, as a user runs it: ``torchrelay demo`` on the code graph, or on WN18RR.
+"""The demo as a user runs it: ``torchrelay demo`` on the code graph, or on WN18RR.
 
-    python benchmarks/bench_tour.py                   # the code graph of the standard library
-    python benchmarks/bench_tour.py --wn18rr FOLDER   # folder with WN18RR's train.txt, valid.txt, test.txt
-    python benchmarks/bench_tour.py --smoke           # one epoch of the code graph; writes nothing
+    python benchmarks/bench_demo.py                   # the code graph of the standard library
+    python benchmarks/bench_demo.py --wn18rr FOLDER   # folder with WN18RR's train.txt, valid.txt, test.txt
+    python benchmarks/bench_demo.py --smoke           # one epoch of the code graph; writes nothing
 
-Each run replaces its own section of ``benchmarks/results/tour.md`` by the command, its time, and
+Each run replaces its own section of ``benchmarks/results/demo.md`` by the command, its time, and
 all it printed. A run whose test MRR is below what it must reach fails and writes nothing.
 """
 
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import report
 
-RESULTS = report.RESULTS / "tour.md"
-TITLE = "# The main job\n"
+RESULTS = report.RESULTS / "demo.md"
+TITLE = "# The demo\n"
 
 WN18RR_OPTIONS = "--allow-unseen --epochs 20 --dim 100 --negatives 4096 --learning-rate 0.3"
 

@@ -1,8 +1,8 @@
 """The demo as a program: learn the code graph of Python's standard library, on one process or
 several::
 
-    python examples/tour.py [EPOCHS]
-    torchrun --standalone --nproc-per-node 2 examples/tour.py [EPOCHS]
+    python examples/demo.py [EPOCHS]
+    torchrun --standalone --nproc-per-node 2 examples/demo.py [EPOCHS]
 
 ``torchrelay demo`` does the same with a progress bar, predictions, and the usual way timed beside
 it.
