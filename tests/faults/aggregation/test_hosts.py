@@ -25,7 +25,7 @@ from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.world import World
 
 _spec = importlib.util.spec_from_file_location(
-    "hosts_faults", Path(__file__).parents[1] / "test_aggregation_faults.py"
+    "hosts_faults", Path(__file__).with_name("test_failures.py")
 )
 assert _spec is not None and _spec.loader is not None
 FAULTS: Any = importlib.util.module_from_spec(_spec)

@@ -1,8 +1,8 @@
 """Damaged, foreign and hostile checkpoints: a typed error that names the place, and nothing
 changed.
 
-The checkpoints are kept in ``tests/faults/checkpoints``; its ``make.py`` says what is wrong with
-each.
+The checkpoints are kept in ``tests/faults/checkpoint/damaged``; its ``make.py`` says what is wrong
+with each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchrelay.errors import (
     UnsupportedError,
 )
 
-FOLDER = Path(__file__).parents[1] / "checkpoints"
+FOLDER = Path(__file__).with_name("damaged")
 
 
 def _made() -> Any:

@@ -32,10 +32,10 @@ def load(name: str) -> Any:
     return module
 
 
-COLLECTIVES = load("multi/test_aggregation_collectives.py")
-CALLS = load("multi/test_aggregation_calls.py")
-FAULTS = load("faults/test_aggregation_faults.py")
-TORCH = load("multi/test_aggregation_torch.py")
+COLLECTIVES = load("multi/aggregation/test_collectives.py")
+CALLS = load("multi/aggregation/test_calls.py")
+FAULTS = load("faults/aggregation/test_failures.py")
+TORCH = load("multi/aggregation/test_torch.py")
 COLLECTIVES.SIZES = (1, 3001)
 
 

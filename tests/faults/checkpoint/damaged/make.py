@@ -2,8 +2,8 @@
 wrong.
 
 They are kept in the repository, so that what today's reader refuses, tomorrow's still does. Run
-this file to make them anew after a change of the format: ``python
-tests/faults/checkpoints/make.py``.
+this file to make them anew after a change of the format:
+``python tests/faults/checkpoint/damaged/make.py``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak_parameters.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "soak_parameters.py"
 
 
 @pytest.mark.parametrize(
