@@ -10,8 +10,10 @@ how each rank ended: for tests that kill some of them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib.util
 import itertools
 import multiprocessing
@@ -116,22 +118,28 @@ def _rank_main(job: Job, world: World, results: Connection) -> None:
             dist.destroy_process_group()
 
 
+@functools.cache
 def _ports() -> Iterator[int]:
-    """Ports that the system gives to nobody who asks for any; those of pytest-xdist's workers are
-    apart.
+    """Ports that the system gives to nobody who asks for any, and no other test run uses.
+
+    A range belongs to the process that holds its first port, until that process ends.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
-    first = 16000 + 2000 * worker
-    return itertools.cycle(range(first, first + 2000))
-
-
-_candidates = _ports()
+    for first in range(16000, 32000, 500):
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", first))
+        except OSError:
+            holder.close()
+            continue
+        atexit.register(holder.close)
+        return itertools.cycle(range(first + 1, first + 500))
+    raise RuntimeError("every range of ports from 16000 to 32000 is held by another test run")
 
 
 def free_port() -> int:
     """A TCP port of the loopback interface that was free a moment ago."""
     while True:
-        port = next(_candidates)
+        port = next(_ports())
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
