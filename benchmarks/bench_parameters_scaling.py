@@ -110,8 +110,8 @@ class Real:
         with self.lock:
             self._add(before, after, missed, len(steps) - WARM_UP)
         worker.barrier()
-        worker.finalize()
-        server.shutdown()
+        worker.close()
+        server.close()
 
     def _push(self, worker: Worker, keys: torch.Tensor) -> None:
         with self.lock:

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from torchrelay import _native, config
-from torchrelay.parameters import Server, Topology, Worker
+from torchrelay.parameters import AccessHandle, Server, Topology, Worker
 from torchrelay.parameters._rendezvous import topology_of
 from torchrelay.world import World
 
@@ -111,7 +111,7 @@ class Load:
         self.journal = plan.journal(rank)
         self.random = np.random.default_rng((rank, os.getpid()))
         self.announced = deque([self.batch() for _ in range(LOOKAHEAD)])
-        self.unfinished: deque[tuple[int, Keys]] = deque()
+        self.unfinished: deque[tuple[AccessHandle | None, Keys]] = deque()
         self.ones = np.zeros((BATCH, plan.size), dtype=np.float32)
         self.ones[:, rank] = 1
 
@@ -140,11 +140,15 @@ class Load:
 
     def push(self, keys: Keys, *, wait: bool) -> None:
         np.add.at(self.journal.begun, keys, 1)
-        timestamp = self.worker.push(keys, self.ones, not wait)
+        handle = self.worker.push(keys, self.ones, not wait)
         self.journal.operations[0] += 1
-        self.unfinished.append((timestamp, keys))
-        while self.unfinished and self.worker.is_finished(self.unfinished[0][0]):
-            np.add.at(self.journal.acknowledged, self.unfinished.popleft()[1], 1)
+        self.unfinished.append((handle, keys))
+        while self.unfinished:
+            handle, pushed = self.unfinished[0]
+            if handle is not None and not handle.is_completed():
+                break
+            np.add.at(self.journal.acknowledged, pushed, 1)
+            self.unfinished.popleft()
 
     def pull(self, keys: Keys) -> None:
         out = np.empty((BATCH, self.plan.size), dtype=np.float32)
@@ -177,7 +181,7 @@ class Load:
         self.journal.operations[2] += 1
 
     def finish(self) -> None:
-        self.worker.waitall()
+        self.worker.wait_all()
         for _, keys in self.unfinished:
             np.add.at(self.journal.acknowledged, keys, 1)
         self.unfinished.clear()
@@ -225,8 +229,8 @@ def run_worker(plan: Plan, rank: int) -> None:
         np.save(Path(plan.folder) / f"{rank}.seen.npy", seen)
         statistics = {"protocol_errors": 0.0, **server.statistics()}
         (Path(plan.folder) / f"{rank}.statistics").write_text(json.dumps(statistics))
-    worker.finalize()
-    server.shutdown()
+    worker.close()
+    server.close()
 
 
 def run_start(plan: Plan, rank: int) -> None:
@@ -240,8 +244,8 @@ def run_start(plan: Plan, rank: int) -> None:
     out = np.empty(100, dtype=np.float32)
     worker.pull(keys, out)
     worker.barrier()
-    worker.finalize()
-    server.shutdown()
+    worker.close()
+    server.close()
     assert (out == plan.size).all(), f"rank {rank} of {plan.size} sees {out}"
 
 

@@ -56,8 +56,8 @@ def on_nodes(
         server = Server(**table, topology=topologies[node])
         worker = Worker(0, server)
         result = body(server, worker)
-        worker.finalize()
-        server.shutdown()
+        worker.close()
+        server.close()
         return result
 
     return in_threads([lambda node=node: run(node) for node in range(num_nodes)])

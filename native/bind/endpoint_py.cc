@@ -86,31 +86,32 @@ SessionToken token_of(const nb::bytes& token) {
 }
 
 void set_common(NetworkOptions& options, const nb::bytes& token, const std::string& interface,
-                std::size_t max_message_bytes, bool local_sockets, double silence_s, double linger_s,
+                std::size_t max_message_bytes, bool local_sockets, double peer_timeout_s, double linger_s,
                 double spin_s) {
   options.token = token_of(token);
   options.interface = interface;
   options.max_message_bytes = max_message_bytes;
   options.local_sockets = local_sockets;
-  options.silence = from_seconds<milliseconds>(silence_s);
+  options.peer_timeout = from_seconds<milliseconds>(peer_timeout_s);
   options.linger = from_seconds<milliseconds>(linger_s);
   options.spin = from_seconds<microseconds>(spin_s);
 }
 
 void make_tcp_network(TcpNetwork* self, const nb::bytes& token, const std::string& interface,
-                      std::size_t max_message_bytes, bool local_sockets, double silence_s, double linger_s,
-                      double spin_s) {
+                      std::size_t max_message_bytes, bool local_sockets, double peer_timeout_s,
+                      double linger_s, double spin_s) {
   NetworkOptions options;
-  set_common(options, token, interface, max_message_bytes, local_sockets, silence_s, linger_s, spin_s);
+  set_common(options, token, interface, max_message_bytes, local_sockets, peer_timeout_s, linger_s, spin_s);
   new (self) TcpNetwork(options);
 }
 
 void make_zmq_network(ZmqNetwork* self, const std::string& library_path, const nb::bytes& token,
                       const std::string& interface, std::size_t max_message_bytes, bool local_sockets,
-                      double heartbeat_s, double silence_s, double linger_s, double spin_s, int io_threads,
-                      const std::string& curve_public_key, const std::string& curve_secret_key) {
+                      double heartbeat_s, double peer_timeout_s, double linger_s, double spin_s,
+                      int io_threads, const std::string& curve_public_key,
+                      const std::string& curve_secret_key) {
   ZmqOptions options;
-  set_common(options, token, interface, max_message_bytes, local_sockets, silence_s, linger_s, spin_s);
+  set_common(options, token, interface, max_message_bytes, local_sockets, peer_timeout_s, linger_s, spin_s);
   options.heartbeat = from_seconds<milliseconds>(heartbeat_s);
   options.curve_public_key = curve_public_key;
   options.curve_secret_key = curve_secret_key;
@@ -161,13 +162,13 @@ void register_endpoint(nb::module_& module) {
                                   "Endpoints over plain sockets; see transport.plain_network.")
       .def("__init__", &make_tcp_network, nb::kw_only(), "token"_a, "interface"_a = "127.0.0.1",
            "max_message_bytes"_a = NetworkOptions().max_message_bytes, "local_sockets"_a = true,
-           "silence_s"_a = 10.0, "linger_s"_a = 1.0, "spin_s"_a = 0.0)
+           "peer_timeout_s"_a = 10.0, "linger_s"_a = 1.0, "spin_s"_a = 0.0)
       .def_prop_ro("ignored_connections", &TcpNetwork::ignored_connections);
 
   nb::class_<ZmqNetwork, Network>(module, "ZmqNetwork", "Endpoints over ZeroMQ; see transport.zmq_network.")
       .def("__init__", &make_zmq_network, "library_path"_a, nb::kw_only(), "token"_a,
            "interface"_a = "127.0.0.1", "max_message_bytes"_a = ZmqOptions().max_message_bytes,
-           "local_sockets"_a = true, "heartbeat_s"_a = 2.0, "silence_s"_a = 10.0, "linger_s"_a = 1.0,
+           "local_sockets"_a = true, "heartbeat_s"_a = 2.0, "peer_timeout_s"_a = 10.0, "linger_s"_a = 1.0,
            "spin_s"_a = 0.0, "io_threads"_a = 1, "curve_public_key"_a = "", "curve_secret_key"_a = "")
       .def_prop_ro("ignored_messages", &ZmqNetwork::ignored_messages);
 }

@@ -155,9 +155,9 @@ bool Stream::connect_locked() {
     setsockopt(socket_.get(), SOL_SOCKET, SO_SNDBUF, &kUnixBuffer, sizeof kUnixBuffer);
   } else {
     const int on = 1;
-    const auto silence_ms = static_cast<unsigned>(options_.silence.count());
+    const auto peer_timeout_ms = static_cast<unsigned>(options_.peer_timeout.count());
     setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    setsockopt(socket_.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &silence_ms, sizeof silence_ms);
+    setsockopt(socket_.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &peer_timeout_ms, sizeof peer_timeout_ms);
   }
   preamble_sent_ = 0;
   if (::connect(socket_.get(), address_.get(), address_.size) == 0 || errno == EINPROGRESS) return true;

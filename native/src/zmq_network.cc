@@ -46,7 +46,7 @@ class Socket {
     set(zmq::kMaxMessageSize, &limit, sizeof limit);
     if (options.heartbeat.count() > 0) {
       set(zmq::kHeartbeatInterval, static_cast<int>(options.heartbeat.count()));
-      set(zmq::kHeartbeatTimeout, static_cast<int>(options.silence.count()));
+      set(zmq::kHeartbeatTimeout, static_cast<int>(options.peer_timeout.count()));
     }
     if (!state.encrypted()) return;
     const std::string& key = options.curve_public_key;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
@@ -9,9 +10,11 @@ from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["MODULES", "old_modules", "old_names"]
+__all__ = ["MODULES", "old_attribute", "old_keywords", "old_modules", "old_names", "warn"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: The module that replaces each old one.
 MODULES: dict[str, str] = {}
@@ -30,13 +33,47 @@ def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     def attribute(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name} is now {module}.{names[name]}", stacklevel=3)
+        warn(f"{module}.{name} is now {module}.{names[name]}", stacklevel=3)
         return getattr(sys.modules[module], names[name])
 
     return attribute
 
 
-def _warn(renamed: str, stacklevel: int) -> None:
+def old_keywords(**names: str) -> Callable[[F], F]:
+    """Return a decorator that accepts keyword arguments under their old names too."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            for old in names.keys() & given.keys():
+                new = names[old]
+                if new in given:
+                    raise TypeError(f"{function.__qualname__}() got both {old} and {new}")
+                warn(f"the argument {old} of {function.__qualname__}() is now {new}", stacklevel=2)
+                given[new] = given.pop(old)
+            return function(*args, **given)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def old_attribute(old: str, new: str) -> property:
+    """Return a property that reads and writes the attribute ``new`` under its ``old`` name."""
+
+    def read(instance: Any) -> Any:
+        warn(f"{type(instance).__name__}.{old} is now {new}", stacklevel=2)
+        return getattr(instance, new)
+
+    def write(instance: Any, value: Any) -> None:
+        warn(f"{type(instance).__name__}.{old} is now {new}", stacklevel=2)
+        setattr(instance, new, value)
+
+    return property(read, write)
+
+
+def warn(renamed: str, stacklevel: int) -> None:
+    """Emit the ``DeprecationWarning`` that something is ``renamed``."""
     message = f"{renamed}; the old name goes with the next version"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
 
@@ -51,7 +88,7 @@ class _Finder(MetaPathFinder, Loader):
         new = importlib.import_module(MODULES[module.__name__])
         public = [*new.__all__, *(["__getattr__"] if hasattr(new, "__getattr__") else [])]
         vars(module).update({name: getattr(new, name) for name in public})
-        _warn(f"{module.__name__} is private: import its names from {new.__name__}", stacklevel=2)
+        warn(f"{module.__name__} is private: import its names from {new.__name__}", stacklevel=2)
 
 
 sys.meta_path.append(_Finder())

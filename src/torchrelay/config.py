@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from torchrelay import _deprecation
 from torchrelay.errors import ConfigError
 
 __all__ = [
@@ -51,6 +52,7 @@ def setting(
     unit: str = "",
     allowed: Collection[Any] = (),
     minimum: float | None = None,
+    was: str = "",
 ) -> Any:
     """Define a field of a :class:`Section`.
 
@@ -60,16 +62,33 @@ def setting(
         unit: such as ``s`` or ``bytes``.
         allowed: the only values that are valid; empty: all.
         minimum: the smallest valid value.
+        was: the name of the field in the version before, which warns.
     """
-    metadata = {"doc": doc, "unit": unit, "allowed": tuple(allowed), "minimum": minimum}
+    metadata = {
+        "doc": doc,
+        "unit": unit,
+        "allowed": tuple(allowed),
+        "minimum": minimum,
+        "was": was,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(cls: type[S]) -> type[S]:
     """Make a class a frozen dataclass and register it in :data:`SECTIONS`."""
     frozen = dataclasses.dataclass(frozen=True)(cls)
+    old = _old_fields(frozen)
+    if old:
+        frozen.__init__ = _deprecation.old_keywords(**old)(frozen.__init__)  # type: ignore[method-assign]
+    for name, new in old.items():
+        setattr(frozen, name, _deprecation.old_attribute(name, new))
     SECTIONS[cls.name] = frozen
     return frozen
+
+
+def _old_fields(cls: type[Section]) -> dict[str, str]:
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return {field.metadata["was"]: field.name for field in fields if field.metadata["was"]}
 
 
 def variable(cls: type[Section], field: str) -> str:
@@ -122,7 +141,7 @@ def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
     Raises:
         ConfigError: a value is invalid, or a ``TORCHRELAY_<SECTION>_...`` variable is unknown.
     """
-    environ = os.environ if environ is None else environ
+    environ = _with_new_names(cls, os.environ if environ is None else environ)
     fields = {variable(cls, field.name): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     prefix = variable(cls, "")
     for key in environ:
@@ -132,6 +151,18 @@ def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
         f.name: parse_value(environ[key], f, key) for key, f in fields.items() if key in environ
     }
     return cls(**values)
+
+
+def _with_new_names(cls: type[Section], environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return ``environ`` with the variables of renamed settings under their new names."""
+    renamed = {}
+    for old, new in _old_fields(cls).items():
+        old_key, new_key = variable(cls, old), variable(cls, new)
+        if old_key in environ:
+            _deprecation.warn(f"the variable {old_key} is now {new_key}", stacklevel=3)
+            renamed[old_key] = new_key
+    given = {renamed[key]: environ[key] for key in renamed}
+    return given | {key: text for key, text in environ.items() if key not in renamed}
 
 
 @section
@@ -176,10 +207,11 @@ class Mpi(Section):
         "rank holds a replica (replicated)",
         allowed=("sum", "replicated"),
     )
-    unreached: str = setting(
+    unreachable_policy: str = setting(
         "raise",
         "what to do if a backward pass cannot reach all communications recorded before it",
         allowed=("raise", "warn", "ignore"),
+        was="unreached",
     )
     chain_warning: int = setting(
         10_000,
@@ -273,11 +305,12 @@ class Aggregation(Section):
         unit="us",
         minimum=0,
     )
-    crowded_yield_us: int = setting(
+    oversubscribed_yield_us: int = setting(
         200,
         "how long it then polls and yields, if there are more ranks than cores",
         unit="us",
         minimum=0,
+        was="crowded_yield_us",
     )
     dummy_bandwidth: float = setting(
         0.0,
@@ -407,12 +440,13 @@ class TransportSettings(Section):
     heartbeat_s: float = setting(
         1.0, "interval between the heartbeats of a node", unit="s", minimum=0.01
     )
-    silence_s: float = setting(
+    peer_timeout_s: float = setting(
         10.0,
         "a node that sends nothing for this long is lost, and operations raise; at least twice "
         "heartbeat_s",
         unit="s",
         minimum=0.1,
+        was="silence_s",
     )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
     linger_s: float = setting(
@@ -438,9 +472,9 @@ class TransportSettings(Section):
         return self.zeromq or bool(self.key_file)
 
     def __post_init__(self) -> None:
-        if self.silence_s < 2 * self.heartbeat_s:
+        if self.peer_timeout_s < 2 * self.heartbeat_s:
             raise ConfigError(
-                f"transport.silence_s = {self.silence_s:g}: it must be at least twice "
-                "transport.heartbeat_s = "
-                f"{self.heartbeat_s:g} s, or live nodes would be reported lost"
+                f"transport.peer_timeout_s = {self.peer_timeout_s:g} s: it must be at least twice "
+                f"transport.heartbeat_s = {self.heartbeat_s:g} s, or live nodes would be reported "
+                "lost"
             )

@@ -122,7 +122,7 @@ def zmq_network(
         max_message_bytes=settings.max_message_bytes,
         local_sockets=settings.local_sockets,
         heartbeat_s=settings.heartbeat_s,
-        silence_s=settings.silence_s,
+        peer_timeout_s=settings.peer_timeout_s,
         linger_s=settings.linger_s,
         spin_s=settings.spin_s,
         io_threads=settings.io_threads,
@@ -152,7 +152,7 @@ def plain_network(
         interface=interface,
         max_message_bytes=settings.max_message_bytes,
         local_sockets=settings.local_sockets,
-        silence_s=settings.silence_s,
+        peer_timeout_s=settings.peer_timeout_s,
         linger_s=settings.linger_s,
         spin_s=settings.spin_s,
     )

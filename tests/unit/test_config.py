@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from torchrelay.config import SECTIONS, Section, load, section, setting, variable
+from torchrelay.config import SECTIONS, Section, TransportSettings, load, section, setting, variable
 from torchrelay.errors import ConfigError
 
 
@@ -53,6 +53,18 @@ def test_bad_values_name_the_variable(sample, key: str, value: str, message: str
     with pytest.raises(ConfigError, match=message) as caught:
         load(sample, {key: value})
     assert key in str(caught.value)
+
+
+def test_renamed_settings_are_accepted_under_their_old_names_and_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="SILENCE_S is now TORCHRELAY_TRANSPORT_PEER_TIME"):
+        loaded = load(TransportSettings, {"TORCHRELAY_TRANSPORT_SILENCE_S": "30"})
+    assert loaded.peer_timeout_s == 30
+    with pytest.warns(DeprecationWarning, match="silence_s is now peer_timeout_s"):
+        assert loaded.silence_s == 30
+    with pytest.warns(DeprecationWarning, match="silence_s of .* is now peer_timeout_s"):
+        assert TransportSettings(silence_s=30) == loaded
+    with pytest.raises(TypeError, match="both silence_s and peer_timeout_s"):
+        TransportSettings(silence_s=30, peer_timeout_s=30)
 
 
 def test_settings_cannot_be_changed(sample) -> None:

@@ -60,8 +60,8 @@ with telemetry.handling(trace):
     server = adapm.Server(4)
     worker = adapm.Worker(0, server)
     worker.push(torch.tensor([1]), torch.ones(4))
-    worker.finalize()
-    server.shutdown()
+    worker.close()
+    server.close()
     dist.destroy_process_group()
 trace.write(sys.argv[1])
 """

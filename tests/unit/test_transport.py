@@ -22,7 +22,7 @@ from torchrelay.transport import (
     zmq_library_path,
 )
 
-SETTINGS = TransportSettings(heartbeat_s=0.2, silence_s=30)
+SETTINGS = TransportSettings(heartbeat_s=0.2, peer_timeout_s=30)
 TOKEN = bytes(16)
 
 

@@ -16,9 +16,10 @@ struct NetworkOptions {
   bool local_sockets = true;            // Unix sockets to peers of the same network namespace
   SessionToken token{};
   std::size_t max_message_bytes = std::size_t{1} << 30;
-  std::chrono::milliseconds linger{1000};    // how long closing waits for messages that were not sent yet
-  std::chrono::milliseconds silence{10000};  // a connection whose peer shows no life is given up after this
-  std::chrono::microseconds spin{0};         // receive() polls for this long before it sleeps
+  std::chrono::milliseconds linger{1000};  // how long closing waits for messages that were not sent yet
+  std::chrono::milliseconds peer_timeout{
+      10000};                         // a connection whose peer sends nothing for this long is closed
+  std::chrono::microseconds spin{0};  // receive() polls for this long before it sleeps
 };
 
 // Precedes what a peer says. In the byte order of all machines we run on, little-endian.

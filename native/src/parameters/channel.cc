@@ -53,7 +53,7 @@ void Channel::run() noexcept {
   try {
     peers_.say_goodbye();
   } catch (const std::exception&) {
-    // What made it fail may keep it from speaking: the others see its silence.
+    // The failure may keep this node from sending; the others then notice that it is silent.
   }
   store.leave_user(state_.channel_id);
 }

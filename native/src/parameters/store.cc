@@ -349,7 +349,7 @@ void Store::throw_loss(const Loss& loss) const {
   switch (loss.how) {
     case Loss::kNone:
     case Loss::kUnreachable:
-      text = lost + " died, or could not be reached for longer than transport.silence_s";
+      text = lost + " died, or could not be reached for longer than transport.peer_timeout_s";
       break;
     case Loss::kLeft:
       text = here ? "parameters: " + process + " of " + node + " has left while others still needed it"

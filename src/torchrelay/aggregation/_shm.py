@@ -50,7 +50,7 @@ class ShmPlane:
             meeting.rank,
             meeting.names,
             spin_s=settings.spin_us * 1e-6,
-            yield_s=settings.crowded_yield_us * 1e-6,
+            yield_s=settings.oversubscribed_yield_us * 1e-6,
         )
         meeting.announce("joined")
         meeting.wait("joined", timeout_s)  # from here on the native core sees who dies

@@ -114,28 +114,28 @@ class Link:
         if self.position == 1 and chain.first is None:
             chain.first = weakref.ref(node)
 
-    def enter(self, unreached: str) -> bool:
+    def enter(self, policy: str) -> bool:
         """Start the node's backward; return False if it has run before and only keeps the order."""
         if self.done:
             return False
         chain, task = self.chain, _torch.backward_id()
         if chain.task != task:
             chain.task = task
-            self._begin(unreached)
+            self._begin(policy)
         self.done = not _torch.backward_keeps_graph()
         return True
 
-    def _begin(self, unreached: str) -> None:
+    def _begin(self, policy: str) -> None:
         """Check, as the first communication of this backward pass, that all others are in reach."""
         chain = self.chain
         chain.begun = self.position
-        if unreached != "ignore":
-            self._check_reach(unreached)
+        if policy != "ignore":
+            self._check_reach(policy)
         slot = chain.slot
         if slot is not None and slot.chain is chain and not _torch.backward_keeps_graph():
             slot.renew()
 
-    def _check_reach(self, unreached: str) -> None:
+    def _check_reach(self, policy: str) -> None:
         chain, position = self.chain, self.position
         if position == 1 == len(chain.names):
             return
@@ -158,7 +158,7 @@ class Link:
             "of them, or "
             "communicate what needs no gradient under torch.no_grad()"
         )
-        if unreached == "warn":
+        if policy == "warn":
             warnings.warn(message, stacklevel=2)
         else:
             self.chain.task = -1

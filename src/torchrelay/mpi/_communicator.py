@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from torchrelay._deprecation import old_attribute, old_keywords
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _compiled, _persistent, _point_to_point, _starting, _wait
 from torchrelay.mpi._allgather import allgather
@@ -84,7 +85,7 @@ class Communicator:
         self.rank, self.size = mpi.rank, mpi.size
         self.name = name or f"communicator {next(_names)}"
         self.convention = settings.convention
-        self.unreached: str | None = None  # None: as the setting
+        self.unreachable_policy: str | None = None  # None: as the setting
         self.is_reverse = False
         self.lease = Lease(mpi, parent)
         self.meeting = self.lease.control
@@ -104,6 +105,8 @@ class Communicator:
         """The communicator of backward passes; for that one, itself."""
         return self if self._reverse is None else self._reverse
 
+    unreached = old_attribute("unreached", "unreachable_policy")
+
     def _copy(self: _C) -> _C:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
@@ -121,32 +124,35 @@ class Communicator:
 
     # Communicators
 
-    def replace(self, convention: str | None = None, unreached: str | None = None) -> Communicator:
+    @old_keywords(unreached="unreachable_policy")
+    def replace(
+        self, convention: str | None = None, unreachable_policy: str | None = None
+    ) -> Communicator:
         """Return this communicator with other settings. Not collective.
 
         Args:
             convention: ``"sum"`` or ``"replicated"``.
-            unreached: ``"raise"``, ``"warn"`` or ``"ignore"``, instead of
-                ``TORCHRELAY_MPI_UNREACHED``.
+            unreachable_policy: ``"raise"``, ``"warn"`` or ``"ignore"``, instead of
+                ``TORCHRELAY_MPI_UNREACHABLE_POLICY``.
 
         Raises:
             ArgumentError: a value is not one of these.
         """
-        convention, unreached = convention or self.convention, unreached or self.unreached
-        if (convention, unreached) == (self.convention, self.unreached):
+        convention = convention or self.convention
+        policy = unreachable_policy or self.unreachable_policy
+        if (convention, policy) == (self.convention, self.unreachable_policy):
             return self
-        if convention not in ("sum", "replicated") or unreached not in (
-            None,
-            "raise",
-            "warn",
-            "ignore",
-        ):
-            raise ArgumentError(f"no such convention or choice: {convention!r}, {unreached!r}")
+        if convention not in ("sum", "replicated"):
+            raise ArgumentError(f"convention={convention!r}: it must be 'sum' or 'replicated'")
+        if policy not in (None, "raise", "warn", "ignore"):
+            raise ArgumentError(
+                f"unreachable_policy={policy!r}: it must be 'raise', 'warn' or 'ignore'"
+            )
         other = self._copy()
-        other.convention, other.unreached = convention, unreached
+        other.convention, other.unreachable_policy = convention, policy
         if self._reverse is not None:
             other._reverse = self._reverse._copy()
-            other._reverse.convention, other._reverse.unreached = convention, unreached
+            other._reverse.convention, other._reverse.unreachable_policy = convention, policy
         if not self.is_reverse:
             _compiled.join(other)
         return other
@@ -184,7 +190,7 @@ class Communicator:
         if mpi is None:
             return None
         cart = CartCommunicator(mpi, parent=self.lease)
-        return cart.replace(self.convention, self.unreached)  # type: ignore[return-value]
+        return cart.replace(self.convention, self.unreachable_policy)  # type: ignore[return-value]
 
     def _make(self, name: str, make: Callable[[], MPI.Comm]) -> MPI.Comm | None:
         """Return a new communicator of MPI, made by all ranks; None on ranks outside it."""
@@ -200,7 +206,8 @@ class Communicator:
 
     def _derived(self, mpi: MPI.Comm | None) -> Communicator:
         assert mpi is not None
-        return Communicator(mpi, parent=self.lease).replace(self.convention, self.unreached)
+        child = Communicator(mpi, parent=self.lease)
+        return child.replace(self.convention, self.unreachable_policy)
 
     def Free(self) -> None:
         """Return the communicator to MPI. Collective.

@@ -257,7 +257,7 @@ class Node(torch.autograd.Function):
         recorded: Recorded = ctx.recorded
         comm = recorded.call.comm
         if not recorded.enter(
-            (comm.unreached or settings.unreached) if comm.size > 1 else "ignore"
+            (comm.unreachable_policy or settings.unreachable_policy) if comm.size > 1 else "ignore"
         ):
             return None, None, None
         if not is_grad_enabled():

@@ -21,7 +21,7 @@ class _Settings:
     grace_s: float
     debug: bool
     convention: str
-    unreached: str
+    unreachable_policy: str
     chain_warning: int
     max_count: int
 

@@ -7,12 +7,12 @@ Adaptive Parameter Management via Intent Signaling" (Renz-Wieland et al., CIKM 2
 
 For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`, :class:`TableOptimizer`,
 :class:`TableWeight`, :mod:`.optim`, :class:`IntentLoader`, :class:`Metrics`, :class:`KeyInit`.
-Below
-them: :class:`Server` and :class:`Worker`, created by :func:`start` under a launcher or over a
-:class:`Topology`, and :class:`UpdateRule`.
+Below them: :class:`Server` and :class:`Worker` (with :class:`AccessHandle` and
+:class:`UpdateRule`), created by :func:`start` under a launcher, which returns a
+:class:`Participant`, or over a :class:`Topology`.
 """
 
-from torchrelay._deprecation import old_modules
+from torchrelay._deprecation import old_modules, old_names
 from torchrelay.parameters import optim
 from torchrelay.parameters._contract import KeyInit, UpdateRule
 from torchrelay.parameters._embedding import Embedding, EmbeddingBag
@@ -20,19 +20,20 @@ from torchrelay.parameters._intents import IntentLoader
 from torchrelay.parameters._metrics import Metrics
 from torchrelay.parameters._optimizer import TableOptimizer
 from torchrelay.parameters._server import Server
-from torchrelay.parameters._starting import Place, start
+from torchrelay.parameters._starting import Participant, start
 from torchrelay.parameters._table import Table
 from torchrelay.parameters._topology import Topology
 from torchrelay.parameters._weight import TableWeight
-from torchrelay.parameters._worker import Worker
+from torchrelay.parameters._worker import AccessHandle, Worker
 
 __all__ = [
+    "AccessHandle",
     "Embedding",
     "EmbeddingBag",
     "IntentLoader",
     "KeyInit",
     "Metrics",
-    "Place",
+    "Participant",
     "Server",
     "Table",
     "TableOptimizer",
@@ -44,6 +45,7 @@ __all__ = [
     "start",
 ]
 
+__getattr__ = old_names(__name__, {"Place": "Participant"})
 old_modules(
     __name__,
     "contract",

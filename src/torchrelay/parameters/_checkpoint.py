@@ -92,7 +92,7 @@ def shard_of(table: Table) -> RowShard:
 
 def all_rows(table: Table) -> torch.Tensor:
     """All rows, ``(num_keys, row_length)``; needs no other process."""
-    table.worker.waitall()
+    table.worker.wait_all()
     everything = torch.empty(table.num_keys, table.row_length, dtype=table.dtype)
     for keys, rows in _pieces(0, everything):
         table.worker.pull_rows(keys, rows)

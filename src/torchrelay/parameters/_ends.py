@@ -45,7 +45,7 @@ class Ending:
         if self.is_over:
             return
         if server is not None and (error is not None or self._topology.member == 0):
-            server.stop()
+            server.abort()
         self.is_over = True
         with contextlib.suppress(RuntimeError):  # the store is gone
             self.publish(ENDED)

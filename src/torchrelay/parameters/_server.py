@@ -9,12 +9,15 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchrelay import _native
+from torchrelay._deprecation import old_attribute, warn
+from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
     OperationTimeoutError,
@@ -43,7 +46,7 @@ _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 _NO_RULE, _NO_INIT = UpdateRule(), KeyInit()
 
 
-class Server:
+class Server(Resource):
     """This node's part of a table. Create one per process, in the same order everywhere.
 
     In a node's first process it allocates the node's memory and serves other nodes; in the others
@@ -154,7 +157,7 @@ class Server:
                     sync_threshold=settings.sync_threshold,
                     hysteresis_rounds=settings.hysteresis_rounds,
                     heartbeat_interval_s=transport.heartbeat_s,
-                    heartbeat_timeout_s=transport.silence_s,
+                    heartbeat_timeout_s=transport.peer_timeout_s,
                 ),
             )
             addresses = self._service.addresses
@@ -180,7 +183,7 @@ class Server:
         missing = set(range(self.num_nodes)) - {self.node}
         while missing := {node for node in missing if not self._store.has_heard(node)}:
             if time.monotonic() > deadline_s:
-                self.stop()
+                self.abort()
                 raise OperationTimeoutError(
                     f"node {self.node}: nodes {sorted(missing)} did not answer within "
                     f"{timeout_s:g} s, though they "
@@ -235,10 +238,6 @@ class Server:
     def address(self) -> str:
         """The slab's address, for other processes of this host."""
         return self._store.address
-
-    def my_rank(self) -> int:
-        """The index of this node."""
-        return self.topology.node
 
     def row_length(self, key: int = 0) -> int:
         """Return the elements of the row of ``key``: value and optimizer state."""
@@ -322,7 +321,7 @@ class Server:
             self._participants,
             self._store.check_leader,
             index=self.topology.process,
-            calls="the barrier of all processes, of which Table.close and Server.shutdown have one",
+            calls="the barrier of all processes, of which Table.close and Server.close have one",
             missing=partial(self.check_not_ended, or_closing=False),
         )
         self._barriers += 1
@@ -331,15 +330,13 @@ class Server:
         return f"{self._table}/ends/{process}"
 
     def worker_begins(self, worker_id: int) -> None:
-        """A worker has this number from now on."""
+        """Register a worker with this id."""
         if worker_id in self._ended_workers and self.topology.store is not None:
             self._ended_workers.discard(worker_id)
             self.topology.store.delete_key(self._end_of_worker(worker_id))
 
     def worker_ends(self, worker_id: int) -> None:
-        """The worker with this number was not finalized, and does not exist any more: who waits for
-        it is told.
-        """
+        """Publish that a worker has ended without ``close()``, for processes that wait for it."""
         self._ended_workers.add(worker_id)
         if not self._is_stopped:
             with contextlib.suppress(RuntimeError):  # the store is gone
@@ -360,8 +357,8 @@ class Server:
             ):
                 raise PeerLostError(
                     f"{topology.name_of(topology.process)}: worker {worker_id} of node {node} has "
-                    "ended without "
-                    "finalize(), while this process waits for it; see that node's output for why",
+                    "ended without close(), while this process waits for it; look at the output of "
+                    "that node for the cause",
                     ranks=[node],
                 )
         per_process = max(1, topology.workers_per_node // topology.members)
@@ -385,7 +382,7 @@ class Server:
                     ranks=[process // topology.members],
                 )
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Wait for all nodes, then stop serving; at once if a node was lost. Idempotent."""
         if self._down:
             return
@@ -403,12 +400,31 @@ class Server:
         finally:
             self._stop_service()
 
-    def stop(self) -> None:
+    def abort(self) -> None:
         """Leave the table at once. Processes that still use it raise PeerLostError. Idempotent."""
         if not self._down and self._participants > 1:
             self._store.leave_in_need()
         self._down = self._ending.is_over = True
         self._stop_service()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the server; after an error, abort: the others may not close theirs."""
+        if error is None or self._participants == 1:
+            self.close()
+        else:
+            self.abort()
+
+    shutdown = old_attribute("shutdown", "close")
+    stop = old_attribute("stop", "abort")
+
+    def my_rank(self) -> int:
+        warn("Server.my_rank() is now Server.node", stacklevel=2)
+        return self.node
 
     def _stop_service(self) -> None:
         self._is_stopped = True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchrelay import _torch, config
+from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, ConfigError
 from torchrelay.parameters._contract import KeyInit, UpdateRule
 from torchrelay.parameters._rendezvous import topology_of
@@ -19,12 +21,12 @@ from torchrelay.world import World
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
-__all__ = ["Place", "start"]
+__all__ = ["Participant", "start"]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Result of :func:`start`.
+class Participant(Resource):
+    """This process in a table: the result of :func:`start`. A context manager.
 
     Attributes:
         server: this process's part of the table.
@@ -35,6 +37,21 @@ class Place:
     server: Server
     worker: Worker
     world: World
+
+    def close(self) -> None:
+        """Leave the table. Collective and idempotent."""
+        self.worker.close()
+        self.server.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the table; after an error without waiting for the others, which then raise."""
+        self.worker.__exit__(kind, error, trace)
+        self.server.__exit__(kind, error, trace)
 
 
 def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:
@@ -52,9 +69,8 @@ def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:
     if group is None and launched.size > 1 and (launched.rank, launched.size) != (rank, size):
         raise ConfigError(
             f"this process is rank {rank} of {size} in the default process group, but rank "
-            f"{launched.rank} of "
-            f"{launched.size} by the variables of {launched.launcher}; pass process_group= to "
-            "choose"
+            f"{launched.rank} of {launched.size} by the variables of {launched.launcher}; pass "
+            "process_group= to choose"
         )
     store: Store = _torch.group_store(group or dist.group.WORLD)
     host = _torch.store_host(store) or launched.master_addr
@@ -75,7 +91,7 @@ def start(
     node_of_rank: Callable[[int], int] | None = None,
     process_group: ProcessGroup | None = None,
     description: Mapping[str, Any] | None = None,
-) -> Place:
+) -> Participant:
     """Create the table ``name`` with one worker per process. Collective over the job.
 
     Args:
@@ -114,4 +130,4 @@ def start(
         topology=topology,
         description=description,
     )
-    return Place(server, Worker(topology.member, server), world)
+    return Participant(server, Worker(topology.member, server), world)

@@ -313,7 +313,7 @@ class Table:
     def sync(self) -> None:
         """Wait until every worker sees every push made before this call. Collective."""
         self.check_open()
-        self.worker.waitall()
+        self.worker.wait_all()
         self.worker.wait_sync()
         self.worker.barrier()
 
@@ -401,8 +401,8 @@ class Table:
     def close(self) -> None:
         """Leave the table. Collective and idempotent. Every later use raises UnavailableError."""
         if self._forget():
-            self.worker.finalize()
-            self.server.shutdown()
+            self.worker.close()
+            self.server.close()
 
     def _forget(self) -> bool:
         """Mark the table as closed; return whether it was open in this process."""
@@ -425,7 +425,7 @@ class Table:
         if error is None or self.workers == 1:
             self.close()
         elif self._forget():
-            self.server.stop()
+            self.server.abort()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(

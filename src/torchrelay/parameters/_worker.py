@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import time
 import weakref
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchrelay import _native
+from torchrelay._deprecation import old_attribute, warn
+from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
 from torchrelay.parameters._arrays import address_of_keys, address_of_values
 from torchrelay.parameters._sampling import Samples
 from torchrelay.parameters._server import Server
 from torchrelay.telemetry import span
 
-__all__ = ["Worker"]
+__all__ = ["AccessHandle", "Worker"]
 
 _PULL, _PUSH, _SET, _PULL_ROWS, _SET_ROWS = _native.TableOp
 
 
-class Worker:
-    """Reads and writes any key of the table. For one thread at a time.
+class Worker(Resource):
+    """Reads and writes any key of the table. For one thread at a time. A context manager.
 
     Operations of one worker on one key take effect in call order, including asynchronous ones: an
     operation first waits for unfinished ones on its keys. Added pushes do not wait for each other.
@@ -60,95 +63,92 @@ class Worker:
             settings.max_unfinished,
         )
         self._barriers = 0
-        self._dead_since: dict[
-            int, float
-        ] = {}  # of workers of this node, when that was first noticed
+        # Workers of this node that died, and when that was first noticed.
+        self._dead_since: dict[int, float] = {}
         self._samples: dict[int, Samples] = {}
         self._next_sample = 0
-        self._finalized = False
+        self._closed = False
         self._end = weakref.finalize(self, server.worker_ends, worker_id)
-        self._end.atexit = False  # then its process ends, which is told too
+        self._end.atexit = False  # the end of the process is published too
 
     def _check_open(self) -> None:
-        if self._finalized:
+        if self._closed:
             raise UnavailableError(
-                f"worker {self.worker_id} of node {self.server.node} has been finalized, and "
-                "cannot be used any more"
+                f"worker {self.worker_id} of node {self.server.node} is closed and cannot be used"
             )
         self.server.check_open()
 
-    def _access(self, op: _native.TableOp, keys: Any, values: Any, asynchronous: bool) -> int:
+    def _start(
+        self, op: _native.TableOp, keys: Any, values: Any, async_op: bool, old: dict[str, bool]
+    ) -> AccessHandle | None:
+        if old:
+            async_op = _old_async(**old)
+        timestamp = self._access(op, keys, values, async_op)
+        return AccessHandle(self, timestamp) if async_op else None
+
+    def _access(self, op: _native.TableOp, keys: Any, values: Any, async_op: bool) -> int:
         self._check_open()
         key_address, count = address_of_keys(keys)
         address, size = address_of_values(
             values, self._dtype, written=op is _PULL or op is _PULL_ROWS
         )
-        held = (keys, values) if asynchronous else None
+        held = (keys, values) if async_op else None
         with span("parameters.access", operation=op.name, keys=count):
-            return self._native.access(
-                op, key_address, count, address, size, not asynchronous, held
-            )
+            return self._native.access(op, key_address, count, address, size, not async_op, held)
 
     def pull(
         self,
         keys: Any,
         values: Any,
-        async_: bool = False,
-        *,
-        asynchronous: bool = False,
-        **reserved: Any,
-    ) -> int:
+        async_op: bool = False,
+        **old: bool,
+    ) -> AccessHandle | None:
         """Read the values of ``keys`` into ``values``.
 
         Args:
             keys: int64, of shape ``(n,)``.
             values: of the table's dtype and shape ``(n, length)``, or any other in which the values
                 of the keys follow each other.
-            asynchronous: return before it is done; also the third argument, and ``**{"async":
-                True}``.
+            async_op: return at once, with a handle whose ``wait()`` blocks until ``values`` are
+                read.
 
         Returns:
-            -1 if it is done, else a timestamp for :meth:`wait`.
+            A handle if ``async_op``, else None.
 
         Raises:
             ArgumentError: keys or values are not as described; nothing was read or written.
-            UnavailableError: this worker was finalized, or its process has left the table.
+            UnavailableError: this worker is closed, or its process has left the table.
             PeerLostError: a node was lost.
             OperationTimeoutError: an owner did not answer.
         """
-        return self._access(_PULL, keys, values, _asynchronous(async_, asynchronous, reserved))
+        return self._start(_PULL, keys, values, async_op, old)
 
     def push(
         self,
         keys: Any,
         values: Any,
-        async_: bool = False,
-        *,
-        asynchronous: bool = False,
-        **reserved: Any,
-    ) -> int:
+        async_op: bool = False,
+        **old: bool,
+    ) -> AccessHandle | None:
         """Add ``values`` to the values of ``keys``; see :class:`UpdateRule`.
 
         With an optimizer they are applied as gradients. Repeated keys accumulate; gradients of a
         repeated key are summed, then applied once. Arguments, result and errors as for
         :meth:`pull`.
         """
-        wait = not _asynchronous(async_, asynchronous, reserved)
         if self._sums:
             keys, values = self._summed(keys, values)
-        return self._access(_PUSH, keys, values, not wait)
+        return self._start(_PUSH, keys, values, async_op, old)
 
     def set(
         self,
         keys: Any,
         values: Any,
-        async_: bool = False,
-        *,
-        asynchronous: bool = False,
-        **reserved: Any,
-    ) -> int:
+        async_op: bool = False,
+        **old: bool,
+    ) -> AccessHandle | None:
         """Overwrite the values of ``keys``; the last of repeated keys wins."""
-        return self._access(_SET, keys, values, _asynchronous(async_, asynchronous, reserved))
+        return self._start(_SET, keys, values, async_op, old)
 
     def pull_rows(self, keys: Any, rows: Any) -> None:
         """Read rows: values and optimizer state, ``server.row_length(key)`` elements each."""
@@ -167,7 +167,7 @@ class Worker:
             return keys, values
         elements = self.server.store.elements(False, address, count)
         if elements * self._dtype.itemsize != size:
-            return keys, values  # the native core says what is wrong
+            return keys, values  # the native core reports what is wrong
         if elements != count * self.get_key_size(int(flat[0])):
             raise ArgumentError(
                 "gradients with repeated keys need keys of one length; sum them before"
@@ -187,38 +187,30 @@ class Worker:
         address, size = address_of_values(values, self._dtype, written=True)
         return self._native.pull_if_local(key_address, count, address, size)
 
-    def wait(self, timestamp: int) -> None:
-        """Wait until the operation that returned ``timestamp`` is done.
-
-        Raises:
-            ArgumentError: this worker returned no such timestamp.
-            OperationTimeoutError, PeerLostError: as for :meth:`pull`.
-        """
-        self._check_open()
-        self._native.wait(timestamp)
-
-    def waitall(self) -> None:
-        """Wait until all operations of this worker are done."""
+    def wait_all(self) -> None:
+        """Wait until all operations of this worker are done. Raises as :meth:`pull`."""
         self._check_open()
         self._native.wait_all()
 
-    def is_finished(self, timestamp: int) -> bool:
-        """Return whether the operation is done. Does not block."""
+    def wait_for(self, timestamp: int) -> None:
+        """Wait for one operation; what :meth:`AccessHandle.wait` does."""
+        self._check_open()
+        self._native.wait(timestamp)
+
+    def has_finished(self, timestamp: int) -> bool:
+        """Return whether one operation is done; what :meth:`AccessHandle.is_completed` does."""
         self._check_open()
         return self._native.is_finished(timestamp)
 
-    def intent(self, keys: Any, start: int, end: int = 0) -> int:
+    def intent(self, keys: Any, start: int, end: int = 0) -> None:
         """Announce that this worker will access ``keys`` in the clocks [``start``, ``end``).
 
-        The keys, or replicas of them, arrive at this node in time. ``end`` 0 means ``start + 1``.
-
-        Returns:
-            -1, which :meth:`wait` accepts: there is nothing to wait for.
+        The keys, or replicas of them, arrive at this node in time. Does not block. ``end`` 0 means
+        ``start + 1``.
         """
         self._check_open()
         address, count = address_of_keys(keys)
         self._native.intent(address, count, start, end or start + 1)
-        return -1
 
     def advance_clock(self) -> int:
         """End the current clock of this worker; return the next."""
@@ -248,11 +240,9 @@ class Worker:
         sample_id: int,
         keys: Any,
         values: Any,
-        async_: bool = False,
-        *,
-        asynchronous: bool = False,
-        **reserved: Any,
-    ) -> int:
+        async_op: bool = False,
+        **old: bool,
+    ) -> AccessHandle | None:
         """Draw the next ``len(keys)`` samples of ``sample_id`` into ``keys``; pull into ``values``.
 
         May be called until the samples are used up. Returns as :meth:`pull`.
@@ -260,12 +250,11 @@ class Worker:
         Raises:
             ArgumentError: there is no such sample, or it has fewer keys left.
         """
-        wait = not _asynchronous(async_, asynchronous, reserved)
         _, count = address_of_keys(keys)
         address_of_values(values, self._dtype, written=True)
         target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
         self._sampling().draw(self._sample(sample_id), count, self.server.store, target)
-        return self._access(_PULL, keys, values, not wait)
+        return self._start(_PULL, keys, values, async_op, old)
 
     def draw_sample(self, keys: Any, start: int, end: int = 0) -> None:
         """Fill ``keys`` with a new sample.
@@ -310,7 +299,7 @@ class Worker:
 
     def end_setup(self) -> None:
         """End the setup: every worker sees what any has set. All workers call it."""
-        self.waitall()
+        self.wait_all()
         self.wait_sync()
         self.barrier()
 
@@ -326,8 +315,7 @@ class Worker:
         Raises:
             OperationTimeoutError: some are missing.
             PeerLostError: a node was lost, or a worker of this node died and none has replaced it
-                within
-                ``transport.silence_s``.
+                within ``transport.peer_timeout_s``.
         """
         self._check_open()
         topology = self.server.topology
@@ -347,30 +335,44 @@ class Worker:
 
     def _check(self) -> None:
         self.server.store.check_leader()
-        now_s, silence_s = time.monotonic(), self.server.topology.transport.silence_s
+        now_s, peer_timeout_s = time.monotonic(), self.server.topology.transport.peer_timeout_s
         self._dead_since = {
             worker: self._dead_since.get(worker, now_s)
             for worker in self.server.store.dead_workers()
         }
         lost = [
-            worker for worker, since_s in self._dead_since.items() if now_s - since_s > silence_s
+            worker
+            for worker, since_s in self._dead_since.items()
+            if now_s - since_s > peer_timeout_s
         ]
         if lost:
             node = self.server.node
             self.server.store.lose_worker(lost[0])
             raise PeerLostError(
-                f"parameters: workers {lost} of node {node} have died, and nobody has taken their "
-                "places for "
-                f"{silence_s:g} s; restart from the last checkpoint",
+                f"parameters: workers {lost} of node {node} have died, and none has replaced them "
+                f"within {peer_timeout_s:g} s; restart from the last checkpoint",
                 ranks=[node],
             )
 
-    def finalize(self) -> None:
+    def close(self) -> None:
         """Complete unfinished operations and end the intents of this worker. Idempotent."""
-        if not self._finalized:
-            self._finalized = True
+        if not self._closed:
+            self._closed = True
             self._end.detach()
             self._native.finalize()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the worker; after an error, let those who wait for it raise PeerLostError."""
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            self._end()
 
     def get_key_size(self, key: int = 0) -> int:
         """Return the elements of the value of ``key``."""
@@ -384,12 +386,44 @@ class Worker:
     def num_keys(self) -> int:
         return self.server.num_keys
 
+    # Names of the version before.
 
-def _asynchronous(positional: bool, keyword: bool, reserved: dict[str, Any]) -> bool:
-    """``async`` is a reserved keyword: it comes by position, as ``asynchronous``, or in a
-    dictionary.
-    """
-    given = reserved.pop("async", False)
-    if reserved:
-        raise TypeError(f"unexpected arguments: {', '.join(reserved)}")
-    return bool(positional or keyword or given)
+    waitall = old_attribute("waitall", "wait_all")
+    finalize = old_attribute("finalize", "close")
+
+    def wait(self, handle: AccessHandle | None) -> None:
+        warn("Worker.wait(handle) is now handle.wait()", stacklevel=2)
+        if handle is not None:
+            handle.wait()
+
+    def is_finished(self, handle: AccessHandle | None) -> bool:
+        warn("Worker.is_finished(handle) is now handle.is_completed()", stacklevel=2)
+        return handle is None or handle.is_completed()
+
+
+class AccessHandle:
+    """An asynchronous operation of a :class:`Worker`."""
+
+    __slots__ = ("_worker", "timestamp")
+
+    def __init__(self, worker: Worker, timestamp: int) -> None:
+        self._worker, self.timestamp = worker, timestamp
+
+    def wait(self) -> None:
+        """Block until the operation is done.
+
+        Raises:
+            UnavailableError: the worker is closed.
+            OperationTimeoutError, PeerLostError: as for :meth:`Worker.pull`.
+        """
+        self._worker.wait_for(self.timestamp)
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is done. Does not block."""
+        return self._worker.has_finished(self.timestamp)
+
+
+def _old_async(*, asynchronous: bool = False, async_: bool = False) -> bool:
+    """Return what the arguments of the version before say of ``async_op``."""
+    warn("the argument asynchronous of Worker's methods is now async_op", stacklevel=4)
+    return asynchronous or async_

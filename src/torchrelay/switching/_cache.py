@@ -6,10 +6,10 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
+from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, CapacityError, ProtocolError
 from torchrelay.switching._contract import ALIGNMENT_BYTES, DeviceMemory, align
 from torchrelay.switching._descriptors import receive_descriptors, send_descriptors
@@ -19,7 +19,7 @@ from torchrelay.switching._layout import unique_storages
 __all__ = ["Region", "SharedCache"]
 
 
-class SharedCache:
+class SharedCache(Resource):
     """A block of device memory shared by the processes of one user; made by :meth:`allocate` or
     :meth:`recv`.
 
@@ -188,17 +188,6 @@ class SharedCache:
         """Unmap the cache in this process once no tensor over it is left. Idempotent."""
         self.clear()
         self._memory.close()
-
-    def __enter__(self) -> SharedCache:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _insert(self, purpose: str, size_bytes: int, offset_bytes: int) -> Region:
         end_bytes = offset_bytes + size_bytes

@@ -6,13 +6,13 @@ import http.client
 import json
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import torch
 
 from torchrelay import errors
+from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
     ModelError,
@@ -26,7 +26,7 @@ from torchrelay.switching._tensors import HEADER, decode, encode, parse_body
 __all__ = ["Client"]
 
 
-class Client:
+class Client(Resource):
     """Calls models of a server that speaks the Open Inference Protocol v2. Thread-safe; one call at
     a time.
 
@@ -102,17 +102,6 @@ class Client:
         """Close the connection. Idempotent."""
         with self._lock:
             self._connection.close()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _json(self, method: str, path: str) -> Any:
         return json.loads(self._request(method, path, b"", {})[0])

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from torchrelay._resource import Resource
 from torchrelay.buffers import Segment
 from torchrelay.errors import ArgumentError, DataError, NotFoundError, UnavailableError
 from torchrelay.switching._contract import align
@@ -84,7 +84,7 @@ class StoredModel:
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
-class ModelStore:
+class ModelStore(Resource):
     """Models by name, each in one sealed, anonymous block of host memory. Thread-safe.
 
     Parameters, buffers (persistent or not, of any dtype) and plain tensor attributes are kept, each
@@ -187,17 +187,6 @@ class ModelStore:
         """Forget all models. Idempotent."""
         with self._lock:
             self._models.clear()
-
-    def __enter__(self) -> ModelStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _input_spec(name: str, value: torch.Tensor | tuple[torch.dtype, tuple[int, ...]]) -> InputSpec:

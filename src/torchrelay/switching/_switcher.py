@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, CapacityError, OperationTimeoutError, UnavailableError
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import Link, align
@@ -36,7 +37,7 @@ def default_profile_folder() -> Path:
     return Path(folder) / "torchrelay" / "switching"
 
 
-class Switcher:
+class Switcher(Resource):
     """Serves the models of a store from one arena, by worker processes that are always warm.
 
     The process that makes the switcher is the daemon: it owns the arena and copies models into it.
@@ -272,9 +273,6 @@ class Switcher:
         self._daemon.loop.post(lambda: self._daemon.drain(grace_s))
         self._daemon.loop.join()
         self._cache.close()
-
-    def __enter__(self) -> Switcher:
-        return self
 
     def __exit__(
         self,

@@ -21,7 +21,10 @@ from torchrelay.transport import create_key_file
 from torchrelay.world import World
 
 KEYS, DIM = 40, 3
-QUICK_TO_NOTICE = {"TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1", "TORCHRELAY_TRANSPORT_SILENCE_S": "2"}
+QUICK_TO_NOTICE = {
+    "TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1",
+    "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "2",
+}
 
 
 def _lose_the_leader(world: World) -> tuple[float, tuple[int, ...]]:
@@ -89,7 +92,7 @@ def _leave_early(world: World) -> tuple[str, tuple[int, ...]]:
     place = start(KEYS, DIM, node_of_rank=lambda rank: rank)
     place.worker.barrier()
     if world.rank == 1:
-        place.server.stop()
+        place.server.abort()
         return "", ()
     try:
         while True:
@@ -101,7 +104,7 @@ def _leave_early(world: World) -> tuple[str, tuple[int, ...]]:
 def test_a_node_that_leaves_while_it_is_needed_is_named_at_once(
     run_processes: Callable[..., list[object]],
 ) -> None:
-    results = run_processes(_leave_early, 3, environ={"TORCHRELAY_TRANSPORT_SILENCE_S": "100"})
+    results = run_processes(_leave_early, 3, environ={"TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "100"})
     for rank in (0, 2):
         assert results[rank].ok, results[rank].error  # type: ignore[attr-defined]
         message, ranks = results[rank].value  # type: ignore[attr-defined]

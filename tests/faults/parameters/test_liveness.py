@@ -20,7 +20,7 @@ from torchrelay.world import World
 
 KEYS, DIM = 40, 3
 PATIENT = {
-    "TORCHRELAY_TRANSPORT_SILENCE_S": "100"
+    "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "100"
 }  # what is noticed sooner is not noticed by silence
 
 
@@ -78,7 +78,7 @@ def _leave_with_an_error(world: World, nodes: int) -> tuple[int, str, tuple[int,
     place = start(KEYS, DIM, node_of_rank=lambda rank: rank * nodes // world.size)
     if world.rank == world.size - 1:
         place.worker.barrier()
-        place.server.stop()  # as a table does that an exception leaves
+        place.server.abort()  # as a table does that an exception leaves
         return os.getpid(), "", ()
     with pytest.raises(PeerLostError) as raised:
         _wait_or_push_for_ever(place.worker, waits=world.rank == 0)
@@ -126,15 +126,15 @@ def _stop_all(world: World) -> float:
     out = torch.empty(KEYS, DIM)
     worker.pull(keys, out)
     worker.barrier()
-    worker.finalize()
-    place.server.shutdown()
+    worker.close()
+    place.server.close()
     return float(out[0, 0])
 
 
 def test_a_job_that_is_stopped_for_longer_than_a_peer_may_be_silent_goes_on(
     run_processes: Callable[..., list[object]],
 ) -> None:
-    quick = {"TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.2", "TORCHRELAY_TRANSPORT_SILENCE_S": "3"}
+    quick = {"TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.2", "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "3"}
     for result in run_processes(_stop_all, 3, environ=quick):
         assert result.ok, result.error  # type: ignore[attr-defined]
         assert result.value == 60  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ def _close_early(world: World) -> tuple[str, tuple[int, ...]]:
         return "", ()
     with pytest.raises(PeerLostError) as raised:
         table.sync()
-    table.server.stop()
+    table.server.abort()
     return str(raised.value), raised.value.ranks
 
 
@@ -150,7 +150,7 @@ def _end(world: World, error: bool) -> tuple[int, str, tuple[int, ...]]:
 def test_a_process_that_ends_without_closing_is_named(
     run_processes: Callable[..., list[Any]], error: bool
 ) -> None:
-    environ = {"TORCHRELAY_TRANSPORT_SILENCE_S": "100"}
+    environ = {"TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "100"}
     results = run_processes(_end, 4, environ=environ, error=error)
     assert results[3].ok is not error
     for rank, result in enumerate(results[:3]):

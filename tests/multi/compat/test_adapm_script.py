@@ -31,8 +31,8 @@ def test_an_original_script_runs(nodes: int) -> None:
 @pytest.mark.parametrize(
     ("nodes", "fault", "said"),
     [
-        (1, "worker", "worker 0 of node 0 has ended without finalize()"),
-        (3, "worker", "worker 0 of node 2 has ended without finalize()"),
+        (1, "worker", "worker 0 of node 0 has ended without close()"),
+        (3, "worker", "worker 0 of node 2 has ended without close()"),
         (2, "main", "node 1 is lost"),
         (3, "killed", "node 2 is lost"),
     ],

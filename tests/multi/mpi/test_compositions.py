@@ -295,15 +295,17 @@ def test_each_thread_has_a_chain_of_its_own(comm):
 
 
 @mpi_test(SIZES)
-def test_unreached_of_a_communicator_reaches_its_backward(comm):
-    warns = comm.replace(unreached="ignore")
+def test_unreachable_policy_of_a_communicator_reaches_its_backward(comm):
+    warns = comm.replace(unreachable_policy="ignore")
     x = leaf(1)
     y = warns.Allreduce(x * x, mpi.MPI_SUM)
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     warns.Allreduce(g, mpi.MPI_SUM)  # out of reach of what follows
     torch.autograd.grad(g.sum(), x)
     mpi.reset()
-    assert warns.reverse.unreached == "ignore" and comm.reverse.unreached is None
+    with pytest.warns(DeprecationWarning, match="unreached.* is now unreachable_policy"):
+        assert comm.replace(unreached="ignore").unreachable_policy == "ignore"
+    assert warns.reverse.unreachable_policy == "ignore" and comm.reverse.unreachable_policy is None
 
 
 @mpi_test(SIZES)

@@ -187,7 +187,7 @@ def test_retain_graph_runs_again(comm):
 
 
 @mpi_test((2, 3))
-def test_unreached_communications_are_named(comm):
+def test_unreachable_communications_are_named(comm):
     x = leaf(1)
     y = comm.Allreduce(x, mpi.MPI_SUM)
     comm.Allgather(x, 0)
@@ -199,7 +199,7 @@ def test_unreached_communications_are_named(comm):
         torch.autograd.grad(y.sum(), x)
     (g,) = mpi.grad(y.sum(), x)
     assert g.tolist() == [float(comm.size)] * 4
-    with changed(unreached="warn"):
+    with changed(unreachable_policy="warn"):
         y = comm.Allreduce(x, mpi.MPI_SUM)
         comm.Bcast_(x * 1, 0)
         with pytest.warns(UserWarning, match="Bcast_"):

@@ -24,7 +24,10 @@ from torchrelay.world import World
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 KEYS, STEPS, BATCH, DELAY_MS = 300, 120, 32, 2.0
-QUICK_TO_NOTICE = {"TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1", "TORCHRELAY_TRANSPORT_SILENCE_S": "2"}
+QUICK_TO_NOTICE = {
+    "TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1",
+    "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "2",
+}
 
 
 @pytest.fixture(params=[2, 3, 4])
@@ -64,7 +67,7 @@ def _train(world: World, hosts: Hosts) -> dict[str, float]:
         worker.pull(batch, values)
         worker.push(batch, torch.ones(BATCH, 2), clock % 2 == 0)
         worker.advance_clock()
-    worker.waitall()
+    worker.wait_all()
     worker.wait_sync()
     worker.barrier()
     out = torch.empty(KEYS, 2)
@@ -77,9 +80,9 @@ def _train(world: World, hosts: Hosts) -> dict[str, float]:
                 torch.randint(0, KEYS, (BATCH,), generator=generator), minlength=KEYS
             )
     assert torch.equal(out, expected[:, None].expand(KEYS, 2))
-    worker.finalize()
+    worker.close()
     statistics = server.statistics()
-    server.shutdown()
+    server.close()
     return statistics
 
 

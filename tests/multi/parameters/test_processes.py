@@ -27,7 +27,7 @@ def _push_and_count(world: World) -> None:
             worker.intent(batches[clock + 3], clock + 3, clock + 5)
         worker.push(batch, torch.ones(BATCH, 2), True)
         worker.advance_clock()
-    worker.waitall()
+    worker.wait_all()
     worker.wait_sync()
     worker.barrier()
     out = torch.empty(KEYS, 2)
@@ -45,8 +45,8 @@ def _push_and_count(world: World) -> None:
     statistics = place.server.statistics()
     assert statistics["relocations"] + statistics["replicas_made"] > 0
     assert statistics["protocol_errors"] == 0
-    worker.finalize()
-    place.server.shutdown()
+    worker.close()
+    place.server.close()
 
 
 @pytest.mark.parametrize("zeromq", ["0", "1"])
@@ -67,8 +67,8 @@ def test_two_processes_of_one_node_share_its_memory(world: World) -> None:
     assert place.worker.pull_if_local(torch.arange(10), out)
     assert (out == 3).all()
     place.worker.barrier()
-    place.worker.finalize()
-    place.server.shutdown()
+    place.worker.close()
+    place.server.close()
 
 
 def _lose_a_node(world: World) -> tuple[float, tuple[int, ...]]:
@@ -88,7 +88,7 @@ def _lose_a_node(world: World) -> tuple[float, tuple[int, ...]]:
 
 def test_a_killed_node_is_named_within_the_timeout(run_processes) -> None:
     environ = {
-        "TORCHRELAY_TRANSPORT_SILENCE_S": "2",
+        "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "2",
         "TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1",
     }
     results = run_processes(_lose_a_node, 3, environ=environ)

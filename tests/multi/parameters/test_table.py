@@ -194,6 +194,6 @@ def _fail_on_rank_1(world: World) -> float:
 def test_an_error_leaves_the_table_without_waiting(
     run_processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHRELAY_TRANSPORT_SILENCE_S", "3")
+    monkeypatch.setenv("TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S", "3")
     results = run_processes(_fail_on_rank_1, 2)
     assert all(result.ok and 0 <= result.value < 60 for result in results), results

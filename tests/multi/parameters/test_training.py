@@ -169,7 +169,7 @@ def _one_rank_looks_nothing_up(world: World) -> tuple[str, list[int], float]:
         except OperationTimeoutError as error:
             return str(error), list(error.ranks), time.monotonic() - started_s
         finally:
-            table.server.stop()
+            table.server.abort()
             table._forget()
     return "", [], 0.0
 

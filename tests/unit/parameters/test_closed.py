@@ -24,9 +24,9 @@ def refuse(server: Server, worker: Worker, match: str) -> None:
         lambda: worker.pull_rows(KEYS, VALUES.clone()),
         lambda: worker.set_rows(KEYS, VALUES),
         lambda: worker.pull_if_local(KEYS, VALUES.clone()),
-        lambda: worker.wait(-1),
-        worker.waitall,
-        lambda: worker.is_finished(-1),
+        lambda: worker.wait_for(-1),
+        worker.wait_all,
+        lambda: worker.has_finished(-1),
         lambda: worker.intent(KEYS, 1),
         worker.advance_clock,
         worker.current_clock,
@@ -42,17 +42,17 @@ def refuse(server: Server, worker: Worker, match: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("leave", ["shutdown", "stop"])
+@pytest.mark.parametrize("leave", ["close", "abort"])
 def test_a_server_or_worker_that_is_closed_raises(nodes: int, leave: str) -> None:
     def body(server: Server, worker: Worker) -> None:
         server.enable_sampling_support("naive")
         worker.barrier()
-        if leave == "shutdown":
-            server.shutdown()  # before the worker's finalize: the mistake
+        if leave == "close":
+            server.close()  # before the worker's: the mistake
         else:
             with contextlib.suppress(PeerLostError):  # the other may have left by now
                 server.barrier()
-            server.stop()
+            server.abort()
         refuse(server, worker, "has left the table")
         for use in (
             server.barrier,
@@ -62,24 +62,24 @@ def test_a_server_or_worker_that_is_closed_raises(nodes: int, leave: str) -> Non
         ):
             with pytest.raises(UnavailableError, match="has left the table"):
                 use()
-        server.shutdown()
-        server.stop()
+        server.close()
+        server.abort()
 
     on_nodes(nodes, body, table={"keys": 4})
 
 
-def test_a_finalized_worker_raises_and_another_takes_its_place() -> None:
+def test_a_closed_worker_raises_and_another_takes_its_place() -> None:
     def body(server: Server, worker: Worker) -> None:
-        worker.finalize()
-        worker.finalize()
-        refuse(server, worker, "worker 0 of node 0 has been finalized")
+        worker.close()
+        worker.close()
+        refuse(server, worker, "worker 0 of node 0 is closed")
         server.enable_sampling_support("naive")
         other: Any = Worker(0, server)
         other.push(KEYS, VALUES)
         del other
         gc.collect()
-        other = Worker(0, server)  # though its predecessor was not finalized
+        other = Worker(0, server)  # though its predecessor was not closed
         assert other.current_clock() == 0
-        other.finalize()
+        other.close()
 
     on_nodes(1, body, table={"keys": 4})

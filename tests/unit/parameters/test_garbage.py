@@ -77,7 +77,7 @@ def test_garbage_is_counted_and_ends_nothing() -> None:
 
 
 def test_a_peer_of_another_version_is_a_protocol_error_of_every_operation() -> None:
-    patient = dataclasses.replace(config.load(config.TransportSettings), silence_s=100.0)
+    patient = dataclasses.replace(config.load(config.TransportSettings), peer_timeout_s=100.0)
 
     def body(server: Server, worker: Worker) -> None:
         worker.barrier()
@@ -91,6 +91,6 @@ def test_a_peer_of_another_version_is_a_protocol_error_of_every_operation() -> N
             with pytest.raises(PeerLostError, match=r"node 0 is lost.*cannot serve it any more"):
                 _push_for_ever(worker)
         with contextlib.suppress(ProtocolError, PeerLostError):  # where a push was under way
-            worker.finalize()
+            worker.close()
 
     on_nodes(2, body, table={"keys": 40}, network=_network(), transport=patient)

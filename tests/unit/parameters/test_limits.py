@@ -24,9 +24,9 @@ def test_unfinished_operations_are_bounded_and_a_further_one_waits() -> None:
     def body(server: Server, worker: Worker) -> None:
         if server.node == 0:
             for _ in range(40):
-                assert worker.push(torch.tensor([1]), torch.ones(1), True) >= 0
+                assert worker.push(torch.tensor([1]), torch.ones(1), True) is not None
                 assert worker._native.unfinished <= 4
-            worker.waitall()
+            worker.wait_all()
             assert worker._native.unfinished == 0
             assert pulled(worker, torch.tensor([1])) == 40
         worker.barrier()
@@ -52,7 +52,7 @@ def test_a_push_that_finds_no_room_in_time_has_changed_nothing() -> None:
             here = torch.empty(1)
             assert worker.pull_if_local(torch.tensor([0]), here) and here == 0
             with pytest.raises(OperationTimeoutError):
-                worker.finalize()
+                worker.close()
         finally:
             done.set()
 
@@ -167,7 +167,7 @@ def test_time_in_rounds_and_staleness_are_measured() -> None:
     [
         ("CONNECT_TIMEOUT_S", "-1"),
         ("HEARTBEAT_S", "0"),
-        ("SILENCE_S", "0"),
+        ("PEER_TIMEOUT_S", "0"),
         ("LINGER_S", "-0.1"),
         ("SPIN_S", "-1"),
     ],
@@ -177,8 +177,8 @@ def test_times_that_make_no_sense_are_refused(name: str, text: str) -> None:
         config.load(config.TransportSettings, {f"TORCHRELAY_TRANSPORT_{name}": text})
 
 
-def test_a_heartbeat_slower_than_the_silence_it_prevents_is_refused() -> None:
+def test_a_heartbeat_too_slow_for_the_peer_timeout_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"silence_s = 1.5: it must be at least twice .*heartbeat_s = 1 s"
+        ConfigError, match=r"peer_timeout_s = 1.5 s: it must be at least twice .*heartbeat_s = 1 s"
     ):
-        config.load(config.TransportSettings, {"TORCHRELAY_TRANSPORT_SILENCE_S": "1.5"})
+        config.load(config.TransportSettings, {"TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "1.5"})

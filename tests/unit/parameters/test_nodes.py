@@ -42,7 +42,8 @@ def test_a_key_moves_to_the_only_node_that_wants_it() -> None:
             worker.intent(keys, 0, 10)
             eventually(lambda: len(worker.owned_keys()) == 20)
             before = server.statistics()["remote_pulls"]
-            assert worker.pull(keys, torch.empty(20), True) == -1
+            handle = worker.pull(keys, torch.empty(20), True)
+            assert handle is not None and handle.is_completed()
             assert server.statistics()["remote_pulls"] == before
         worker.barrier()
         assert len(worker.owned_keys()) == (20 if server.node == 0 else 0)
@@ -156,7 +157,7 @@ def test_lengths_per_key_over_nodes() -> None:
         for _ in range(10):
             worker.push(keys, torch.arange(float(total)), True)
             worker.advance_clock()
-        worker.waitall()
+        worker.wait_all()
         worker.wait_sync()
         worker.barrier()
         out = torch.empty(total)
@@ -218,7 +219,7 @@ def test_keys_made_at_first_use_over_nodes() -> None:
         worker.intent(keys, 0, 100)
         for _ in range(50):
             worker.push(keys, torch.ones(5, 2), True)
-        worker.waitall()
+        worker.wait_all()
         worker.wait_sync()
         worker.barrier()
         assert (pulled(worker, keys, 2) == 101.5).all()
@@ -249,7 +250,7 @@ def test_values_go_back_to_zero_and_monotone_in_between() -> None:
                 assert ((now - last) * sign >= 0).all()
                 last = now
                 worker.advance_clock()
-            worker.waitall()
+            worker.wait_all()
             worker.wait_sync()
             worker.barrier()
         assert (pulled(worker, keys) == 0).all()
@@ -292,7 +293,7 @@ def test_a_node_that_does_not_start_is_named() -> None:
 
 def test_a_dead_node_is_named_by_all_others() -> None:
     network = _native.MemoryNetwork()
-    transport = config.TransportSettings(heartbeat_s=0.05, silence_s=1.0)
+    transport = config.TransportSettings(heartbeat_s=0.05, peer_timeout_s=1.0)
     keys = torch.arange(30)
     dead = threading.Event()
 
@@ -310,7 +311,7 @@ def test_a_dead_node_is_named_by_all_others() -> None:
         with pytest.raises(PeerLostError, match="node 1 is lost"):
             worker.barrier()
         with pytest.raises(PeerLostError, match="node 1 is lost"):
-            worker.finalize()  # its pull is unfinished
+            worker.close()  # its pull is unfinished
 
     on_nodes(3, body, table={"keys": 30}, network=network, transport=transport)
 

@@ -122,16 +122,16 @@ def test_local_takes_what_is_here_and_says_when_there_is_nothing() -> None:
     worker = Worker(0, server)
     sample = worker.prepare_sample(200, 0)
     keys = torch.empty(200, dtype=torch.int64)
-    assert worker.pull_sample(sample, keys, torch.empty(200)) == -1
+    worker.pull_sample(sample, keys, torch.empty(200))
     assert (keys % 2 == 0).all()
     assert len(keys.unique()) == 10
     server.enable_sampling_support("local", False, "uniform", 11, 12)
     with pytest.raises(UnavailableError, match="0 keys"):
         worker.pull_sample(worker.prepare_sample(1, 0), keys[:1], torch.empty(1))
-    worker.finalize()
-    closing = threading.Thread(target=servers[0].shutdown)
+    worker.close()
+    closing = threading.Thread(target=servers[0].close)
     closing.start()
-    server.shutdown()
+    server.close()
     closing.join()
 
 

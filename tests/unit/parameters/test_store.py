@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 def worker() -> Iterator[Worker]:
     made = Worker(0, Server(100, length=4))
     yield made
-    made.finalize()
+    made.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -33,16 +33,16 @@ def test_random_accesses_equal_a_dense_reference(dtype: torch.dtype) -> None:
     for _ in range(50):
         keys = torch.randint(0, 50, (17,), generator=generator)
         values = torch.randint(-8, 9, (17, 3), generator=generator).to(dtype)
-        assert worker.push(keys, values) == -1
+        worker.push(keys, values)
         for key, value in zip(keys.tolist(), values, strict=True):
             table[key] += value
         keys = torch.randint(0, 50, (5,), generator=generator)
-        assert worker.set(keys, values[:5].flatten()) == -1
+        worker.set(keys, values[:5].flatten())
         for key, value in zip(keys.tolist(), values[:5], strict=True):
             table[key] = value
         keys = torch.randint(0, 50, (23,), generator=generator)
         out = torch.full((23, 3), 77).to(dtype)
-        assert worker.pull(keys, out) == -1
+        worker.pull(keys, out)
         assert torch.equal(out, table[keys])
 
 
@@ -63,25 +63,60 @@ def test_half_types_round_as_torch_does() -> None:
 def test_numpy_and_torch_are_the_same(worker: Worker) -> None:
     keys = np.array([1, 2, 3, 4])
     values = np.ones((4, 4), dtype=np.float32)
-    assert worker.push(keys, values) == -1
-    assert worker.push(torch.from_numpy(keys), torch.ones(16)) == -1
+    worker.push(keys, values)
+    worker.push(torch.from_numpy(keys), torch.ones(16))
     out = np.empty(16, dtype=np.float32)
-    assert worker.pull(keys, out) == -1
+    worker.pull(keys, out)
     assert (out == 2).all()
 
 
-def test_every_spelling_of_async(worker: Worker) -> None:
+def test_asynchronous_operations_return_a_handle(worker: Worker) -> None:
     keys, values = torch.tensor([1]), torch.ones(4)
-    assert worker.push(keys, values, True) == -1
-    assert worker.push(keys, values, asynchronous=True) == -1
-    assert worker.push(keys, values, **{"async": True}) == -1
+    for handle in (
+        worker.push(keys, values, True),
+        worker.push(keys, values, async_op=True),
+        worker.set(keys, values, async_op=True),
+        worker.pull(keys, values, async_op=True),
+    ):
+        assert handle is not None
+        handle.wait()
+        assert handle.is_completed()
+    worker.wait_all()
+    with pytest.raises(ArgumentError, match="timestamp 5"):
+        worker.wait_for(5)
     with pytest.raises(TypeError, match="nonsense"):
         worker.push(keys, values, nonsense=True)
-    worker.waitall()
-    worker.wait(-1)
-    assert worker.is_finished(-1)
-    with pytest.raises(ArgumentError, match="timestamp 5"):
-        worker.wait(5)
+
+
+def test_old_names_of_servers_and_workers_warn() -> None:
+    server = Server(4)
+    worker = Worker(0, server)
+    keys, values = torch.tensor([1]), torch.ones(1)
+    for use in (
+        lambda: worker.push(keys, values, asynchronous=True),
+        lambda: worker.wait(worker.push(keys, values, True)),
+        lambda: worker.is_finished(worker.push(keys, values, True)),
+        server.my_rank,
+    ):
+        with pytest.warns(DeprecationWarning, match="is now"):
+            use()
+    for owner, old in (
+        (worker, "waitall"),
+        (worker, "finalize"),
+        (server, "shutdown"),
+        (server, "stop"),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"{old} is now"):
+            getattr(owner, old)()
+
+
+def test_servers_and_workers_are_context_managers() -> None:
+    with Server(4) as server, Worker(0, server) as worker:
+        worker.push(torch.tensor([1]), torch.ones(1))
+    with pytest.raises(UnavailableError, match="is closed"):
+        worker.barrier()
+    with pytest.raises(UnavailableError, match="has left the table"):
+        server.barrier()
 
 
 def test_lengths_per_key() -> None:
@@ -167,8 +202,8 @@ def test_wrong_tables_and_workers() -> None:
         Worker(0, server)
     with pytest.raises(ArgumentError, match="worker_id=1"):
         Worker(1, server)
-    first.finalize()
-    Worker(0, server).finalize()
+    first.close()
+    Worker(0, server).close()
 
 
 def test_threads_push_at_once_and_nothing_is_lost() -> None:
@@ -179,7 +214,7 @@ def test_threads_push_at_once_and_nothing_is_lost() -> None:
         generator = torch.Generator().manual_seed(number)
         for _ in range(200):
             worker.push(torch.randint(0, 20, (50,), generator=generator), torch.ones(50, 16))
-        worker.finalize()
+        worker.close()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     for thread in threads:

@@ -11,12 +11,12 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchrelay import _native
+from torchrelay._resource import Resource
 from torchrelay.aggregation.switch import _messages as messages
 from torchrelay.aggregation.switch._data_plane import SessionShape
 from torchrelay.aggregation.switch._messages import Kind
@@ -116,7 +116,7 @@ def session_from_store(store: Store, key: str, rank: int) -> int:
     return int(store.get(key))
 
 
-class SwitchClient:
+class SwitchClient(Resource):
     """One worker of a session. Workers make the same calls in the same order.
 
     Args:
@@ -231,17 +231,6 @@ class SwitchClient:
                 messages.encode(Kind.LEAVE, self.session_id, messages.encode_ranks([self.rank]))
             )
         self._control.close()
-
-    def __enter__(self) -> SwitchClient:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _connect(self, host: str, port: int) -> socket.socket:
         sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from torchrelay._resource import Resource
 from torchrelay.errors import UnavailableError
 
 __all__ = ["XDP_DRIVER", "XDP_GENERIC", "BpfObject"]
@@ -43,7 +43,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-class BpfObject:
+class BpfObject(Resource):
     """The programs and maps of an object file, until :meth:`close`.
 
     Args:
@@ -139,14 +139,3 @@ class BpfObject:
         if self._object:
             self._library.bpf_object__close(ctypes.c_void_p(self._object))
             self._object = None
-
-    def __enter__(self) -> BpfObject:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

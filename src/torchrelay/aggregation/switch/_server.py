@@ -6,8 +6,8 @@ import ipaddress
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
 
+from torchrelay._resource import Resource
 from torchrelay.aggregation.switch import _messages as messages
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
@@ -30,7 +30,7 @@ class _Session:
     left: set[int] = field(default_factory=set)
 
 
-class SwitchServer:
+class SwitchServer(Resource):
     """Runs a data plane's control plane: opens sessions for workers that join, and closes them.
 
     A session ends when all its workers have left. When there are ``max_sessions``, a new one takes
@@ -83,17 +83,6 @@ class SwitchServer:
         self._stopping.set()
         self._thread.join()
         self.plane.close()
-
-    def __enter__(self) -> SwitchServer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def is_allowed(self, address: str) -> bool:
         """Whether a worker of this address may join."""

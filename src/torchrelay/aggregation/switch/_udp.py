@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from types import TracebackType
 
 from torchrelay import _native
+from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
     SessionShape,
@@ -17,7 +17,7 @@ from torchrelay.errors import ConfigError
 __all__ = ["UdpDataPlane"]
 
 
-class UdpDataPlane:
+class UdpDataPlane(Resource):
     """A :class:`DataPlane` on a UDP socket, with a native thread.
 
     Args:
@@ -106,17 +106,6 @@ class UdpDataPlane:
 
     def close(self) -> None:
         self._native.stop()
-
-    def __enter__(self) -> UdpDataPlane:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _session(info: _native.SwitchSessionInfo) -> SessionStats:

@@ -20,9 +20,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from torchrelay import _native
+from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
     SessionShape,
@@ -118,7 +118,7 @@ class _Open:
     sources: set[tuple[str, int]] = field(default_factory=set)
 
 
-class XdpDataPlane:
+class XdpDataPlane(Resource):
     """A :class:`DataPlane` in the kernel of this host, with one worker of a session behind each
     port.
 
@@ -418,17 +418,6 @@ class XdpDataPlane:
         self._is_closed = True
         self._bpf.close()
         self._socket.close()
-
-    def __enter__(self) -> XdpDataPlane:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _ifindex(name: str) -> int:

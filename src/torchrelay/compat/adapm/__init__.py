@@ -23,6 +23,7 @@ import torch
 from torchrelay import config
 from torchrelay.compat.adapm._variables import dmlc_variables, of_servers
 from torchrelay.errors import ArgumentError, ConfigError, PeerLostError, TorchRelayError
+from torchrelay.parameters import AccessHandle
 from torchrelay.parameters import Server as _Server
 from torchrelay.parameters import Worker as _Worker
 from torchrelay.parameters._topology import TECHNIQUES, Topology
@@ -151,22 +152,30 @@ class Server(_Server):
 
     __init__ = _with_names(__init__, lengths="value_lengths")
 
+    def my_rank(self) -> int:
+        """Return the index of this node."""
+        return self.node
+
     def shutdown(self) -> None:
+        """Wait for all nodes, then stop."""
+        self.close()
+
+    def close(self) -> None:
         """Wait for all nodes, then stop."""
         if not self._down:
             try:
-                super().shutdown()
+                super().close()
             finally:
                 self._report_end(None)
 
-    def stop(self) -> None:
+    def abort(self) -> None:
         """Leave at once; the other nodes raise PeerLostError."""
         if not self._down:
-            super().stop()
+            super().abort()
             self._report_end(f"node {self.node} has left with an error; see its own output for why")
 
     def _report_end(self, problem: str | None) -> None:
-        """Lets the scheduler end: it waits for all nodes, and names one that is lost."""
+        """Let the scheduler end: it waits for all nodes, and names one that is lost."""
         store: Any = self.topology.store
         if "DMLC_NUM_SERVER" not in os.environ or store is None:
             return
@@ -182,17 +191,49 @@ class Server(_Server):
             store.add(_SHUT_DOWN, 1)
 
 
+def _with_timestamp(method: Callable[..., Any], **names: str) -> Callable[..., int]:
+    """Return ``method`` with AdaPM's ``async`` and its result: a timestamp, -1 if it is done.
+
+    ``async`` is a reserved keyword: it is the last positional argument, ``asynchronous``, or in a
+    dictionary.
+    """
+    named = _with_names(
+        method, **names, **dict.fromkeys(("async", "async_", "asynchronous"), "async_op")
+    )
+
+    @functools.wraps(method)
+    def call(*args: Any, **given: Any) -> int:
+        handle: AccessHandle | None = named(*args, **given)
+        return -1 if handle is None else handle.timestamp
+
+    return call
+
+
 class Worker(_Worker):
     """One worker's access to the table."""
 
-    pull = _with_names(_Worker.pull, vals="values")
-    push = _with_names(_Worker.push, vals="values")
-    set = _with_names(_Worker.set, vals="values")
+    pull = _with_timestamp(_Worker.pull, vals="values")  # type: ignore[assignment]
+    push = _with_timestamp(_Worker.push, vals="values")  # type: ignore[assignment]
+    set = _with_timestamp(_Worker.set, vals="values")  # type: ignore[assignment]
     pull_if_local = _with_names(_Worker.pull_if_local, vals="values")
     prepare_sample = _with_names(_Worker.prepare_sample, K="n")
-    pull_sample = _with_names(_Worker.pull_sample, id="sample_id", vals="values")
+    pull_sample = _with_timestamp(  # type: ignore[assignment]
+        _Worker.pull_sample, id="sample_id", vals="values"
+    )
     finish_sample = _with_names(_Worker.finish_sample, id="sample_id")
     get_key_size = _with_names(_Worker.get_key_size, key_id="key")
+    wait = _Worker.wait_for  # type: ignore[assignment]
+    is_finished = _Worker.has_finished  # type: ignore[assignment]
+    waitall = _Worker.wait_all
+
+    def intent(self, keys: Any, start: int, end: int = 0) -> int:  # type: ignore[override]
+        """Announce accesses; return -1, for which :meth:`wait` does not block."""
+        super().intent(keys, start, end)
+        return -1
+
+    def finalize(self) -> None:
+        """Complete unfinished operations and end the intents of this worker."""
+        self.close()
 
     def wait_replica_sync(self) -> None:
         """Wait until every node sees this node's earlier pushes; the same as ``wait_sync``."""

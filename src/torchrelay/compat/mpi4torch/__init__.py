@@ -69,7 +69,7 @@ class MPI_Communicator(Communicator):  # noqa: N801 - mpi4torch's name
         # mpi4torch recorded nothing without a gradient, so its scripts may leave communications
         # out.
         self = cls.__new__(cls)
-        self.__dict__.update(comm.replace(unreached="warn").__dict__)
+        self.__dict__.update(comm.replace(unreachable_policy="warn").__dict__)
         self.number = self.reverse.number = _compiled.register(self)
         return self
 
