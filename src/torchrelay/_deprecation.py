@@ -39,21 +39,32 @@ def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     return attribute
 
 
-def old_keywords(**names: str) -> Callable[[F], F]:
-    """Return a decorator that accepts keyword arguments under their old names too."""
+def old_keywords(**names: str | tuple[str, float]) -> Callable[[F], F]:
+    """Return a decorator of functions and classes that accepts keyword arguments under old names.
+
+    Args:
+        names: the new name of each, or the new name and the unit that the old value was in.
+    """
 
     def decorate(function: F) -> F:
-        @functools.wraps(function)
+        target: Any = function.__init__ if isinstance(function, type) else function
+
+        @functools.wraps(target)
         def call(*args: Any, **given: Any) -> Any:
             for old in names.keys() & given.keys():
                 new = names[old]
-                if new in given:
-                    raise TypeError(f"{function.__qualname__}() got both {old} and {new}")
-                warn(f"the argument {old} of {function.__qualname__}() is now {new}", stacklevel=2)
-                given[new] = given.pop(old)
-            return function(*args, **given)
+                name, unit = (new, None) if isinstance(new, str) else new
+                if name in given:
+                    raise TypeError(f"{function.__qualname__}() got both {old} and {name}")
+                warn(f"the argument {old} of {function.__qualname__}() is now {name}", stacklevel=2)
+                value = given.pop(old)
+                given[name] = value if unit is None else value * unit
+            return target(*args, **given)
 
-        return call  # type: ignore[return-value]
+        if not isinstance(function, type):
+            return call  # type: ignore[return-value]
+        function.__init__ = call  # type: ignore[misc]
+        return function
 
     return decorate
 

@@ -79,7 +79,7 @@ def section(cls: type[S]) -> type[S]:
     frozen = dataclasses.dataclass(frozen=True)(cls)
     old = _old_fields(frozen)
     if old:
-        frozen.__init__ = _deprecation.old_keywords(**old)(frozen.__init__)  # type: ignore[method-assign]
+        _deprecation.old_keywords(**old)(frozen)
     for name, new in old.items():
         setattr(frozen, name, _deprecation.old_attribute(name, new))
     SECTIONS[cls.name] = frozen
@@ -287,11 +287,11 @@ class Aggregation(Section):
         256, "packets of each host, over all threads, that the switch has not answered", minimum=1
     )
     packet_numel: int = setting(256, "elements of a packet to the switch", allowed=(64, 256))
-    packet_timeout_ms: float = setting(
-        10.0,
+    packet_timeout_s: float = setting(
+        0.01,
         "a packet is sent again if the switch does not answer for this long",
-        unit="ms",
-        minimum=0.1,
+        unit="s",
+        minimum=1e-4,
     )
     timeout_threshold: int = setting(
         100, "timeouts of packets in one all_reduce after which their timeout doubles", minimum=1

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrelay._deprecation import old_keywords
 from torchrelay.config import Aggregation, check_value, load, parse_value, variable
 from torchrelay.errors import ConfigError
 
@@ -23,9 +24,8 @@ __all__ = ["Options", "configuration_files", "resolve"]
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Aggregation)}  # type: ignore[arg-type]
 
-# Sections and keys of the original's file, and the setting each one is. Those with a type instead
-# are
-# checked, and mean nothing here: torch knows the ranks, and workers join the switch itself.
+# Keys of the original's file, and the setting of each. Those with a type instead are only checked:
+# torch knows the ranks, and workers join the switch itself.
 _GENERAL = {
     "rank": int,
     "num_workers": int,
@@ -38,7 +38,7 @@ _GENERAL = {
     "instant_job_completion": bool,
     "controller_ip": str,
     "controller_port": int,
-    "timeout": "packet_timeout_ms",
+    "timeout": "packet_timeout_s",  # in ms
     "timeout_threshold": "timeout_threshold",
     "timeout_threshold_increment": "timeout_threshold_increment",
     "switch": "switch",  # ours
@@ -49,29 +49,72 @@ _REPLACED = ("dpdk", "rdma")
 _SECTIONS = ("general", "backend.dummy", *(f"backend.{name}" for name in _REPLACED))
 
 
+@old_keywords(crowded_yield_us="oversubscribed_yield_us")
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Options:
     """Settings of one group, for ``init_process_group`` and ``new_group(pg_options=...)``.
 
-    Takes the fields of :class:`torchrelay.config.Aggregation` as keywords:
-    ``Options(plane="dummy")``.
+    A field that is None is taken from the environment, from ``switchml.cfg``, or is the default of
+    :class:`torchrelay.config.Aggregation`.
+
+    Args:
+        plane: the data plane: ``auto``, ``shm`` or ``dummy``.
+        slot_bytes: size of the staging buffer of each rank.
+        one_shot_bytes: an all-reduce takes one step if a rank reads at most this much of the
+            others.
+        mailbox_bytes: size of the buffer between each pair of ranks for send and recv.
+        chunk_bytes: size of the pieces of messages between hosts; rank 0's value applies.
+        interface: address or network device at which ranks of other hosts reach this one.
+        switch: ``host`` or ``host:port`` of the aggregation switch; empty: none.
+        exact: whether floating-point sums use TCP even if there is a switch.
+        num_worker_threads: threads of each host that use the switch.
+        max_outstanding_packets: packets of each host that the switch has not answered.
+        packet_numel: elements of a packet to the switch, 64 or 256.
+        packet_timeout_s: seconds after which an unanswered packet is sent again.
+        timeout_threshold: timeouts of one all-reduce after which the timeout of packets doubles.
+        timeout_threshold_increment: the threshold grows by this each time it is reached.
+        spin_us: microseconds for which a waiting rank spins before it sleeps.
+        oversubscribed_yield_us: microseconds for which it then polls and yields, if there are more
+            ranks than cores.
+        dummy_bandwidth: bandwidth that the dummy data plane simulates, in Mbit/s; 0: unlimited.
+        dummy_process_packets: whether the dummy data plane returns sums.
 
     Raises:
-        ConfigError: there is no such setting, or its value is not allowed.
+        ConfigError: a value has the wrong type or is not allowed.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        for name, value in settings.items():
-            if name not in _FIELDS:
-                raise ConfigError(
-                    f"Options({name}=...): no such setting; there are {', '.join(_FIELDS)}"
-                )
+    plane: str | None = None
+    slot_bytes: int | None = None
+    one_shot_bytes: int | None = None
+    mailbox_bytes: int | None = None
+    chunk_bytes: int | None = None
+    interface: str | None = None
+    switch: str | None = None
+    exact: bool | None = None
+    num_worker_threads: int | None = None
+    max_outstanding_packets: int | None = None
+    packet_numel: int | None = None
+    packet_timeout_s: float | None = None
+    timeout_threshold: int | None = None
+    timeout_threshold_increment: int | None = None
+    spin_us: int | None = None
+    oversubscribed_yield_us: int | None = None
+    dummy_bandwidth: float | None = None
+    dummy_process_packets: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.settings.items():
             kind = type(_FIELDS[name].default)
             if not isinstance(value, (int, float) if kind is float else kind):
                 raise ConfigError(
                     f"Options({name}={value!r}): the value must be of type {kind.__name__}"
                 )
             check_value(value, _FIELDS[name], f"Options({name}=...)")
-        self.settings = settings
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def __repr__(self) -> str:
         return f"Options({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
@@ -143,7 +186,8 @@ def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
         raise ConfigError(f"{origin}: no such key; [general] has {', '.join(_GENERAL)}")
     known = _GENERAL[key]
     if isinstance(known, str):
-        return {known: parse_value(text, _FIELDS[known], origin)}
+        value = parse_value(text, _FIELDS[known], origin)
+        return {known: value / 1000 if key == "timeout" else value}
     _check(known, text, origin)
     if key != "backend":
         return {}

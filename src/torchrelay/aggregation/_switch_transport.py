@@ -37,7 +37,7 @@ def options_of(settings: Aggregation) -> SwitchOptions:
         settings.num_worker_threads,
         settings.max_outstanding_packets,
         settings.packet_numel,
-        settings.packet_timeout_ms,
+        settings.packet_timeout_s,
         settings.timeout_threshold,
         settings.timeout_threshold_increment,
     )

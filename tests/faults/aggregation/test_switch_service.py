@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused(server: SwitchServer) -> None:
             SwitchClient(server.address, 5, 2, 1, SMALL)
         with pytest.raises(UnavailableError, match="allows 1024 slots"):
             SwitchClient(server.address, 0, 2, 2, SwitchOptions(max_outstanding_packets=2048))
-    for options in ({"packet_numel": 100}, {"num_worker_threads": 0}, {"timeout_ms": 0}):
+    for options in ({"packet_numel": 100}, {"num_worker_threads": 0}, {"packet_timeout_s": 0}):
         with pytest.raises(ConfigError):
             SwitchOptions(**options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="host or host:port"):

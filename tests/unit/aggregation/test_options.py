@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torchrelay.aggregation import Options
 from torchrelay.aggregation._options import configuration_files, resolve
 from torchrelay.aggregation._switch_transport import options_of
 from torchrelay.aggregation.switch import SwitchOptions
+from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError
 
 ORIGINAL = """
@@ -76,7 +78,7 @@ timeout_threshold_increment = 3
 """
     found = resolve(None, {}, write(tmp_path, text))
     assert (found.switch, found.exact) == ("192.0.2.9:48864", True)
-    assert options_of(found) == SwitchOptions(2, 64, 64, 2.5, 7, 3)
+    assert options_of(found) == SwitchOptions(2, 64, 64, 0.0025, 7, 3)
 
 
 @pytest.mark.parametrize("backend", ["dpdk", "rdma"])
@@ -123,13 +125,28 @@ def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     assert resolve(None, {}).plane == "dummy"
 
 
+def test_options_have_a_field_for_every_setting() -> None:
+    settings = {
+        f.name: f"{type(f.default).__name__} | None" for f in dataclasses.fields(Aggregation)
+    }  # type: ignore[arg-type]
+    assert {field.name: field.type for field in dataclasses.fields(Options)} == settings
+    assert all(f"        {name}: " in str(Options.__doc__) for name in settings)
+
+
+def test_old_names_of_options_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="is now oversubscribed_yield_us"):
+        assert Options(crowded_yield_us=3) == Options(oversubscribed_yield_us=3)  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="timeout_ms .* is now packet_timeout_s"):
+        assert SwitchOptions(timeout_ms=2.5).packet_timeout_s == 0.0025  # type: ignore[call-arg]
+
+
 def test_wrong_options() -> None:
-    with pytest.raises(ConfigError, match="no such setting; there are plane"):
-        Options(planes="shm")
+    with pytest.raises(TypeError, match="planes"):
+        Options(planes="shm")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="one of auto, shm, dummy"):
         Options(plane="tofino")
     with pytest.raises(ConfigError, match="of type int"):
-        Options(spin_us="fast")
+        Options(spin_us="fast")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not dict"):
         resolve({}, {}, [])  # type: ignore[arg-type]
     assert repr(Options(plane="shm")) == "Options(plane='shm')"

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchrelay import _native
+from torchrelay._deprecation import old_keywords
 from torchrelay._resource import Resource
 from torchrelay.aggregation.switch import _messages as messages
 from torchrelay.aggregation.switch._data_plane import SessionShape
@@ -40,24 +41,24 @@ _RESEND_S = 0.2
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
 
 
+@old_keywords(timeout_ms=("packet_timeout_s", 1e-3))
 @dataclass(frozen=True)
 class SwitchOptions:
-    """How a worker uses a switch, under the names that SwitchML's configuration has. Equal on all
-    workers.
+    """How a worker uses a switch; equal on all workers.
 
     Args:
-        num_worker_threads: threads of each worker, each with a socket and its part of the data.
-        max_outstanding_packets: packets of one worker that are under way, over all its threads.
-        packet_numel: values of one packet, 64 or 256.
-        timeout_ms: after which a packet is sent again.
-        timeout_threshold: timeouts of one job after which the timeout doubles.
-        timeout_threshold_increment: what the threshold then grows by.
+        num_worker_threads: threads of each worker, each with a socket and a part of the data.
+        max_outstanding_packets: unanswered packets of one worker, over all its threads.
+        packet_numel: elements of a packet, 64 or 256.
+        packet_timeout_s: seconds after which an unanswered packet is sent again.
+        timeout_threshold: timeouts of one all-reduce after which the timeout doubles.
+        timeout_threshold_increment: the threshold grows by this each time it is reached.
     """
 
     num_worker_threads: int = 4
     max_outstanding_packets: int = 256
     packet_numel: int = 256
-    timeout_ms: float = 10.0
+    packet_timeout_s: float = 0.01
     timeout_threshold: int = 100
     timeout_threshold_increment: int = 100
 
@@ -72,12 +73,15 @@ class SwitchOptions:
                 "most 16384 packets"
             )
         if (
-            self.timeout_ms <= 0
+            self.packet_timeout_s <= 0
             or self.timeout_threshold < 1
             or self.timeout_threshold_increment < 0
         ):
             raise ConfigError(
-                "timeout_ms must be above 0, timeout_threshold at least 1, its increment at least 0"
+                f"packet_timeout_s = {self.packet_timeout_s}, timeout_threshold = "
+                f"{self.timeout_threshold}, timeout_threshold_increment = "
+                f"{self.timeout_threshold_increment}: they must be above 0, at least 1 and at "
+                "least 0"
             )
 
 
@@ -279,7 +283,7 @@ class SwitchClient(Resource):
     def _start(self, sockets: list[socket.socket]) -> _native.SwitchWorker:
         options = self.options
         retry = _native.SwitchRetryPolicy(
-            options.timeout_ms / 1e3, options.timeout_threshold, options.timeout_threshold_increment
+            options.packet_timeout_s, options.timeout_threshold, options.timeout_threshold_increment
         )
         return _native.SwitchWorker(
             [sock.detach() for sock in sockets],
