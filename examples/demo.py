@@ -29,7 +29,7 @@ from torchrelay.demo.evaluation import (
     with_reciprocals,
 )
 from torchrelay.demo.model import ComplEx
-from torchrelay.demo.options import Options
+from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.training import Batches, Trainer
 from torchrelay.demo.triples import Graph, read_graph, write_facts
 from torchrelay.parameters import Table, optim
@@ -66,7 +66,7 @@ def build(graph: Graph, dim: int, table: Table) -> ComplEx:
 
 def main(epochs: int) -> None:
     world = World.from_environment()
-    options = Options(data=Path(), epochs=epochs)
+    options = DemoOptions(data=Path(), epochs=epochs)
     with tempfile.TemporaryDirectory() as folder:
         graph = read(Path(folder))
 
@@ -99,4 +99,4 @@ def main(epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else Options.epochs)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else DemoOptions.epochs)

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrelay import _native, config
+from torchrelay._waiting import read_key
 from torchrelay.config import TransportSettings
-from torchrelay.errors import (
-    ConfigError,
-    OperationTimeoutError,
-    UnavailableError,
-)
+from torchrelay.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -97,7 +93,11 @@ def session_token(store: Store, node: int, name: str = "", timeout_s: float = 60
     key = f"torchrelay/transport/{name}/token"
     if node == 0:
         store.set(key, secrets.token_hex(TOKEN_BYTES))
-    return bytes.fromhex(_from_store(store, key, 0, node, timeout_s))
+    message = (
+        f"node {node}: node 0 did not write the job's token to the store within {{elapsed_s}} s; "
+        "is it running?"
+    )
+    return bytes.fromhex(read_key(store, key, 0, message, timeout_s))
 
 
 def zmq_network(
@@ -156,15 +156,3 @@ def plain_network(
         linger_s=settings.linger_s,
         spin_s=settings.spin_s,
     )
-
-
-def _from_store(store: Store, key: str, owner: int, node: int, timeout_s: float) -> str:
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-        return bytes(store.get(key)).decode()
-    except Exception as error:  # DistStoreError from a TCPStore, RuntimeError from others
-        raise OperationTimeoutError(
-            f"node {node}: node {owner} did not come to the store within {timeout_s:g} s; is it "
-            "running?",
-            ranks=(owner,),
-        ) from error

@@ -7,7 +7,6 @@ any of them the world has one process. Importing this module does not import ``t
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrelay import config
+from torchrelay._waiting import wait_for_others
 from torchrelay.errors import ConfigError, MismatchError, OperationTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Meeting", "Process", "World", "host_identity", "ranks_on_my_host"]
 
-_logger = logging.getLogger(__name__)
-
-# Interval at which a waiting rank checks the others, and the wait after which it logs their names.
+# Interval at which a waiting rank checks the others.
 _SLICE_S = 1.0
-_PATIENCE_S = 10.0
 
 # Equal for all ranks of one job. torchrun sets "none" without --rdzv-id.
 _JOB_VARIABLES = (
@@ -106,9 +103,8 @@ class World:
         if self.master_port is None:
             raise ConfigError(
                 f"{self.size} processes were started by {self.launcher}, but MASTER_PORT is not "
-                "set: give all of "
-                "them the address of rank 0's host and a free port, e.g. mpirun -x "
-                "MASTER_ADDR=host -x MASTER_PORT=29500"
+                "set: give all of them the address of rank 0's host and a free port, e.g. "
+                "mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500"
             )
         try:
             served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -123,9 +119,8 @@ class World:
         except dist.DistNetworkError as error:
             raise OperationTimeoutError(
                 f"rank {self.rank}: the store at {self.master_addr}:{self.master_port} did not "
-                "answer within "
-                f"{timeout_s:g} s; is rank 0 running, and do MASTER_ADDR and MASTER_PORT name its "
-                f"host? ({error})",
+                f"answer within {timeout_s:g} s; is rank 0 running, and do MASTER_ADDR and "
+                f"MASTER_PORT name its host? ({error})",
                 ranks=(0,),
             ) from error
 
@@ -255,23 +250,21 @@ class Meeting:
         """
         import torch.distributed as dist  # noqa: PLC0415 - as above
 
-        keys = [f"{step}/{rank}" for rank in (range(self.size) if ranks is None else ranks)]
-        started = time.monotonic()
-        said = False
+        awaited = range(self.size) if ranks is None else ranks
+        keys = [f"{step}/{rank}" for rank in awaited]
+        deadline_s = time.monotonic() + timeout_s
+
+        def missing() -> list[int]:
+            return [rank for rank in awaited if not self.store.check([f"{step}/{rank}"])]
+
         try:
-            while not self._wait_a_slice(keys, started + timeout_s - time.monotonic()):
-                waited_s = time.monotonic() - started
-                missing = [
-                    r for r in range(self.size) if f"{step}/{r}" in keys and not self._has(step, r)
-                ]
-                self._look_after(missing, waited_s)
-                if waited_s >= timeout_s and missing:
-                    raise self._late(missing, timeout_s)
-                if waited_s >= _PATIENCE_S and not said:
-                    said = True
-                    _logger.warning(
-                        "%s: waiting for %s since %.0f s", self._me, self._list(missing), waited_s
-                    )
+            wait_for_others(
+                lambda: self._wait_a_slice(keys, deadline_s - time.monotonic()),
+                lambda: [self.names[rank] for rank in missing()],
+                self._late,
+                lambda: self._check_processes(missing()),
+                timeout_s,
+            )
             return [self.store.get(key).decode() for key in keys]
         except dist.DistNetworkError as error:
             raise self._store_lost(error) from error
@@ -287,13 +280,8 @@ class Meeting:
             return False
         return True
 
-    def _has(self, step: str, rank: int) -> bool:
-        return bool(self.store.check([f"{step}/{rank}"]))
-
     def _turn(self, me: Process) -> int:
-        """How often this rank has met over this store, which must have been this process each
-        time.
-        """
+        """Count this rank's rendezvous over this store; all must have been of this process."""
         turn = self._whole.add(f"torchrelay/turns/{self.rank}", 1)
         key = f"torchrelay/taken/{self.rank}"
         if turn > 1:
@@ -302,9 +290,8 @@ class Meeting:
                 self._refuse(
                     f"rank {self.names[self.rank]} is process {before.pid}"
                     f"{'' if before.host == me.host else ' of another host'} already, and process "
-                    f"{me.pid} wants to be it "
-                    "too: do two jobs use one MASTER_ADDR and MASTER_PORT, or was a rank started "
-                    "twice?"
+                    f"{me.pid} wants to be it too: do two jobs use one MASTER_ADDR and "
+                    "MASTER_PORT, or was a rank started twice?"
                 )
         self._whole.set(key, json.dumps(asdict(me)))
         return int(turn)
@@ -322,43 +309,36 @@ class Meeting:
                 "MASTER_PORT of its own"
             )
 
-    def _look_after(self, missing: Sequence[int], waited_s: float) -> None:
+    def _check_processes(self, missing: Sequence[int]) -> None:
+        """Raise if the group was refused, or one of the ranks ``missing`` has died."""
         if self._whole.check(["torchrelay/refused"]):
             raise MismatchError(f"{self._me}: {self._whole.get('torchrelay/refused').decode()}")
         for rank in missing:
             process = self._processes.get(self.names[rank])
             if process is not None and process.has_died():
                 raise PeerLostError(
-                    f"{self._me}, after {waited_s:.3g} s: rank {self.names[rank]} (process "
-                    f"{process.pid}) died before it "
+                    f"{self._me}: rank {self.names[rank]} (process {process.pid}) died before it "
                     "joined the group; look at its own output for the cause",
                     ranks=(self.names[rank],),
                 )
 
-    def _late(self, missing: Sequence[int], timeout_s: float) -> OperationTimeoutError:
-        return OperationTimeoutError(
-            f"{self._me}: {self._list(missing)} did not join the group within {timeout_s:g} s; are "
-            "they running, and do "
-            "they make the same groups in the same order?",
-            ranks=[self.names[rank] for rank in missing],
+    def _late(self, names: Sequence[int], elapsed_s: float) -> str:
+        listed = ("rank " if len(names) == 1 else "ranks ") + ", ".join(map(str, names))
+        return (
+            f"{self._me}: {listed} did not join the group within {elapsed_s:.1f} s; are they "
+            "running, and do they make the same groups in the same order?"
         )
 
     def _store_lost(self, error: Exception) -> PeerLostError:
         return PeerLostError(
-            f"{self._me}: the store through which the ranks meet has gone: the process that serves "
-            "it, rank 0 or "
-            f"torchrun's agent, has ended ({error})",
+            f"{self._me}: the store through which the ranks meet is gone: the process that serves "
+            f"it, rank 0 or torchrun's agent, has ended ({error})",
             ranks=(0,),
         )
 
     @property
     def _me(self) -> str:
         return f"rank {self.names[self.rank]}"
-
-    def _list(self, ranks: Sequence[int]) -> str:
-        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(
-            str(self.names[rank]) for rank in ranks
-        )
 
 
 def ranks_on_my_host(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def test_the_token_is_drawn_by_node_0() -> None:
     store = HashStore()
     token = session_token(store, 0)
     assert len(token) == 16 and session_token(store, 1) == token
-    with pytest.raises(OperationTimeoutError, match="node 0 did not come"):
+    with pytest.raises(OperationTimeoutError, match="node 0 did not write"):
         session_token(store, 1, "another name", timeout_s=0.01)
     with pytest.raises(ArgumentError, match="16 bytes"):
         _native.ZmqNetwork(zmq_library_path(), token=b"short")

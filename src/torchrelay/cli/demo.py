@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchrelay.demo.options import Options
+from torchrelay.demo.options import DemoOptions
 
 __all__ = ["demo"]
 
@@ -28,34 +28,36 @@ def demo(
             help="Accept valid and test facts with an entity that train lacks (WN18RR).",
         ),
     ] = False,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes to train on.")] = Options.nproc,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes to train on.")] = DemoOptions.nproc,
     epochs: Annotated[
         int, typer.Option(min=1, help="Passes over the training facts.")
-    ] = Options.epochs,
-    dim: Annotated[int, typer.Option(min=1, help="Complex numbers in an embedding.")] = Options.dim,
+    ] = DemoOptions.epochs,
+    dim: Annotated[
+        int, typer.Option(min=1, help="Complex numbers in an embedding.")
+    ] = DemoOptions.dim,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Facts in a step, of all processes.")
-    ] = Options.batch_size,
+    ] = DemoOptions.batch_size,
     negatives: Annotated[
         int,
         typer.Option(min=1, help="Entities that each process draws in a step as wrong answers."),
-    ] = Options.negatives,
+    ] = DemoOptions.negatives,
     learning_rate: Annotated[
         float, typer.Option(min=0.0, help="Adagrad's, falling to 0 at the end.")
-    ] = Options.learning_rate,
+    ] = DemoOptions.learning_rate,
     regularisation: Annotated[
         float, typer.Option(min=0.0, help="Weight of the N3 regulariser.")
-    ] = Options.regularisation,
+    ] = DemoOptions.regularisation,
     seed: Annotated[
         int, typer.Option(help="With --nproc 1, the same seed gives the same figures.")
-    ] = Options.seed,
+    ] = DemoOptions.seed,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which a silent process counts as lost.")
-    ] = Options.timeout_s,
+    ] = DemoOptions.timeout_s,
     serve: Annotated[
         bool,
         typer.Option(help="Serve the trained model beside another at the end, and time switches."),
-    ] = Options.serve,
+    ] = DemoOptions.serve,
 ) -> None:
     """Train a model of real data on several processes, and compare each stage with the usual way.
 
@@ -64,7 +66,7 @@ def demo(
     saved to a sharded checkpoint, loaded again, evaluated by link prediction, and served beside
     another model.
     """
-    options = Options(
+    options = DemoOptions(
         data=data or Path(),
         allow_unseen=allow_unseen,
         nproc=nproc,

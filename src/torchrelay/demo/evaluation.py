@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrelay._deprecation import old_names
 from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
 
 __all__ = [
     "Answers",
-    "Metrics",
+    "RankingMetrics",
     "Scorer",
     "count_answers",
     "frequency_scorer",
@@ -28,6 +29,8 @@ __all__ = [
     "sum_metrics",
     "with_reciprocals",
 ]
+
+__getattr__ = old_names(__name__, {"Metrics": "RankingMetrics"})
 
 HITS_AT = (1, 3, 10)
 
@@ -38,7 +41,7 @@ Scorer = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Metrics:
+class RankingMetrics:
     """Mean reciprocal rank, and the share of questions whose answer is among the first 1, 3 and
     10.
     """
@@ -48,8 +51,8 @@ class Metrics:
     hits: tuple[float, ...]
 
     @classmethod
-    def from_sums(cls, sums: Tensor) -> Metrics:
-        """Metrics of what :func:`sum_metrics` gave, summed over all ranks' shares."""
+    def from_sums(cls, sums: Tensor) -> RankingMetrics:
+        """Return the metrics of what :func:`sum_metrics` gave, summed over all ranks' shares."""
         count, reciprocal, *hits = sums.tolist()
         return cls(int(count), reciprocal / count, tuple(hit / count for hit in hits))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchrelay.demo import code_graph
-from torchrelay.demo.options import Options
+from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.triples import SPLITS, read_graph, write_facts
 from torchrelay.errors import UnavailableError
 
@@ -23,7 +23,7 @@ _SPLIT_SHARE, _SPLIT_SEED = 0.05, 0
 _FACTS_PER_ENTITY = 3
 
 
-def run(options: Options) -> NoReturn:
+def run(options: DemoOptions) -> NoReturn:
     """Checks the data, then turns this process into torchrun with ``options.nproc`` workers.
 
     Raises:
@@ -50,7 +50,7 @@ def run(options: Options) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *torchrun, *worker], {**defaults, **os.environ})
 
 
-def run_on_code_graph(options: Options) -> NoReturn:
+def run_on_code_graph(options: DemoOptions) -> NoReturn:
     """:func:`run` on the code graph of this Python's standard library.
 
     Raises:

@@ -7,11 +7,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Options"]
+from torchrelay._deprecation import old_names
+
+__all__ = ["DemoOptions"]
+
+__getattr__ = old_names(__name__, {"Options": "DemoOptions"})
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """The options of ``torchrelay demo``, which documents them, with its defaults."""
 
     data: Path
@@ -36,6 +40,6 @@ class Options:
         return json.dumps({**dataclasses.asdict(self), "data": str(self.data)})
 
     @classmethod
-    def from_json(cls, text: str) -> Options:
+    def from_json(cls, text: str) -> DemoOptions:
         fields = json.loads(text)
         return cls(**{**fields, "data": Path(fields["data"])})

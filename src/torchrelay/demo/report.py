@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from torchrelay.demo.evaluation import HITS_AT, Metrics
+from torchrelay.demo.evaluation import HITS_AT, RankingMetrics
 
 __all__ = [
     "Prediction",
@@ -103,7 +103,7 @@ class TrainingProgress:
             self._sum = 0.0
 
 
-def metrics_table(rows: Mapping[str, Metrics]) -> Table:
+def metrics_table(rows: Mapping[str, RankingMetrics]) -> Table:
     """Filtered MRR and Hits@k; one row a name."""
     table = Table(title="Link prediction: both sides, filtered, ties shared", title_justify="left")
     table.add_column("")

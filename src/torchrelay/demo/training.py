@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrelay import _torch, errors
 from torchrelay.demo.evaluation import with_reciprocals
 from torchrelay.demo.model import ComplEx, entities_of
-from torchrelay.demo.options import Options
+from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
 from torchrelay.parameters import Embedding, IntentLoader
@@ -43,7 +43,7 @@ class Batches:
     world: World
 
     @classmethod
-    def of(cls, graph: Graph, options: Options, world: World) -> Batches:
+    def of(cls, graph: Graph, options: DemoOptions, world: World) -> Batches:
         triples = with_reciprocals(graph.train, len(graph.relations))
         # Every rank takes the same number of facts, so that the mean of their gradients is the
         # batch's.
@@ -93,7 +93,7 @@ class Trainer:
     """
 
     def __init__(
-        self, model: ComplEx, options: Options, group: dist.ProcessGroup | None = None
+        self, model: ComplEx, options: DemoOptions, group: dist.ProcessGroup | None = None
     ) -> None:
         self._parallel = DistributedDataParallel(
             model, process_group=group, gradient_as_bucket_view=True, static_graph=True
@@ -161,7 +161,7 @@ class Trainer:
 def compare_steps(
     models: Mapping[str, ComplEx],
     batches: Batches,
-    options: Options,
+    options: DemoOptions,
     groups: Mapping[str, dist.ProcessGroup],
 ) -> dict[str, float]:
     """Median seconds of a training step of each model, over the group of its name."""
@@ -177,7 +177,11 @@ def compare_steps(
 
 
 def compare_lookups(
-    embedding: Embedding, rows: Tensor, batches: Batches, options: Options, group: dist.ProcessGroup
+    embedding: Embedding,
+    rows: Tensor,
+    batches: Batches,
+    options: DemoOptions,
+    group: dist.ProcessGroup,
 ) -> dict[str, float]:
     """Median seconds of what a step does with entities: look up, take gradients, update.
 

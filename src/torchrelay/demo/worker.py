@@ -25,7 +25,7 @@ from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.demo import report
 from torchrelay.demo.evaluation import (
     Answers,
-    Metrics,
+    RankingMetrics,
     Scorer,
     frequency_scorer,
     rank_answers,
@@ -33,7 +33,7 @@ from torchrelay.demo.evaluation import (
     with_reciprocals,
 )
 from torchrelay.demo.model import ComplEx
-from torchrelay.demo.options import Options
+from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.predictions import predict
 from torchrelay.demo.report import Stage
 from torchrelay.demo.serving import MostFrequent, compare_switches
@@ -61,7 +61,7 @@ _IN_TABLE = "entities.weight"
 class Job:
     """The stages, in order, as one rank goes through them."""
 
-    def __init__(self, options: Options, world: World, folder: str) -> None:
+    def __init__(self, options: DemoOptions, world: World, folder: str) -> None:
         self.options, self.world = options, world
         # Rank 0's, who makes and removes the folder; it sends them to the others.
         self._saved, self._saved_by_torch = f"{folder}/checkpoint", f"{folder}/checkpoint.pt"
@@ -266,13 +266,13 @@ class Job:
 
     def _measure(
         self, score: Scorer, graph: Graph, triples: torch.Tensor, answers: Answers
-    ) -> Metrics:
-        """Metrics of all questions; each rank answers its share."""
+    ) -> RankingMetrics:
+        """Return the metrics of all questions; each rank answers its share."""
         questions = with_reciprocals(triples, len(graph.relations))
         share = questions[self.world.rank :: self.world.size]
         sums = sum_metrics(rank_answers(score, share, answers))
         dist.all_reduce(sums)
-        return Metrics.from_sums(sums)
+        return RankingMetrics.from_sums(sums)
 
     def _show_predictions(self, model: ComplEx, graph: Graph) -> None:
         if self.console is not None:
@@ -328,7 +328,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, _last_words)
     world = World.from_environment()
-    options = Options.from_json(sys.argv[1])
+    options = DemoOptions.from_json(sys.argv[1])
     try:
         with _folder(world) as folder:
             job = Job(options, world, folder)

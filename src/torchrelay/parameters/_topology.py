@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchrelay import _native, config
+from torchrelay._waiting import nothing_to_check, wait_for_others
 from torchrelay.errors import (
     ArgumentError,
     MismatchError,
     PeerLostError,
     TorchRelayError,
 )
-from torchrelay.parameters._meeting import Marks, nothing_to_check, wait_for_others
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ class Topology:
         store = self.store
         assert store is not None
         counter, gate = f"{name}/{generation}", f"{name}/{generation}/open"
-        marks = Marks(store, counter, index, participants)
+        marks = _Marks(store, counter, index, participants)
         per_process = max(1, participants // (self.num_nodes * self.members))
 
         def absent() -> Sequence[int] | None:
@@ -298,3 +298,30 @@ class Topology:
             ):
                 time.sleep(_POLL_S)
                 gone = self.store.add(f"{name}/left", 0)
+
+
+class _Marks:
+    """Which of ``count`` participants wait at ``place``, once they have waited for a while.
+
+    A barrier costs one message to the store, and this only where it takes long.
+
+    Args:
+        index: this participant; others see its mark once it has called :meth:`missing`.
+    """
+
+    def __init__(self, store: Store, place: str, index: int, count: int) -> None:
+        self._store, self._place, self._index, self._count = store, place, index, count
+        self._is_set = False
+
+    def missing(self) -> list[int]:
+        """Return those without a mark; set this participant's."""
+        if not self._is_set:
+            self._store.set(f"{self._place}/at/{self._index}", "")
+            self._is_set = True
+        everyone = range(self._count)
+        return [i for i in everyone if not self._store.check([f"{self._place}/at/{i}"])]
+
+    def clear(self) -> None:
+        """Remove this participant's mark."""
+        if self._is_set:
+            self._store.delete_key(f"{self._place}/at/{self._index}")

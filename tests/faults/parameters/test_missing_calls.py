@@ -26,7 +26,7 @@ class Reports(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
-        logging.getLogger("torchrelay.parameters").addHandler(self)
+        logging.getLogger("torchrelay").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())

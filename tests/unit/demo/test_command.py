@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.cli import main
-from torchrelay.demo.options import Options
+from torchrelay.demo.options import DemoOptions
 
 
 class Demo:
@@ -79,5 +79,5 @@ def test_options_out_of_range(demo: Demo, option: str) -> None:
 
 
 def test_options_survive_the_way_to_the_processes() -> None:
-    options = Options(data=Path("/some where"), epochs=3, learning_rate=0.25, cached=True)
-    assert Options.from_json(options.to_json()) == options
+    options = DemoOptions(data=Path("/some where"), epochs=3, learning_rate=0.25, cached=True)
+    assert DemoOptions.from_json(options.to_json()) == options

@@ -14,14 +14,14 @@ from torch import Tensor
 from torchrelay.demo import model as model_module
 from torchrelay.demo.evaluation import (
     Answers,
-    Metrics,
+    RankingMetrics,
     frequency_scorer,
     rank_answers,
     sum_metrics,
     with_reciprocals,
 )
 from torchrelay.demo.model import ComplEx
-from torchrelay.demo.options import Options
+from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.predictions import predict
 from torchrelay.demo.training import Batches
 from torchrelay.demo.triples import Graph
@@ -174,7 +174,7 @@ def test_ranks_match_a_loop_over_entities(graph: Graph, levels: int) -> None:
     questions = with_reciprocals(graph.test, RELATIONS)
     ranks = rank_answers(lambda s, r: table[s, r], questions, Answers(graph), batch_size=7)
     assert ranks.tolist() == expected
-    metrics = Metrics.from_sums(sum_metrics(ranks[:11]) + sum_metrics(ranks[11:]))
+    metrics = RankingMetrics.from_sums(sum_metrics(ranks[:11]) + sum_metrics(ranks[11:]))
     assert metrics.questions == len(expected)
     assert metrics.mrr == pytest.approx(sum(1 / rank for rank in expected) / len(expected))
     shares = [sum(rank <= k for rank in expected) / len(expected) for k in (1, 3, 10)]
@@ -227,7 +227,7 @@ def test_predictions_leave_out_what_train_knows_and_mark_what_is_right(
 
 
 def test_ranks_share_each_batch_and_every_process_count_sees_the_same_batches(graph: Graph) -> None:
-    options = Options(data=Path(), batch_size=12, negatives=5)
+    options = DemoOptions(data=Path(), batch_size=12, negatives=5)
 
     def batches(rank: int, size: int) -> list[Tensor]:
         return [share for share, _ in Batches.of(graph, options, World(rank, size)).epoch(1)]
@@ -240,7 +240,7 @@ def test_ranks_share_each_batch_and_every_process_count_sees_the_same_batches(gr
 
 
 def test_negatives_are_distinct_and_differ_between_ranks_and_epochs(graph: Graph) -> None:
-    options = Options(data=Path(), batch_size=12, negatives=5)
+    options = DemoOptions(data=Path(), batch_size=12, negatives=5)
     drawn = [
         next(iter(Batches.of(graph, options, World(rank, 2)).epoch(epoch)))[1]
         for rank in (0, 1)
@@ -251,6 +251,6 @@ def test_negatives_are_distinct_and_differ_between_ranks_and_epochs(graph: Graph
 
 
 def test_a_batch_too_small_for_the_processes(graph: Graph) -> None:
-    options = Options(data=Path(), batch_size=3)
+    options = DemoOptions(data=Path(), batch_size=3)
     with pytest.raises(ArgumentError, match="4 processes need at least 4 facts in a batch"):
         Batches.of(graph, options, World(0, 4))

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from torchrelay.demo.evaluation import Metrics
+from torchrelay.demo.evaluation import RankingMetrics
 from torchrelay.demo.report import (
     Prediction,
     Stage,
@@ -69,7 +69,7 @@ def test_a_stage_without_a_rival_has_no_ratio() -> None:
 
 
 def test_metrics_have_four_digits() -> None:
-    text = printed(metrics_table({"test": Metrics(1200, 0.51234, (0.4, 0.5, 0.6))}))
+    text = printed(metrics_table({"test": RankingMetrics(1200, 0.51234, (0.4, 0.5, 0.6))}))
     assert all(figure in text for figure in ("1,200", "0.5123", "0.4000", "0.5000", "0.6000"))
 
 

@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchrelay import _native
 from torchrelay._deprecation import old_keywords
 from torchrelay._resource import Resource
+from torchrelay._waiting import read_key
 from torchrelay.aggregation.switch import _messages as messages
 from torchrelay.aggregation.switch._data_plane import SessionShape
 from torchrelay.aggregation.switch._messages import Kind
@@ -111,13 +112,19 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port) if port else _native.SWITCH_UDP_PORT
 
 
-def session_from_store(store: Store, key: str, rank: int) -> int:
-    """Return a session id that rank 0 draws and shares with the others through torch's store.
-    Blocks.
+def session_from_store(store: Store, key: str, rank: int, timeout_s: float = 300.0) -> int:
+    """Return a session id, which rank 0 draws and the others read from ``store``. Blocks.
+
+    Raises:
+        OperationTimeoutError: rank 0 did not write it within ``timeout_s``.
     """
     if rank == 0:
         store.set(key, str(secrets.randbits(64)))
-    return int(store.get(key))
+    message = (
+        f"rank {rank}: rank 0 did not write the switch's session to the store within "
+        "{elapsed_s} s; is it running, and does it use the same store and key?"
+    )
+    return int(read_key(store, key, 0, message, timeout_s))
 
 
 class SwitchClient(Resource):

@@ -1,4 +1,4 @@
-"""Waits for other processes, which report after some seconds who has not come."""
+"""Waiting for other processes, with a timeout that names who is missing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrelay.errors import OperationTimeoutError
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["Marks", "nothing_to_check", "wait_for_others"]
+__all__ = ["nothing_to_check", "read_key", "wait_for_others"]
 
-_logger = logging.getLogger("torchrelay.parameters")
+_logger = logging.getLogger("torchrelay")
 _POLL_FIRST_S, _POLL_LAST_S = 0.0005, 0.01
-# When a wait is looked at: each look costs messages to the store, so the later, the fewer.
+# To see who is missing costs messages to the store: the longer a wait, the rarer.
 _FIRST_LOOK_S, _FIRST_REPORT_S = 1.0, 4.0
 
 
@@ -34,9 +34,9 @@ def wait_for_others(
     """Wait until ``is_complete``; log a warning that names who is missing after some seconds.
 
     Args:
-        missing: called now and then, if not complete: who has not come; ``None``: that cannot be
-            told yet. May raise.
-        sentence: what to say of those who are missing, after so many seconds.
+        is_complete: may block for up to a second.
+        missing: called rarely: who has not come; ``None``: not known yet. May raise.
+        sentence: the message about those who are missing after so many seconds.
         check: called often; raises if a process was lost.
 
     Raises:
@@ -49,6 +49,8 @@ def wait_for_others(
         elapsed_s = time.monotonic() - started_s
         if elapsed_s > timeout_s:
             late = list(missing() or ())
+            if is_complete():
+                return
             raise OperationTimeoutError(sentence(late, elapsed_s), ranks=late)
         if elapsed_s > next_look_s:
             absent = missing()
@@ -60,29 +62,18 @@ def wait_for_others(
         pause_s = min(2 * pause_s, _POLL_LAST_S)
 
 
-class Marks:
-    """Which of ``count`` participants wait at ``place``, as far as they have waited long enough to
-    say so.
+def read_key(store: Store, key: str, owner: int, message: str, timeout_s: float) -> str:
+    """Return the value of ``key``, which the rank ``owner`` writes. Blocks until it has.
 
-    A barrier costs one message to the store, and this only where it takes long.
-
-    Args:
-        index: this participant; others see its mark once it has called :meth:`missing`.
+    Raises:
+        OperationTimeoutError: it did not within ``timeout_s``; the text is ``message`` with
+            ``{elapsed_s}`` filled in.
     """
-
-    def __init__(self, store: Store, place: str, index: int, count: int) -> None:
-        self._store, self._place, self._index, self._count = store, place, index, count
-        self._is_set = False
-
-    def missing(self) -> list[int]:
-        """Those without a mark; sets this participant's."""
-        if not self._is_set:
-            self._store.set(f"{self._place}/at/{self._index}", "")
-            self._is_set = True
-        everyone = range(self._count)
-        return [i for i in everyone if not self._store.check([f"{self._place}/at/{i}"])]
-
-    def clear(self) -> None:
-        """Take this participant's mark back."""
-        if self._is_set:
-            self._store.delete_key(f"{self._place}/at/{self._index}")
+    wait_for_others(
+        lambda: bool(store.check([key])),
+        lambda: [owner],
+        lambda _, elapsed_s: message.format(elapsed_s=f"{elapsed_s:.1f}"),
+        nothing_to_check,
+        timeout_s,
+    )
+    return str(store.get(key).decode())
