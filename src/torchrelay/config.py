@@ -174,8 +174,7 @@ class Host(Section):
     id: str = setting(
         "",
         "distinguishes hosts: ranks of one machine with different values share no memory. For "
-        "containers "
-        "without a common /proc, and for tests",
+        "containers without a common /proc, and for tests",
     )
 
 
@@ -203,8 +202,7 @@ class Mpi(Section):
     convention: str = setting(
         "sum",
         "a gradient is the derivative of the sum of all ranks' losses (sum), or of one loss of "
-        "which every "
-        "rank holds a replica (replicated)",
+        "which every rank holds a replica (replicated)",
         allowed=("sum", "replicated"),
     )
     unreachable_policy: str = setting(
@@ -236,8 +234,7 @@ class Aggregation(Section):
     plane: str = setting(
         "auto",
         "the data plane: shared memory, with TCP between hosts (auto); shared memory only (shm); "
-        "or one that "
-        "communicates nothing (dummy)",
+        "or one that communicates nothing (dummy)",
         allowed=("auto", "shm", "dummy"),
     )
     slot_bytes: int = setting(
@@ -261,22 +258,19 @@ class Aggregation(Section):
     chunk_bytes: int = setting(
         1 << 20,
         "size of the pieces of messages between hosts: while one is sent, the next is summed in "
-        "shared "
-        "memory. Rank 0's value applies to all",
+        "shared memory. Rank 0's value applies to all",
         unit="bytes",
         minimum=4096,
     )
     interface: str = setting(
         "",
         "address or network device at which ranks of other hosts reach this one; empty: "
-        "GLOO_SOCKET_IFNAME "
-        "if set, else the device of the route to the store",
+        "GLOO_SOCKET_IFNAME if set, else the device of the route to the store",
     )
     switch: str = setting(
         "",
         "host or host:port of the aggregation switch through which hosts sum: all_reduce with SUM "
-        "or AVG of "
-        "int32, float32, float16 and bfloat16. Empty: hosts use TCP only",
+        "or AVG of int32, float32, float16 and bfloat16. Empty: hosts use TCP only",
     )
     exact: bool = setting(
         False,
@@ -321,8 +315,7 @@ class Aggregation(Section):
     dummy_process_packets: bool = setting(
         True,
         "the dummy data plane returns sums as if all ranks had the same values; otherwise tensors "
-        "stay "
-        "unchanged",
+        "stay unchanged",
     )
 
 
@@ -413,8 +406,7 @@ class Switching(Section):
     socket: str = setting(
         "",
         "path of the socket over which compat.pipeswitch sends its cache; empty: a file of this "
-        "user in "
-        "$XDG_RUNTIME_DIR or /tmp",
+        "user in $XDG_RUNTIME_DIR or /tmp",
     )
     timeout_s: float = setting(
         60.0,
@@ -455,8 +447,7 @@ class TransportSettings(Section):
     zeromq: bool = setting(
         False,
         "the parameter manager uses ZeroMQ, as it always does with a key file; otherwise plain "
-        "sockets, "
-        "which wake fewer threads per request",
+        "sockets, which wake fewer threads per request",
     )
     local_sockets: bool = setting(
         True, "use Unix sockets instead of TCP between processes of one host"

@@ -103,8 +103,8 @@ class World:
         if self.master_port is None:
             raise ConfigError(
                 f"{self.size} processes were started by {self.launcher}, but MASTER_PORT is not "
-                "set: give all of them the address of rank 0's host and a free port, e.g. "
-                "mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500"
+                "set: give all of them the address of rank 0's host and a free port, e.g. mpirun "
+                "-x MASTER_ADDR=host -x MASTER_PORT=29500"
             )
         try:
             served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -288,9 +288,9 @@ class Meeting:
             before = Process(**json.loads(self._whole.get(key)))
             if before != me:
                 self._refuse(
-                    f"rank {self.names[self.rank]} is process {before.pid}"
-                    f"{'' if before.host == me.host else ' of another host'} already, and process "
-                    f"{me.pid} wants to be it too: do two jobs use one MASTER_ADDR and "
+                    f"rank {self.names[self.rank]} is process "
+                    f"{before.pid}{'' if before.host == me.host else ' of another host'} already, "
+                    f"and process {me.pid} wants to be it too: do two jobs use one MASTER_ADDR and "
                     "MASTER_PORT, or was a rank started twice?"
                 )
         self._whole.set(key, json.dumps(asdict(me)))

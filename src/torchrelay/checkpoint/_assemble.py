@@ -1,4 +1,4 @@
-"""Putting the parts of all ranks together: what the coordinator does before it commits. Imports no
+"""Assembles the manifest from the parts of all ranks, before the coordinator commits. Imports no
 torch.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["ChunkRecord", "Description", "PartRecord", "assemble", "record_of"]
 
 @dataclass(frozen=True)
 class Description:
-    """An inventory without its data: what ranks compare, and what the manifest is made of."""
+    """An inventory without its data: the ranks compare it, and the manifest is made from it."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]]  # dtype, shape, layout
     objects: Mapping[str, Any]  # encoded
@@ -48,14 +48,14 @@ class ChunkRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What the coordinator needs to know of a rank's part: its files, and its chunks."""
+    """What one rank has written: its files and chunks, for the coordinator."""
 
     files: dict[str, DataFile]
     chunks: list[ChunkRecord]
 
 
 def record_of(part: Part) -> PartRecord:
-    """The record of a part; each rank encodes its own chunks, so that the coordinator need not."""
+    """Return the record of a part. Each rank encodes its own chunks, to spare the coordinator."""
     return PartRecord(
         part.files,
         [
@@ -68,10 +68,10 @@ def record_of(part: Part) -> PartRecord:
 def assemble(
     everyone: Sequence[Description], records: Sequence[PartRecord], *, save_id: str | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """The manifest of a checkpoint whose parts are written, and the sizes of its files.
+    """Return the manifest of a checkpoint whose parts are written, and the sizes of its files.
 
     Args:
-        everyone: what the ranks bring; one description if it is the same for all.
+        everyone: the descriptions of the ranks; one description if it is the same for all.
         records: the parts of all ranks.
         save_id: the checkpoint's id; by default a random one.
 

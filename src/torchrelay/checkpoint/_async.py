@@ -1,4 +1,4 @@
-"""Saving without waiting for the disk: copy the state, return, and let another process write."""
+"""Asynchronous saves: copy the state, return, and let another process write it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["SaveHandle", "async_save"]
 
 
 class SaveHandle:
-    """A save under way. Nothing is lost if it is dropped: the next save raises its error."""
+    """A save in progress. If the handle is dropped, the next save raises its error."""
 
     def __init__(self, path: str, rank: int, writer: _Writer | None) -> None:
         self.path = path
@@ -41,11 +41,11 @@ class SaveHandle:
         self._raised = False
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not; does not block."""
+        """Return whether the save has ended, successfully or not. Does not block."""
         return self._writer is None or self._writer.poll(self, 0.0)
 
     def result(self, timeout_s: float | None = None) -> str:
-        """Wait until the checkpoint is committed by all ranks; its path.
+        """Wait until the checkpoint is committed by all ranks; return its path.
 
         Raises:
             ArgumentError: another process has begun the save, and forked this one.
@@ -68,7 +68,7 @@ class SaveHandle:
 
 
 class _Writer:
-    """The writer process of this trainer, and the staging memory that they share."""
+    """The writer process of this trainer, and the staging memory that both map."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -104,7 +104,7 @@ class _Writer:
         self._handle = handle
 
     def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
-        """Wait for the answer to the job of ``handle``; whether there is one."""
+        """Wait for the result of ``handle``; return whether it has arrived."""
         if self._owner != os.getpid():
             raise ArgumentError(
                 f"{handle.path}: process {self._owner} is saving, and only it knows how that ends"
@@ -122,8 +122,7 @@ class _Writer:
                 handle._settle(
                     PeerLostError(
                         f"{handle.path}: rank {handle._rank}: the writer process has died (exit "
-                        f"code {code}); the "
-                        "checkpoint is discarded by the next save",
+                        f"code {code}); the checkpoint is discarded by the next save",
                         ranks=(handle._rank,),
                     )
                 )
@@ -133,14 +132,14 @@ class _Writer:
             return True
 
     def close(self) -> None:
-        """Let the process end once it has written what it has."""
+        """Let the process end after its current job."""
         self._socket.shutdown(socket.SHUT_RDWR)  # also if a forked child has the socket open
         self._socket.close()
         self._process.wait()
         self.staging.close()
 
     def abandon(self) -> None:
-        """Leave the process to the one that has forked this one."""
+        """Forget the writer, which belongs to the process that forked this one."""
         self._socket.close()
         self._process.returncode = 0  # nothing to wait for here
 
@@ -153,7 +152,7 @@ class _State:
         self.last: SaveHandle | None = None
 
     def finish_last(self) -> None:
-        """Wait for the save before, and raise its error unless its handle has."""
+        """Wait for the previous save, and raise its error unless its handle already has."""
         last, self.last = self.last, None
         if last is not None and not last._raised:
             last.result()
@@ -194,8 +193,8 @@ def async_save(
     group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> SaveHandle:
-    """Begin a checkpoint; collective over ``group``. Returns once the state is copied, which may
-    then change.
+    """Start a checkpoint. Collective over ``group``. Returns once the state is copied; it may then
+    change.
 
     The copy is in shared memory that the next save uses again, and a process of its own writes it,
     so that the trainer is not disturbed. If the trainer is killed, that process still finishes the
@@ -280,8 +279,7 @@ def _check_size(sources: list[Source], max_staging_bytes: int | None, rank: int)
     if max_staging_bytes is not None and size_bytes > max_staging_bytes:
         raise ArgumentError(
             f"rank {rank}: the copy of its part needs {size_bytes} bytes, and max_staging_bytes is "
-            f"{max_staging_bytes}; "
-            "allow more, or use save()"
+            f"{max_staging_bytes}; allow more, or use save()"
         )
 
 

@@ -15,7 +15,7 @@ __all__ = ["BoxIndex", "contiguous_runs", "intersection", "tiling_fault"]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """The elements that both boxes have, None if there are none."""
+    """Return the intersection of two boxes, or None if it is empty."""
     offsets = tuple(max(pair) for pair in zip(one.offsets, other.offsets, strict=True))
     ends = (
         min(a + m, b + n)
@@ -26,8 +26,8 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 class BoxIndex:
-    """Finds which of many boxes meet a given one, in time logarithmic in their number plus linear
-    in the answer.
+    """Finds which of many boxes intersect a given one, in time logarithmic in their number plus
+    linear in the result.
 
     The boxes are sorted along the dimension in which they differ most; sharded tensors are cut
     along few dimensions, so that most candidates are hits.
@@ -44,7 +44,7 @@ class BoxIndex:
         self._entries = [(i, boxes[i]) for i in order]
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """The position of each box that meets ``box``, and what they have in common."""
+        """Return the position of each box that intersects ``box``, and the intersection."""
         first, last = 0, len(self._entries)
         if self._dim is not None:
             start = box.offsets[self._dim]
@@ -57,7 +57,7 @@ class BoxIndex:
 
 
 def _busiest_dimension(boxes: Sequence[Box]) -> int | None:
-    """The dimension with the most different offsets; None if there is nothing to sort by."""
+    """Return the dimension with the most different offsets; None if all are equal."""
     if len(boxes) < 2 or not boxes[0].offsets:
         return None
     return max(
@@ -66,7 +66,7 @@ def _busiest_dimension(boxes: Sequence[Box]) -> int | None:
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why ``boxes`` do not cover a tensor of ``shape`` exactly once; None if they do."""
+    """Describe why ``boxes`` do not cover a tensor of ``shape`` exactly once; None if they do."""
     if _is_nested_tiling(tuple(shape), boxes, 0):
         return None
     for box in boxes:
@@ -111,7 +111,7 @@ def _is_nested_tiling(shape: tuple[int, ...], boxes: Sequence[Box], dim: int) ->
 
 
 def contiguous_runs(inner: Box, outer: Box) -> tuple[int, int, tuple[int, ...]]:
-    """How ``inner`` lies in the row-major storage of ``outer``.
+    """Describe the position of ``inner`` in the row-major storage of ``outer``.
 
     Returns:
         the index of its first element, the length of each contiguous run, and the strides of

@@ -1,4 +1,4 @@
-"""The checkpoints in a folder: which are committed, which is the newest, which are to go. Imports
+"""The checkpoints in a folder: which are committed, which is the newest, which to remove. Imports
 no torch.
 """
 
@@ -15,10 +15,10 @@ __all__ = ["committed", "latest", "read_manifest", "retain"]
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CorruptionError: it is missing, damaged, or describes what cannot be.
+        CorruptionError: it is missing, damaged or contradicts itself.
         UnsupportedError: another version of the format.
     """
     return _manifest.from_bytes(_manifest_bytes(folder), f"{folder.location}/{MANIFEST}")
@@ -37,14 +37,14 @@ def _manifest_bytes(folder: Folder) -> bytes:
 
 
 def committed(parent: str | os.PathLike[str]) -> list[str]:
-    """The paths of the committed checkpoints directly inside ``parent``, the oldest first."""
+    """Return the paths of the committed checkpoints directly inside ``parent``, oldest first."""
     times = {path: _committed_at_ns(path) for path in _children(parent)}
     found = [(time, path) for path, time in times.items() if time is not None]
     return [path for _, path in sorted(found)]
 
 
 def _committed_at_ns(path: str) -> int | None:
-    """When the checkpoint at ``path`` was committed; None if there is none, or not a whole one."""
+    """Return when the checkpoint at ``path`` was committed; None if there is no complete one."""
     while True:
         folder = open_folder(path)
         try:
@@ -72,8 +72,8 @@ def _children(parent: str | os.PathLike[str]) -> list[str]:
 
 
 def latest(parent: str | os.PathLike[str]) -> str:
-    """The path of the checkpoint in ``parent`` that was committed last; interrupted saves do not
-    count.
+    """Return the path of the checkpoint in ``parent`` that was committed last; interrupted saves do
+    not count.
 
     Raises:
         StorageError: there is none.

@@ -34,7 +34,7 @@ MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that is to be stored: its name in the file, and the shape of the chunk."""
+    """A chunk to store: its name in the file, dtype and shape."""
 
     name: str
     dtype: Dtype
@@ -47,9 +47,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything goes: ``header`` is the file's first bytes, ``starts`` the byte of each
-    tensor.
-    """
+    """The layout of a file: ``header`` is its first bytes, ``starts`` the offset of each tensor."""
 
     header: bytes
     starts: tuple[int, ...]
@@ -68,7 +66,7 @@ class StoredTensor:
 
 
 def lay_out(wanted: Sequence[Wanted], metadata: dict[str, str]) -> Layout:
-    """The layout of a file with these tensors. Names must differ."""
+    """Return the layout of a file with these tensors, whose names must differ."""
     order = sorted(range(len(wanted)), key=lambda i: (wanted[i].size_bytes % _ALIGNMENT != 0, i))
     entries: dict[str, Any] = {"__metadata__": metadata}
     starts = [0] * len(wanted)
@@ -104,10 +102,10 @@ def lay_out(wanted: Sequence[Wanted], metadata: dict[str, str]) -> Layout:
 
 
 def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
-    """The length of the header that begins with these 8 bytes, they included.
+    """Return the length of the header that begins with these 8 bytes, including them.
 
     Raises:
-        CorruptionError: it cannot be.
+        CorruptionError: the length is impossible.
     """
     if len(first_bytes) < 8:
         raise CorruptionError(f"{where}: {file_bytes} bytes are too few for a safetensors file")
@@ -120,7 +118,7 @@ def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
 
 
 def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, StoredTensor]:
-    """The tensors that a header describes, paddings left out.
+    """Return the tensors that a header describes, without padding.
 
     Args:
         header: all of it, with the 8 bytes of its length.
@@ -150,8 +148,7 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Stored
         if tensor.end > file_bytes:
             raise CorruptionError(
                 f"{where}: tensor {name!r} ends at byte {tensor.end} of a file of {file_bytes} "
-                "bytes; "
-                "the file is cut short"
+                "bytes; the file is cut short"
             )
     return found
 

@@ -1,4 +1,4 @@
-"""The storage layer of ``torch.distributed.checkpoint`` (DCP): its planners, our files.
+"""The storage layer for ``torch.distributed.checkpoint`` (DCP): its planners, our files.
 
 DCP gathers plans on rank 0 and removes duplicates; what follows is ours. Values that are not
 tensors are stored as JSON, so nothing is pickled into the checkpoint and nothing from it is
@@ -55,8 +55,8 @@ Path = str | os.PathLike[str]
 
 
 class Writer(StorageWriter):
-    """Where ``dcp.save(state, storage_writer=Writer(path))`` writes: safetensors files, committed
-    in one step.
+    """Storage writer for DCP, ``dcp.save(state, storage_writer=Writer(path))``: writes safetensors
+    files that are committed in one step.
 
     Args:
         path: the folder or fsspec URL; ``checkpoint_id`` of ``dcp.save`` takes its place.
@@ -99,12 +99,12 @@ class Writer(StorageWriter):
 
     @property
     def checkpoint_id(self) -> Path | None:
-        """The path, as DCP's log names it."""
+        """Return the path, for DCP's log."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether ``checkpoint_id`` can be the path of a checkpoint."""
+        """Return whether ``checkpoint_id`` can be the path of a checkpoint."""
         try:
             split(checkpoint_id)
         except ArgumentError:
@@ -112,7 +112,7 @@ class Writer(StorageWriter):
         return True
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Begin a save; one that another rank's error has ended before its commit is discarded."""
+        """Start a save. Discards one that failed before its commit."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
         self._discard()
@@ -131,7 +131,7 @@ class Writer(StorageWriter):
 
         Raises:
             ArgumentError: there is no path.
-            UnsupportedError: ``use_collectives=False``, with which nobody would write the manifest.
+            UnsupportedError: ``use_collectives=False``: no rank would write the manifest.
         """
         if self._path is None:
             raise ArgumentError("Writer() has no path: give it one, or dcp.save() a checkpoint_id")
@@ -144,11 +144,11 @@ class Writer(StorageWriter):
         self._transaction = open_transaction(self._path, fsync=self._fsync)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the place to write to."""
+        """Create the folder to write to."""
         assert self._transaction is not None
         self._transaction.begin()
         return plans
@@ -196,13 +196,12 @@ class Writer(StorageWriter):
         if not hasattr(planner, "lookup_object"):
             raise UnsupportedError(
                 f"{key}: {type(planner).__name__} gives values as pickled bytes, which this "
-                "checkpoint does not hold; "
-                "derive the planner from DefaultSavePlanner"
+                "checkpoint does not hold; derive the planner from DefaultSavePlanner"
             )
         return WriteResult(item.index, 0, encode(key, planner.lookup_object(item.index)))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit."""
+        """Commit the checkpoint."""
         assert self._transaction is not None and self._path is not None
         objects, records = {}, []
         for rank_results in results:
@@ -238,7 +237,7 @@ class _Written(NamedTuple):
 
 
 def _sources(items: list[WriteItem], planner: SavePlanner) -> list[tuple[Source, list[WriteItem]]]:
-    """What to write, and the items that each is for: more than one for tied tensors."""
+    """Return what to write, and the items that each source serves: several for tied tensors."""
     by_memory: dict[Any, tuple[list[WriteItem], torch.Tensor]] = {}
     for number, item in enumerate(items):
         tensor = planner.resolve_data(item)
@@ -273,7 +272,7 @@ def _sources(items: list[WriteItem], planner: SavePlanner) -> list[tuple[Source,
 
 
 class _Opened(NamedTuple):
-    """What a :class:`Reader` reads from, for one load."""
+    """The open checkpoint of a :class:`Reader`, for one load."""
 
     folder: Folder
     manifest: Manifest
@@ -281,8 +280,8 @@ class _Opened(NamedTuple):
 
 
 class Reader(StorageReader):
-    """What ``dcp.load(state, storage_reader=Reader(path))`` reads: our checkpoints, DCP's,
-    safetensors files.
+    """Storage reader for DCP, ``dcp.load(state, storage_reader=Reader(path))``: reads our
+    checkpoints, DCP's and safetensors files.
 
     What a rank needs is verified before any rank's state is changed.
 
@@ -316,16 +315,16 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> Path | None:
-        """The path, as DCP's log names it."""
+        """Return the path, for DCP's log."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether ``checkpoint_id`` can be the path of a checkpoint."""
+        """Return whether ``checkpoint_id`` can be the path of a checkpoint."""
         return Writer.validate_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Begin a load."""
+        """Start a load."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
         self._close()
@@ -350,7 +349,7 @@ class Reader(StorageReader):
         return self._opened
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """The manifest, as DCP has it.
+        """Return the manifest as DCP metadata.
 
         Raises:
             CorruptionError, UnsupportedError, StorageError: it cannot be read.
@@ -378,7 +377,7 @@ class Reader(StorageReader):
         self._open()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify what this rank is going to read, before any rank reads it.
+        """Verify what this rank will read, before any rank reads it.
 
         Raises:
             CorruptionError: it is damaged; the message names file, tensor and byte.
@@ -392,7 +391,7 @@ class Reader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def _segment(self, item: ReadItem) -> Segment:
@@ -420,8 +419,7 @@ class Reader(StorageReader):
                 if dtype_of(segment.key, target) != segment.entry.dtype:
                     raise MismatchError(
                         f"{self._path}: tensor {segment.key!r} is {segment.entry.dtype.name} in "
-                        "the checkpoint and "
-                        f"{target.dtype} here"
+                        f"the checkpoint and {target.dtype} here"
                     )
                 if segment.inner.numel:
                     targets.append((item, segment, target))
@@ -439,9 +437,7 @@ class Reader(StorageReader):
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """A value in the form that DCP's planner expects; it unpickles only what this process pickles
-    here.
-    """
+    """Pickle a value for DCP's planner, which unpickles only what this process pickles here."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)

@@ -1,4 +1,4 @@
-"""Errors that travel between processes as text: nothing is unpickled. Imports no torch."""
+"""Errors as text, to send them to other processes without pickles. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["describe", "rebuild"]
 
 
 def describe(error: Exception) -> dict[str, Any]:
-    """Type, ``errno`` and message of ``error``, as JSON holds them."""
+    """Return type, ``errno`` and message of ``error`` as JSON values."""
     return {
         "type": type(error).__name__,
         "errno": getattr(error, "errno", None),
@@ -20,8 +20,9 @@ def describe(error: Exception) -> dict[str, Any]:
 
 
 def rebuild(described: dict[str, Any], rank: int) -> Exception:
-    """An error of ours of the same type, which names the rank that it happened on; another becomes
-    PeerLostError.
+    """Return an error of the same type that names the rank it happened on.
+
+    Errors that are not of this package become PeerLostError.
     """
     kind = getattr(errors, described["type"], None)
     message = f"rank {rank}: {described['message']}"

@@ -1,5 +1,5 @@
-"""Checkpoints of any origin: ours, DCP's, and safetensors files, described by a manifest made up
-here.
+"""Checkpoints of any format: ours, DCP's, and safetensors files, described by a manifest that is
+made here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def open_checkpoint(
     path: str | os.PathLike[str],
     check: Callable[[Folder, Manifest], None] = lambda folder, manifest: None,
 ) -> tuple[Folder, Manifest]:
-    """The folder of a checkpoint and its manifest: ours, or what safetensors files hold.
+    """Return the folder of a checkpoint and its manifest, made from headers for safetensors files.
 
     Args:
         path: the folder, a fsspec URL, or one safetensors file.
@@ -69,7 +69,7 @@ def open_checkpoint(
 
 
 def _find(path: str | os.PathLike[str]) -> tuple[Folder, Callable[[], Manifest]]:
-    """The folder at ``path``, and a function that reads or makes up its manifest."""
+    """Return the folder at ``path``, and a function that reads or makes its manifest."""
     local = local_path(path)
     if local is None:
         remote = open_folder(path)

@@ -53,7 +53,7 @@ _KNOWN = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata, and nothing that could do harm."""
+    """Unpickler that knows the classes of DCP's metadata, and nothing that could do harm."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _KNOWN.get(module, ()):
@@ -63,7 +63,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor inside a ``torch.save`` file: its storage's name there, and how it lies in it."""
+    """A tensor in a ``torch.save`` file: the name of its storage, its offset, shape and strides."""
 
     storage: str
     first: int
@@ -72,7 +72,7 @@ class _Stored:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Gives a :class:`_Stored` for a pickled tensor; creates nothing else."""
+    """Unpickler that returns a :class:`_Stored` for a tensor and creates nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -92,7 +92,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 class _Slice(io.RawIOBase):
-    """Part of a file, as a file of its own."""
+    """A range of a file, as a file object."""
 
     def __init__(self, folder: LocalFolder, name: str, start: int, size: int) -> None:
         self._folder, self._name, self._start, self._size = folder, name, start, size
@@ -121,7 +121,7 @@ class _Slice(io.RawIOBase):
 
 
 def manifest_of_dcp(folder: LocalFolder) -> Manifest:
-    """What a checkpoint of DCP's ``FileSystemWriter`` holds.
+    """Return a manifest for a checkpoint of DCP's ``FileSystemWriter``.
 
     Raises:
         CorruptionError: it is damaged, or its pickles ask for what such files never need.
@@ -138,7 +138,7 @@ def manifest_of_dcp(folder: LocalFolder) -> Manifest:
 
 
 def _guarded(where: str, read: Callable[[], T]) -> T:
-    """What ``read`` returns; whatever damaged input makes it raise becomes our error."""
+    """Call ``read``; convert whatever damaged input makes it raise."""
     try:
         return read()
     except (CorruptionError, UnsupportedError):
@@ -170,7 +170,7 @@ def _manifest(folder: LocalFolder, metadata: Any) -> Manifest:
 
 
 def _start_of(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> int:
-    """The byte of the file at which the elements of a chunk begin."""
+    """Return the offset in the file at which the elements of a chunk begin."""
     if os.path.basename(info.relative_path) != info.relative_path:
         raise CorruptionError(
             f"{folder.location}: {info.relative_path!r} is not a file inside the checkpoint"
@@ -214,9 +214,7 @@ def _start_of(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) 
 
 
 def _value(folder: LocalFolder, key: str, info: Any) -> Any:
-    """A value that is not a tensor, encoded; one that cannot be read safely is an error when it is
-    wanted.
-    """
+    """Return an encoded value that is not a tensor; unsafe ones raise only when they are needed."""
     part = _Slice(folder, info.relative_path, info.offset, info.length)
     try:
         return encode(key, torch.load(io.BytesIO(part.read()), weights_only=True))

@@ -1,6 +1,6 @@
-"""How ranks of a save or load talk: a process group, or the null object of a process alone.
+"""Communication between the ranks of a save or load: a process group, or a single process.
 
-Errors travel: what one rank raises inside :meth:`Group.together` is raised on every rank.
+An error that one rank raises inside :meth:`Group.together` is raised on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ U = TypeVar("U")
 
 
 class Group:
-    """All ranks of a process group; alone without one."""
+    """The ranks of a process group; without a group, this process only."""
 
     def __init__(self, group: ProcessGroup | None, ranks: tuple[int, ...], rank: int) -> None:
         self._group = group
@@ -41,7 +41,7 @@ class Group:
         return self.ranks[self.rank]
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in the group's order; blocks until all have called."""
+        """Return every rank's value, in the group's order. Blocks until all have called."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -50,7 +50,7 @@ class Group:
         return found
 
     def together(self, local: Callable[[], T]) -> list[T]:
-        """Call ``local`` on every rank, and give every rank all results.
+        """Call ``local`` on every rank; return all results on every rank.
 
         Raises:
             TorchRelayError: ``local`` raised on some rank; the first such error, on every rank.
@@ -61,14 +61,14 @@ class Group:
         return outcomes
 
     def coordinate(self, local: Callable[[], T]) -> T:
-        """Call ``local`` on the coordinator, and give every rank its result, or its error."""
+        """Call ``local`` on the coordinator; return or raise its outcome on every rank."""
         result: T = _result(self._broadcast(self._outcome(local) if self.is_coordinator else None))
         return result
 
     def conclude(self, local: Callable[[], T], finish: Callable[[list[T]], U]) -> U:
         """Call ``local`` on every rank, and ``finish`` with all results on the coordinator.
 
-        The results travel to the coordinator only; every rank gets what ``finish`` returns.
+        Only the coordinator receives the results; every rank gets what ``finish`` returns.
 
         Raises:
             TorchRelayError: ``local`` raised on some rank, or ``finish``; the first error, on every
@@ -97,7 +97,7 @@ class Group:
             return _Failure(error, self.global_rank)
 
     def _gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the group's order; empty on all ranks but the coordinator."""
+        """Return every rank's value, in the group's order; empty except on the coordinator."""
         if self.size == 1:
             return [value]
         found = [None] * self.size if self.is_coordinator else None
@@ -106,7 +106,7 @@ class Group:
         return found or []
 
     def _broadcast(self, value: Any) -> Any:
-        """The coordinator's value."""
+        """Return the coordinator's value."""
         if self.size == 1:
             return value
         found = [value]
@@ -123,13 +123,12 @@ class Group:
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(
                 f"rank {self.global_rank}: another rank was lost while {what} for a checkpoint "
-                f"({error}); what was "
-                "committed before is unharmed"
+                f"({error}); earlier checkpoints are intact"
             ) from error
 
 
 class _Failure:
-    """An error as it goes to other ranks; the rank that raised it raises the very same."""
+    """An error in a form for other ranks; the rank that raised it raises the original."""
 
     def __init__(self, error: Exception, rank: int) -> None:
         self.rank = rank
@@ -151,8 +150,7 @@ def _result(outcome: T | _Failure) -> T:
 
 
 def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
-    """The ranks that take part: those of ``group``, by default of the default group, alone without
-    one.
+    """Return the participants: ``group``, else the default group, else this process.
 
     Raises:
         ArgumentError: both ``group`` and ``no_dist`` are given, or this process is not in

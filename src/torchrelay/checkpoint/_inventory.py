@@ -1,4 +1,4 @@
-"""What each rank brings to a save, and whether the ranks agree about it."""
+"""What each rank contributes to a save, and whether the ranks agree on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Inventory:
 
 
 def take_inventory(state: Any) -> Inventory:
-    """The leaves of a state.
+    """Return the leaves of a state.
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold.
@@ -72,7 +72,7 @@ def _path_item(key: str, item: Any) -> str | int | tuple[int]:
 
 
 def _tied(tensors: Mapping[str, TensorState]) -> dict[str, tuple[str, ...]]:
-    """Keys whose tensors are the same memory, by the first of them."""
+    """Return the keys whose tensors share memory, by the first of them."""
     first: dict[Any, str] = {}
     tied: dict[str, tuple[str, ...]] = {}
     for key, state in tensors.items():
@@ -94,8 +94,7 @@ def _tied(tensors: Mapping[str, TensorState]) -> dict[str, tuple[str, ...]]:
 
 
 def agree(mine: Description, fingerprints: Sequence[bytes], ranks: Group) -> list[Description]:
-    """What the ranks bring: one description if it is the same for all, else each rank's, in the
-    group's order.
+    """Return one description if it is equal on all ranks, else each rank's, in the group's order.
 
     Raises:
         MismatchError: two ranks have different values, dtypes, shapes or layouts under one key.
@@ -110,8 +109,7 @@ def agree(mine: Description, fingerprints: Sequence[bytes], ranks: Group) -> lis
             if before != what:
                 raise MismatchError(
                     f"{key}: rank {other} has {_shown(before)}, rank {rank} has {_shown(what)}; "
-                    "values that differ "
-                    "need keys that differ, such as one with the rank in it"
+                    "values that differ need keys that differ, such as one with the rank in it"
                 )
     return everyone
 
@@ -125,7 +123,7 @@ def _shown(what: Any) -> str:
 
 
 def sources_of(mine: Inventory, everyone: Sequence[Description], ranks: Group) -> list[Source]:
-    """The chunks that this rank writes; pure."""
+    """Return the chunks that this rank writes. Pure."""
     held = []
     members = set(ranks.ranks)
     for key, more in mine.tied.items():
@@ -151,7 +149,7 @@ def sources_of(mine: Inventory, everyone: Sequence[Description], ranks: Group) -
 
 
 def _having(key: str, everyone: Sequence[Description], ranks: Group) -> tuple[int, ...]:
-    """The ranks whose state has ``key``."""
+    """Return the ranks whose state has ``key``."""
     if len(everyone) == 1:
         return tuple(sorted(ranks.ranks))
     return tuple(

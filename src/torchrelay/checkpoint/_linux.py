@@ -1,4 +1,4 @@
-"""Calls of the system that Python lacks."""
+"""System calls that Python lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MADV_POPULATE_READ = 22
 
 
 def exchange(one: str, other: str) -> None:
-    """Swap what two names of one file system stand for, atomically.
+    """Exchange two names of one file system atomically.
 
     Raises:
         OSError: not possible; ``errno`` is EINVAL or ENOSYS if the file system cannot do it at all.
@@ -32,9 +32,7 @@ def exchange(one: str, other: str) -> None:
 
 
 def start_writeback(fd: int, offset: int, size_bytes: int) -> None:
-    """Let the kernel begin to write a range to the disk, so that fsync has less to wait for. A
-    hint.
-    """
+    """Ask the kernel to start writing a range to the disk, so that fsync waits less."""
     if hasattr(_libc, "sync_file_range"):
         _libc.sync_file_range(
             fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a state or a module, whatever layout it was saved in."""
+"""Loading of a checkpoint into a state or a module, in any layout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def load(
     group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
-    """Read a checkpoint into ``state``; collective over ``group``.
+    """Read a checkpoint into ``state``. Collective over ``group``.
 
     Each rank reads the byte ranges of its own shards, straight into the tensors, which may be cut
     otherwise than the saved ones. All that this rank needs is verified before the first tensor is
@@ -118,7 +118,7 @@ def check_verify(verify: str) -> None:
 
 @dataclass
 class _Part:
-    """A stateful object (module, optimizer) of the state, or with no owner the rest of it."""
+    """A stateful object (module, optimizer) of the state; without an owner, the rest of it."""
 
     owner: Any
     name: str  # the key in the state, empty for the state itself
@@ -142,7 +142,7 @@ class _Part:
         return flatten(self.state)
 
     def finish(self) -> None:
-        """Give the owner the state that was read, unless its tensors are those that were filled."""
+        """Load the state into its owner, unless its own tensors were filled."""
         if self.owner is None:
             return
         if isinstance(self.owner, torch.nn.Module):
@@ -165,7 +165,7 @@ def _parts(state: Any) -> list[_Part]:
 
 
 class _Loading:
-    """One load: what goes where."""
+    """One load: which bytes go to which tensor."""
 
     def __init__(self, state: Any, prefix: str, strict: bool, device: Any, shard: Any) -> None:
         self._root = state
@@ -199,7 +199,7 @@ class _Loading:
         open_checkpoint(path, check)
 
     def close(self) -> None:
-        """Close the files, and undo what a load that failed has begun."""
+        """Close the files; undo what a failed load has started."""
         self._files.close()
         for optimizer in self._started:
             optimizer.state.clear()
@@ -222,8 +222,8 @@ class _Loading:
         if missing and self._strict:
             raise MismatchError(
                 f"{self._folder.location}: the checkpoint lacks {_listed(missing)}, which the "
-                "state has; "
-                "prefix= names what its keys begin with, strict=False leaves them as they are"
+                "state has; prefix= names what its keys begin with, strict=False leaves them as "
+                "they are"
             )
 
     def _deferred(self, part: _Part) -> frozenset[str]:
@@ -246,8 +246,8 @@ class _Loading:
             part.state = owner.state_dict()
 
     def _match_leaf(self, part: _Part, name: str, leaf: Leaf) -> bool:
-        """Note what to read for a leaf; whether the checkpoint has it, or it can be initialised
-        instead.
+        """Record what to read for a leaf; return whether the checkpoint has it, or it can be
+        initialised instead.
         """
         key = self._prefix + part.prefix + name
         if isinstance(leaf.value, torch.Tensor):
@@ -273,8 +273,8 @@ class _Loading:
         if entry.shape != tuple(tensor.shape) or entry.dtype != dtype:
             raise MismatchError(
                 f"{self._folder.location}: tensor {key!r} is {entry.dtype.name} of shape "
-                f"{list(entry.shape)} in the "
-                f"checkpoint, and {dtype.name} of shape {list(tensor.shape)} here"
+                f"{list(entry.shape)} in the checkpoint, and {dtype.name} of shape "
+                f"{list(tensor.shape)} here"
             )
         slices = local_slices(self._shard, name, tensor) if is_deferred(tensor) else None
         if slices is None:
@@ -304,9 +304,7 @@ class _Loading:
             )
 
     def verify(self, ranks: Group) -> None:
-        """Verify what any rank reads. Each block that several ranks of a host read is verified by
-        one of them.
-        """
+        """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
         wanted = ranks.together(
             lambda: (self._folder.identity, self._reader.blocks_of(self._segments))
         )
@@ -320,7 +318,7 @@ class _Loading:
         ranks.together(lambda: self._reader.verify_blocks(blocks))
 
     def fill(self, advance: Callable[[int], None] | None) -> None:
-        """Make the deferred tensors and read all."""
+        """Materialise the deferred tensors and read everything."""
         targets: list[tuple[Segment, torch.Tensor]] = []
         for part in self._parts:
             if isinstance(part.owner, torch.nn.Module) and is_deferred(part.owner):
@@ -337,8 +335,8 @@ class _Loading:
     def _targets(
         self, key: str, tensor: torch.Tensor, part: Box | None
     ) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """What to read into a tensor of the state; ``part``: which part of the saved tensor it
-        is.
+        """Return what to read into a tensor of the state; ``part``: its part of the saved
+        tensor.
         """
         entry = self._manifest.tensors[key]
         shards = tensor_state(key, tensor).shards
@@ -356,7 +354,7 @@ class _Loading:
                 yield segment, shard.tensor[within]
 
     def finish(self) -> None:
-        """Put the values in place, and let owners take over what was read."""
+        """Set the values, and load what was read into its owners."""
         for part, leaf, value in self._objects:
             put(part.state if part.owner is not None else self._root, leaf.path, value)
         for part in self._parts:

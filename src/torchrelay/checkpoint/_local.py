@@ -1,5 +1,4 @@
-"""Checkpoints in local folders (and on mounted file systems): locks, atomic renames, and cleaning
-up.
+"""Checkpoints in local folders and on mounted file systems: locks, atomic renames, cleanup.
 
 A save to ``ckpt/step-1`` writes into ``ckpt/.step-1.torchrelay-saving``, which holds a locked file
 while the saver lives, and becomes ``step-1`` by one rename. Whatever kills the saver, its lock is
@@ -37,7 +36,7 @@ _ATTEMPTS = 100  # a save that starts while others are cleaned up tries again
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Convert errors of the operating system to :class:`StorageError`; ``what`` was being done."""
+    """Convert errors of the operating system to :class:`StorageError`, with ``what`` was done."""
     try:
         yield
     except OSError as error:
@@ -55,10 +54,9 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 class LocalFolder:
-    """A folder that is read with ``preadv``; files are opened once and never through a symbolic
-    link.
+    """A folder that is read with ``preadv``. Files are opened once, never through symbolic links.
 
-    It stays the folder that it was when first used, even if another takes its name.
+    It stays the same folder from the first use on, even if its name is given to another.
     """
 
     def __init__(self, path: str, *, follow_links: bool = False) -> None:
@@ -97,13 +95,13 @@ class LocalFolder:
         return self._folder_fd
 
     def names(self) -> list[str]:
-        """The files in the folder."""
+        """Return the names of the files in the folder."""
         with self._lock, storage_errors(f"listing {self.location}"):
             return sorted(os.listdir(self._here()))
 
     @property
     def replaced(self) -> bool:
-        """Whether another folder has taken the name since."""
+        """Return whether the name is now that of another folder."""
         try:
             return not os.path.samestat(os.fstat(self._folder_fd), os.stat(self.location))
         except OSError:
@@ -127,8 +125,7 @@ class LocalFolder:
                 if count == 0:
                     raise CorruptionError(
                         f"{self.location}/{name}: the file ends at byte {offset + done}, "
-                        f"{len(into) - done} bytes "
-                        "before it should"
+                        f"{len(into) - done} bytes before it should"
                     )
                 done += count
 
@@ -208,7 +205,7 @@ class _LocalNote:
 
 
 def _lockable(fd: int) -> bool:
-    """Whether nobody has a lock on the file."""
+    """Return whether no process has locked the file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -301,7 +298,7 @@ class LocalTransaction:
             )
 
     def _claim(self) -> bool:
-        """Whether the folder for saving is now ours; False: look again."""
+        """Return whether the folder for saving is now ours; False: try again."""
         new = self._saving.with_name(f".{self._final.name}.{secrets.token_hex(4)}.{_NEW}")
         new.mkdir()
         try:
@@ -353,8 +350,7 @@ class LocalTransaction:
                 raise StorageError(
                     errno.EIO,
                     f"{path}: a rank wrote {size_bytes} bytes, and the coordinator finds {found}; "
-                    "is the path on a "
-                    "file system that all ranks share?",
+                    "is the path on a file system that all ranks share?",
                 )
 
     def _publish(self) -> None:
@@ -367,10 +363,9 @@ class LocalTransaction:
         self._unlock_final()
 
     def _replace(self) -> None:
-        """Put the new checkpoint in the place of the old one, of which there is one at any moment.
+        """Replace the old checkpoint by the new one atomically.
 
-        Both have our lock, so that the folder for saving stays ours until the old one is out of the
-        way.
+        Both have our lock, so that the folder for saving stays ours until the old one is removed.
         """
         self._lock_final()
         try:
@@ -382,8 +377,7 @@ class LocalTransaction:
             raise StorageError(
                 errno.EEXIST,
                 f"{self._final}: there is a checkpoint already, and this file system cannot "
-                "replace a folder in one "
-                "step; save under another name",
+                "replace a folder in one step; save under another name",
             ) from error
         self._sync_folder(self._final.parent)
         self._unlock_final()
@@ -418,15 +412,13 @@ class LocalTransaction:
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint, in one step as seen by others."""
+    """Remove a checkpoint; others see it whole or not at all."""
     with storage_errors(f"removing {path}"):
         _throw_away(Path(path))
 
 
 def sweep(parent: str, spare: str = "") -> None:
-    """Remove what savers that were killed have left in ``parent``; ``spare`` is a name to leave
-    alone.
-    """
+    """Remove what killed savers have left in ``parent``, except the name ``spare``."""
     for name in os.listdir(parent):
         path = Path(parent, name)
         if _TEMPORARY.fullmatch(name):
@@ -439,17 +431,18 @@ def sweep(parent: str, spare: str = "") -> None:
 
 
 def _tidy(path: Path) -> None:
-    """Remove from a committed checkpoint what its saver needed; others may be doing the same."""
+    """Remove what its saver needed from a committed checkpoint. Others may do so at the same
+    time.
+    """
     for pattern in (f"{LOCK}*", "part-*.json*"):
         for left in path.glob(pattern):
             left.unlink(missing_ok=True)
 
 
 def _remove_if_abandoned(path: Path) -> bool:
-    """Remove a temporary folder; False if its owner lives.
+    """Remove a temporary folder; return False if its owner lives.
 
-    A folder for saving always holds its owner's lock, so that only who has the lock may take its
-    name away.
+    A folder for saving always holds its owner's lock: only the holder of the lock may rename it.
     """
     try:
         fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
@@ -470,7 +463,7 @@ def _remove_if_abandoned(path: Path) -> bool:
 
 
 def _throw_away(path: Path) -> None:
-    """Take a folder's name away first, so that no one sees half of it, then remove it."""
+    """Rename a folder, so that no process sees half of it, and remove it."""
     trash = path
     if not path.name.endswith(_TRASH):
         trash = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.{_TRASH}")

@@ -66,7 +66,7 @@ def to_bytes(
     objects: Mapping[str, Any],
     paths: Mapping[str, StatePath],
 ) -> bytes:
-    """The content of ``manifest.json``; ``tensors`` are the results of :func:`tensor_text` by
+    """Return the content of ``manifest.json``; ``tensors`` are results of :func:`tensor_text` by
     key.
     """
     head = {
@@ -89,12 +89,12 @@ def to_bytes(
 
 
 def tensor_text(dtype: str, shape: tuple[int, ...], chunks: Sequence[str]) -> str:
-    """A tensor's entry in the manifest; ``chunks`` are results of :func:`chunk_text`."""
+    """Return a tensor's entry in the manifest; ``chunks`` are results of :func:`chunk_text`."""
     return f'{{"dtype":{_json(dtype)},"shape":{_json(shape)},"chunks":[{",".join(chunks)}]}}'
 
 
 def chunk_text(chunk: Chunk, size_bytes: int) -> str:
-    """A chunk's entry in the manifest."""
+    """Return a chunk's entry in the manifest."""
     return _json(
         {
             "offsets": chunk.box.offsets,
@@ -119,10 +119,10 @@ def _file_json(file: DataFile) -> dict[str, Any]:
 
 
 def saved_at_ns(data: bytes, where: str) -> int:
-    """When the checkpoint was committed, by its saver's clock; reads no more than the first line.
+    """Return when the checkpoint was committed, by its saver's clock, from the first line.
 
     Raises:
-        CorruptionError: this is no manifest of ours, or is damaged.
+        CorruptionError: it is damaged, or of another format.
     """
     _check_tail(data, where)
     head = _parse(data.partition(b",\n")[0] + b"}", where)
@@ -130,19 +130,19 @@ def saved_at_ns(data: bytes, where: str) -> int:
 
 
 def id_of(first_line: bytes, where: str) -> str:
-    """The id in a manifest's first line, which is not verified.
+    """Return the id in a manifest's first line, which is not verified.
 
     Raises:
-        CorruptionError: this is no manifest of ours.
+        CorruptionError: the manifest is of another format.
     """
     return str(_Reader(where).field(_parse(first_line.rstrip(b",\n") + b"}", where), "id", str))
 
 
 def from_bytes(data: bytes, where: str) -> Manifest:
-    """The manifest that ``data`` holds. ``where`` (a path) goes into errors.
+    """Parse a manifest. ``where`` is its path, for errors.
 
     Raises:
-        CorruptionError: it is damaged, foreign, or describes what cannot be.
+        CorruptionError: it is damaged, of another format, or contradicts itself.
         UnsupportedError: a version of TorchRelay wrote it that this one does not know.
     """
     with _no_collection():
@@ -151,9 +151,9 @@ def from_bytes(data: bytes, where: str) -> Manifest:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would visit every object of the process again and again.
+    """Pause the garbage collector, which would visit every object of the process repeatedly.
 
-    What is made meanwhile has no cycles. Reading a large manifest takes a third of the time.
+    The new objects have no cycles. Reading a large manifest takes a third of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -208,9 +208,7 @@ def _parse(data: bytes, where: str) -> Any:
 
 
 class _Reader:
-    """Takes the manifest apart; each method raises :class:`CorruptionError` for what is not as it
-    must be.
-    """
+    """Parses a manifest; each method raises :class:`CorruptionError` for an invalid value."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -311,8 +309,8 @@ class _Reader:
     def chunk(
         self, what: str, record: Any, itemsize: int, files: dict[str, DataFile], block_bytes: int
     ) -> Chunk:
-        """Checked in few steps, as there may be a million; ``_fail_chunk`` finds out what is
-        wrong.
+        """Parse a chunk in few steps, as there may be a million; ``_fail_chunk`` finds the
+        fault.
         """
         try:
             offsets, sizes, name, stored, (start, end), text = _CHUNK_FIELDS(record)
@@ -351,7 +349,7 @@ class _Reader:
         return Chunk(box, name, stored, start, checksums)
 
     def _fail_chunk(self, what: str, record: Any, files: dict[str, DataFile]) -> NoReturn:
-        """Raise for a chunk whose fields are not all as they must be; names the first."""
+        """Raise for a chunk with invalid fields; the message names the first."""
         what = f"a chunk of {what}"
         for name in ("offsets", "sizes"):
             self.integers(record, name, what)
@@ -364,7 +362,7 @@ class _Reader:
         self.fail(f"'crc32c' of {what} is not base64")
 
     def _check_ranges(self, tensors: Mapping[str, TensorEntry]) -> None:
-        """Byte ranges meet only where tied tensors have the same."""
+        """Check that byte ranges overlap only where tied tensors have the same one."""
         ranges: dict[str, list[tuple[int, int, str, str]]] = defaultdict(list)
         for key, entry in tensors.items():
             for chunk in entry.chunks:

@@ -1,4 +1,4 @@
-"""Who writes and who verifies what: pure functions over what each rank knows. Imports no torch.
+"""Distribution of writing and verification over ranks: pure functions. Imports no torch.
 
 A chunk that several ranks hold (its *holders*) is written by one of them. Every holder has the same
 list of chunks that the same holders share, so each deals the list out for itself and all come to
@@ -34,8 +34,9 @@ class Held(Generic[T]):
 
 
 def deal(chunks: Sequence[Held[T]], rank: int) -> list[T]:
-    """The items that ``rank`` writes: of each set of holders' chunks, the largest first, to whoever
-    has least.
+    """Return the items that ``rank`` writes.
+
+    The chunks of each set of holders are dealt largest first, to the rank that has least.
     """
     by_holders: dict[tuple[int, ...], list[Held[T]]] = defaultdict(list)
     for chunk in chunks:
@@ -55,8 +56,8 @@ def deal(chunks: Sequence[Held[T]], rank: int) -> list[T]:
 
 
 def deal_blocks(touched: NDArray[np.bool_], rank: int) -> NDArray[np.bool_]:
-    """The blocks that ``rank`` verifies, of those that some ranks read: each by one of its readers,
-    in runs.
+    """Return the blocks that ``rank`` verifies: each block that ranks read is verified by one of
+    them, in runs.
 
     Args:
         touched: ``(ranks, blocks)``, whether a rank reads a block.

@@ -1,4 +1,4 @@
-"""Progress of a save or load: a bar on the terminal, or the caller's function."""
+"""Progress of a save or load: a bar in the terminal, or a callback."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Progress = bool | Callable[[int, int], None]
 def tracking(
     progress: Progress, total_bytes: int, what: str, *, shown: bool = True
 ) -> Iterator[Callable[[int], None] | None]:
-    """A function to call with each number of bytes done, from any thread; None if nobody wants to
-    know.
+    """Return a function to call with each number of bytes done, from any thread; None without
+    progress.
 
     Args:
         progress: True for a bar, False for nothing, or a function (bytes done, bytes in all).

@@ -1,4 +1,4 @@
-"""Reading byte ranges of chunks straight into tensors, in threads, after they were verified.
+"""Reads byte ranges of chunks straight into tensors, in threads, after verification.
 
 Verification is a pass of its own, before the first byte is written to a tensor, so that a damaged
 checkpoint changes nothing. On a local file system it also brings what is read next into the page
@@ -40,7 +40,7 @@ _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper 
 
 @dataclass(frozen=True)
 class Segment:
-    """A box to read, all of it in one chunk. ``inner`` is in coordinates of the whole tensor."""
+    """A box to read that lies in one chunk. ``inner`` is in coordinates of the whole tensor."""
 
     key: str
     entry: TensorEntry
@@ -48,7 +48,9 @@ class Segment:
     inner: Box
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Bytes of the chunk that a reader of ``inner`` touches: start and end of each range."""
+        """Return the byte ranges of the chunk that a reader of ``inner`` touches, as [start,
+        end).
+        """
         for part in _parts(self, _PIECE_BYTES):
             yield _span(self.entry, self.chunk, part)
 
@@ -56,7 +58,7 @@ class Segment:
 def segments_of(
     key: str, entry: TensorEntry, box: Box, index: BoxIndex | None = None
 ) -> list[Segment]:
-    """What to read for a box of a tensor: every element of it exactly once. Pure."""
+    """Return the segments that cover a box of a tensor exactly once. Pure."""
     index = index or BoxIndex([chunk.box for chunk in entry.chunks])
     return [Segment(key, entry, entry.chunks[i], common) for i, common in index.meeting(box)]
 
@@ -70,9 +72,7 @@ def _span(entry: TensorEntry, chunk: Chunk, part: Box) -> tuple[int, int]:
 
 
 def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
-    """Boxes that make up the segment, each read by one request: dense, and at most ``limit_bytes``
-    long.
-    """
+    """Yield boxes that make up the segment, one per request: dense, of at most ``limit_bytes``."""
     todo = [segment.inner]
     itemsize = segment.entry.dtype.itemsize
     while todo:
@@ -97,7 +97,7 @@ def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class _FileBlocks:
-    """The blocks of a file, which have a checksum each, numbered through all its chunks."""
+    """The checksummed blocks of a file, numbered over all its chunks."""
 
     chunks: list[tuple[str, Chunk, int]]  # key, chunk and its size, in the order of the file
     starts: list[int]  # where each chunk begins
@@ -135,7 +135,7 @@ class ChunkReader:
         """Compare sizes and headers of data files with the manifest.
 
         Raises:
-            CorruptionError: a file is missing, cut short, damaged or another.
+            CorruptionError: a file is missing, truncated, damaged or of another checkpoint.
         """
         self._run([(self._check_file, (name,)) for name in sorted(set(names))])
 
@@ -164,7 +164,7 @@ class ChunkReader:
     def verify(
         self, segments: Iterable[Segment], progress: Callable[[int], None] | None = None
     ) -> None:
-        """Compare with its checksum every block that a reader of ``segments`` touches.
+        """Compare every block that a reader of ``segments`` touches with its checksum.
 
         Raises:
             CorruptionError: one does not match; the message names file, tensor and byte.
@@ -172,7 +172,7 @@ class ChunkReader:
         self.verify_blocks(self.blocks_of(segments), progress)
 
     def blocks_of(self, segments: Iterable[Segment]) -> Blocks:
-        """The blocks that a reader of ``segments`` touches."""
+        """Return the blocks that a reader of ``segments`` touches."""
         block_bytes = self._manifest.block_bytes
         spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         for segment in segments:
@@ -238,15 +238,14 @@ class ChunkReader:
             if _native.crc32c(view) != expected:
                 raise CorruptionError(
                     f"{self._folder.location}/{chunk.file}: tensor {key!r} is damaged between "
-                    "bytes "
-                    f"{chunk.start + start} and {chunk.start + start + len(view)} (chunk at "
+                    f"bytes {chunk.start + start} and {chunk.start + start + len(view)} (chunk at "
                     f"{list(chunk.box.offsets)}): the checksum does not match"
                 )
             if progress is not None:
                 progress(len(view))
 
     def _buffer(self, size: int) -> memoryview:
-        """Memory of this thread, used again and again."""
+        """Return the reused buffer of this thread."""
         held = getattr(self._local, "buffer", None)
         if held is None or held.numel() < size:
             held = self._local.buffer = torch.empty(size, dtype=torch.uint8)
@@ -257,7 +256,7 @@ class ChunkReader:
         targets: Sequence[tuple[Segment, torch.Tensor]],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Read each segment into the tensor beside it, which has the segment's shape; blocks.
+        """Read each segment into its tensor, which has the segment's shape. Blocks.
 
         Raises:
             CorruptionError, StorageError: a file cannot be read. Some tensors may then have new
@@ -297,7 +296,7 @@ class ChunkReader:
         target: torch.Tensor,
         progress: Callable[[int], None] | None,
     ) -> None:
-        """Pick the elements of ``part`` out of its span."""
+        """Copy the elements of ``part`` out of its span."""
         chunk = segment.chunk
         start, end = _span(segment.entry, chunk, part)
         data = self._bytes(chunk.file, chunk.start + start, end - start, target.element_size())
@@ -313,8 +312,8 @@ class ChunkReader:
             progress(part.numel * segment.entry.dtype.itemsize)
 
     def _bytes(self, name: str, offset: int, size: int, itemsize: int) -> torch.Tensor:
-        """Bytes of a file: in the page cache, or in this thread's buffer if they cannot be used
-        there.
+        """Return bytes of a file: mapped from the page cache or, where that is impossible, read
+        into this thread's buffer.
         """
         if offset % itemsize == 0:
             mapped = self._folder.map(name, offset, size)
@@ -325,7 +324,7 @@ class ChunkReader:
         return buffer[:size]
 
     def _run(self, tasks: Sequence[Task]) -> None:
-        """Run all tasks; the first error, in their order, ends the rest."""
+        """Run all tasks; the first error, in their order, cancels the rest."""
         if len(tasks) == 1:
             tasks[0][0](*tasks[0][1])
             return
@@ -340,7 +339,7 @@ class ChunkReader:
 
 
 def _is_direct(segment: Segment, target: torch.Tensor) -> bool:
-    """Whether the bytes of the file are those of the tensor, in one piece."""
+    """Return whether the bytes of the file are those of the tensor, contiguously."""
     _, run, _ = contiguous_runs(segment.inner, segment.chunk.box)
     return (
         run == segment.inner.numel
@@ -351,7 +350,7 @@ def _is_direct(segment: Segment, target: torch.Tensor) -> bool:
 
 
 def _ranges(numbers: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """Runs of successive numbers, as first and one past the last, of at most ``longest`` each."""
+    """Yield runs of consecutive numbers as [first, end), each of at most ``longest``."""
     first = 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1 or i - first == longest:
@@ -360,7 +359,7 @@ def _ranges(numbers: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
 
 
 def whole_segments(manifest: Manifest) -> Iterator[Segment]:
-    """Everything that a checkpoint holds."""
+    """Return segments for all tensors of a checkpoint."""
     for key, entry in manifest.tensors.items():
         for chunk in entry.chunks:
             if chunk.box.numel:

@@ -1,5 +1,4 @@
-"""Checkpoints at fsspec URLs: object stores, where there is no rename and a put of one object is
-atomic.
+"""Checkpoints at fsspec URLs: object stores without rename, where putting one object is atomic.
 
 The manifest is the commit marker: it is put last. A marker object named ``saving.json`` holds the
 id of the save under way, so that of two savers at most one commits.
@@ -23,7 +22,7 @@ _MARKER = "saving.json"
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """The file system of an fsspec URL, and the path in it.
+    """Return the file system of an fsspec URL, and the path in it.
 
     Raises:
         UnavailableError: a package that the URL's protocol needs is missing.
@@ -43,7 +42,7 @@ def open_url(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def remote_errors(what: str) -> Iterator[None]:
-    """Convert whatever a file system of fsspec raises to an error of ours."""
+    """Convert whatever a file system of fsspec raises to :class:`StorageError`."""
     try:
         yield
     except TorchRelayError:
@@ -89,7 +88,7 @@ class RemoteFolder:
 
 
 class _RemoteSink:
-    """An upload; parts are sent as they fill."""
+    """An upload whose parts are sent as they fill."""
 
     def __init__(self, fs: Any, path: str, where: str) -> None:
         self._where = where
@@ -131,8 +130,7 @@ class RemoteTransaction:
                 raise StorageError(
                     errno.EEXIST,
                     f"{self.location}: there is a checkpoint already, and an object store cannot "
-                    "replace it in one "
-                    "step; save under another name",
+                    "replace it in one step; save under another name",
                 )
             if self._fs.exists(self._root):
                 self._fs.rm(self._root, recursive=True)
@@ -202,7 +200,7 @@ class RemoteTransaction:
 
 
 class _RemoteNote:
-    """An object that is there once it is finished."""
+    """A note that exists once it is finished."""
 
     def __init__(self, fs: Any, path: str, where: str) -> None:
         self._fs, self._path, self._where = fs, path, where
@@ -213,7 +211,7 @@ class _RemoteNote:
 
 
 def children(url: str) -> list[str]:
-    """The URLs of what is directly inside ``url``."""
+    """Return the URLs of the entries directly inside ``url``."""
     fs, root = open_url(url)
     with remote_errors(f"listing {url}"):
         fs.invalidate_cache()
@@ -224,7 +222,7 @@ def children(url: str) -> list[str]:
 
 
 def remove(url: str) -> None:
-    """Remove a checkpoint: its manifest first, so that no one takes what is left for one."""
+    """Remove a checkpoint: its manifest first, so that the rest is not a checkpoint."""
     fs, root = open_url(url)
     with remote_errors(f"removing {url}"):
         fs.rm_file(f"{root}/{MANIFEST}")

@@ -1,4 +1,4 @@
-"""Saving a state from all ranks: agree, write, commit."""
+"""Saving of a state by all ranks: agree, write, commit."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def save(
     group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
-    """Write a checkpoint; collective over ``group``. Returns on every rank once it is committed.
+    """Write a checkpoint. Collective over ``group``. Returns on every rank once it is committed.
 
     Each rank writes the shards that it holds; what several ranks hold is written by one of them,
-    dealt out by size. Tensors that share their memory are stored once. A checkpoint that is at
+    distributed by size. Tensors that share their memory are stored once. A checkpoint that is at
     ``path`` already is replaced in one step (on object stores: refused).
 
     Args:
@@ -98,7 +98,7 @@ def save(
 
 
 def check_count(name: str, value: int | None, default: int) -> int:
-    """``value``, or the default for None.
+    """Return ``value``, or the default for None.
 
     Raises:
         ArgumentError: it is less than 1.
@@ -113,8 +113,9 @@ def check_count(name: str, value: int | None, default: int) -> int:
 def gather_inventory(
     state: Any, ranks: Group, before: Callable[[], None] = lambda: None
 ) -> tuple[Inventory, list[Description]]:
-    """This rank's inventory, and what all ranks bring (see :func:`agree`); an error on one is
-    raised on all.
+    """Return this rank's inventory, and the descriptions of all ranks (see :func:`agree`).
+
+    An error on one rank is raised on all.
 
     ``before`` is called first, in the same round of messages.
     """

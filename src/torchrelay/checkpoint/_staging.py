@@ -1,4 +1,4 @@
-"""The memory that asynchronous saves copy tensors to, and that the writer process maps."""
+"""The memory to which asynchronous saves copy tensors, and which the writer process maps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Staging:
         return self._segment.fd
 
     def copy(self, sources: Sequence[Source]) -> tuple[list[int], bool]:
-        """Copy the tensors; blocks until they may change.
+        """Copy the tensors. Blocks until they may change.
 
         Returns:
             where each one starts, and whether the segment is new.
@@ -54,7 +54,7 @@ class Staging:
         return starts, is_new
 
     def reserve(self, size_bytes: int, *, locked: bool) -> bool:
-        """Make sure that the segment has ``size_bytes``; whether it is a new one."""
+        """Ensure that the segment has ``size_bytes``; return whether it is a new one."""
         is_new = size_bytes > 0 and (self._segment is None or self._segment.size_bytes < size_bytes)
         if is_new:
             self.close()  # before the new one is made, so that there are never two

@@ -1,4 +1,4 @@
-"""A state as checkpoints see it: flat, with each tensor's blocks that this process holds."""
+"""A flattened state, with the blocks of each tensor that this process holds."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class Index(int):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of a nested state, and where it is: ``path`` has the caller's own keys and
-    indices.
-    """
+    """A value of a nested state. ``path`` has the caller's own keys and indices."""
 
     path: tuple[Any, ...]
     value: Any
@@ -62,8 +60,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorState:
-    """A tensor of the state. ``layout`` is equal on all ranks exactly if they cut the tensor the
-    same way.
+    """A tensor of the state. ``layout`` is equal on all ranks if they shard the tensor in the same
+    way.
     """
 
     dtype: Dtype
@@ -73,7 +71,7 @@ class TensorState:
 
 
 def as_state(state: Any) -> dict[Any, Any]:
-    """The state dict of a module or of another stateful object; a dictionary as it is.
+    """Return the state dict of a module or of another stateful object; a dictionary unchanged.
 
     Raises:
         ArgumentError: it is neither.
@@ -91,15 +89,14 @@ def as_state(state: Any) -> dict[Any, Any]:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether ``value`` has a state dict of its own, as modules and optimizers do."""
+    """Return whether ``value`` has a state dict, as modules and optimizers do."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def flatten(state: Mapping[Any, Any]) -> dict[str, Leaf]:
-    """The leaves of a nested state by key: its path joined by dots, as
-    ``torch.distributed.checkpoint`` has it.
+    """Return the leaves of a nested state by key: the path joined by dots, as in DCP.
 
-    Dictionaries are taken apart, and lists that hold tensors, dictionaries or such lists.
+    Dictionaries are flattened, and lists that hold tensors, dictionaries or such lists.
 
     Raises:
         ArgumentError: two leaves would have the same key.
@@ -138,10 +135,10 @@ def put(state: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
-    """How the dtype of ``tensor`` is stored.
+    """Return how the dtype of ``tensor`` is stored.
 
     Raises:
-        UnsupportedError: safetensors has no place for the dtype, or the tensor is not strided.
+        UnsupportedError: safetensors has no such dtype, or the tensor is not strided.
     """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -154,13 +151,13 @@ def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
 
 
 def tensor_state(key: str, tensor: torch.Tensor) -> TensorState:
-    """What this process holds of ``tensor``.
+    """Return the blocks of ``tensor`` that this process holds.
 
     It may be a plain tensor, a DTensor, a ShardedTensor, or answer
     ``torch.distributed._checkpointable``.
 
     Raises:
-        UnsupportedError: its dtype, layout or placement has no place in a checkpoint.
+        UnsupportedError: a checkpoint cannot hold its dtype, layout or placement.
     """
     dtype, shape = dtype_of(key, tensor), tuple(tensor.shape)
     kind = _torch.sharding_of(tensor)
@@ -201,14 +198,14 @@ def _distributed(key: str, tensor: Any, dtype: Dtype, shape: tuple[int, ...]) ->
 
 
 def is_waiting(value: Any) -> bool:
-    """Whether ``value`` is a deferred tensor, or a DTensor over one."""
+    """Return whether ``value`` is a deferred tensor, or a DTensor over one."""
     if not isinstance(value, torch.Tensor):
         return False
     return is_deferred(value) or is_deferred(getattr(value, "_local_tensor", value))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which they keep alive; writable."""
+    """Return a writable view of the bytes of a contiguous CPU tensor; it keeps the tensor alive."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel():
         return memoryview(b"")
@@ -217,8 +214,8 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def source_data(tensor: torch.Tensor) -> tuple[Callable[[], memoryview], bool]:
-    """A function that gives the bytes of any tensor in row-major order, and whether it copies them
-    first.
+    """Return a function that returns the bytes of a tensor in row-major order, and whether it
+    copies them.
     """
     found = plain(tensor)
     if found.device.type == "cpu" and found.is_contiguous():
@@ -227,5 +224,5 @@ def source_data(tensor: torch.Tensor) -> tuple[Callable[[], memoryview], bool]:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without lazy conjugation or negation."""
+    """Return ``tensor`` without lazy conjugation or negation."""
     return tensor.detach().resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: the contract that local folders and fsspec URLs both fulfil."""
+"""The storage contract, which local folders and fsspec URLs implement."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Folder(Protocol):
 
     @property
     def replaced(self) -> bool:
-        """Whether another checkpoint has taken its place since it was first read."""
+        """Return whether another checkpoint has replaced it since it was first read."""
 
     @property
     def identity(self) -> str:
-        """Equal for ranks that read the very same bytes, through one page cache; empty if none
+        """Return a string that is equal for ranks that read through one page cache; empty if none
         do.
         """
 
     def size_bytes(self, name: str) -> int:
-        """The size of a file.
+        """Return the size of a file.
 
         Raises:
             CorruptionError: it is missing, or is not a regular file.
         """
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``offset``; blocks.
+        """Fill ``into`` with the bytes from ``offset``. Blocks.
 
         Raises:
             CorruptionError: the file ends before.
@@ -44,8 +44,7 @@ class Folder(Protocol):
         """
 
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
-        """The bytes of a file where the system keeps them, not to be written to; None if it cannot
-        be.
+        """Return a read-only mapping of bytes of a file; None if it cannot be mapped.
 
         Raises:
             CorruptionError: the file ends before.
@@ -58,7 +57,7 @@ class Sink(Protocol):
     """A data file that is being written."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data``; blocks. Offsets ascend without gaps where
+        """Write all of ``data``. Blocks. Offsets ascend without gaps where
         ``Transaction.sequential``.
         """
 
@@ -68,28 +67,27 @@ class Sink(Protocol):
         """
 
     def abort(self) -> None:
-        """Close without waiting; what was written stays or not."""
+        """Close without waiting; what was written may be lost."""
 
 
 class Note(Protocol):
-    """A message from one rank's writer to the coordinator's, left in the folder that is being
+    """A message from one rank's writer to the coordinator's, in the folder that is being
     written.
     """
 
     def finish(self, content: bytes) -> None:
-        """Let the coordinator see it. A writer that dies before has left a broken one."""
+        """Make the note visible to the coordinator. It is broken if its writer dies before this."""
 
 
 class Transaction(Protocol):
-    """One save. The coordinator begins it and ends it; every rank creates files in between."""
+    """One save. The coordinator starts and ends it; every rank creates files in between."""
 
     location: str
     sequential: bool  # whether a file is written from its first byte to its last
     max_file_bytes: int
 
     def begin(self) -> None:
-        """Make the place for the files, and remove what an interrupted save has left. Coordinator
-        only.
+        """Create the folder, and remove what an interrupted save has left. Coordinator only.
 
         Raises:
             StorageError: another save to this path is under way, or the path cannot be written.
@@ -109,35 +107,33 @@ class Transaction(Protocol):
         """Remove what was written. Coordinator only; does nothing after :meth:`commit`."""
 
     def hand_over(self) -> tuple[str, tuple[int, ...]]:
-        """What another process needs to go on with this save: a token, and descriptors to send
-        it.
-        """
+        """Return what another process needs to continue this save: a token and file descriptors."""
 
     def release(self) -> None:
         """Leave the save to the process that it was handed over to."""
 
     def take_over(self, token: str, fds: Sequence[int]) -> None:
-        """Go on with a save that another process has begun; the descriptors are now ours."""
+        """Continue a save that another process has started. Takes ownership of the descriptors."""
 
     def open_note(self, name: str) -> Note:
-        """Begin a note; the coordinator can tell whether its writer lives."""
+        """Start a note; the coordinator can see whether its writer lives."""
 
     def read_note(self, name: str) -> bytes | None:
-        """A finished note; None if it is not there yet.
+        """Return a finished note; None if it does not exist yet.
 
         Raises:
-            PeerLostError: whoever began it has died.
+            PeerLostError: its writer has died.
         """
 
     def under_way(self, note: str) -> bool:
-        """Whether the coordinator lives and has not ended the save that ``note`` belongs to."""
+        """Return whether the coordinator lives and has not ended the save of ``note``."""
 
     def committed_id(self) -> str | None:
-        """The id of the checkpoint that is at the path now."""
+        """Return the id of the checkpoint that is at the path now."""
 
 
 def local_path(path: Path) -> str | None:
-    """The local path that ``path`` is, None if it is another kind of URL.
+    """Return ``path`` as a local path, or None if it is a URL of another kind.
 
     Raises:
         ArgumentError: it is empty.
@@ -151,7 +147,7 @@ def local_path(path: Path) -> str | None:
 
 
 def split(path: Path) -> tuple[str, str]:
-    """The folder that ``path`` is in, and its last part."""
+    """Return the parent folder of ``path``, and its last part."""
     local = local_path(path)
     text = os.fspath(path).rstrip("/") if local is None else os.path.abspath(local)
     parent, _, name = text.rpartition("/")
@@ -161,7 +157,7 @@ def split(path: Path) -> tuple[str, str]:
 
 
 def open_folder(path: Path) -> Folder:
-    """The checkpoint folder at ``path``, which need not exist."""
+    """Return the checkpoint folder at ``path``, which need not exist."""
     local = local_path(path)
     if local is not None:
         from torchrelay.checkpoint._local import LocalFolder  # noqa: PLC0415
@@ -173,7 +169,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
-    """A save to ``path``, not begun."""
+    """Return a save to ``path`` that has not started."""
     split(path)
     local = local_path(path)
     if local is not None:

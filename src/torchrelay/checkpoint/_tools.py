@@ -1,4 +1,4 @@
-"""What the command line does with whole checkpoints: read one without a model, convert, compare."""
+"""Operations on whole checkpoints for the command line: read without a model, convert, compare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def read_state(path: str, keys: set[str] | None = None) -> dict[str, Any]:
-    """A checkpoint's state, nested as it was saved, with tensors on the CPU; of any format.
+    """Return the state of a checkpoint of any format, nested as it was saved, on the CPU.
 
     Args:
         path: a checkpoint of ours or of DCP, safetensors files, or a file of ``torch.save``.
@@ -94,7 +94,7 @@ def _read_torch(path: str) -> dict[str, Any]:
 
 
 def _set(state: dict[str, Any], path: StatePath, value: Any) -> None:
-    """Put ``value`` at ``path``, making the dictionaries and lists on the way."""
+    """Set ``value`` at ``path``, creating dictionaries and lists on the way."""
     here: Any = state
     for step, following in zip(path, (*path[1:], None), strict=True):
         key: Any = step[0] if isinstance(step, tuple) else step
@@ -195,8 +195,9 @@ def _grouped(tensors: dict[str, torch.Tensor], limit_bytes: int) -> Iterator[lis
 
 
 def differences(one: str, other: str, rtol: float, atol: float) -> Iterator[str]:
-    """What differs between two checkpoints, a sentence each; tensors bit by bit unless a tolerance
-    is given.
+    """Return the differences between two checkpoints, one sentence each.
+
+    Tensors are compared bit by bit unless a tolerance is given.
     """
     first, second = (flatten(read_state(path)) for path in (one, other))
     for key in sorted(first.keys() | second.keys()):

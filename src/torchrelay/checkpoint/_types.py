@@ -1,4 +1,4 @@
-"""The vocabulary that every module of this component shares. Imports no torch.
+"""The types that every module of this component shares. Imports no torch.
 
 A checkpoint holds *tensors*, each cut into *chunks* that lie in *data files*, and *objects* (plain
 values). The :class:`Manifest` describes where everything lies. Offsets and sizes count elements,

@@ -1,4 +1,4 @@
-"""Plain values as JSON: what JSON cannot tell apart is tagged, what it cannot hold is refused.
+"""Plain values as JSON: what JSON cannot distinguish is tagged, what it cannot hold is refused.
 
 ``None``, booleans, integers, floats, strings, lists and dictionaries with string keys are stored as
 they are. A tuple is ``{"$tuple": [...]}``, an infinite or undefined float ``{"$float": "nan"}``, a
@@ -22,7 +22,7 @@ _MAX_DEPTH = 100
 
 
 def encode(key: str, value: Any, depth: int = 0) -> Any:
-    """``value`` as JSON.
+    """Return ``value`` as JSON.
 
     Raises:
         ArgumentError: JSON cannot hold it; the message names ``key``.
@@ -44,8 +44,8 @@ def encode(key: str, value: Any, depth: int = 0) -> Any:
         return _encode_dict(key, value, depth)
     raise ArgumentError(
         f"{key}: a checkpoint holds tensors and plain values (None, bool, int, float, str, list, "
-        "tuple, dict, torch.dtype), "
-        f"not {kind.__module__}.{kind.__qualname__}; save what it is made of"
+        f"tuple, dict, torch.dtype), not {kind.__module__}.{kind.__qualname__}; save what it is "
+        "made of"
     )
 
 
@@ -61,10 +61,10 @@ def _encode_dict(key: str, value: dict[Any, Any], depth: int) -> Any:
 
 
 def decode(key: str, value: Any) -> Any:
-    """The value that :func:`encode` gave ``value`` for.
+    """Return the value that :func:`encode` encoded.
 
     Raises:
-        CorruptionError: it did not.
+        CorruptionError: ``value`` is not from :func:`encode`.
     """
     if isinstance(value, list):
         return [decode(key, item) for item in value]

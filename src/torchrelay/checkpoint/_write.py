@@ -1,4 +1,4 @@
-"""Writing one rank's data files: lay out, checksum and write in threads. Imports no torch.
+"""Writes one rank's data files: layout, checksums and writes in threads. Imports no torch.
 
 The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous
 one).
@@ -28,8 +28,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A chunk to write. ``data`` gives its bytes when they are wanted; it makes a copy if
-    ``copies``.
+    """A chunk to write. ``data`` returns its bytes when they are needed, as a copy if ``copies``.
 
     ``keys`` has more than one name if tied tensors share the chunk. ``tensor`` is the tensor it
     comes from, where there is one in this process.
@@ -49,7 +48,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the chunk is called inside its file."""
+        """Return the name of the chunk inside its file."""
         key = self.keys[0]
         if self.box.sizes == self.shape:
             return key
@@ -58,14 +57,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has written: its files, and the chunk that each source became."""
+    """The result of one rank: its files, and the chunk of each source."""
 
     files: dict[str, DataFile]
     chunks: list[tuple[Source, Chunk]]
 
 
 def default_threads() -> int:
-    """As many as this process may use cores, at most 4: more than that no disk needs."""
+    """Return the number of cores that this process may use, at most 4: more do not help a disk."""
     return min(4, len(os.sched_getaffinity(0)))
 
 
@@ -79,7 +78,7 @@ def write_part(
     max_staging_bytes: int = MAX_STAGING_BYTES,
     progress: Progress | None = None,
 ) -> Part:
-    """Write ``sources`` into files of their own; returns when they are durable.
+    """Write ``sources`` into new files. Returns when they are durable.
 
     Args:
         threads: how many write at once.
@@ -126,7 +125,7 @@ def _wait(futures: Sequence[Future[None]]) -> None:
 
 
 def _grouped(sources: Sequence[Source], limit_bytes: int) -> Iterator[list[Source]]:
-    """Consecutive sources of at most ``limit_bytes`` together, or one that is larger alone."""
+    """Yield groups of consecutive sources of at most ``limit_bytes``, or of one that is larger."""
     group: list[Source] = []
     size = 0
     for source in sources:
@@ -140,7 +139,7 @@ def _grouped(sources: Sequence[Source], limit_bytes: int) -> Iterator[list[Sourc
 
 
 class _Budget:
-    """Memory that several threads share: each waits until what it needs is free."""
+    """A memory budget that threads share: each waits until what it needs is free."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
@@ -191,7 +190,7 @@ class _FileWriter:
         self._sink: Sink | None = None
 
     def start(self, pool: ThreadPoolExecutor, progress: Progress | None) -> list[Future[None]]:
-        """Begin to write; every future returned must be done before :meth:`finish`."""
+        """Start writing; every future returned must be done before :meth:`finish`."""
         if self._transaction.sequential:
             return [pool.submit(self._write_in_order, progress)]
         self._sink = self._transaction.create(self.name)
@@ -268,9 +267,7 @@ def _pieces(source: Source) -> range:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """The names, changed where safetensors or we give them another meaning, or where they are there
-    already.
-    """
+    """Return the names, changed where they are reserved or repeated."""
     used: set[str] = set()
     found = []
     for name in names:

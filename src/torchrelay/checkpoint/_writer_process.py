@@ -1,5 +1,4 @@
-"""The process that writes what an asynchronous save has staged; it outlives a trainer that is
-killed.
+"""The process that writes what an asynchronous save has staged. It outlives a killed trainer.
 
 It is started once per trainer with ``python -m torchrelay.checkpoint._writer_process FD``, takes
 jobs from the socket FD one after another, and ends when the trainer does. It imports no torch: it
@@ -42,7 +41,7 @@ _MAX_FDS = 2
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send a message, and descriptors that the receiver gets copies of."""
+    """Send a message and duplicates of ``descriptors``."""
     data = json.dumps(message).encode()
     header = len(data).to_bytes(8, "little")
     if fds:
@@ -53,10 +52,10 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors; blocks.
+    """Return the next message and its descriptors. Blocks.
 
     Raises:
-        EOFError: the other end is gone.
+        EOFError: the other end is closed.
     """
     header, fds, _, _ = socket.recv_fds(sock, 8, _MAX_FDS)
     header += _exactly(sock, 8 - len(header)) if header else b""
@@ -102,7 +101,7 @@ def main(fd: int) -> None:
 
 
 class _Job:
-    """One save: this rank's part, and if it coordinates, the commit."""
+    """One save: this rank's part and, on the coordinator, the commit."""
 
     def __init__(
         self, job: dict[str, Any], staging: _native.SharedMemory | None, fds: list[int]
@@ -115,10 +114,10 @@ class _Job:
             self._transaction.take_over(job["token"], fds)
 
     def run(self) -> None:
-        """Returns when the checkpoint is committed.
+        """Run the save. Returns when the checkpoint is committed.
 
         Raises:
-            TorchRelayError: it is not, whichever rank's fault it is.
+            TorchRelayError: it failed, on whichever rank.
         """
         if self._coordinates:
             try:
@@ -196,8 +195,7 @@ class _Job:
                 ranks = missing()
                 raise OperationTimeoutError(
                     f"{self._job['path']}: the writers of ranks {ranks} did not finish their parts "
-                    "within "
-                    f"{self._job['timeout_s']:g} s; the checkpoint is discarded",
+                    f"within {self._job['timeout_s']:g} s; the checkpoint is discarded",
                     ranks=ranks,
                 )
             time.sleep(_POLL_S)

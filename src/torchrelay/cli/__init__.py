@@ -21,10 +21,9 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     help="In-network aggregation, deferred initialisation, checkpoints, differentiable MPI, "
-    "adaptive "
-    "embeddings and model switching for an unpatched PyTorch.\n\n"
-    "Start with [bold]torchrelay doctor[/bold], which reports what works on this machine, "
-    "then [bold]torchrelay demo[/bold], which trains a model of real data.",
+    "adaptive embeddings and model switching for an unpatched PyTorch.\n\n"
+    "Start with [bold]torchrelay doctor[/bold], which reports what works on this machine, then "
+    "[bold]torchrelay demo[/bold], which trains a model of real data.",
     epilog="Settings are environment variables: docs/settings.md lists them all.",
 )
 app.command(rich_help_panel="First steps")(doctor)

@@ -62,8 +62,8 @@ def inspect(
     console.print(table)
     console.print(
         f"{len(rows)} tensors and {len(manifest.objects)} values in {len(manifest.files)} files, "
-        f"{total:,} bytes, "
-        f"saved by {manifest.world_size} rank{'s' if manifest.world_size != 1 else ''}"
+        f"{total:,} bytes, saved by {manifest.world_size} "
+        f"rank{'s' if manifest.world_size != 1 else ''}"
     )
 
 

@@ -17,8 +17,7 @@ def demo(
         Path | None,
         typer.Option(
             help="Folder with train.txt, valid.txt, test.txt: lines of subject, relation, object, "
-            "separated "
-            "by tabs. Without it: the code graph of this Python's standard library."
+            "separated by tabs. Without it: the code graph of this Python's standard library."
         ),
     ] = None,
     allow_unseen: Annotated[

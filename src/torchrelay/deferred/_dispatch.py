@@ -191,9 +191,8 @@ def _check_supported(func: Any, operator: Operator, fakes: list[FakeTensor]) -> 
     if operator.name.startswith(("c10d::", "_c10d_functional::")):
         raise DeferredError(
             f"{func} would send the values of a deferred tensor, which it does not have yet: "
-            f"{fakes[0]!r}. "
-            "Materialize the module first; every rank gets the same values if all recorded with "
-            "the same seed."
+            f"{fakes[0]!r}. Materialize the module first; every rank gets the same values if all "
+            "recorded with the same seed."
         )
     if operator.name.startswith("aten::quantize"):
         raise UnsupportedError(
@@ -231,8 +230,8 @@ def _by_value(
     if not deferred or not all(fake._region.storage.deferred for fake in fakes):
         which = repr(fakes[0]) if fakes else "its result"
         raise DeferredError(
-            f"{func} needs the values of a fake tensor, which has none: {which}. "
-            "Tensors made inside deferred_init can be evaluated; those of fake_mode cannot."
+            f"{func} needs the values of a fake tensor, which has none: {which}. Tensors made "
+            "inside deferred_init can be evaluated; those of fake_mode cannot."
         )
     operator = describe(func)
     session = sessions.recording()

@@ -87,6 +87,6 @@ def _new_generator(device: torch.device) -> torch.Generator:
     except RuntimeError as error:
         raise UnavailableError(
             f"The recorded random numbers come from the generator of {device}, which this machine "
-            "does not have: "
-            f"{error}. Record with another device, or materialize on a machine that has it."
+            f"does not have: {error}. Record with another device, or materialize on a machine that "
+            "has it."
         ) from error

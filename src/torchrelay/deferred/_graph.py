@@ -244,10 +244,9 @@ class External:
         if self._counted._version != self.version:
             raise DeferredError(
                 f"{node.func}: a real tensor of shape {tuple(self.tensor.shape)} that this "
-                "operation read when it "
-                "was recorded has been changed in place since, so the result would not be that of "
-                "eager "
-                "construction. Pass a clone of it, or materialize the module before changing it."
+                "operation read when it was recorded has been changed in place since, so the "
+                "result would not be that of eager construction. Pass a clone of it, or "
+                "materialize the module before changing it."
             )
         return self.tensor
 

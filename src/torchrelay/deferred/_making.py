@@ -101,8 +101,7 @@ def new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeTe
     if like.layout is not torch.strided or like.is_nested or like.dtype in _QUANTIZED:
         raise UnsupportedError(
             f"A fake tensor is dense: a sparse, nested or quantized one ({like.layout}, "
-            f"{like.dtype}) cannot be "
-            "deferred. Make it outside deferred_init."
+            f"{like.dtype}) cannot be deferred. Make it outside deferred_init."
         )
     size, stride = tuple(like.shape), like.stride()
     count = 0 if 0 in size else 1 + sum((e - 1) * s for e, s in zip(size, stride, strict=True))
@@ -151,8 +150,7 @@ def reshape_in_place(fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
         if storage.history().record:
             raise UnsupportedError(
                 f"Resizing a deferred tensor of {storage.size_bytes} bytes that holds values to "
-                f"{size_bytes} bytes "
-                "is not recorded. Make a new tensor and copy into it."
+                f"{size_bytes} bytes is not recorded. Make a new tensor and copy into it."
             )
         storage.size_bytes = size_bytes
     tensors.assign(fake, view_of(fake, result))
@@ -197,6 +195,5 @@ def check_device(device: torch.device, session: sessions.Session) -> None:
     if session.pretend is False and not _torch.device_available(device):
         raise UnavailableError(
             f"device={device} is not on this machine, and fake_mode(fake_cuda=False) does not "
-            "pretend it. "
-            "Leave fake_cuda out to make fake tensors for it."
+            "pretend it. Leave fake_cuda out to make fake tensors for it."
         )

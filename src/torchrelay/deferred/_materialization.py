@@ -57,8 +57,7 @@ def _check_deferred(fake: FakeTensor) -> None:
     if not fake._region.storage.deferred:
         raise DeferredError(
             "This fake tensor was made by fake_mode(), so nothing is known of its values: "
-            f"{fake!r}. "
-            "Only tensors made inside deferred_init() can be materialized."
+            f"{fake!r}. Only tensors made inside deferred_init() can be materialized."
         )
 
 
@@ -143,8 +142,7 @@ def _materialize_escaped() -> None:
     if elsewhere:
         _log.warning(
             "materialize_module: %d tensors that deferred_init has made are not in the module and "
-            "stay deferred; "
-            "materialize_tensor() gives them their values. They are kept by: %s",
+            "stay deferred; materialize_tensor() gives them their values. They are kept by: %s",
             len(elsewhere),
             _listed(elsewhere),
         )
@@ -244,10 +242,8 @@ class _Job:
         if self._shard is not None or self._dtype not in (None, wrapper.dtype) or other_device:
             raise UnsupportedError(
                 f"{name} is a {type(wrapper).__name__}, which materialize_module() gives its "
-                "values, but cannot cut or "
-                "convert with shard, dtype or device. Materialize the module first, then do that; "
-                "or make it a "
-                f"{type(wrapper).__name__} afterwards."
+                "values, but cannot cut or convert with shard, dtype or device. Materialize the "
+                f"module first, then do that; or make it a {type(wrapper).__name__} afterwards."
             )
 
     def _part(self, name: str, fake: FakeTensor, slices: Slices) -> torch.Tensor:

@@ -44,8 +44,7 @@ class Plan:
     def __str__(self) -> str:
         return (
             f"{self.tensors} tensors, {_size(self.size_bytes)} (at most {_size(self.peak_bytes)} "
-            "at once), "
-            f"about {self.seconds:.2g} s"
+            f"at once), about {self.seconds:.2g} s"
         )
 
 

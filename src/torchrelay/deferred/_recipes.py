@@ -137,8 +137,7 @@ class _Writer:
             if region.conj or region.neg:
                 raise UnsupportedError(
                     "A recipe cannot hold lazy conjugates or negatives. Call resolve_conj() or "
-                    "resolve_neg() inside "
-                    "deferred_init, or save the module's values."
+                    "resolve_neg() inside deferred_init, or save the module's values."
                 )
             self._kept.append(region)
             entry = [
@@ -187,8 +186,8 @@ class _Writer:
             if state is None:
                 raise UnsupportedError(
                     "A recipe cannot hold random numbers that come after an operation whose draws "
-                    "are not counted "
-                    "and that is not part of it. Materialize the module first, or save its values."
+                    "are not counted and that is not part of it. Materialize the module first, or "
+                    "save its values."
                 )
             self._kept.append(origin)
             entry: dict[str, Any] = {"device": str(origin.device)}
@@ -223,8 +222,7 @@ class _Writer:
         if isinstance(value, External):
             raise DeferredError(
                 "The initialisation reads a real tensor from outside the record, which a recipe "
-                "cannot hold. "
-                "Make the tensor inside deferred_init, or save the module's values."
+                "cannot hold. Make the tensor inside deferred_init, or save the module's values."
             )
         raise UnsupportedError(f"A recipe cannot hold an argument of type {type(value).__name__}.")
 

@@ -49,8 +49,7 @@ def record(
         if not region.storage.deferred:
             raise DeferredError(
                 f"{func}: a fake tensor that was made outside deferred_init has no history to "
-                "materialize it from, "
-                f"so it cannot be used with deferred tensors: {value!r}"
+                f"materialize it from, so it cannot be used with deferred tensors: {value!r}"
             )
         given = value._history.given
         if given is not None:

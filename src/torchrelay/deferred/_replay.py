@@ -280,9 +280,8 @@ def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:
     if (value.shape, value.dtype) != (region.size, region.dtype):
         raise UnsupportedError(
             f"{node.func} was recorded with a result of shape {region.size} and {region.dtype}, as "
-            "torch's meta kernel "
-            f"said, and gives {tuple(value.shape)} and {value.dtype}. Call it outside "
-            "deferred_init."
+            f"torch's meta kernel said, and gives {tuple(value.shape)} and {value.dtype}. Call it "
+            "outside deferred_init."
         )
     same = (value.stride(), value.storage_offset()) == (region.stride, region.offset)
     if same and value.untyped_storage().nbytes() == region.storage.size_bytes:

@@ -34,8 +34,8 @@ def dematerialize(module: torch.nn.Module) -> None:
     if _torch.has_fsdp2(module):
         raise UnsupportedError(
             "dematerialize(): fully_shard() keeps the memory of the parameters of this module, or "
-            "of a part of it, "
-            "beside the module. Build the module anew with deferred_init(), or save its values."
+            "of a part of it, beside the module. Build the module anew with deferred_init(), or "
+            "save its values."
         )
     _put_back(places, {name: trace_of(name, tensor) for name, tensor in _named(places).items()})
 

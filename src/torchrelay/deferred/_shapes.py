@@ -118,8 +118,7 @@ def check_sizes(func: Any, results: Any, written: list[Any]) -> None:
         if result is not None and result.shape != target.shape:
             raise UnsupportedError(
                 f"{func} resizes its out argument of shape {tuple(target.shape)} to "
-                f"{tuple(result.shape)}, which is "
-                "not recorded. Give it one of the right shape."
+                f"{tuple(result.shape)}, which is not recorded. Give it one of the right shape."
             )
 
 

@@ -32,8 +32,7 @@ def check_shard(shard: Any) -> None:
         return
     raise ArgumentError(
         "shard must be a function (name, tensor) -> tuple of slices or None, or a pair "
-        "(device_mesh, placements); "
-        f"got {type(shard).__name__}."
+        f"(device_mesh, placements); got {type(shard).__name__}."
     )
 
 
@@ -88,8 +87,7 @@ def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
     if len(slices) > fake.dim() or any(item.step not in (None, 1) for item in slices):
         raise ArgumentError(
             f"{name}: the slices {slices!r} do not fit a tensor of shape {tuple(fake.shape)}: at "
-            "most one for each "
-            "dimension, with step 1."
+            "most one for each dimension, with step 1."
         )
     return slices
 

@@ -143,8 +143,8 @@ class FakeTensor(torch.Tensor):
 
     def _no_memory(self, what: str) -> NoReturn:
         raise DeferredError(
-            f"{what} needs the memory of a tensor, and {self!r} has none. "
-            "Materialize it first (materialize_tensor, or materialize_module for its module)."
+            f"{what} needs the memory of a tensor, and {self!r} has none. Materialize it first "
+            "(materialize_tensor, or materialize_module for its module)."
         )
 
     # What torch stops on the way to the dispatcher.

@@ -81,16 +81,13 @@ def trace_of(name: str, tensor: torch.Tensor) -> Trace:
     if trace is None:
         raise DeferredError(
             f"{name} was not made by deferred_init(), or its initialisation read real tensors from "
-            "outside, or it "
-            "shares memory with a tensor that was materialized before: there is no record to go "
-            "back to. Save its "
-            "values instead."
+            "outside, or it shares memory with a tensor that was materialized before: there is no "
+            "record to go back to. Save its values instead."
         )
     if version != _version(tensor):
         raise DeferredError(
             f"{name} has been changed since it was materialized, as by a training step, and going "
-            "back to its "
-            "record would lose that. Save its values instead."
+            "back to its record would lose that. Save its values instead."
         )
     return trace
 

@@ -92,8 +92,8 @@ def cached_code_graph(root: Path, cache: Path) -> tuple[Path, bool]:
             _publish(made, folder)
     except OSError as error:
         raise UnavailableError(
-            f"the code graph cannot be written below {cache}: {error.strerror}; "
-            "set XDG_CACHE_HOME to a folder that can be written"
+            f"the code graph cannot be written below {cache}: {error.strerror}; set XDG_CACHE_HOME "
+            "to a folder that can be written"
         ) from error
     return folder, False
 

@@ -50,8 +50,8 @@ class Batches:
         batch_size = min(options.batch_size, len(triples)) // world.size * world.size
         if batch_size == 0:
             raise ArgumentError(
-                f"{world.size} processes need at least {world.size} facts in a batch; "
-                f"there are {len(triples)}, of which --batch-size takes {options.batch_size}"
+                f"{world.size} processes need at least {world.size} facts in a batch; there are "
+                f"{len(triples)}, of which --batch-size takes {options.batch_size}"
             )
         negatives = min(options.negatives, len(graph.entities))
         return cls(triples, len(graph.entities), batch_size, negatives, options.seed, world)

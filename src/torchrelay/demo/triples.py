@@ -112,8 +112,7 @@ def _parse(path: Path, number: int, line: str) -> Fact:
         found += f", and the {('1st', '2nd', '3rd')[fields.index('')]} is empty"
     raise DataError(
         f"{path}, line {number}: a line must have three fields, subject, relation and object, "
-        "separated by tabs, "
-        f"but this one has {found}: {line[:80]!r}"
+        f"separated by tabs, but this one has {found}: {line[:80]!r}"
     )
 
 
@@ -141,9 +140,8 @@ def _count_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allo
     if missing and not allow:
         raise DataError(
             f"{path}: the entity {next(iter(missing))!r} does not occur in train.txt, like those "
-            "of "
-            f"{missing.total()} of {len(facts)} lines; correct the split, or pass --allow-unseen "
-            "to rank such "
-            "entities with untrained embeddings, as published results for WN18RR do"
+            f"of {missing.total()} of {len(facts)} lines; correct the split, or pass "
+            "--allow-unseen to rank such entities with untrained embeddings, as published results "
+            "for WN18RR do"
         )
     return sum(missing.values())

@@ -68,8 +68,7 @@ class Alltoall(Call):
         if min(wanted) < 0 or sum(wanted) != there:
             raise ArgumentError(
                 f"{self.describe()}: the ranks ask for {wanted}, together {sum(wanted)}, but there "
-                f"are {there} along "
-                f"axis {self.scatteraxis}"
+                f"are {there} along axis {self.scatteraxis}"
             )
         if not equal:
             return wanted, [self.numelem] * len(headers)

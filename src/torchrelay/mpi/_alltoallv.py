@@ -57,8 +57,7 @@ class Alltoallv(Call):
             given = "; ".join(f"rank {r}: {h.number} of {h.dtype}" for r, h in enumerate(headers))
             raise MismatchError(
                 f"{self.describe()} on {self.comm.name}: the ranks' tensors differ in dtype, or in "
-                "elements along "
-                f"the other axes ({given})"
+                f"elements along the other axes ({given})"
             )
         self.received = [h.shape[self.comm.rank] for h in headers]
         return self._start(x, sum([sum(h.shape) for h in headers]) * self._inner(x))

@@ -74,9 +74,8 @@ class Chain:
             self.warned = True
             warnings.warn(
                 f"{len(self.names)} communications were recorded without a backward pass, and "
-                "everything they "
-                "depend on is kept: run evaluation under torch.no_grad(), or drop them with "
-                "torchrelay.mpi.reset()",
+                "everything they depend on is kept: run evaluation under torch.no_grad(), or drop "
+                "them with torchrelay.mpi.reset()",
                 stacklevel=4,
             )
         assert self.head is not None
@@ -151,12 +150,10 @@ class Link:
             where += f"some of the {self.position - 1} before it ({_few(earlier)})"
         message = (
             f"this backward pass starts at {self.chain.names[self.position - 1]} (number "
-            f"{self.position}) and does not "
-            f"reach {where}; ranks whose loss depends on them would wait forever or get wrong "
-            "values. Use "
-            "torchrelay.mpi.backward(loss) or torchrelay.mpi.grad(outputs, inputs), which run all "
-            "of them, or "
-            "communicate what needs no gradient under torch.no_grad()"
+            f"{self.position}) and does not reach {where}; ranks whose loss depends on them would "
+            "wait forever or get wrong values. Use torchrelay.mpi.backward(loss) or "
+            "torchrelay.mpi.grad(outputs, inputs), which run all of them, or communicate what "
+            "needs no gradient under torch.no_grad()"
         )
         if policy == "warn":
             warnings.warn(message, stacklevel=2)

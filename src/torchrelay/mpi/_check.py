@@ -185,8 +185,7 @@ class Announced:
         raise failed(
             MismatchError(
                 f"rank {call.comm.rank} of {call.comm.name} receives {contents} in "
-                f"{call.describe()}, and rank "
-                f"{self.source} sends it {theirs}"
+                f"{call.describe()}, and rank {self.source} sends it {theirs}"
             )
         )
 

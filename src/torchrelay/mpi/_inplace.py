@@ -92,9 +92,8 @@ def _check(guard: _Guard | None, grad: Tensor) -> None:
     ):
         raise GraphError(
             f"a tensor of shape {tuple(grad.shape)} was overwritten by an MPI function and also "
-            "used otherwise, so its "
-            "gradient has no meaning: use the function's result instead, or give it a clone of the "
-            "tensor"
+            "used otherwise, so its gradient has no meaning: use the function's result instead, or "
+            "give it a clone of the tensor"
         )
 
 

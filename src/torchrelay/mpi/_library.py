@@ -48,9 +48,8 @@ except (
     RuntimeError,
 ) as error:  # RuntimeError: mpi4py is there, but finds no MPI library
     raise UnavailableError(
-        "torchrelay.mpi needs mpi4py and an MPI library: pip install 'torchrelay[mpi]' brings "
-        "Open MPI, and "
-        f"pip install mpi4py mpich brings MPICH ({error})"
+        "torchrelay.mpi needs mpi4py and an MPI library: pip install 'torchrelay[mpi]' brings Open "
+        f"MPI, and pip install mpi4py mpich brings MPICH ({error})"
     ) from error
 finally:
     if _is_alone:
@@ -73,11 +72,9 @@ def _check_launcher(size: int) -> None:
             vendor, version = MPI.get_vendor()
             raise UnavailableError(
                 f"{name}={count}, but MPI knows of {size} process{'es' * (size > 1)}: the others "
-                "would be worlds of "
-                f"their own. This process uses {vendor} {'.'.join(map(str, version))}: start with "
-                "its own mpirun -n "
-                f"{count} python ..., or under Slurm with srun --mpi=pmix; for one process, unset "
-                f"{name}"
+                f"would be worlds of their own. This process uses {vendor} "
+                f"{'.'.join(map(str, version))}: start with its own mpirun -n {count} python ..., "
+                f"or under Slurm with srun --mpi=pmix; for one process, unset {name}"
             )
 
 

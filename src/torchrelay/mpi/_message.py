@@ -55,9 +55,8 @@ class Incoming:
             raise failed(
                 MismatchError(
                     f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got {got_bytes} "
-                    "bytes from rank "
-                    f"{source}, and expected {self.memory.nbytes}: {wanted} elements of "
-                    f"{self.memory.dtype}"
+                    f"bytes from rank {source}, and expected {self.memory.nbytes}: {wanted} "
+                    f"elements of {self.memory.dtype}"
                 )
             )
         return True

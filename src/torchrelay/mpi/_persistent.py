@@ -60,8 +60,7 @@ class _Persistent:
         if (x.shape, x.dtype) != (self.memory.shape, self.memory.dtype):
             raise ArgumentError(
                 f"Start of a persistent request for {self.memory.dtype} {tuple(self.memory.shape)} "
-                "with "
-                f"{x.dtype} {tuple(x.shape)}"
+                f"with {x.dtype} {tuple(x.shape)}"
             )
         return self.memory.copy_(x)
 

@@ -47,8 +47,7 @@ class ReduceScatter(Call):
         if min(lengths) < 0 or sum(lengths) != x.shape[self.axis]:
             raise ArgumentError(
                 f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but the "
-                "tensors "
-                f"have {x.shape[self.axis]} along axis {self.axis}"
+                f"tensors have {x.shape[self.axis]} along axis {self.axis}"
             )
         if x.numel() > settings.max_count:
             total, before = Allreduce(self.comm, self.op).start(x), sum(lengths[: self.comm.rank])

@@ -59,8 +59,7 @@ class Scatter(Call):
         if min(lengths) < 0 or sum(lengths) != whole.shape[axis]:
             raise ArgumentError(
                 f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but "
-                "root's tensor "
-                f"of shape {whole.shape} has {whole.shape[axis]} along axis {axis}"
+                f"root's tensor of shape {whole.shape} has {whole.shape[axis]} along axis {axis}"
             )
         return axis
 

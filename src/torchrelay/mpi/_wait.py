@@ -170,10 +170,8 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
         raise failed(
             MismatchError(
                 f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: "
-                f"{error.Get_error_string()}; do "
-                "all ranks give tensors of the same shape and dtype? TORCHRELAY_MPI_DEBUG=1 "
-                "compares them before each "
-                "call"
+                f"{error.Get_error_string()}; do all ranks give tensors of the same shape and "
+                "dtype? TORCHRELAY_MPI_DEBUG=1 compares them before each call"
             )
         ) from error
 
@@ -281,8 +279,7 @@ def _compare_place(lease: SharedState, source: int, text: str) -> None:
         raise failed(
             MismatchError(
                 f"rank {lease.rank}: the ranks of {name} make different calls: rank {source} waits "
-                f"in {theirs}, and the "
-                f"call of rank {lease.rank} in its place is {found}"
+                f"in {theirs}, and the call of rank {lease.rank} in its place is {found}"
             )
         )
 
@@ -347,8 +344,7 @@ def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
     raise failed(
         PeerLostError(
             f"rank {comm.rank}: {what} cannot complete, because {who} ended without taking part: "
-            "the end of the "
-            "script, or sys.exit",
+            "the end of the script, or sys.exit",
             ended,
         )
     )

@@ -146,9 +146,8 @@ def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
     if tuple(given.size()) != expected or given.dtype != table.dtype:
         return (
             f"the saved table has {tuple(given.size())} keys and elements a row of {given.dtype}, "
-            "this one "
-            f"{expected} of {table.dtype}; a row holds {table.dim} elements and the state of "
-            f"'{table.rule.kind}'"
+            f"this one {expected} of {table.dtype}; a row holds {table.dim} elements and the state "
+            f"of '{table.rule.kind}'"
         )
     if not isinstance(given, RowShard):
         return None
@@ -157,10 +156,9 @@ def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
     if held != share:
         return (
             f"worker {table.worker_index} of {table.workers} was given the rows {held[0]} to "
-            f"{held[1] - 1}, but "
-            f"loads {share[0]} to {share[1] - 1}: table.state_dict() is one process's share. Save "
-            "it with DCP "
-            "(dcp.save, table.save), or save the module's state_dict(), which has all rows"
+            f"{held[1] - 1}, but loads {share[0]} to {share[1] - 1}: table.state_dict() is one "
+            "process's share. Save it with DCP (dcp.save, table.save), or save the module's "
+            "state_dict(), which has all rows"
         )
     return None
 
@@ -197,8 +195,8 @@ def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         raise MismatchError(
             f"the checkpoint in {path} does not fit a table of {table.num_keys} rows of "
-            f"{table.row_length} elements "
-            f"with optimizer '{table.rule.kind}': {next(iter(error.failures.values()))[0]}"
+            f"{table.row_length} elements with optimizer '{table.rule.kind}': "
+            f"{next(iter(error.failures.values()))[0]}"
         ) from error
     table.load_state_dict(state["table"])
 

@@ -55,8 +55,7 @@ class _TableModule(nn.Module):
         if device is not None and torch.device(device).type != "cpu":
             raise ArgumentError(
                 f"device = {device}: a table's rows are in host memory; leave device out: "
-                "looked-up rows come to "
-                "the device of the keys"
+                "looked-up rows come to the device of the keys"
             )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -131,8 +130,8 @@ class _TableModule(nn.Module):
         if model is not None and all(isinstance(p, TableWeight) for p in model.parameters()):
             raise UnsupportedError(
                 "DistributedDataParallel has nothing to do: all parameters of the model are "
-                "tables, which "
-                "sum the gradients of all processes themselves; use the model as it is"
+                "tables, which sum the gradients of all processes themselves; use the model as it "
+                "is"
             )
 
     def _rows(self, keys: Tensor) -> Tensor:
@@ -148,8 +147,8 @@ class _TableModule(nn.Module):
         ):
             raise UnsupportedError(
                 "a wrapper has replaced the weight of a table, whose gradients would be lost; "
-                "leave this "
-                "module out of it, e.g. FullyShardedDataParallel(..., ignored_modules=[embedding])"
+                "leave this module out of it, e.g. FullyShardedDataParallel(..., "
+                "ignored_modules=[embedding])"
             )
         if _torch.transforms_active():
             raise UnsupportedError(
@@ -187,10 +186,9 @@ class _TableModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             f"a {type(self).__name__} over a table cannot be copied or pickled: the processes of a "
-            "job share its "
-            "rows. Save the model's state_dict(); for a copy, an average (EMA) or inference "
-            "elsewhere, put "
-            "to_torch() in the module's place: it has the rows in a torch module of its own"
+            "job share its rows. Save the model's state_dict(); for a copy, an average (EMA) or "
+            "inference elsewhere, put to_torch() in the module's place: it has the rows in a torch "
+            "module of its own"
         )
 
     def extra_repr(self) -> str:

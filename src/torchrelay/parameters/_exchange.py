@@ -75,16 +75,13 @@ class GradientExchange:
         except RuntimeError:
             return PeerLostError(
                 f"rank {self._rank}: the store where processes meet is gone after {elapsed_s:.1f} "
-                "s in the "
-                f"exchange of row gradients; has its process ended? ({error})"
+                f"s in the exchange of row gradients; has its process ended? ({error})"
             )
         kind = OperationTimeoutError if elapsed_s >= self._timeout_s else PeerLostError
         return kind(
             f"rank {self._rank}: ranks {missing} did not come to exchange {self._calls} of row "
-            "gradients within "
-            f"{elapsed_s:.1f} s; every process must run the same backward passes with a lookup in "
-            "the table "
-            f"({error})",
+            f"gradients within {elapsed_s:.1f} s; every process must run the same backward passes "
+            f"with a lookup in the table ({error})",
             ranks=missing,
         )
 

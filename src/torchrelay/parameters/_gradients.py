@@ -61,8 +61,7 @@ class Gradients:
         if self._apply == "backward":
             raise ArgumentError(
                 f"table {self._table.name!r} applies gradients in the backward pass, so there is "
-                "nothing to step: "
-                "make its optimizer before the first backward pass, and leave out "
+                "nothing to step: make its optimizer before the first backward pass, and leave out "
                 "apply_gradients='backward'"
             )
         self._apply = "step"
@@ -144,19 +143,15 @@ class Gradients:
             self._settled = False
             raise UnsupportedError(
                 f"table {self._table.name!r} would apply gradients in the backward pass, but there "
-                "is a "
-                "GradScaler: they are scaled, and maybe infinite. Make an optimizer before the "
-                "first backward "
-                "pass (table.optimizer()) and step it with scaler.step"
+                "is a GradScaler: they are scaled, and maybe infinite. Make an optimizer before "
+                "the first backward pass (table.optimizer()) and step it with scaler.step"
             )
         if self._apply is None:
             self._apply = "backward"
             warnings.warn(
                 f"table {self._table.name!r} has no optimizer, so gradients are applied in the "
-                "backward pass. Make "
-                "one with table.optimizer() and call its step(), or pass "
-                "apply_gradients='backward' to keep "
-                "this; it will become an error",
+                "backward pass. Make one with table.optimizer() and call its step(), or pass "
+                "apply_gradients='backward' to keep this; it will become an error",
                 DeprecationWarning,
                 stacklevel=2,
             )

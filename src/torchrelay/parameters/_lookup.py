@@ -121,8 +121,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "backward(create_graph=True): the gradient of a table's rows has no graph of its own; "
-            "take "
-            "torch.autograd.grad with respect to other tensors, or call backward() without "
+            "take torch.autograd.grad with respect to other tensors, or call backward() without "
             "create_graph"
         )
     (keys,) = ctx.saved_tensors

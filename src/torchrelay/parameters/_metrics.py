@@ -69,7 +69,6 @@ class Metrics:
         """Return one line for a progress bar."""
         return (
             f"{self.locality:.3%} local, {self.sent_bytes / 1e6:.1f} MB out, "
-            f"{self.received_bytes / 1e6:.1f} MB in, "
-            f"{self.relocations:.0f} moved, {self.replicas:.0f} replicas, staleness "
-            f"{self.staleness_s * 1e3:.1f} ms"
+            f"{self.received_bytes / 1e6:.1f} MB in, {self.relocations:.0f} moved, "
+            f"{self.replicas:.0f} replicas, staleness {self.staleness_s * 1e3:.1f} ms"
         )

@@ -42,8 +42,7 @@ class TableOptimizer(torch.optim.Optimizer):
         if any(not isinstance(weight, TableWeight) for weight in _listed(param_group["params"])):
             raise ArgumentError(
                 "a TableOptimizer steps tables only: give torch's optimizers the other parameters, "
-                "e.g. "
-                "[p for p in model.parameters() if not isinstance(p, "
+                "e.g. [p for p in model.parameters() if not isinstance(p, "
                 "torchrelay.parameters.TableWeight)]"
             )
         super().add_param_group(param_group)

@@ -254,8 +254,7 @@ class Sampling:
         if found < count:
             raise UnavailableError(
                 f"this node has {found} keys of [{self.low}, {self.high}) to draw where {count} "
-                "are needed: announce "
-                "intents for some, or use another sampling scheme than local"
+                "are needed: announce intents for some, or use another sampling scheme than local"
             )
         if not self.with_replacement:
             samples.taken.update(keys.tolist())

@@ -186,9 +186,8 @@ class Server(Resource):
                 self.abort()
                 raise OperationTimeoutError(
                     f"node {self.node}: nodes {sorted(missing)} did not answer within "
-                    f"{timeout_s:g} s, though they "
-                    "came to the store; can they be reached, and do all nodes have the same key "
-                    "file?",
+                    f"{timeout_s:g} s, though they came to the store; can they be reached, and do "
+                    "all nodes have the same key file?",
                     ranks=sorted(missing),
                 )
             time.sleep(_POLL_S)
@@ -377,8 +376,8 @@ class Server(Resource):
             if or_closing or how != CLOSES:
                 raise PeerLostError(
                     f"{topology.name_of(topology.process)}: {topology.name_of(process)} {how}, "
-                    "while this process "
-                    "waits for it; all processes must make the same collective calls",
+                    "while this process waits for it; all processes must make the same collective "
+                    "calls",
                     ranks=[process // topology.members],
                 )
 

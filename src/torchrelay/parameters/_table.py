@@ -161,8 +161,7 @@ class Table:
         if self.rule.kind == "add":
             raise ArgumentError(
                 f"table {self.name!r} adds what is pushed, so gradients would lead uphill; create "
-                "it with an "
-                "optimizer, e.g. optimizer=torchrelay.parameters.optim.adagrad(0.1)"
+                "it with an optimizer, e.g. optimizer=torchrelay.parameters.optim.adagrad(0.1)"
             )
         return TableWeight(self)
 
@@ -187,8 +186,8 @@ class Table:
         if os.getpid() != self._process:
             raise UnavailableError(
                 f"table {self.name!r} belongs to process {self._process}: a process forked from "
-                "it, such as a "
-                "DataLoader's, cannot use it; look keys up in the process that made the table"
+                "it, such as a DataLoader's, cannot use it; look keys up in the process that made "
+                "the table"
             )
 
     @property
@@ -430,17 +429,15 @@ class Table:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             f"table {self.name!r} cannot be copied or pickled: the processes of a job share its "
-            "rows. Save "
-            "state_dict(), or table.save(folder); a module's to_torch() makes an nn.Embedding of "
-            "its own"
+            "rows. Save state_dict(), or table.save(folder); a module's to_torch() makes an "
+            "nn.Embedding of its own"
         )
 
     def _flat_values(self, keys: Tensor, values: Tensor) -> Tensor:
         if values.numel() != len(keys) * self.dim:
             raise ArgumentError(
                 f"values of shape {tuple(values.shape)} for {len(keys)} keys of {self.dim} "
-                "elements: they must "
-                "have the keys' shape and one more dimension"
+                "elements: they must have the keys' shape and one more dimension"
             )
         return values.detach().cpu().reshape(len(keys), self.dim).contiguous()
 

@@ -134,9 +134,8 @@ class Topology:
         def sentence(missing: Sequence[int], elapsed_s: float) -> str:
             return (
                 f"{self.name_of(self.process)}: {what} of {kind} {list(missing)} did not come "
-                "within "
-                f"{elapsed_s:.1f} s; did they start, did each get its own number, and do all make "
-                "this call?"
+                f"within {elapsed_s:.1f} s; did they start, did each get its own number, and do "
+                "all make this call?"
             )
 
         with self._store_in_use(f"waiting for {what}", check):
@@ -192,8 +191,7 @@ class Topology:
                 node, member = divmod(index, self.members)
                 raise MismatchError(
                     f"node {self.node} (process {self.member}) and node {node} (process {member}) "
-                    "made different "
-                    f"tables: {'; '.join(different)}"
+                    f"made different tables: {'; '.join(different)}"
                 )
 
     def barrier(
@@ -240,10 +238,8 @@ class Topology:
             who = f": {'ranks' if self.ranks else 'nodes'} {list(ranks)}" if ranks else ""
             return (
                 f"{self.name_of(self.process)}: {participants - store.add(counter, 0)} of "
-                f"{participants} did not "
-                f"come to {calls or name} within {elapsed_s:.1f} s{who}; every process must make "
-                "this call, so none "
-                "may stand under `if rank == 0:`"
+                f"{participants} did not come to {calls or name} within {elapsed_s:.1f} s{who}; "
+                "every process must make this call, so none may stand under `if rank == 0:`"
             )
 
         with self._store_in_use(f"barrier {name}", check):
@@ -276,8 +272,7 @@ class Topology:
                 time.sleep(_POLL_S)
             raise PeerLostError(
                 f"node {self.node}: the store where processes meet is gone after {elapsed_s:.1f} s "
-                f"in {what}; has its "
-                f"process ended? ({error})"
+                f"in {what}; has its process ended? ({error})"
             ) from error
 
     def part(self, name: str, participants: int) -> None:

@@ -169,10 +169,9 @@ class TableWeight(nn.Parameter):
             if weight is not None and not (name in _CLAIMING and not weight.table.gradients.kept):
                 raise UnsupportedError(
                     f"{name}: a table's rows are not in this parameter, which has no elements. "
-                    "Step them with "
-                    "table.optimizer() and give torch's optimizers the other parameters; look rows "
-                    "up with "
-                    "the module, and read and write them with table.pull and table.set"
+                    "Step them with table.optimizer() and give torch's optimizers the other "
+                    "parameters; look rows up with the module, and read and write them with "
+                    "table.pull and table.set"
                 )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -199,8 +199,8 @@ class SharedCache(Resource):
         ):
             raise ArgumentError(
                 f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} does not fit a "
-                "cache of "
-                f"{self.size_bytes} bytes, or its offset is no multiple of {ALIGNMENT_BYTES}"
+                f"cache of {self.size_bytes} bytes, or its offset is no multiple of "
+                f"{ALIGNMENT_BYTES}"
             )
         for other in self._regions:
             if (
@@ -209,9 +209,8 @@ class SharedCache(Resource):
             ):
                 raise ArgumentError(
                     f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} overlaps "
-                    "the "
-                    f"{other.purpose} region of {other.size_bytes} bytes at {other.offset_bytes}; "
-                    "clear() first"
+                    f"the {other.purpose} region of {other.size_bytes} bytes at "
+                    f"{other.offset_bytes}; clear() first"
                 )
         region = Region(self, purpose, size_bytes, offset_bytes)
         self._regions.append(region)
@@ -240,8 +239,7 @@ class Region:
         if self.used_bytes + size_bytes > self.size_bytes:
             raise CapacityError(
                 f"{size_bytes} bytes do not fit the {self.purpose} region: {self.used_bytes} of "
-                "its "
-                f"{self.size_bytes} bytes are in use; reset() it or insert a larger one"
+                f"its {self.size_bytes} bytes are in use; reset() it or insert a larger one"
             )
         tensor = self._cache.tensor(shape, dtype, self.offset_bytes + self.used_bytes)
         self.used_bytes += align(size_bytes)
@@ -261,8 +259,7 @@ class Region:
         if self.used_bytes + wanted > self.size_bytes:
             raise CapacityError(
                 f"a module of {wanted} bytes does not fit the {self.purpose} region: "
-                f"{self.used_bytes} of its "
-                f"{self.size_bytes} bytes are in use"
+                f"{self.used_bytes} of its {self.size_bytes} bytes are in use"
             )
         for storage in storages:
             data = self.empty((storage.size_bytes,), torch.uint8)

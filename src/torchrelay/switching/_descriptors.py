@@ -82,8 +82,8 @@ def receive_descriptors(
         except (FileNotFoundError, ConnectionRefusedError):
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(
-                    f"no shared cache was sent at {address} within {timeout_s:g} s; "
-                    "call send() in the process that allocated it"
+                    f"no shared cache was sent at {address} within {timeout_s:g} s; call send() in "
+                    "the process that allocated it"
                 ) from None
             time.sleep(_POLL_S)
         except TimeoutError:

@@ -41,8 +41,8 @@ class InputSpec:
         )
         if not fits or tensor.dtype != self.dtype:
             raise ArgumentError(
-                f"input {self.name!r} is {tensor.dtype} {tuple(tensor.shape)}, "
-                f"the model takes {self.dtype} {self.shape}"
+                f"input {self.name!r} is {tensor.dtype} {tuple(tensor.shape)}, the model takes "
+                f"{self.dtype} {self.shape}"
             )
 
 

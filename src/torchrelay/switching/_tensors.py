@@ -110,8 +110,7 @@ def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
         if type(size) is not int or size != size_bytes or offset + size > len(raw):
             raise ArgumentError(
                 f"input {name!r} of shape {shape} takes {size_bytes} bytes; binary_data_size is "
-                f"{size!r} "
-                f"and {len(raw) - offset} bytes are left"
+                f"{size!r} and {len(raw) - offset} bytes are left"
             )
         tensors[name] = _from_bytes(raw[offset : offset + size], dtype).reshape(shape)
         offset += size

@@ -220,8 +220,7 @@ class Worker:
         if start + needed > self._requests.numel():
             raise CapacityError(
                 f"the outputs take {needed} bytes, {self._requests.numel() - start} of the request "
-                "buffer "
-                "are left; start the server with larger request_bytes"
+                "buffer are left; start the server with larger request_bytes"
             )
         return pack(self._requests, outputs, start)
 
@@ -240,8 +239,7 @@ def _named(results: Any) -> dict[str, torch.Tensor]:
     if not named:
         raise ModelError(
             f"the model returned {type(results).__name__} without a tensor; return a tensor, or a "
-            "tuple or "
-            "dict of tensors"
+            "tuple or dict of tensors"
         )
     return named
 

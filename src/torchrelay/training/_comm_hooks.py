@@ -21,7 +21,6 @@ def refuse_sharded(hook: str, output: torch.Tensor | None) -> None:
     if output is not None:
         raise UnsupportedError(
             f"{hook}: FSDP shards its gradients here, and only whole ones can be averaged among "
-            "some of the ranks; use "
-            "ShardingStrategy.NO_SHARD, or shard inside a node with FSDP(process_group=...) and no "
-            "hook"
+            "some of the ranks; use ShardingStrategy.NO_SHARD, or shard inside a node with "
+            "FSDP(process_group=...) and no hook"
         )

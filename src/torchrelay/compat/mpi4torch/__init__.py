@@ -102,8 +102,7 @@ class _Forbidden(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise GraphError(
             "a tensor was overwritten by an MPI function and used again: use the function's result "
-            "instead, or give it "
-            "a clone of the tensor"
+            "instead, or give it a clone of the tensor"
         )
 
 
