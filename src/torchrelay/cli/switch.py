@@ -124,7 +124,7 @@ def _xdp(interfaces: str, mode: Mode, port: int, drop: float) -> DataPlane:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, instead of what they did."""
+    """Return an event that SIGINT and SIGTERM set, instead of their handlers."""
     stop = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: stop.set())

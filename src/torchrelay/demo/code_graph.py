@@ -1,5 +1,5 @@
-"""The code graph of Python sources: who imports, defines, inherits, calls, takes, raises and
-catches what.
+"""The code graph of Python sources: imports, definitions, inheritance, calls, parameters, and
+raised and caught exceptions.
 
 :func:`read_code_graph` reads any folder of sources with :mod:`ast`; :func:`split_facts` makes
 train, valid and test.
@@ -38,14 +38,12 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def standard_library() -> Path:
-    """The folder of the running Python's standard library."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def source_files(root: Path) -> list[Path]:
-    """The sources below ``root`` that make the graph, sorted; without tests and third-party
-    packages.
-    """
+    """Return the sources below ``root``, sorted, without tests and third-party packages."""
     files = (path for path in root.rglob("*.py") if path.is_file())
     return sorted(
         path for path in files if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts)
@@ -53,8 +51,8 @@ def source_files(root: Path) -> list[Path]:
 
 
 def read_code_graph(root: Path) -> list[Fact]:
-    """All facts about the sources below ``root``, sorted, each once. ``root`` is what imports start
-    from.
+    """Return all facts about the sources below ``root``, sorted and unique. Imports are resolved
+    from ``root``.
 
     Raises:
         DataError: there are no sources.
@@ -74,9 +72,7 @@ def read_code_graph(root: Path) -> list[Fact]:
 
 
 def prune(facts: Iterable[Fact], at_least: int) -> list[Fact]:
-    """The largest part of the graph in which each entity has ``at_least`` facts: what occurs once
-    teaches nothing.
-    """
+    """Return the largest part of the graph in which each entity has ``at_least`` facts."""
     kept = list(facts)
     while True:
         degree = Counter(name for subject, _, obj in kept for name in (subject, obj))
@@ -89,10 +85,10 @@ def prune(facts: Iterable[Fact], at_least: int) -> list[Fact]:
 
 
 def split_facts(facts: Sequence[Fact], share: float, seed: int) -> dict[str, list[Fact]]:
-    """Train, valid and test: a random ``share`` of the facts each for valid and test.
+    """Split facts into train, valid and test; valid and test get a random ``share`` each.
 
     A fact leaves train only while its entities and its relation keep another one there, so valid
-    and test hold nothing that train has never seen. The same facts, share and seed give the same
+    and test contain nothing that train lacks. The same facts, share and seed give the same
     split.
     """
     wanted = int(len(facts) * share)
@@ -120,9 +116,7 @@ def _module_name(root: Path, path: Path) -> str:
 
 
 def _parse(path: Path) -> ast.Module | None:
-    """The syntax tree, or None for a file that is no valid source of this Python: templates, other
-    versions.
-    """
+    """Return the syntax tree, or None for a file that this Python version cannot parse."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in old sources
         try:
@@ -132,8 +126,8 @@ def _parse(path: Path) -> ast.Module | None:
 
 
 def _target(node: ast.AST) -> list[str]:
-    """The parts of a dotted name, ``["os", "path", "join"]``; other expressions before a dot give
-    ``""``.
+    """Return the parts of a dotted name, ``["os", "path", "join"]``; other expressions before a dot
+    give ``""``.
     """
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -147,7 +141,7 @@ def _target(node: ast.AST) -> list[str]:
 
 @dataclass
 class _Module:
-    """One source file, and what its names mean."""
+    """One source file, and the entities of its names."""
 
     name: str
     package: str
@@ -188,7 +182,9 @@ class _Module:
                 yield from self._function_facts(name, definition, {})
 
     def _definitions(self) -> dict[str, ast.ClassDef | _Function]:
-        """Classes and functions of the module's own scope, those under ``if`` and ``try`` too."""
+        """Yield classes and functions of the module's scope, also those under ``if`` and
+        ``try``.
+        """
         found: dict[str, ast.ClassDef | _Function] = {}
         pending: list[ast.stmt] = list(self.tree.body)
         while pending:
@@ -203,7 +199,7 @@ class _Module:
         return found
 
     def _source(self, node: ast.ImportFrom) -> str:
-        """The module that ``from ... import`` names, its leading dots resolved."""
+        """Return the module of ``from ... import``, with leading dots resolved."""
         if not node.level:
             return node.module or ""
         parts = self.package.split(".")
@@ -211,7 +207,7 @@ class _Module:
         return ".".join([*base, *([node.module] if node.module else [])])
 
     def _bound_names(self, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-        """Names that an import binds, and what they stand for."""
+        """Yield the names that an import binds, and their entities."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom):
                 yield alias.asname or alias.name, f"{self._source(node)}.{alias.name}"
@@ -222,7 +218,7 @@ class _Module:
                 yield top, top
 
     def _imported(self, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-        """The modules that an import runs."""
+        """Yield the modules that an import runs."""
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
             return
@@ -274,7 +270,7 @@ class _Module:
                     yield from self._fact(name, "catches", self._resolve(caught, methods))
 
     def _variable(self, node: ast.Name | ast.Attribute, methods: Mapping[str, str]) -> str | None:
-        """The module's variable or the class's attribute that an expression is,
+        """Return the module's variable or the class's attribute that an expression names,
         ``json.decoder.JSONDecoder.strict``.
         """
         if isinstance(node, ast.Name):
@@ -287,9 +283,9 @@ class _Module:
     def _resolve(
         self, node: ast.AST, methods: Mapping[str, str], *, called: bool = False
     ) -> str | None:
-        """The entity an expression names; None for local variables and what has no name.
+        """Return the entity that an expression names; None for local variables and unnamed values.
 
-        ``methods`` are those of the class around, which ``self.`` reaches.
+        ``methods`` are those of the enclosing class, for ``self.``.
         """
         first, *rest = _target(node)
         if first in ("self", "cls") and len(rest) == 1 and rest[0] in methods:

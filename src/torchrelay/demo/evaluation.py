@@ -1,4 +1,4 @@
-"""Link prediction by the standard protocol: both sides, filtered, ties shared.
+"""Link prediction by the standard protocol: both sides, filtered, with shared ties.
 
 For each fact (s, r, o) the model ranks all entities as answers to (s, r, ?) and to (?, r, o). Other
 right answers, of train, valid or test, do not count (*filtered*; Bordes et al., NIPS 2013). Equal
@@ -42,9 +42,7 @@ Scorer = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RankingMetrics:
-    """Mean reciprocal rank, and the share of questions whose answer is among the first 1, 3 and
-    10.
-    """
+    """Mean reciprocal rank, and the shares of answers among the first 1, 3 and 10."""
 
     questions: int
     mrr: float
@@ -52,13 +50,15 @@ class RankingMetrics:
 
     @classmethod
     def from_sums(cls, sums: Tensor) -> RankingMetrics:
-        """Return the metrics of what :func:`sum_metrics` gave, summed over all ranks' shares."""
+        """Return the metrics of a result of :func:`sum_metrics`, summed over all ranks."""
         count, reciprocal, *hits = sums.tolist()
         return cls(int(count), reciprocal / count, tuple(hit / count for hit in hits))
 
 
 def with_reciprocals(triples: Tensor, relations: int) -> Tensor:
-    """The triples, then each turned round, (o, r + relations, s): questions about the subject."""
+    """Return the triples and their reciprocals (o, r + relations, s), questions about the
+    subject.
+    """
     s, r, o = triples.unbind(1)
     return torch.cat([triples, torch.stack([o, r + relations, s], dim=1)])
 
@@ -73,7 +73,7 @@ class Answers:
         self._objects = triples[order, 2]
 
     def of(self, subjects: Tensor, relations: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and entity of every right answer to the questions, which are ``(b,)`` each."""
+        """Return row and entity of every right answer to the questions, which are ``(b,)`` each."""
         keys = subjects * self._width + relations
         start = torch.searchsorted(self._keys, keys)
         count = torch.searchsorted(self._keys, keys, right=True) - start
@@ -86,8 +86,8 @@ class Answers:
 def rank_answers(
     score: Scorer, questions: Tensor, answers: Answers, batch_size: int = 256
 ) -> Tensor:
-    """The rank of each question's own answer, from 1, float64 ``(n,)``; ``questions`` is ``(n,
-    3)``.
+    """Return the rank of each question's answer, from 1, float64 ``(n,)``; ``questions`` is
+    ``(n, 3)``.
 
     Raises:
         ArgumentError: a score is not finite: the model has diverged.
@@ -112,7 +112,9 @@ def _rank_batch(score: Scorer, questions: Tensor, answers: Answers) -> Tensor:
 
 
 def sum_metrics(ranks: Tensor) -> Tensor:
-    """Count, sum of 1/rank, and counts of hits, float64 ``(5,)``: sums of several shares add up."""
+    """Return count, sum of 1/rank, and counts of hits, float64 ``(5,)``; ranks may add theirs
+    up.
+    """
     hits = [(ranks <= k).sum().double() for k in HITS_AT]
     return torch.stack(
         [torch.tensor(float(len(ranks)), dtype=torch.float64), (1 / ranks).sum(), *hits]
@@ -120,8 +122,8 @@ def sum_metrics(ranks: Tensor) -> Tensor:
 
 
 def count_answers(graph: Graph) -> Tensor:
-    """How often each entity answers a question with each relation in train, float32 ``(2 *
-    relations, entities)``.
+    """Count how often each entity answers a question with each relation in train, float32
+    ``(2 * relations, entities)``.
     """
     train = with_reciprocals(graph.train, len(graph.relations))
     counts = torch.zeros(2 * len(graph.relations), len(graph.entities))
@@ -129,8 +131,6 @@ def count_answers(graph: Graph) -> Tensor:
 
 
 def frequency_scorer(graph: Graph) -> Scorer:
-    """Return the baseline: answers each question with the objects most frequent with its relation
-    in train.
-    """
+    """Return the baseline: the objects most frequent with the relation in train."""
     counts = count_answers(graph)
     return lambda _, relations: counts[relations]

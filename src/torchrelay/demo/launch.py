@@ -24,7 +24,7 @@ _FACTS_PER_ENTITY = 3
 
 
 def run(options: DemoOptions) -> NoReturn:
-    """Checks the data, then turns this process into torchrun with ``options.nproc`` workers.
+    """Check the data, then replace this process by torchrun with ``options.nproc`` workers.
 
     Raises:
         DataError: the data is malformed; no process has been started.
@@ -51,7 +51,7 @@ def run(options: DemoOptions) -> NoReturn:
 
 
 def run_on_code_graph(options: DemoOptions) -> NoReturn:
-    """:func:`run` on the code graph of this Python's standard library.
+    """Call :func:`run` on the code graph of this Python's standard library.
 
     Raises:
         DataError: the standard library has no sources here.
@@ -67,11 +67,11 @@ def _cache_home() -> Path:
 
 
 def cached_code_graph(root: Path, cache: Path) -> tuple[Path, bool]:
-    """A folder below ``cache`` with the split code graph of the sources in ``root``, and whether it
-    was there.
+    """Return a folder below ``cache`` with the split code graph of ``root``, and whether it
+    existed.
 
-    The folder's name changes with the sources, this Python and the reader. It appears whole or not
-    at all.
+    The folder's name changes with the sources, this Python and the reader. It appears complete or
+    not at all.
 
     Raises:
         DataError: ``root`` has no sources.

@@ -46,17 +46,17 @@ class ComplEx(nn.Module):
 
     @property
     def rows(self) -> Tensor:
-        """Every entity's embedding, ``(entities, 2 * dim)``, unless they are in a table."""
+        """Return every entity's embedding, ``(entities, 2 * dim)``, unless they are in a table."""
         assert isinstance(self.entities, nn.Embedding)
         return self.entities.weight
 
     def move_entities(self, table: Table) -> None:
-        """Looks entities up in ``table`` from now on; it must have been given their rows."""
+        """Look entities up in ``table`` from now on; it must have their rows."""
         self.entities = Embedding(table.num_keys, 2 * self.dim, table=table)
 
     @torch.no_grad()
     def gathered(self) -> ComplEx:
-        """A copy with all entities in its own memory, as the table has them now."""
+        """Return a copy with all entities in its own memory, with their current values."""
         assert isinstance(self.entities, Embedding)
         copy = ComplEx(1, 1, self.dim)
         rows = self.entities.table.pull(torch.arange(self.entities.num_embeddings))
@@ -65,21 +65,23 @@ class ComplEx(nn.Module):
         return copy
 
     def query(self, subjects: Tensor, relations: Tensor) -> Tensor:
-        """What an object's embedding is multiplied with to score it: ``s * r``, of two ``(b, 2 *
-        dim)`` tensors.
+        """Return ``s * r``, whose product with an object's embedding is its score.
+
+        Both are ``(b, 2 * dim)``.
         """
         s_re, s_im = subjects.chunk(2, dim=1)
         r_re, r_im = relations.chunk(2, dim=1)
         return torch.cat([s_re * r_re - s_im * r_im, s_re * r_im + s_im * r_re], dim=1)
 
     def score_all(self, subjects: Tensor, relations: Tensor) -> Tensor:
-        """Scores of every entity as the object, ``(b, entities)`` float32; subjects and relations
-        are numbers.
+        """Return the scores of every entity as the object, float32 ``(b, entities)``; subjects and
+        relations are indices.
         """
         return self.query(self.rows[subjects], self.relations[relations]) @ self.rows.T
 
     def forward(self, triples: Tensor, negatives: Tensor, regularisation: float) -> Tensor:
-        """The loss, a scalar: cross-entropy of each object against shared negatives, plus N3.
+        """Return the loss, a scalar: cross-entropy of each object against shared negatives, plus
+        N3.
 
         Args:
             triples: int64 ``(b, 3)``; relations from ``relations`` up are reciprocals.
@@ -101,8 +103,8 @@ class ComplEx(nn.Module):
     def _log_sum_of_wrong(
         self, query: Tensor, others: Tensor, negatives: Tensor, objects: Tensor
     ) -> Tensor:
-        """``(b,)``: log of the sum of exp(score) over all entities but the object, estimated from
-        the negatives.
+        """Return ``(b,)``: log of the sum of exp(score) over all entities but the object, estimated
+        from the negatives.
         """
         entities = self.entities.num_embeddings
         column = torch.full((entities,), -1)
@@ -113,13 +115,15 @@ class ComplEx(nn.Module):
 
 
 def entities_of(triples: Tensor, negatives: Tensor) -> Tensor:
-    """The entities that a step looks up, int64 ``(2 * b + k,)``: subjects, objects, negatives."""
+    """Return the entities that a step looks up, int64 ``(2 * b + k,)``: subjects, objects,
+    negatives.
+    """
     return torch.cat([triples[:, 0], triples[:, 2], negatives])
 
 
 def log_sum_exp_of_product(query: Tensor, others: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """``(b,)``: ``(query @ others.T).logsumexp(1)`` without the entries at ``(row, column)``;
-    differentiable.
+    """Return ``(query @ others.T).logsumexp(1)``, ``(b,)``, without the entries at ``(row,
+    column)``. Differentiable.
     """
     result: Tensor = _LogSumExpOfProduct.apply(query, others, row, column)  # type: ignore[no-untyped-call]
     return result

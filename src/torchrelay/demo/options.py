@@ -16,7 +16,7 @@ __getattr__ = old_names(__name__, {"Options": "DemoOptions"})
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The options of ``torchrelay demo``, which documents them, with its defaults."""
+    """The options of ``torchrelay demo``, with their defaults; its ``--help`` documents them."""
 
     data: Path
     allow_unseen: bool = False

@@ -1,4 +1,4 @@
-"""Some of the model's answers, for a person to judge."""
+"""Some answers of the model, for a person to judge."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ANSWERS = 3
 
 @torch.no_grad()
 def predict(model: ComplEx, graph: Graph, seed: int) -> list[Prediction]:
-    """Answers to questions about the objects of test facts: a random fact of each relation, up to
-    ten.
+    """Return answers to questions about the objects of test facts: a random fact of each of up to
+    ten relations.
     """
     facts = random.Random(seed).sample(graph.test.tolist(), len(graph.test))
     of_relation = {relation: (s, relation, o) for s, relation, o in reversed(facts)}

@@ -32,8 +32,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stage:
-    """A line of the last table. ``usual_s`` is the time of the same work done the ``usual`` way, if
-    measured.
+    """A row of the table of stages. ``usual_s`` is the time of the same work done the ``usual``
+    way.
     """
 
     name: str
@@ -56,9 +56,7 @@ class Prediction:
 
 
 class TrainingProgress:
-    """A progress bar in a terminal; elsewhere a line an epoch. Silent if ``console`` is None (ranks
-    but 0).
-    """
+    """A progress bar in a terminal; elsewhere a line per epoch. Silent if ``console`` is None."""
 
     def __init__(self, console: Console | None, epochs: int, steps: int) -> None:
         self._console, self._epochs, self._steps = console, epochs, steps
@@ -89,7 +87,7 @@ class TrainingProgress:
             self._bar.stop()
 
     def step(self, epoch: int, loss: float) -> None:
-        """After each step, with its epoch (from 1) and this rank's loss."""
+        """Advance by one step of ``epoch`` (from 1) with this rank's loss."""
         self._done += 1
         self._sum += loss
         text = f"epoch {epoch} of {self._epochs}, loss {loss:.3f}"
@@ -104,7 +102,7 @@ class TrainingProgress:
 
 
 def metrics_table(rows: Mapping[str, RankingMetrics]) -> Table:
-    """Filtered MRR and Hits@k; one row a name."""
+    """Return a table of filtered MRR and Hits@k, a row per name."""
     table = Table(title="Link prediction: both sides, filtered, ties shared", title_justify="left")
     table.add_column("")
     for heading in ("questions", "MRR", *(f"Hits@{k}" for k in HITS_AT)):
@@ -116,7 +114,7 @@ def metrics_table(rows: Mapping[str, RankingMetrics]) -> Table:
 
 
 def predictions_table(predictions: Sequence[Prediction]) -> Table:
-    """Questions with the model's answers; right ones in green, with a tick."""
+    """Return a table of questions with the model's answers; right ones in green, with a tick."""
     table = Table(
         title="Test questions drawn at random; answers known from train are left out",
         title_justify="left",
@@ -136,7 +134,7 @@ def predictions_table(predictions: Sequence[Prediction]) -> Table:
 
 
 def stages_table(stages: Sequence[Stage]) -> Table:
-    """Each stage, its time, and the usual way's time where it was measured in the same run."""
+    """Return a table of stages: time, and time of the usual way where it was measured."""
     table = Table(title="Stages, on rank 0", title_justify="left")
     table.add_column("stage", overflow="fold")
     table.add_column("time", justify="right", no_wrap=True)
@@ -151,7 +149,7 @@ def stages_table(stages: Sequence[Stage]) -> Table:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit: ``1.23 s``, ``45.6 ms``."""
+    """Format seconds with three digits and a unit: ``1.23 s``, ``45.6 ms``."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.1f} s"

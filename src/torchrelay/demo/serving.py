@@ -1,4 +1,4 @@
-"""Serving the trained model beside the baseline: a switch between them, and the usual restart of a
+"""Serves the trained model beside the baseline: switches between them, and the usual restart of a
 process.
 """
 
@@ -38,7 +38,7 @@ with torch.inference_mode():
 
 
 class ServedComplEx(ComplEx):
-    """The trained model as it is served: its forward pass scores all entities as answers."""
+    """The trained model for serving: its forward pass scores all entities as answers."""
 
     def forward(self, subjects: Tensor, relations: Tensor) -> Tensor:  # type: ignore[override]
         """Return float32 scores ``(b, entities)`` for int64 subjects and relations ``(b,)``."""
@@ -69,7 +69,7 @@ class MostFrequent(nn.Module):
 
 @dataclass(frozen=True)
 class SwitchTimes:
-    """Seconds until a request is answered, medians."""
+    """Median seconds until a request is answered."""
 
     switched_s: float  # the other model ran before; both are resident
     ready_s: float  # the model is alone in this process, and has just run
@@ -77,12 +77,12 @@ class SwitchTimes:
 
 
 def compare_switches(graph: Graph, dim: int, checkpoint: str, file: str) -> SwitchTimes:
-    """Serve two models of a checkpoint in turns, and compare with the usual ways; blocks.
+    """Serve two models of a checkpoint alternately, and compare with the usual ways. Blocks.
 
     Args:
         checkpoint: a folder with ``model`` (:class:`ComplEx`) and ``baseline``
             (:class:`MostFrequent`).
-        file: what ``torch.save`` wrote of the same model.
+        file: the same model, written by ``torch.save``.
 
     Raises:
         TorchRelayError: the checkpoint does not fit, or a worker process cannot be started.

@@ -1,5 +1,5 @@
-"""Training: the same seeded batches whatever the number of processes, each taking its share of
-every batch.
+"""Training with the same seeded batches for any number of processes; each trains its share of every
+batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUNDS = 13
 
 @dataclass(frozen=True)
 class Batches:
-    """What each step of training sees: this rank's share of the batch, and its own negatives."""
+    """The batches of training: this rank's share of each, and its own negatives."""
 
     triples: Tensor
     entities: int
@@ -58,17 +58,21 @@ class Batches:
 
     @property
     def steps(self) -> int:
-        """Steps in an epoch; what does not fill a batch is left for another epoch's order."""
+        """Return the steps of an epoch; facts that do not fill a batch are left out."""
         return len(self.triples) // self.batch_size
 
     def epochs(self, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The number, from 1, and what :meth:`epoch` gives, of each step of ``count`` epochs."""
+        """Yield the epoch, from 1, and what :meth:`epoch` yields, for each step of ``count``
+        epochs.
+        """
         for number in range(1, count + 1):
             for triples, negatives in self.epoch(number):
                 yield number, triples, negatives
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Triples ``(batch_size / ranks, 3)`` and negatives ``(k,)`` of each step of one epoch."""
+        """Yield triples ``(batch_size / ranks, 3)`` and negatives ``(k,)`` of each step of an
+        epoch.
+        """
         shuffle = torch.Generator().manual_seed(self._seed(number, 0))
         draw = torch.Generator().manual_seed(self._seed(number, 1 + self.world.rank))
         order = torch.randperm(len(self.triples), generator=shuffle)
@@ -78,7 +82,9 @@ class Batches:
             yield share, torch.randperm(self.entities, generator=draw)[: self.negatives]
 
     def _seed(self, epoch: int, stream: int) -> int:
-        """Distinct for all epochs and streams of one seed, and far from those of the next seed."""
+        """Return a seed that differs for all epochs and streams, and from those of the next
+        seed.
+        """
         return (self.seed * 1_000_003 + epoch) * 10_007 + stream
 
 
@@ -105,11 +111,11 @@ class Trainer:
         )
 
     def step(self, triples: Tensor, negatives: Tensor) -> float:
-        """One step; gives this rank's loss.
+        """Run one step; return this rank's loss.
 
         Raises:
             ArgumentError: the loss is not finite.
-            TorchRelayError: the group could not sum the gradients, for one because a rank has died.
+            TorchRelayError: the group could not sum the gradients, for example because a rank died.
         """
         loss = self._parallel(triples, negatives, self._options.regularisation)
         self._optimizer.zero_grad()
@@ -135,16 +141,16 @@ class Trainer:
             raise kind(message) from error
 
     def train(self, batches: Batches, on_step: Callable[[int, float], None]) -> None:
-        """All epochs; calls ``on_step`` with the epoch, from 1, and the loss after each step."""
+        """Train all epochs; call ``on_step`` with the epoch, from 1, and the loss after each
+        step.
+        """
         total = self._options.epochs * batches.steps
         for done, (epoch, triples, negatives) in enumerate(self._announced(batches)):
             self._set_learning_rate(1 - done / total)
             on_step(epoch, self.step(triples, negatives))
 
     def _announced(self, batches: Batches) -> Iterable[tuple[int, Tensor, Tensor]]:
-        """All steps; where entities are in a table, it is told early which of them a step will look
-        up.
-        """
+        """Yield all steps; if entities are in a table, announce those of a step ahead of time."""
         steps = batches.epochs(self._options.epochs)
         if not isinstance(self._entities, Embedding):
             return steps
@@ -164,7 +170,7 @@ def compare_steps(
     options: DemoOptions,
     groups: Mapping[str, dist.ProcessGroup],
 ) -> dict[str, float]:
-    """Median seconds of a training step of each model, over the group of its name."""
+    """Return the median seconds of a training step of each model, over the group of its name."""
     trainers = {name: Trainer(model, options, groups[name]) for name, model in models.items()}
     steps = itertools.cycle(batches.epoch(0))
 
@@ -183,7 +189,7 @@ def compare_lookups(
     options: DemoOptions,
     group: dist.ProcessGroup,
 ) -> dict[str, float]:
-    """Median seconds of what a step does with entities: look up, take gradients, update.
+    """Return the median seconds of the work of a step on entities: lookup, gradients, update.
 
     ``table`` does it by ``embedding``; ``sparse`` as torch does, with ``nn.Embedding(sparse=True)``
     in DistributedDataParallel over ``group`` and its sparse Adagrad, starting from ``rows``.
@@ -211,7 +217,7 @@ def compare_lookups(
 
 
 def compare_all_reduce(size: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, float]:
-    """Median seconds of summing ``size`` float32 over each group."""
+    """Return the median seconds of an all-reduce of ``size`` float32 over each group."""
     gradients = torch.zeros(size)
 
     def reduce_all() -> Iterator[Callable[[], object]]:
@@ -224,8 +230,8 @@ def compare_all_reduce(size: int, groups: Mapping[str, dist.ProcessGroup]) -> di
 def _in_turns(
     names: list[str], calls: Callable[[], Iterator[Callable[[], object]]]
 ) -> dict[str, float]:
-    """Median seconds of what ``calls`` yields for each name, over rounds that all ranks begin
-    together.
+    """Return the median seconds that ``calls`` yield for each name, over rounds that all ranks
+    start together.
     """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(_ROUNDS):

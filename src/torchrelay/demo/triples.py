@@ -24,7 +24,7 @@ Fact = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph as numbers. Triples are int64 of shape ``(n, 3)``: subject, relation, object."""
+    """A graph as indices. Triples are int64 of shape ``(n, 3)``: subject, relation, object."""
 
     entities: tuple[str, ...]
     relations: tuple[str, ...]
@@ -35,12 +35,12 @@ class Graph:
     """How many facts of valid and test have an entity that train lacks."""
 
     def triples(self) -> torch.Tensor:
-        """All facts, of train, valid and test in this order."""
+        """All facts: train, valid and test, in this order."""
         return torch.cat([self.train, self.valid, self.test])
 
 
 def read_graph(folder: Path, *, allow_unseen: bool = False) -> Graph:
-    """The graph in ``folder``; numbers are given in the order of appearance in train, valid, test.
+    """Read the graph in ``folder``. Indices follow the order of appearance in train, valid, test.
 
     Args:
         allow_unseen: accept facts in valid and test with an entity that train lacks. Such an entity
@@ -73,7 +73,7 @@ def read_graph(folder: Path, *, allow_unseen: bool = False) -> Graph:
 
 
 def read_facts(path: Path) -> list[Fact]:
-    """The facts of one file.
+    """Read the facts of one file.
 
     Raises:
         DataError: the file is missing, has no fact, is not UTF-8, or has a line without exactly
@@ -99,7 +99,7 @@ def read_facts(path: Path) -> list[Fact]:
 
 
 def write_facts(path: Path, facts: Iterable[Fact]) -> None:
-    """Writes a file that :func:`read_facts` reads."""
+    """Write a file that :func:`read_facts` reads."""
     path.write_text("".join("\t".join(fact) + "\n" for fact in facts), encoding="utf-8")
 
 
@@ -121,9 +121,7 @@ def _number(names: Iterable[str]) -> dict[str, int]:
 
 
 def _count_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allow: bool) -> int:
-    """How many ``facts`` (of ``path``) have an entity that ``train`` lacks; an error unless
-    allowed.
-    """
+    """Count ``facts`` (of ``path``) with an entity that ``train`` lacks; raise unless allowed."""
     entities = {name for subject, _, obj in train for name in (subject, obj)}
     relations = {relation for _, relation, _ in train}
     for _, relation, _ in facts:

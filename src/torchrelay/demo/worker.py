@@ -1,4 +1,4 @@
-"""What each process of the demo runs, under torchrun: ``python -m torchrelay.demo.worker
+"""The program of each process of the demo, under torchrun: ``python -m torchrelay.demo.worker
 OPTIONS``.
 """
 
@@ -59,7 +59,7 @@ _IN_TABLE = "entities.weight"
 
 
 class Job:
-    """The stages, in order, as one rank goes through them."""
+    """The stages of the demo on one rank, in order."""
 
     def __init__(self, options: DemoOptions, world: World, folder: str) -> None:
         self.options, self.world = options, world
@@ -69,7 +69,7 @@ class Job:
         self.stages: list[Stage] = []
 
     def run(self) -> Graph:
-        """All stages that need every process."""
+        """Run the stages that need every process."""
         self._start()
         graph = self._read()
         batches = Batches.of(graph, self.options, self.world)
@@ -82,7 +82,7 @@ class Job:
         return graph
 
     def finish(self, graph: Graph) -> None:
-        """What needs no process group, on rank 0: serving, and the table of all stages."""
+        """Run what needs no process group, on rank 0: serving, and the table of all stages."""
         if self.options.serve:
             self._serve(graph)
         whole_s = self.options.reading_s + time.time() - self.options.launched_at
@@ -116,7 +116,7 @@ class Job:
 
     @contextmanager
     def _table(self, graph: Graph) -> Iterator[Table]:
-        """The table of the entities' embeddings, one for all processes of this host."""
+        """Create the table of the entities' embeddings, shared by the processes of this host."""
         start = time.perf_counter()
         adagrad = optim.adagrad(self.options.learning_rate)
         # Each process applies its gradients as they come, without waiting for the others.
@@ -133,10 +133,9 @@ class Job:
         table.close()
 
     def _build(self, graph: Graph, table: Table) -> ComplEx:
-        """The model, built deferred, and each process's share of the entities straight into the
-        table.
+        """Build the model deferred, with this process's entities straight into the table.
 
-        Beside it the eager one, to which it is equal bit for bit.
+        Compares it bit for bit with the model built eagerly.
         """
         sizes = (len(graph.entities), len(graph.relations), self.options.dim)
         first, last = (
@@ -163,7 +162,7 @@ class Job:
         return model
 
     def _train(self, model: ComplEx, batches: Batches, table: Table) -> ComplEx:
-        """Trains the model; gives a copy of it that needs no table."""
+        """Train the model; return a copy that needs no table."""
         epochs = self.options.epochs
         start = time.perf_counter()
         with report.TrainingProgress(self.console, epochs, batches.steps) as progress:
@@ -176,9 +175,7 @@ class Job:
         return model.gathered()
 
     def _checkpoint(self, trained: ComplEx, graph: Graph, table: Table) -> ComplEx:
-        """Saves the table and the models and loads them again; gives the trained model as it was
-        loaded.
-        """
+        """Save the table and the models and load them again; return the loaded model."""
         dist.broadcast_object_list(places := [self._saved, self._saved_by_torch], src=0)
         self._saved, self._saved_by_torch = places
         sizes = (len(graph.entities), len(graph.relations), self.options.dim)
@@ -219,7 +216,7 @@ class Job:
 
     @staticmethod
     def _together(stage: Callable[[], object]) -> float:
-        """Seconds until the last process has done it."""
+        """Return the seconds until the last process is done."""
         dist.barrier()
         start = time.perf_counter()
         stage()
@@ -227,9 +224,7 @@ class Job:
         return time.perf_counter() - start
 
     def _compare(self, model: ComplEx, trained: ComplEx, batches: Batches, table: Table) -> None:
-        """The parts of a step beside the usual ways; trains the model on, but leaves the trained
-        copy as it is.
-        """
+        """Compare the parts of a step with the usual ways. Trains the model, not the copy."""
         groups = {name: dist.new_group(backend=name) for name in ("sml", "gloo")}
         models = {"sml": model, "gloo": copy.deepcopy(trained)}
         step = compare_steps(models, batches, self.options, groups)
@@ -267,7 +262,7 @@ class Job:
     def _measure(
         self, score: Scorer, graph: Graph, triples: torch.Tensor, answers: Answers
     ) -> RankingMetrics:
-        """Return the metrics of all questions; each rank answers its share."""
+        """Return the metrics over all questions; each rank answers its share."""
         questions = with_reciprocals(triples, len(graph.relations))
         share = questions[self.world.rank :: self.world.size]
         sums = sum_metrics(rank_answers(score, share, answers))
@@ -279,7 +274,7 @@ class Job:
             self.console.print(report.predictions_table(predict(model, graph, self.options.seed)))
 
     def _serve(self, graph: Graph) -> None:
-        """Serves the trained model and the baseline from the checkpoint, in turns."""
+        """Serve the trained model and the baseline from the checkpoint alternately."""
         times = compare_switches(graph, self.options.dim, self._saved, self._saved_by_torch)
         usual = "a new process: import, load, answer"
         self.stages.append(
@@ -307,7 +302,7 @@ def _process_group(timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def _folder(world: World) -> Iterator[str]:
-    """A folder of rank 0 for what the job saves, and removes at its end."""
+    """Create a folder on rank 0 for what the job saves; removed at its end."""
     if world.rank:
         yield ""
     else:
@@ -316,15 +311,15 @@ def _folder(world: World) -> Iterator[str]:
 
 
 def _last_words(_number: int, _frame: FrameType | None) -> None:
-    """torchrun ends the ranks that are left as soon as one has died; they stay long enough to say
-    which.
+    """Delay the end by SIGTERM: torchrun ends the other ranks once one has died, and they should
+    report which first.
     """
     signal.setitimer(signal.ITIMER_REAL, _LAST_WORDS_S)
 
 
 def main() -> None:
-    """Exit code 0; 1 after an error, printed as one sentence with the rank; 2 if the caller's input
-    caused it.
+    """Run a rank. Exit code 0; 1 after an error, printed as one sentence with the rank; 2 if the
+    input caused it.
     """
     signal.signal(signal.SIGTERM, _last_words)
     world = World.from_environment()

@@ -1,5 +1,4 @@
-"""Which bytes of an arena hold which group of which model: placement and eviction. Touches no
-memory.
+"""Placement and eviction of the groups of models in an arena. Touches no memory.
 
 Models stay until their bytes are needed. Space is then taken from the contiguous run of unpinned
 groups whose loss costs least: lowest priority first, then least recently used, then fewest bytes. A
@@ -33,7 +32,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model's groups lie, which of them hold no data yet, and what was evicted for them."""
+    """Offsets of a model's groups, which of them hold no data yet, and what was evicted for
+    them.
+    """
 
     offsets: tuple[int, ...]
     missing: tuple[int, ...]
@@ -42,7 +43,7 @@ class Placement:
 
 @dataclass
 class _Tenant:
-    """What the arena knows of one model."""
+    """The state of one model in the arena."""
 
     offsets: dict[int, int] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
@@ -65,7 +66,7 @@ class Arena:
         return tuple(self._blocks)
 
     def is_resident(self, model: str, groups: int) -> bool:
-        """Whether all `groups` groups of `model` hold their data."""
+        """Return whether all `groups` groups of `model` hold their data."""
         tenant = self._tenants.get(model)
         return tenant is not None and len(tenant.ready) == groups
 

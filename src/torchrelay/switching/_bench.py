@@ -1,4 +1,4 @@
-"""The table of `torchrelay serve --bench`: what switching between the file's models costs here."""
+"""The table of `torchrelay serve --bench`: the cost of switching between the file's models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ __all__ = ["print_table"]
 
 
 def print_table(file: ModelsFile, rounds: int) -> None:
-    """Alternate between the models `rounds` times and print medians, with a ready model beside
-    them.
-    """
+    """Switch between the models `rounds` times; print medians, and the time of a resident model."""
     entries = [entry for entry in file.models.values() if entry.load]
     if not entries:
         raise ConfigError("no model of the file has load = true")

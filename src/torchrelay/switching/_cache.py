@@ -59,7 +59,8 @@ class SharedCache(Resource):
 
         Raises:
             OperationTimeoutError: nothing was sent within `timeout_s` seconds.
-            ProtocolError: what listens there is no sender of ours, or is another user's.
+            ProtocolError: the process that listens there speaks another protocol, or is another
+                user's.
         """
         header, descriptors = receive_descriptors(address, timeout_s=timeout_s)
         try:
@@ -70,8 +71,9 @@ class SharedCache(Resource):
 
     @classmethod
     def from_descriptor(cls, header: dict[str, object], descriptors: Sequence[int]) -> SharedCache:
-        """Map what :meth:`describe` and an exported descriptor stand for; the caller closes the
-        descriptor.
+        """Map the memory of an exported descriptor, described by :meth:`describe`.
+
+        The caller closes the descriptor.
         """
         try:
             (descriptor,) = descriptors
@@ -100,7 +102,7 @@ class SharedCache(Resource):
 
     @property
     def read_only(self) -> bool:
-        """Whether this process cannot write to the cache; a write crashes it."""
+        """Whether the cache is read-only in this process; a write to it crashes the process."""
         return self._memory.read_only
 
     @property
@@ -108,7 +110,7 @@ class SharedCache(Resource):
         return tuple(self._regions)
 
     def describe(self, *, read_only: bool = False) -> dict[str, object]:
-        """Return what :meth:`from_descriptor` needs beside a descriptor; JSON values only."""
+        """Return the JSON values that :meth:`from_descriptor` needs beside a descriptor."""
         read_only = read_only or self.read_only
         return {"device": str(self.device), "size_bytes": self.size_bytes, "read_only": read_only}
 
@@ -160,8 +162,9 @@ class SharedCache(Resource):
         return data.view(dtype).view(tuple(shape))
 
     def insert_for_parameter(self, size_bytes: int = 1 << 30, offset_bytes: int = 0) -> Region:
-        """Use `size_bytes` from `offset_bytes` for parameters: place modules there with
-        :meth:`Region.put`.
+        """Return a region of `size_bytes` from `offset_bytes` for parameters.
+
+        Place modules there with :meth:`Region.put`.
 
         Raises:
             ArgumentError: the region leaves the cache, is not 512-byte aligned, or overlaps another
@@ -170,8 +173,9 @@ class SharedCache(Resource):
         return self._insert("parameter", size_bytes, offset_bytes)
 
     def insert_for_computation(self, size_bytes: int, offset_bytes: int) -> Region:
-        """Use `size_bytes` from `offset_bytes` for intermediate results: take tensors by
-        :meth:`Region.empty`.
+        """Return a region of `size_bytes` from `offset_bytes` for intermediate results.
+
+        Allocate tensors there with :meth:`Region.empty`.
 
         Raises:
             ArgumentError: as :meth:`insert_for_parameter`.
@@ -218,7 +222,7 @@ class SharedCache(Resource):
 
 
 class Region:
-    """A part of a shared cache from which tensors are taken, one after the other."""
+    """A part of a shared cache from which tensors are allocated one after the other."""
 
     def __init__(
         self, cache: SharedCache, purpose: str, size_bytes: int, offset_bytes: int
@@ -268,7 +272,5 @@ class Region:
         return module
 
     def reset(self) -> None:
-        """Make the whole region available again; tensors taken from it earlier share their memory
-        with new ones.
-        """
+        """Make the whole region available again; new tensors reuse the memory of earlier ones."""
         self.used_bytes = 0

@@ -1,4 +1,4 @@
-"""The models that are served: built in every worker, profiled once, regrouped, and retired."""
+"""The served models: built in every worker, profiled once, regrouped, and retired."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Catalog:
         self._failed = failed
 
     def add(self, model: StoredModel, priority: int) -> Future[None]:
-        """Serve `model`, in place of one of its name; the future is done when a request can run.
+        """Serve `model`, replacing one of its name; the future is done when a request can run.
 
         Raises:
             CapacityError: it is larger than the arena.
@@ -81,7 +81,7 @@ class Catalog:
         return served.ready
 
     def remove(self, name: str, reason: str = "was unloaded") -> None:
-        """Serve the model no more; the request that runs is finished.
+        """Stop serving the model; a running request is finished.
 
         Raises:
             NotFoundError: there is none of that name.
@@ -95,11 +95,13 @@ class Catalog:
         self._leaving.setdefault(name, []).append(served.model)
 
     def is_leaving(self, name: str) -> bool:
-        """Whether an older model of that name still holds bytes or modules."""
+        """Return whether an older model of that name still holds bytes or modules."""
         return name in self._leaving
 
     def can_copy(self, name: str) -> bool:
-        """Whether requests to the model may run: it is profiled, and its groups are final."""
+        """Return whether requests to the model may run: it is profiled, and its groups are
+        final.
+        """
         served = self.models[name]
         return served.ready.done() and served.regroup is None and not self.is_leaving(name)
 
@@ -114,7 +116,7 @@ class Catalog:
     # --- what each turn of the loop does
 
     def retire(self, running: str) -> None:
-        """Free what removed and regrouped models hold, once nobody uses it.
+        """Free what removed and regrouped models hold, once it is unused.
 
         Args:
             running: the model of the request that runs, or "".
@@ -134,7 +136,7 @@ class Catalog:
                 served.apply_regroup()
 
     def build(self) -> None:
-        """Have idle workers build modules that they do not have, one each."""
+        """Let idle workers build modules that they lack, one each."""
         for worker in self._fleet:
             for name, served in self.models.items():
                 if not worker.idle:
@@ -145,7 +147,7 @@ class Catalog:
                     self.send_build(worker, served)
 
     def send_build(self, worker: WorkerProcess, served: Served) -> None:
-        """Have `worker` build the model's modules, or take over its new groups."""
+        """Let `worker` build the model's module, or switch to its new groups."""
         model, known = served.model, worker.loaded.get(served.model.name)
         replace = known is None or known[0] != model.version
         worker.loaded[model.name] = served.key
@@ -190,7 +192,7 @@ class Catalog:
         self._group(served, profile)
 
     def on_lost(self, worker: WorkerProcess, reason: str) -> None:
-        """Give up on a model that a worker died of, twice, while it built the modules."""
+        """Fail a model whose building has killed a worker twice."""
         served = self.models.get(worker.loading)
         if served is None:
             return

@@ -52,7 +52,7 @@ class Channel:
         """Send one message; the receiver gets duplicates of `descriptors`.
 
         Raises:
-            PeerLostError: the other end is gone, or takes nothing.
+            PeerLostError: the other end is closed, or does not receive.
         """
         data = json.dumps({**message, "descriptors": len(descriptors)}).encode()
         data = _LENGTH.pack(len(data)) + data
@@ -73,7 +73,7 @@ class Channel:
 
         Raises:
             PeerLostError: the other end is closed.
-            ProtocolError: what arrived is no message.
+            ProtocolError: the data received is not a message.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -123,7 +123,7 @@ class Channel:
 
 
 def described(error: Exception) -> Message:
-    """Return what :func:`error_of` makes the error from again."""
+    """Return a JSON description of the error for :func:`error_of`."""
     if isinstance(error, TorchRelayError):
         return {"error": type(error).__name__, "text": str(error)}
     if isinstance(error, TypeError) and "argument" in str(error):

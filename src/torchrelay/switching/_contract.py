@@ -40,7 +40,7 @@ class DeviceMemory(Protocol):
 
     @property
     def read_only(self) -> bool:
-        """Whether this process cannot write to the memory."""
+        """Whether the memory is read-only in this process."""
 
     def tensor(self) -> torch.Tensor:
         """Return the whole block as a uint8 tensor of `size_bytes` elements, without copying."""
@@ -56,7 +56,7 @@ class DeviceMemory(Protocol):
         """
 
     def close(self) -> None:
-        """Give up the mapping. Idempotent."""
+        """Unmap the memory in this process. Idempotent."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Link(Protocol):
     """Moves bytes from host memory into an arena, in the order of the calls."""
 
     def start(self, copies: list[Copy]) -> Callable[[], None]:
-        """Start copying and return what blocks until the bytes are visible to every process.
+        """Start copying; return a function that blocks until the bytes are visible to every
+        process.
 
         The sources must stay unchanged until then. The returned function raises what the copy
         failed with.

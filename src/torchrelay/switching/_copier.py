@@ -24,7 +24,7 @@ _AHEAD = 2
 
 @dataclass
 class CopyJob:
-    """Groups of one model on their way into the arena, in order."""
+    """Groups of one model to copy into the arena, in order."""
 
     model: str
     groups: list[tuple[int, list[Copy]]]

@@ -51,7 +51,7 @@ class CudaMemory:
     def __init__(
         self, driver: Any, handle: Any, size_bytes: int, device: torch.device, *, read_only: bool
     ) -> None:
-        """Map `handle`, which this object owns from now on."""
+        """Map `handle` and take ownership of it."""
         self.size_bytes = size_bytes
         self.device = device
         self.read_only = read_only
@@ -199,7 +199,7 @@ class CudaLink:
             self._registered[source.data_ptr()] += 1
 
     def unregister(self, source: torch.Tensor) -> None:
-        """Unpin `source` when nobody else has registered it."""
+        """Unpin `source` once it is not registered any more."""
         _use_primary_context(self._driver, self._device)
         with self._registering:
             self._registered[source.data_ptr()] -= 1

@@ -1,4 +1,4 @@
-"""The daemon's decisions about requests: which runs next, where, and what becomes of it."""
+"""The daemon: decides which request runs next, on which worker, and completes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _EXIT_S = 5.0  # what workers get to end by themselves
 
 @dataclass(frozen=True)
 class Options:
-    """What a switcher was started with."""
+    """The options of a switcher."""
 
     workers: int
     request_bytes: int
@@ -136,7 +136,7 @@ class Daemon:
         self.training.submit(task)
 
     def drain(self, grace_s: float) -> None:
-        """Take no more requests and end when those queued are done, or `grace_s` has passed."""
+        """Refuse new requests, and end when the queued ones are done or `grace_s` has passed."""
         self._draining_until = time.monotonic() + grace_s
         self.training.pause()
 
@@ -177,7 +177,7 @@ class Daemon:
     # --- decisions, after every event
 
     def _turn(self) -> float | None:
-        """Do what can be done now; return in how many seconds to look again at the latest."""
+        """Do what can be done now; return the seconds until the next turn at the latest."""
         if self._draining_until is not None and self._drained():
             self._end(UnavailableError("the switcher was closed before it was done"))
             return None

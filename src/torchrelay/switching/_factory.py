@@ -79,9 +79,7 @@ class Factory:
         return self._checked(self.build())
 
     def build_skeleton(self) -> torch.nn.Module:
-        """Build the module without memory for its tensors where it can be deferred, else as it
-        is.
-        """
+        """Build the module, deferred (without memory for its tensors) where possible."""
         from torchrelay.deferred import deferred_init  # noqa: PLC0415 - takes a moment to import
 
         function = self._resolve()
@@ -164,16 +162,14 @@ def _reference_of(function: Callable[..., Any]) -> str:
 
 
 def _is_findable(module: str) -> bool:
-    """Whether an import finds `module`'s package; `find_spec` would look at what is imported
-    already.
-    """
+    """Return whether an import would find `module`'s package, without asking `sys.modules`."""
     top = module.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
 def _hides_tensors(module: torch.nn.Module) -> bool:
-    """Whether a submodule keeps tensors in a list, tuple or dict, where a skeleton cannot replace
-    them.
+    """Return whether a submodule has tensors in a list, tuple or dict, which a skeleton cannot
+    replace.
     """
 
     def holds_tensor(value: Any) -> bool:

@@ -49,7 +49,7 @@ class Fleet:
 
     @property
     def broken(self) -> UnavailableError | None:
-        """Why no more workers are started, if so."""
+        """The reason why no more workers are started, if any."""
         if self._failed_starts < _MAX_FAILED_STARTS:
             return None
         return UnavailableError(
@@ -85,7 +85,7 @@ class Fleet:
         self.fill()
 
     def check_starts(self) -> float:
-        """Replace workers that do not get ready; return the moment to check again."""
+        """Replace workers that do not become ready; return the time of the next check."""
         now = time.monotonic()
         for worker in [one for one in self.workers if not one.ready]:
             if now - worker.started > self._start_timeout_s:

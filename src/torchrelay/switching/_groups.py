@@ -24,15 +24,15 @@ class Grouped:
 
     @classmethod
     def one_group(cls, layout: Layout) -> Grouped:
-        """Everything at once: the model waits for all of it."""
+        """Return one group for the whole model."""
         return cls(layout, (tuple(range(len(layout.storages))),), {"": (0,)})
 
     @classmethod
     def of_profile(
         cls, layout: Layout, profile: Profile, costs: Costs, policy: str = "best"
     ) -> Grouped:
-        """Group the profiled layers: by the planner ("best"), all in "one", or each its own
-        ("layer").
+        """Group the profiled layers: as the planner decides ("best"), into "one" group, or each on
+        its own ("layer").
         """
         layers = [layer for layer in profile.layers if layer.storages]
         if not layers or policy == "one":
@@ -76,7 +76,7 @@ class Grouped:
 def _waits(
     layout: Layout, profile: Profile, groups: tuple[tuple[int, ...], ...]
 ) -> dict[str, tuple[int, ...]]:
-    """A module waits for what its call was seen to use, and for its own tensors, seen or not."""
+    """Return the groups that each module waits for: those its traced call used, and its own."""
     group_of = {storage: index for index, group in enumerate(groups) for storage in group}
     waits: dict[str, set[int]] = {}
     for layer in profile.layers:

@@ -77,14 +77,14 @@ class HostLink:
         self._free_at_s = 0.0
 
     def start(self, copies: list[Copy]) -> Callable[[], None]:
-        """Return the copy itself: it runs in the thread that waits for it."""
+        """Return the copy, which runs in the thread that waits for it."""
         return lambda: self._copy(copies)
 
     def register(self, source: torch.Tensor) -> None:
-        """Nothing to do: all host memory is alike."""
+        """Do nothing: host memory needs no preparation."""
 
     def unregister(self, source: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)  # a tensor keeps the arena mapped

@@ -137,7 +137,7 @@ class _Server:
         return JSONResponse({"live": True})
 
     async def ready(self) -> Response:
-        """Ready: every model that was loaded can answer."""
+        """Return status 200 if every loaded model can answer."""
         names = self._switcher.models()
         ready = bool(names) and all(self._switcher.is_ready(name) for name in names)
         return JSONResponse({"ready": ready}, 200 if ready else 503)
@@ -199,7 +199,7 @@ class _Server:
         )
 
     async def load(self, name: str, request: Request) -> Response:
-        """Load a model of the models file, again if it is loaded; parameters are not accepted."""
+        """Load or reload a model of the models file; parameters are refused."""
         entry = self._entries.get(name)
         if entry is None:
             known = ", ".join(sorted(self._entries)) or "none"
@@ -254,8 +254,8 @@ async def _unless_gone(request: Request, future: asyncio.Future[Reply]) -> Reply
 
 
 def _options(parameters: object) -> dict[str, Any]:
-    """Return the request's priority, deadline and client; `timeout` is in microseconds, as
-    Triton's.
+    """Return the request's priority, deadline and client; `timeout` is in microseconds, as in
+    Triton.
     """
     if not isinstance(parameters, dict):
         raise ArgumentError("parameters must be an object")
@@ -276,7 +276,7 @@ def _options(parameters: object) -> dict[str, Any]:
 
 
 def _response(header: dict[str, Any], reply: Reply) -> Response:
-    """Return the outputs that were asked for, in JSON or binary as asked."""
+    """Return the requested outputs, in JSON or binary as requested."""
     parameters = header.get("parameters", {})
     all_binary = bool(parameters.get("binary_data_output"))
     wanted = header.get("outputs")

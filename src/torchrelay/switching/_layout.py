@@ -50,7 +50,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor object of a module: every path it is known by, and where it lies."""
+    """One tensor object of a module: all its paths, and its position in a storage."""
 
     paths: tuple[str, ...]
     is_parameter: bool
@@ -63,14 +63,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The storages' sizes and the tensors over them; JSON both ways."""
+    """The sizes of storages and the tensors over them; converts to and from JSON."""
 
     storages: tuple[int, ...]  # bytes
     tensors: tuple[TensorSpec, ...]
 
     @property
     def size_bytes(self) -> int:
-        """The bytes the model takes in an arena if it is placed as one group."""
+        """The size of the model in an arena if it is one group."""
         return sum(align(size_bytes) for size_bytes in self.storages)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Layout:
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter, buffer and plain tensor attribute with its path, tied ones under each
+    """Yield every parameter, buffer and plain tensor attribute with its path; tied ones under each
     path.
     """
     for prefix, submodule in module.named_modules(remove_duplicate=False):

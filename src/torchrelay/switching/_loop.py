@@ -31,7 +31,7 @@ class Loop:
 
         Args:
             after_each: runs after every event; it returns in how many seconds to run at the latest.
-            crashed: is called with an error that nobody caught; the loop ends then.
+            crashed: called with an uncaught error; the loop then ends.
         """
         self._after_each = after_each
         self._crashed = crashed
@@ -47,14 +47,14 @@ class Loop:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process was forked from the loop's, whose thread it does not have."""
+        """Whether this process was forked from the loop's and so lacks its thread."""
         return os.getpid() != self._pid
 
     def start(self) -> None:
         self._thread.start()
 
     def post(self, function: Callable[[], None]) -> bool:
-        """Run `function` in the loop's thread, soon; False, and dropped, once the loop has ended.
+        """Schedule `function` in the loop's thread; return False if the loop has ended.
 
         Raises:
             UnavailableError: this process was forked from the loop's.

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes."""
+"""Prometheus metrics of the server."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Metrics:
         ]
 
     def outputs_of(self, model: str) -> list[dict[str, Any]]:
-        """Return the outputs as the last reply had them; empty before the first."""
+        """Return the outputs of the last reply; empty before the first."""
         return self._outputs.get(model, [])
 
     def render(self) -> tuple[bytes, str]:

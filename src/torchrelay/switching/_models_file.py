@@ -1,4 +1,4 @@
-"""`models.toml`: what `torchrelay serve` serves, and how."""
+"""`models.toml`, the configuration of `torchrelay serve`."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class ModelsFile:
-    """A parsed file. Paths in it are relative to its folder, which modules are imported from
-    too.
-    """
+    """A parsed file. Paths and imports in it are relative to its folder."""
 
     folder: Path
     server: ServerOptions

@@ -20,7 +20,7 @@ __all__ = ["Costs", "Grouping", "best_grouping", "pipeline_s", "pipelining_bound
 
 @dataclass(frozen=True)
 class Costs:
-    """What copying and computing a group cost besides bytes and layers."""
+    """Fixed costs of copying and computing a group."""
 
     bytes_per_s: float
     copy_overhead_s: float = 0.0
@@ -58,16 +58,13 @@ def pipeline_s(
 def pipelining_bound_s(
     grouping: Grouping, size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
 ) -> float:
-    """Return max(copy, compute) plus the copy of the first group: what a pipeline cannot beat by
-    much.
-    """
+    """Return the bound of a pipeline: max(copy, compute) plus the copy of the first group."""
     first = sum(size_bytes[: grouping.ends[0]]) / costs.bytes_per_s if grouping.ends else 0.0
     return max(sum(size_bytes) / costs.bytes_per_s, sum(compute_s)) + first
 
 
 def best_grouping(size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs) -> Grouping:
-    """Return the grouping of n layers that ends first. Takes O(n^2) for each number of groups worth
-    trying.
+    """Return the grouping of n layers that ends first, in O(n^2) for each number of groups tried.
 
     Args:
         size_bytes: what each layer adds to the copies, in the order of execution.

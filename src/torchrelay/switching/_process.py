@@ -1,4 +1,4 @@
-"""A worker process as the daemon sees it."""
+"""A worker process, from the daemon's side."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class WorkerProcess:
             telemetry.event("switching.send_failed", pid=self.pid)
 
     def release(self) -> None:
-        """Make the worker idle: what it ran has ended."""
+        """Mark the worker as idle."""
         self.request_id = 0
         self.last_used = time.monotonic()
 
     def kill(self) -> None:
-        """End the process, whatever it does, and reap it. Idempotent."""
+        """Kill the process and reap it. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()

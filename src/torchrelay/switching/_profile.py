@@ -1,4 +1,4 @@
-"""What a model's forward pass uses when: the layers that a grouping is made of."""
+"""Profiles of forward passes: the layers of a model, and when each is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Layer:
-    """From one module call to the next: the storages first used there, and the time."""
+    """One layer: the storages first used between two module calls, and the time between them."""
 
     module: str  # whose call starts the layer
     storages: tuple[int, ...]
@@ -54,7 +54,7 @@ class Profile:
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records for each storage the module call before its first use.
 
-    In an arena all tensors share one storage of torch's, so ours are told apart by address.
+    In an arena all tensors share one torch storage, so storages are identified by address.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int, int]]) -> None:

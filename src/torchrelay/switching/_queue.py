@@ -20,7 +20,7 @@ __all__ = ["Reply", "Request", "RequestQueue"]
 
 @dataclass(frozen=True)
 class Reply:
-    """The outputs of one request, and what it took."""
+    """The outputs of one request, with its times."""
 
     model: str
     version: int
@@ -81,7 +81,7 @@ class RequestQueue:
         self._insert(request)
 
     def push_back(self, request: Request) -> None:
-        """Queue a request again that had left the queue, whatever the limits."""
+        """Queue a request again, ignoring the limits."""
         self._insert(request)
 
     def ordered(self) -> list[Request]:
@@ -97,9 +97,7 @@ class RequestQueue:
         return min((entry[1] for entry in self._heap), default=math.inf)
 
     def expire(self, gone: Callable[[Request], None]) -> None:
-        """Take out cancelled requests and those whose deadline has passed; `gone` is called for
-        each.
-        """
+        """Remove cancelled and expired requests; `gone` is called for each."""
         now = time.monotonic()
         for request in self.ordered():
             late = request.deadline <= now

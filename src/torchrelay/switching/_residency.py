@@ -1,4 +1,4 @@
-"""Which models lie in the arena, and the copies on their way there."""
+"""The models in the arena, and the copies in progress to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Pinned", "Residency"]
 
 @dataclass(frozen=True)
 class Pinned:
-    """A model that stays where it is until :meth:`Residency.unpin`."""
+    """A model that is not evicted until :meth:`Residency.unpin`."""
 
     offsets: tuple[int, ...]  # of its groups, in bytes
     missing: list[int]  # groups that are still to arrive, in that order
@@ -55,11 +55,11 @@ class Residency:
         return bool(self._copies)
 
     def is_resident(self, served: Served) -> bool:
-        """Whether all of the model is in place."""
+        """Return whether the whole model is in the arena."""
         return self.arena.is_resident(served.model.name, len(served.grouped.groups))
 
     def is_unused(self, name: str) -> bool:
-        """Whether no request and no copy uses what the arena holds of `name`."""
+        """Return whether no request or copy uses the groups of `name`."""
         return name not in self._copies and not self.arena.is_pinned(name)
 
     def pin(self, served: Served) -> Pinned | None:

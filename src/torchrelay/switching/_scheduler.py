@@ -1,4 +1,4 @@
-"""Training tasks in the time that requests leave: started, paused, resumed, given up."""
+"""Scheduling of training tasks: they run while no request does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_LOSSES = 2  # workers that may die at the same step
 
 @dataclass
 class _Running:
-    """The task that runs, on a worker that may have been asked to pause it."""
+    """The running task, and whether its worker was asked to pause it."""
 
     task: Task
     worker: WorkerProcess
@@ -60,14 +60,14 @@ class TrainingScheduler:
         worker.send({"op": "train", "id": request_id, **task.to_json()}, task.state)
 
     def pause(self) -> None:
-        """Have the running task write its state back at the end of its step."""
+        """Pause the running task at the end of its step."""
         if self._running is not None and not self._running.pausing:
             self._running.pausing = True
             worker = self._running.worker
             worker.send({"op": "pause", "id": worker.request_id})
 
     def on_message(self, worker: WorkerProcess, message: Message, descriptors: list[int]) -> bool:
-        """Take a message of the worker that trains; False if it is not that worker's."""
+        """Handle a message of the training worker; return False if it is another worker's."""
         if self._running is None or worker is not self._running.worker:
             return False
         task = self._running.task
@@ -80,7 +80,7 @@ class TrainingScheduler:
         return True
 
     def on_lost(self, worker: WorkerProcess, reason: str) -> None:
-        """Go back to the last state after a worker's death, unless that happens again and again."""
+        """Resume from the last state after a worker died; fail the task if this repeats."""
         if self._running is None or self._running.worker is not worker:
             return
         task, self._running = self._running.task, None

@@ -1,4 +1,4 @@
-"""The server process: models file in, HTTP out, until it is asked to end."""
+"""The server process: serves a models file over HTTP until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
 
 @contextlib.contextmanager
 def _signals_end_gracefully() -> Iterator[None]:
-    """Let uvicorn's own handlers end the server; it raises the signal again after, which must not
-    kill us.
+    """Let uvicorn's handlers end the server; the signal that it raises again must not kill this
+    process.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: None) for number in numbers]

@@ -1,4 +1,4 @@
-"""What the daemon keeps of a model that it serves."""
+"""The state of a served model in the daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Served", "merged_copies"]
 
 @dataclass
 class Served:
-    """A model that is loaded, or on its way."""
+    """A model that is loaded or loading."""
 
     model: StoredModel
     grouped: Grouped
@@ -33,7 +33,7 @@ class Served:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What a worker must have loaded: version and plan."""
+        """The version and plan that a worker must have loaded."""
         return self.model.version, self.plan
 
     def apply_regroup(self) -> None:
@@ -46,12 +46,12 @@ class Served:
             self.ready.set_result(None)
 
     def fail(self, error: TorchRelayError) -> None:
-        """Wake who waits for the model to be ready."""
+        """Fail those that wait for the model to be ready."""
         if not self.ready.done():
             self.ready.set_exception(error)
 
     def copies(self, group: int, offset_bytes: int) -> list[Copy]:
-        """Return what brings `group` to `offset_bytes` of the arena."""
+        """Return the copies that move `group` to `offset_bytes` of the arena."""
         if group not in self._copies:
             self._copies[group] = merged_copies(self.model, self.grouped, group)
         return [Copy(copy.source, offset_bytes + copy.offset_bytes) for copy in self._copies[group]]

@@ -48,7 +48,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model's bytes in host memory and what another process needs to build its module."""
+    """A model in host memory: its bytes, and what another process needs to build its module."""
 
     name: str
     factory: Factory
@@ -159,7 +159,7 @@ class ModelStore(Resource):
         """Return the model.
 
         Raises:
-            NotFoundError: there is none of that name.
+            NotFoundError: there is no model of that name.
         """
         with self._lock:
             if name not in self._models:
@@ -170,10 +170,10 @@ class ModelStore(Resource):
             return self._models[name]
 
     def remove(self, name: str) -> None:
-        """Forget the model; its memory is free once nobody uses it any more.
+        """Forget the model; its memory is freed once it is unused.
 
         Raises:
-            NotFoundError: there is none of that name.
+            NotFoundError: there is no model of that name.
         """
         self.get(name)
         with self._lock:

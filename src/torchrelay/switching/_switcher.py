@@ -166,7 +166,7 @@ class Switcher(Resource):
         return tuple(sorted(self._daemon.catalog.models))
 
     def is_ready(self, name: str) -> bool:
-        """Whether `name` is loaded and can answer."""
+        """Return whether `name` is loaded and can answer."""
         served = self._daemon.catalog.models.get(name)
         return served is not None and served.ready.done() and served.error is None
 
@@ -205,9 +205,7 @@ class Switcher(Resource):
         return request.future
 
     def _forget_cancelled(self, future: Future[Reply]) -> None:
-        """Have the loop run, which takes cancelled requests off the queue and frees their
-        inputs.
-        """
+        """Wake the loop, which removes cancelled requests from the queue and frees their inputs."""
         if future.cancelled():
             self._daemon.loop.post(lambda: None)
 
@@ -229,7 +227,7 @@ class Switcher(Resource):
         seed: int = 0,
         save_every: int = 0,
     ) -> TrainingHandle:
-        """Run `steps` training steps in the time that requests leave, and return a handle.
+        """Run `steps` training steps while no request runs; return a handle.
 
         A request preempts the task at the end of a step: its state is written to host memory and it
         resumes, in whatever worker, bit for bit. A worker that dies costs the steps since the last
@@ -254,7 +252,7 @@ class Switcher(Resource):
         return TrainingHandle(task, lambda one: self._daemon.loop.call(lambda: cancel(one)))
 
     def status(self) -> dict[str, Any]:
-        """Return what is resident, queued, running and done, as JSON values."""
+        """Return the resident models, and queued, running and finished requests, as JSON values."""
         from torchrelay.switching._status import status  # noqa: PLC0415
 
         return self._daemon.loop.call(lambda: status(self._daemon, self._cache))

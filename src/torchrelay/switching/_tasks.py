@@ -1,4 +1,4 @@
-"""Training tasks as the daemon sees them, and the handle a caller holds."""
+"""Training tasks in the daemon, and their handles for callers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Task:
 
     @property
     def state(self) -> list[int]:
-        """The descriptor of the last state, if there is one."""
+        """The file descriptor of the last state, if any."""
         return [self._state] if self._state >= 0 else []
 
     def advance(self, step: int, descriptor: int) -> None:
-        """Take over a newer state and close the one before."""
+        """Replace the state by a newer one, and close the old one."""
         self.close()
         self._state, self.step, self.losses = descriptor, step, 0
 
     def finish(self) -> None:
-        """Set the future to the state, read in the caller's place, and close it."""
+        """Read the state, set the future to it, and close it."""
         try:
             self.future.set_result(read_state(self._state)["task"])
         except Exception as error:
@@ -91,12 +91,12 @@ class TrainingHandle:
 
     @property
     def step(self) -> int:
-        """Steps whose state has been written back."""
+        """The number of steps whose state has been saved."""
         return self._task.step
 
     @property
     def preemptions(self) -> int:
-        """How often the task gave way to requests."""
+        """How often requests preempted the task."""
         return self._task.preemptions
 
     @property

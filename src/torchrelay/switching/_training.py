@@ -1,4 +1,4 @@
-"""Training tasks that give way at a step boundary and resume bit for bit."""
+"""Training tasks that are preempted at a step boundary and resume bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TrainingTask", "read_state", "run"]
 
 
 class TrainingTask(Protocol):
-    """What the factory of a training task returns.
+    """Protocol of a training task, which its factory returns.
 
     Between steps, everything that later steps depend on must be in :meth:`state_dict`. The random
     states of torch, numpy and `random` are kept besides, so that dropout and shuffling resume where
@@ -33,11 +33,11 @@ class TrainingTask(Protocol):
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Take over a state that :meth:`state_dict` returned, in another process."""
+        """Restore a state that :meth:`state_dict` returned, perhaps in another process."""
 
 
 def run(message: Message, descriptors: list[int], channel: Channel) -> None:
-    """Run a task in a worker until it is done or the daemon wants the worker back."""
+    """Run a task in a worker until it is done or the daemon pauses it."""
     # A process that builds a task anew must not differ from one that never stopped.
     task = Factory(message["factory"], message["kwargs"], message["seed"]).build()
     for method in ("step", "state_dict", "load_state_dict"):
@@ -86,7 +86,8 @@ def _asked_to_pause(channel: Channel, request_id: int) -> bool:
 
 
 def _send_state(channel: Channel, message: Message, task: TrainingTask, index: int) -> None:
-    """Write the state to an anonymous file and pass the file: a worker's death cannot tear it."""
+    """Write the state to an anonymous file and send the file, so that it arrives whole or not at
+    all."""
     descriptor = os.memfd_create("torchrelay-training", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:

@@ -1,5 +1,4 @@
-"""The worker process: keeps modules ready and runs one request at a time on weights it cannot write
-to.
+"""The worker process: keeps modules ready, and runs one request at a time on read-only weights.
 
 Started by the daemon as ``python -m torchrelay.switching._worker``. It ends when the daemon does.
 """
@@ -38,11 +37,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _CancelledError(BaseException):
-    """The daemon does not want the result any more; not for a model's `except Exception`."""
+    """Raised in a request that was cancelled. A model's `except Exception` does not catch it."""
 
 
 class _Loaded:
-    """A model's module in this process, bound to wherever its groups lie."""
+    """A model's module in this process, bound to its groups in the arena."""
 
     def __init__(self, factory: Factory, layout: Layout) -> None:
         self.layout = layout
@@ -55,7 +54,7 @@ class _Loaded:
         self._offsets = []
 
     def bind(self, arena: torch.Tensor, offsets: list[int]) -> None:
-        """Point the module's tensors at groups that start at `offsets`; free if they lie there
+        """Bind the module's tensors to groups at `offsets`; costs nothing if they are there
         already.
         """
         if offsets == self._offsets:
@@ -87,7 +86,7 @@ class Worker:
         }
 
     def run(self) -> None:
-        """Serve messages until the daemon says exit or is gone."""
+        """Serve messages until the daemon sends exit or has ended."""
         self._channel.send({"op": "ready", "pid": os.getpid()})
         while True:
             received = self._channel.receive(None)
@@ -162,7 +161,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _reporting(self, message: Message) -> Iterator[None]:
-        """Report what the request failed with; only the daemon's death ends the worker."""
+        """Report the error of a request; only the loss of the daemon ends the worker."""
         self._request_id = message["id"]
         try:
             yield
@@ -226,7 +225,7 @@ class Worker:
 
 
 def _named(results: Any) -> dict[str, torch.Tensor]:
-    """Return a model's result as tensors by name; entries that are no tensors are left out."""
+    """Return a model's result as tensors by name, without other entries."""
     if isinstance(results, torch.Tensor):
         return {"output": results}
     if isinstance(results, Mapping):
@@ -249,7 +248,7 @@ def _to(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torc
 
 
 def _prepare_cuda(device: torch.device, arena_bytes: int, workers: int) -> None:
-    """Make the context and the libraries' handles now, and bound this worker's activations.
+    """Create the CUDA context and library handles, and bound this worker's activations.
 
     Each worker gets the same share of what the arena leaves: none can take another's memory.
     """
@@ -262,7 +261,7 @@ def _prepare_cuda(device: torch.device, arena_bytes: int, workers: int) -> None:
 
 
 def main() -> None:
-    """Run a worker over the descriptors that the daemon left open for it."""
+    """Run a worker over the descriptors inherited from the daemon."""
     parser = argparse.ArgumentParser()
     for name in ("channel", "arena", "requests", "threads", "workers"):
         parser.add_argument(f"--{name}", type=int, required=True)
