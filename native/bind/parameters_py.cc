@@ -30,7 +30,7 @@ std::map<Stat, std::uint64_t> stats(const Store& store) {
 void register_enums(nb::module_& module) {
   register_enum<parameters::Op>(module, "TableOp", "What a worker does with rows.", parameters::kOpNames);
   register_enum<RuleKind>(module, "RuleKind", "What a push does to a row.", kRuleNames);
-  register_enum<InitKind>(module, "InitKind", "The value of a key that nobody has set.", kInitNames);
+  register_enum<InitKind>(module, "InitKind", "The initial value of keys.", kInitNames);
   register_enum<Techniques>(module, "Techniques", "How keys come to the nodes that need them.",
                             kTechniqueNames);
   register_enum<Stat>(module, "TableStat", "What a node counts.", kStatNames);

@@ -73,7 +73,7 @@ std::atomic<int>& forks() {
   return count;
 }
 
-// A rank's seat with what drives it: the executor for collectives, the mailboxes for messages.
+// A rank of a group with what drives it: the executor for collectives, the mailboxes for messages.
 struct Parts {
   Parts(SharedMemory memory, int rank, std::vector<int> names)
       : group(std::move(memory), rank, std::move(names)), mailboxes(group) {}
@@ -83,8 +83,9 @@ struct Parts {
   Mailboxes mailboxes;
 };
 
-// A forked child has the object but neither its threads nor its seat: there, closing does nothing, and the
-// parts are never destroyed (a condition variable that a lost thread waits on would wait for it for ever).
+// A forked child has the object but neither its threads nor its registration: there, closing does nothing,
+// and the parts are never destroyed (a condition variable that a lost thread waits on would wait for it for
+// ever).
 class Communicator {
  public:
   Communicator(SharedMemory& memory, int rank, std::vector<int> names, double spin_s, double yield_s)

@@ -70,7 +70,7 @@ Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root =
 void reduce_in_one_step(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
                         Reducer& reducer, std::size_t size) {
   copy_bytes(group.next_slot(size), data, size);
-  group.meet(operation, call);
+  group.synchronize(operation, call);
   if (call.root >= 0 && call.root != group.rank()) return;
   for (int r = 0; r < group.size(); ++r)
     reducer.sources()[static_cast<std::size_t>(r)] = r == group.rank() ? data : group.slot(r);
@@ -145,12 +145,12 @@ void reduce_in_blocks(SharedGroup& group, const Operation& operation, const Call
   Pipeline pipeline(group, data, size);
   const std::size_t blocks = pipeline.blocks();
   pipeline.copy_in(0);
-  group.meet(operation, call);
+  group.synchronize(operation, call);
   for (std::size_t block = 0; block < blocks; ++block) {
     if (block + 1 < blocks) pipeline.copy_in(block + 1);
     pipeline.reduce(block, reducer, keep);
     if (block > 0 && keep) pipeline.copy_out(block - 1);
-    group.meet(operation);
+    group.synchronize(operation);
   }
   if (keep) pipeline.copy_out(blocks - 1);
 }
@@ -185,9 +185,9 @@ void spread(SharedGroup& group, const Operation& operation, const Call& call, Bl
     const std::size_t length = part(input.size_bytes, offset, limit);
     copy_bytes(group.next_slot(length), input.data + offset, length);
     if (offset == 0)
-      largest = group.meet(operation, call, sends, receives);
+      largest = group.synchronize(operation, call, sends, receives);
     else
-      group.meet(operation);
+      group.synchronize(operation);
     for (std::size_t i = 1; i < n && !outputs.empty(); ++i) {
       const auto r = (static_cast<std::size_t>(group.rank()) + i) % n;
       copy_bytes(outputs[r].data + offset, group.slot(static_cast<int>(r)),
@@ -209,9 +209,9 @@ void exchange(SharedGroup& group, const Operation& operation, const Call& call,
       if (r != mine)
         copy_bytes(slot + r * limit, inputs[r].data + offset, part(inputs[r].size_bytes, offset, limit));
     if (offset == 0)
-      largest = group.meet(operation, call, sizes(inputs), sizes(outputs));
+      largest = group.synchronize(operation, call, sizes(inputs), sizes(outputs));
     else
-      group.meet(operation);
+      group.synchronize(operation);
     for (std::size_t i = 1; i < n; ++i) {
       const std::size_t r = (mine + i) % n;
       copy_bytes(outputs[r].data + offset, group.slot(static_cast<int>(r)) + mine * limit,
@@ -259,9 +259,9 @@ void reduce_scatter(SharedGroup& group, const Operation& operation, const std::v
     for (std::size_t r = 0; r < n; ++r)
       if (r != mine) copy_bytes(slot + r * stride, inputs[r] + offset, length);
     if (offset == 0)
-      group.meet(operation, call);
+      group.synchronize(operation, call);
     else
-      group.meet(operation);
+      group.synchronize(operation);
     for (std::size_t r = 0; r < n; ++r)
       reducer.sources()[r] = r == mine ? inputs[r] + offset : group.slot(static_cast<int>(r)) + mine * stride;
     reducer.run(output + offset, nullptr, length);
@@ -278,9 +278,9 @@ void broadcast(SharedGroup& group, const Operation& operation, Block data, std::
     const std::size_t length = part(data.size_bytes, offset, limit);
     if (is_root) copy_bytes(group.next_slot(length), data.data + offset, length);
     if (offset == 0)
-      group.meet(operation, call);
+      group.synchronize(operation, call);
     else
-      group.meet(operation);
+      group.synchronize(operation);
     if (!is_root) copy_bytes(data.data + offset, group.slot(root), length);
   }
 }
@@ -330,7 +330,7 @@ void all_to_all(SharedGroup& group, const Operation& operation, const std::vecto
 void barrier(SharedGroup& group, const Operation& operation) {
   Call call;
   call.kind = Kind::kBarrier;
-  group.meet(operation, call);
+  group.synchronize(operation, call);
 }
 
 }  // namespace torchrelay

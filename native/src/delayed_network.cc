@@ -21,8 +21,8 @@ struct Delivery {
 
 class DelayedEndpoint final : public Endpoint {
  public:
-  DelayedEndpoint(std::unique_ptr<Endpoint> endpoint, const Weather& weather, std::uint64_t seed)
-      : endpoint_(std::move(endpoint)), weather_(weather), random_(seed) {}
+  DelayedEndpoint(std::unique_ptr<Endpoint> endpoint, const FaultInjection& faults, std::uint64_t seed)
+      : endpoint_(std::move(endpoint)), faults_(faults), random_(seed) {}
 
   std::string address() const override { return endpoint_->address(); }
   void connect(std::uint32_t peer, const std::string& address) override { endpoint_->connect(peer, address); }
@@ -48,23 +48,23 @@ class DelayedEndpoint final : public Endpoint {
 
  private:
   void hold(Message message) {
-    const int copies = std::bernoulli_distribution(weather_.duplicate_probability)(random_) ? 2 : 1;
-    for (int copy = 0; copy < copies; ++copy) held_.push({Clock::now() + weather_.delay(random_), message});
+    const int copies = std::bernoulli_distribution(faults_.duplicate_probability)(random_) ? 2 : 1;
+    for (int copy = 0; copy < copies; ++copy) held_.push({Clock::now() + faults_.delay(random_), message});
   }
 
   std::unique_ptr<Endpoint> endpoint_;
-  Weather weather_;
+  FaultInjection faults_;
   std::mt19937_64 random_;
   std::priority_queue<Delivery, std::vector<Delivery>, std::greater<>> held_;
 };
 
 }  // namespace
 
-DelayedNetwork::DelayedNetwork(std::shared_ptr<Network> network, const Weather& weather)
-    : network_(std::move(network)), weather_(weather) {}
+DelayedNetwork::DelayedNetwork(std::shared_ptr<Network> network, const FaultInjection& faults)
+    : network_(std::move(network)), faults_(faults) {}
 
 std::unique_ptr<Endpoint> DelayedNetwork::open(const std::string& label) {
-  return std::make_unique<DelayedEndpoint>(network_->open(label), weather_, weather_.seed + opened_++);
+  return std::make_unique<DelayedEndpoint>(network_->open(label), faults_, faults_.seed + opened_++);
 }
 
 }  // namespace torchrelay

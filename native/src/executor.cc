@@ -103,7 +103,7 @@ void Executor::loop() {
       error = std::current_exception();
     }
     job = nullptr;
-    // The turn ends before the ticket does: who hears of it finds the executor free.
+    // The turn ends before the ticket is done, so that its waiters find the executor free.
     guard.lock();
     running_ = false;
     guard.unlock();

@@ -39,7 +39,7 @@ struct Mailbox {
 }  // namespace
 
 struct MemoryNetwork::Shared {
-  Weather weather;
+  FaultInjection faults;
   std::mutex mutex;
   std::mt19937_64 random;
   std::uint64_t next_number = 0;
@@ -75,7 +75,7 @@ class MemoryEndpoint : public Endpoint {
       const auto found = shared_->mailboxes.find(address->second);
       if (found == shared_->mailboxes.end()) return;  // gone, as a closed port
       mailbox = found->second;
-      const bool twice = std::bernoulli_distribution(shared_->weather.duplicate_probability)(shared_->random);
+      const bool twice = std::bernoulli_distribution(shared_->faults.duplicate_probability)(shared_->random);
       for (int copy = 0; copy <= (twice ? 1 : 0); ++copy) deliveries.push_back(make_delivery(message));
     }
     const std::lock_guard guard(mailbox->mutex);
@@ -105,7 +105,7 @@ class MemoryEndpoint : public Endpoint {
   // Under the network's mutex. Without delay all are due at once, in the order sent.
   Delivery make_delivery(const Message& message) {
     Clock::time_point due{};
-    if (shared_->weather.max_delay.count() > 0) due = Clock::now() + shared_->weather.delay(shared_->random);
+    if (shared_->faults.max_delay.count() > 0) due = Clock::now() + shared_->faults.delay(shared_->random);
     return {due, shared_->next_number++, message};
   }
 
@@ -117,15 +117,15 @@ class MemoryEndpoint : public Endpoint {
 
 }  // namespace
 
-std::chrono::microseconds Weather::delay(std::mt19937_64& random) const {
+std::chrono::microseconds FaultInjection::delay(std::mt19937_64& random) const {
   constexpr double kSteepness = 16;
   const double part = std::pow(std::uniform_real_distribution<double>(0, 1)(random), kSteepness);
   return min_delay + std::chrono::duration_cast<std::chrono::microseconds>(part * (max_delay - min_delay));
 }
 
-MemoryNetwork::MemoryNetwork(const Weather& weather) : shared_(std::make_shared<Shared>()) {
-  shared_->weather = weather;
-  shared_->random.seed(weather.seed);
+MemoryNetwork::MemoryNetwork(const FaultInjection& faults) : shared_(std::make_shared<Shared>()) {
+  shared_->faults = faults;
+  shared_->random.seed(faults.seed);
 }
 
 MemoryNetwork::~MemoryNetwork() = default;

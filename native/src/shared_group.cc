@@ -39,7 +39,7 @@ const char* name(Kind kind) {
 
 }  // namespace
 
-// Where in its rings a rank published what it brought to a meeting, in lines.
+// Where in its rings a rank published its data of a step, in lines.
 struct Post {
   std::uint32_t slot;
   std::uint32_t result;
@@ -47,7 +47,7 @@ struct Post {
 
 // The counter, the calls and the posts of both parities, and the core on which the rank last arrived, share a
 // cache line: a waiter fetches them together.
-struct alignas(kLine) SharedGroup::Seat {
+struct alignas(kLine) SharedGroup::RankState {
   Flag arrived;
   Call calls[2];
   Post posts[2];
@@ -88,7 +88,7 @@ SharedGroup::Layout SharedGroup::layout(const Shape& shape) {
     return round_up(std::max(3 * round_up(size, kLine), shape.ring_bytes / n), kPage);
   };
   Layout at{};
-  at.tables = sizeof(Head) + n * sizeof(Seat);
+  at.tables = sizeof(Head) + n * sizeof(RankState);
   at.mailboxes = round_up(at.tables + n * 2 * round_up(2 * n * sizeof(std::uint64_t), kLine), kPage);
   at.slots = round_up(at.mailboxes + n * n * round_up(shape.mailbox_bytes, kPage), kPage);
   at.slot_ring = ring(shape.slot_bytes);
@@ -127,32 +127,32 @@ SharedGroup::SharedGroup(SharedMemory memory, int rank, std::vector<int> names)
                                      std::to_string(shape_.size) + " ranks");
   at_ = layout(shape_);
   // It fails where there are more cores than cpu_set_t has bits: the ranks are hardly crowded then.
-  cpu_set_t& cores = seat(rank_).cores;
+  cpu_set_t& cores = state(rank_).cores;
   if (sched_getaffinity(0, sizeof cores, &cores) != 0) std::memset(&cores, 0xFF, sizeof cores);
   const ProcessId process = ProcessId::current();
-  seat(rank_).start_ticks.store(process.start_ticks, std::memory_order_relaxed);
-  seat(rank_).pid.store(process.pid, std::memory_order_release);
+  state(rank_).start_ticks.store(process.start_ticks, std::memory_order_relaxed);
+  state(rank_).pid.store(process.pid, std::memory_order_release);
 }
 
 SharedGroup::~SharedGroup() { leave(); }
 
 void SharedGroup::leave() noexcept {
   if (left_.exchange(true)) return;
-  seat(rank_).left.store(1, std::memory_order_release);
-  seat(rank_).arrived.wake();
+  state(rank_).left.store(1, std::memory_order_release);
+  state(rank_).arrived.wake();
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank_) notify(peer);
 }
 
 SharedGroup::Head& SharedGroup::head() const noexcept { return *reinterpret_cast<Head*>(memory_.data()); }
 
-SharedGroup::Seat& SharedGroup::seat(int rank) const noexcept {
-  return reinterpret_cast<Seat*>(memory_.data() + sizeof(Head))[rank];
+SharedGroup::RankState& SharedGroup::state(int rank) const noexcept {
+  return reinterpret_cast<RankState*>(memory_.data() + sizeof(Head))[rank];
 }
 
 namespace {
 
-// The next room of `size` bytes in a ring, which is not the last one's.
+// The next `size` bytes in a ring, which is not the last one's.
 std::size_t advance(std::size_t& cursor, std::size_t size, std::size_t ring) noexcept {
   if (cursor + size > ring) cursor = 0;
   const std::size_t at = cursor;
@@ -164,22 +164,22 @@ std::size_t advance(std::size_t& cursor, std::size_t size, std::size_t ring) noe
 
 std::byte* SharedGroup::next_slot(std::size_t size_bytes) noexcept {
   const std::size_t at = advance(slot_cursor_, size_bytes, at_.slot_ring);
-  seat(rank_).posts[(step_ + 1) % 2].slot = static_cast<std::uint32_t>(at / kLine);
+  state(rank_).posts[(step_ + 1) % 2].slot = static_cast<std::uint32_t>(at / kLine);
   return slots(rank_) + at;
 }
 
 std::byte* SharedGroup::next_result(std::size_t size_bytes) noexcept {
   const std::size_t at = advance(result_cursor_, size_bytes, at_.result_ring);
-  seat(rank_).posts[(step_ + 1) % 2].result = static_cast<std::uint32_t>(at / kLine);
+  state(rank_).posts[(step_ + 1) % 2].result = static_cast<std::uint32_t>(at / kLine);
   return results(rank_) + at;
 }
 
 const std::byte* SharedGroup::slot(int rank) const noexcept {
-  return slots(rank) + seat(rank).posts[step_ % 2].slot * kLine;
+  return slots(rank) + state(rank).posts[step_ % 2].slot * kLine;
 }
 
 const std::byte* SharedGroup::result(int rank) const noexcept {
-  return results(rank) + seat(rank).posts[step_ % 2].result * kLine;
+  return results(rank) + state(rank).posts[step_ % 2].result * kLine;
 }
 
 std::byte* SharedGroup::mailbox(int from, int to) const noexcept {
@@ -205,27 +205,27 @@ void SharedGroup::require_rank(const char* operation, int rank) const {
 void SharedGroup::join(const Operation& operation) { arrive_and_wait(operation); }
 
 bool SharedGroup::crowded() const noexcept {
-  cpu_set_t all = seat(0).cores;
-  for (int r = 1; r < size(); ++r) CPU_OR(&all, &all, &seat(r).cores);
+  cpu_set_t all = state(0).cores;
+  for (int r = 1; r < size(); ++r) CPU_OR(&all, &all, &state(r).cores);
   return CPU_COUNT(&all) < size();
 }
 
-void SharedGroup::meet(const Operation& operation) { arrive_and_wait(operation); }
+void SharedGroup::synchronize(const Operation& operation) { arrive_and_wait(operation); }
 
-void SharedGroup::meet(const Operation& operation, const Call& call) {
+void SharedGroup::synchronize(const Operation& operation, const Call& call) {
   throw_if_broken(operation);
   ++call_count_;
-  seat(rank_).calls[call_count_ % 2] = call;
+  state(rank_).calls[call_count_ % 2] = call;
   arrive_and_wait(operation);
   compare_calls(operation, call);
 }
 
-std::size_t SharedGroup::meet(const Operation& operation, const Call& call,
-                              const std::vector<std::size_t>& sends,
-                              const std::vector<std::size_t>& receives) {
+std::size_t SharedGroup::synchronize(const Operation& operation, const Call& call,
+                                     const std::vector<std::size_t>& sends,
+                                     const std::vector<std::size_t>& receives) {
   throw_if_broken(operation);
   ++call_count_;
-  seat(rank_).calls[call_count_ % 2] = call;
+  state(rank_).calls[call_count_ % 2] = call;
   const auto n = static_cast<std::size_t>(size());
   std::copy(sends.begin(), sends.end(), table(rank_));
   std::copy(receives.begin(), receives.end(), table(rank_) + n);
@@ -249,11 +249,11 @@ std::size_t SharedGroup::meet(const Operation& operation, const Call& call,
 
 void SharedGroup::compare_calls(const Operation& operation, const Call& mine) {
   for (int peer = 0; peer < size(); ++peer) {
-    if (seat(peer).calls[call_count_ % 2] == mine) continue;
+    if (state(peer).calls[call_count_ % 2] == mine) continue;
     std::string message = prefix(operation) + "the ranks made different calls: ";
     for (int r = 0; r < size(); ++r) {
       message += (r == 0 ? "rank " : "; rank ") + std::to_string(names_[static_cast<std::size_t>(r)]) +
-                 " made " + describe(seat(r).calls[call_count_ % 2]);
+                 " made " + describe(state(r).calls[call_count_ % 2]);
     }
     throw Error(Code::kMismatch,
                 message + ". All ranks of a group must make the same calls in the same order");
@@ -275,37 +275,38 @@ void SharedGroup::arrive_and_wait(const Operation& operation) {
   throw_if_broken(operation);
   if (head().failure.load(std::memory_order_relaxed) != 0) hear_failure(operation);
   const std::uint32_t target = ++step_;
-  seat(rank_).core.store(current_core(), std::memory_order_relaxed);
+  state(rank_).core.store(current_core(), std::memory_order_relaxed);
   if (operation.patience.yield.count() > 0 && step_ % kStepsPerMove == 0) spread_out();
-  seat(rank_).arrived.advance(target);
+  state(rank_).arrived.advance(target);
   // First for those on this core, because they need it.
   for (const bool near_only : {true, false})
     for (int i = 1; i < size(); ++i) {
       const int peer = (rank_ + i) % size();
-      if (!reached(seat(peer).arrived.value.load(std::memory_order_acquire), target) &&
+      if (!reached(state(peer).arrived.value.load(std::memory_order_acquire), target) &&
           (!near_only || shares_core(peer)))
         wait_for_rank(operation, peer, target);
     }
 }
 
 bool SharedGroup::shares_core(int peer) const noexcept {
-  return seat(peer).core.load(std::memory_order_relaxed) == seat(rank_).core.load(std::memory_order_relaxed);
+  return state(peer).core.load(std::memory_order_relaxed) ==
+         state(rank_).core.load(std::memory_order_relaxed);
 }
 
 void SharedGroup::spread_out() {
   std::vector<int> cores;
-  for (int r = 0; r < size(); ++r) cores.push_back(seat(r).core.load(std::memory_order_relaxed));
-  if (const int core = better_core(cores, rank_, seat(rank_).cores); core >= 0) move_to(core);
+  for (int r = 0; r < size(); ++r) cores.push_back(state(r).core.load(std::memory_order_relaxed));
+  if (const int core = better_core(cores, rank_, state(rank_).cores); core >= 0) move_to(core);
 }
 
 void SharedGroup::wait_for_rank(const Operation& operation, int peer, std::uint32_t target) {
   const auto start = Clock::now();
   Patience patience = operation.patience;
   if (shares_core(peer)) patience.spin = {};
-  while (!wait_for(seat(peer).arrived, target, patience, kSlice)) {
+  while (!wait_for(state(peer).arrived, target, patience, kSlice)) {
     patience = {};
     look_after(operation, peer);
-    if (reached(seat(peer).arrived.value.load(std::memory_order_acquire), target)) break;
+    if (reached(state(peer).arrived.value.load(std::memory_order_acquire), target)) break;
     if (Clock::now() - operation.start >= operation.timeout) {
       const auto absent = missing(target);
       if (absent.empty()) break;
@@ -363,7 +364,7 @@ void SharedGroup::look_after(const Operation& operation, int peer) {
 }
 
 void SharedGroup::require_alive(const Operation& operation, int peer) {
-  const Seat& other = seat(peer);
+  const RankState& other = state(peer);
   const std::int32_t pid = other.pid.load(std::memory_order_acquire);
   if (pid == 0 || alive({pid, other.start_ticks.load(std::memory_order_relaxed)})) return;
   fail(Code::kPeerLost,
@@ -382,7 +383,8 @@ void SharedGroup::check(const Operation& operation) {
 std::vector<int> SharedGroup::missing(std::uint32_t target) const {
   std::vector<int> absent;
   for (int r = 0; r < size(); ++r)
-    if (!reached(seat(r).arrived.value.load(std::memory_order_acquire), target)) absent.push_back(name_of(r));
+    if (!reached(state(r).arrived.value.load(std::memory_order_acquire), target))
+      absent.push_back(name_of(r));
   return absent;
 }
 
@@ -398,7 +400,7 @@ bool SharedGroup::claim_failure() noexcept {
 
 void SharedGroup::wake_all() noexcept {
   for (int r = 0; r < size(); ++r) {
-    seat(r).arrived.wake();
+    state(r).arrived.wake();
     notify(r);
   }
 }
@@ -447,26 +449,26 @@ void SharedGroup::throw_if_broken(const Operation& operation) {
 }
 
 std::uint32_t SharedGroup::mail() const noexcept {
-  return seat(rank_).mail.value.load(std::memory_order_acquire);
+  return state(rank_).mail.value.load(std::memory_order_acquire);
 }
 
 void SharedGroup::notify(int peer) noexcept {
-  Flag& flag = seat(peer).mail;
+  Flag& flag = state(peer).mail;
   flag.value.fetch_add(1, std::memory_order_seq_cst);
   if (flag.sleepers.load(std::memory_order_seq_cst) != 0) flag.wake();
 }
 
 void SharedGroup::await_mail(std::uint32_t seen, Patience patience) noexcept {
   const auto start = Clock::now();
-  // Whoever it comes from may need this core.
+  // The sender may need this core.
   if (patience.yield.count() > 0) patience.spin = {};
-  wait_for(seat(rank_).mail, seen + 1, patience, kSlice);
+  wait_for(state(rank_).mail, seen + 1, patience, kSlice);
   waiting_ns_.fetch_add(static_cast<std::uint64_t>((Clock::now() - start).count()),
                         std::memory_order_relaxed);
 }
 
 bool SharedGroup::has_left(int rank) const noexcept {
-  return seat(rank).left.load(std::memory_order_acquire) != 0;
+  return state(rank).left.load(std::memory_order_acquire) != 0;
 }
 
 }  // namespace torchrelay

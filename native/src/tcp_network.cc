@@ -33,7 +33,7 @@ constexpr int kMaxAccepts = 64;  // in a row, before what known peers sent is ta
 constexpr int kMaxEvents = 32;
 constexpr int kListenBacklog = 1024;
 
-// Bytes of one connection, as they come, and the messages that have come whole.
+// Bytes of one connection as they arrive, and the complete messages.
 class Inbound {
  public:
   enum class Result { kAlive, kEnded, kStranger };
@@ -61,7 +61,7 @@ class Inbound {
         messages.push_back(std::move(large_));
         large_ = Message();
       }
-      // A full read may have left something; what it has left is told by the next look at the descriptor.
+      // A full read may have left bytes; the next poll of the descriptor reports them.
       if (static_cast<std::size_t>(got) < room || !messages.empty()) return Result::kAlive;
     }
   }
@@ -219,7 +219,7 @@ class TcpEndpoint final : public Endpoint {
     ppoll(&item, 1, &pause, nullptr);
   }
 
-  // Takes in what has come, without waiting.
+  // Reads what has arrived, without waiting.
   void look() {
     std::array<epoll_event, kMaxEvents> events;
     const int count = epoll_wait(poller_.get(), events.data(), kMaxEvents, 0);

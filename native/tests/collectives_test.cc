@@ -360,7 +360,7 @@ TEST(ranks_that_do_not_sleep_leave_a_full_core) {
     CHECK(sched_setaffinity(0, sizeof only, &only) == 0);
     CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
     for (int step = 0; step < 64; ++step) {
-      group.meet(op);
+      group.synchronize(op);
       elsewhere += sched_getcpu() != start;
     }
   });

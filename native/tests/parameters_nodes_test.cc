@@ -27,8 +27,9 @@ struct Cluster {
   std::vector<std::unique_ptr<NodeService>> services;
   ChannelAddresses addresses;
 
-  Cluster(std::uint32_t nodes, const StoreSpec& spec, const Weather& weather, const ChannelOptions& options)
-      : Cluster(std::make_shared<MemoryNetwork>(weather), nodes, spec, options) {}
+  Cluster(std::uint32_t nodes, const StoreSpec& spec, const FaultInjection& faults,
+          const ChannelOptions& options)
+      : Cluster(std::make_shared<MemoryNetwork>(faults), nodes, spec, options) {}
 
   Cluster(std::shared_ptr<Network> over, std::uint32_t nodes, StoreSpec spec, const ChannelOptions& options)
       : network(std::move(over)) {
@@ -229,14 +230,14 @@ class Reads {
 // what a worker sees of a key never falls, nor below what it pushed itself; in the end all sums are exact.
 // Every worker also has a key that only it writes, by sets and by pushes, counting up: it sees each of them
 // at once, and no later one in a pull that was still unfinished.
-void random_load(Techniques techniques, const Weather& weather, std::uint32_t nodes, std::uint32_t workers,
-                 int steps, double max_rounds_per_s = 1000) {
+void random_load(Techniques techniques, const FaultInjection& faults, std::uint32_t nodes,
+                 std::uint32_t workers, int steps, double max_rounds_per_s = 1000) {
   constexpr std::uint64_t kCounters = 60;
   const std::uint64_t num_keys = kCounters + nodes * workers;
   ChannelOptions options;
   options.techniques = techniques;
   options.max_rounds_per_s = max_rounds_per_s;
-  Cluster cluster(nodes, dense(num_keys), weather, options);
+  Cluster cluster(nodes, dense(num_keys), faults, options);
   std::vector<std::vector<std::int64_t>> written(nodes * workers, std::vector<std::int64_t>(num_keys, 0));
   std::vector<std::string> failures(nodes * workers);
   std::barrier all(nodes * workers);
@@ -314,10 +315,10 @@ TEST(sums_are_exact_with_replication_only) { random_load(Techniques::kReplicatio
 TEST(sums_are_exact_with_relocation_only) { random_load(Techniques::kRelocationOnly, {}, 3, 2, 400); }
 
 TEST(sums_are_exact_over_a_network_that_delays_reorders_and_duplicates) {
-  const Weather weather{std::chrono::microseconds(10000), 0.2, 7};
+  const FaultInjection faults{std::chrono::microseconds(10000), 0.2, 7};
   for (const Techniques techniques :
        {Techniques::kAll, Techniques::kReplicationOnly, Techniques::kRelocationOnly})
-    random_load(techniques, weather, 3, 2, 100);
+    random_load(techniques, faults, 3, 2, 100);
 }
 
 TEST(reads_and_writes_of_a_key_keep_their_order_over_links_with_delays) {

@@ -138,7 +138,7 @@ TEST(no_mark_is_lost_between_threads) {
   CHECK(total == kThreads * kMarks);
 }
 
-TEST(a_courier_puts_in_order_what_a_network_mixes_up) {
+TEST(a_reliable_endpoint_restores_the_order_of_messages) {
   MemoryNetwork network({microseconds(3000), 0.3, 5});
   ReliableEndpoint sender(network.open("a"), worker_endpoint(0, 1), 1),
       receiver(network.open("b"), channel_endpoint(0, 0), 1);

@@ -47,7 +47,8 @@ def old_keywords(**names: str | tuple[str, float]) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        target: Any = function.__init__ if isinstance(function, type) else function
+        given_class: Any = function if isinstance(function, type) else None
+        target: Any = function if given_class is None else given_class.__init__
 
         @functools.wraps(target)
         def call(*args: Any, **given: Any) -> Any:
@@ -61,9 +62,9 @@ def old_keywords(**names: str | tuple[str, float]) -> Callable[[F], F]:
                 given[name] = value if unit is None else value * unit
             return target(*args, **given)
 
-        if not isinstance(function, type):
+        if given_class is None:
             return call  # type: ignore[return-value]
-        function.__init__ = call  # type: ignore[misc]
+        given_class.__init__ = call
         return function
 
     return decorate

@@ -1,9 +1,9 @@
-// Collectives over a SharedGroup: each is called by all ranks, from one thread a rank, and returns when this
-// rank's part is done and its buffers may be used again.
+// Collectives over a SharedGroup: each is called by all ranks, from one thread per rank, and returns when
+// this rank's part is done and its buffers may be used again.
 //
 // Steps and bytes, for n ranks and a message of m bytes (r = read, w = written by each rank):
 //   all_reduce, small   1 step: copy in m, reduce m from each of n ranks
-//   all_reduce, large   blocks of a slot, three stages in a pipeline, one meeting a block:
+//   all_reduce, large   blocks of a slot, three stages in a pipeline, one step a block:
 //                       copy in (n-1)/n*m, reduce m/n from each of n ranks, copy out (n-1)/n*m
 //   reduce              as all_reduce, but only the root copies out
 //   reduce_scatter      copy in, reduce: as the first two stages
@@ -40,7 +40,7 @@ void reduce(SharedGroup& group, const Operation& operation, std::byte* data, std
 void reduce_scatter(SharedGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
                     std::byte* output, std::size_t count, Dtype dtype, Op op);
 
-// `code` is the caller's number for the type of the elements; all ranks must give the same.
+// `code` is the caller's code of the element type; it must be equal on all ranks.
 void broadcast(SharedGroup& group, const Operation& operation, Block data, std::uint8_t code, int root);
 
 // outputs: a block for each rank; outputs[rank] may be input itself.

@@ -1,6 +1,6 @@
-// Which rank runs on which core. The kernel finds a better core mainly for who wakes up; ranks that wait
-// without sleeping, and are more than the cores, it leaves for tens of milliseconds with three on one core
-// and one on another, where every meeting takes twice as long. So they look for themselves.
+// Which rank runs on which core. The kernel mainly balances threads that wake up. If there are more ranks
+// than cores and they wait without sleeping, it leaves three on one core and one on another for tens of
+// milliseconds, which doubles the time of every step. So ranks move themselves.
 #pragma once
 
 #include <sched.h>
@@ -9,7 +9,7 @@
 
 namespace torchrelay {
 
-// Where the calling thread runs now; negative if that is not known.
+// The core of the calling thread; negative if unknown.
 int current_core() noexcept;
 
 // The allowed core that the rank should move to, because it has at least two ranks less than the rank's own;

@@ -1,7 +1,7 @@
-// Bad weather over any network: what its endpoints receive is delayed, reordered and duplicated first.
+// Fault injection over any network: messages are delayed, reordered and duplicated before they are received.
 //
-// For tests and soaks, where the kernel cannot delay links. Nothing is lost, and what is under way when an
-// endpoint closes was never delivered.
+// For tests and soaks, where the kernel cannot delay links. No message is lost; those in flight when
+// an endpoint closes are not delivered.
 #pragma once
 
 #include <atomic>
@@ -14,12 +14,12 @@ namespace torchrelay {
 
 class DelayedNetwork : public Network {
  public:
-  DelayedNetwork(std::shared_ptr<Network> network, const Weather& weather);
+  DelayedNetwork(std::shared_ptr<Network> network, const FaultInjection& faults);
   std::unique_ptr<Endpoint> open(const std::string& label) override;
 
  private:
   std::shared_ptr<Network> network_;
-  Weather weather_;
+  FaultInjection faults_;
   std::atomic<std::uint64_t> opened_ = 0;
 };
 

@@ -1,8 +1,8 @@
 // Messages between threads, processes and hosts, as the native core sees them.
 //
-// A Network opens Endpoints. An endpoint has an address; others connect to it under a number of their choice
-// and send to that number. Delivery is FIFO per pair of endpoints and usually exactly once; what must survive
-// reordering or duplication puts a Courier (courier.h) on top. Messages carry their sender inside, if at all.
+// A Network opens Endpoints. An endpoint has an address; others connect to it under a peer id of their choice
+// and send to that id. Delivery is FIFO per pair of endpoints and usually exactly once; ReliableEndpoint
+// (parameters/reliable_endpoint.h) tolerates reordering and duplication. Messages do not name their sender.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@
 
 namespace torchrelay {
 
-// Bytes and whatever keeps them alive. Copies share the bytes, which nobody changes once sent.
+// Bytes and their owner. Copies share the bytes, which do not change once sent.
 class Message {
  public:
   Message() = default;
@@ -42,22 +42,22 @@ class Message {
   std::shared_ptr<void> holder_;
 };
 
-// Used by one thread at a time; it may be handed over.
+// Used by one thread at a time, not always the same.
 class Endpoint {
  public:
   virtual ~Endpoint() = default;
 
-  // What others connect to; opaque, printable, without blanks.
+  // The address for connect(); opaque, printable, without blanks.
   virtual std::string address() const = 0;
 
-  // From now on `peer` means the endpoint at `address`. Does not wait for it to exist. Replaces an older one.
+  // Makes `peer` the id of the endpoint at `address`. Does not wait for it to exist. Replaces an older one.
   virtual void connect(std::uint32_t peer, const std::string& address) = 0;
   virtual void disconnect(std::uint32_t peer) = 0;
 
   // Queues a message for `peer`; never blocks. Throws kArgument for a peer that was not connected.
   virtual void send(std::uint32_t peer, Message message) = 0;
 
-  // Whether the last attempt to reach `peer` was refused: its process has ended. False where nobody can tell.
+  // Whether the last attempt to reach `peer` was refused: its process has ended. False if unknown.
   virtual bool is_refused(std::uint32_t) const { return false; }
 
   // The next message, waiting up to `timeout` for it; false if there is none.

@@ -16,7 +16,7 @@
 
 namespace torchrelay {
 
-// The fate of one operation. Thread-safe.
+// The completion of one operation. Thread-safe.
 class Ticket {
  public:
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
@@ -43,8 +43,7 @@ class Ticket {
 
 class Executor {
  public:
-  // A job blocks until its operation is done; `in_background` tells it whether it runs in the executor's
-  // thread.
+  // A job blocks until its operation is done; `in_background`: it runs in the executor's thread.
   using Job = std::function<void(bool in_background)>;
 
   Executor() = default;
@@ -64,7 +63,7 @@ class Executor {
     return true;
   }
 
-  // Whether running jobs should give up.
+  // Whether running jobs should stop.
   bool stopping() const noexcept { return stopping_.load(std::memory_order_acquire); }
 
   // Fails what is queued, waits for what is running (which must watch stopping()), ends the thread.

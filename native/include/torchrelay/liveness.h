@@ -1,4 +1,4 @@
-// Is a process still there? Asked by number and start time, because the kernel uses numbers again.
+// Whether a process is alive. Identified by pid and start time, because the kernel reuses pids.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ struct ProcessId {
   static ProcessId current();
 };
 
-// False once the process has died, also while nobody has collected its exit status; true if /proc cannot say
-// (no file descriptor is left). Costs one read in /proc.
+// False once the process has died, even as a zombie; true if /proc cannot be
+// read (no file descriptor is left). Costs one read in /proc.
 bool alive(ProcessId process) noexcept;
 
 }  // namespace torchrelay

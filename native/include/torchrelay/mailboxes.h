@@ -3,10 +3,10 @@
 // Each ordered pair of ranks has a ring of bytes in the segment. A message is a frame: its size, tag and
 // type, then its bytes, and may be larger than the ring. Messages of one pair and tag arrive in the order
 // they were sent. A message for which nothing is posted stays in the ring, unless another message behind it
-// is wanted: then it is put aside in memory.
+// is needed: then it is moved to memory.
 //
-// Transfers are driven by whoever waits for one, else by a thread that starts with the first transfer that
-// does not end at once.
+// Transfers are driven by the threads that wait for one, else by a thread that starts with the first transfer
+// that does not end at once.
 #pragma once
 
 #include <condition_variable>
@@ -52,7 +52,7 @@ class Mailboxes {
   explicit Mailboxes(SharedGroup& group);
   ~Mailboxes() { stop(); }
 
-  // Throw kArgument if there is no such rank or the tag is negative, or what the group's earlier failure was.
+  // Throw kArgument if there is no such rank or the tag is negative, or the group's earlier failure.
   // A message whose size or type is not what the receiver expects fails the receive with kMismatch.
   std::shared_ptr<Transfer> send(Block data, int to, std::int32_t tag, std::uint8_t code,
                                  std::chrono::nanoseconds timeout);
@@ -78,7 +78,7 @@ class Mailboxes {
     bool open = false;  // a frame's header was read and its bytes are not all here
     Frame frame{};
     std::uint64_t got = 0;
-    std::shared_ptr<Transfer> target;  // null: put aside
+    std::shared_ptr<Transfer> target;  // null: moved to memory
     std::vector<std::byte> aside;
     std::deque<std::pair<Frame, std::vector<std::byte>>> unclaimed;
   };
@@ -107,7 +107,7 @@ class Mailboxes {
   SharedGroup& group_;
   std::mutex lock_;
   std::condition_variable changed_;
-  std::vector<std::deque<std::shared_ptr<Transfer>>> outgoing_;  // a queue a peer
+  std::vector<std::deque<std::shared_ptr<Transfer>>> outgoing_;  // a queue per peer
   std::deque<std::shared_ptr<Transfer>> incoming_;               // posted, not begun
   std::vector<Inbox> inboxes_;
   int waiters_ = 0;

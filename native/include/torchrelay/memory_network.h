@@ -1,6 +1,6 @@
-// The in-memory filling of Network: endpoints of one process, for nodes as threads.
+// The in-memory implementation of Network: endpoints of one process, for nodes as threads.
 //
-// On demand it delays, reorders and duplicates, as a bad network would; it never loses a message.
+// Optionally delays, reorders and duplicates messages; never loses one.
 #pragma once
 
 #include <cstdint>
@@ -12,24 +12,24 @@
 
 namespace torchrelay {
 
-struct Weather {
-  std::chrono::microseconds max_delay{0};  // the longest wait, which most messages are far from: they reorder
+struct FaultInjection {
+  std::chrono::microseconds max_delay{0};  // the longest delay; the distribution has a long tail
   double duplicate_probability = 0;
   std::uint64_t seed = 0;
   std::chrono::microseconds min_delay{0};
 
-  // Of the next message. Most wait for next to nothing, so that one that does not is overtaken by others over
-  // several hops.
+  // The delay of the next message. Most are close to zero, so that a delayed message is overtaken by others
+  // that make several hops.
   std::chrono::microseconds delay(std::mt19937_64& random) const;
 };
 
 class MemoryNetwork : public Network {
  public:
-  explicit MemoryNetwork(const Weather& weather = {});
+  explicit MemoryNetwork(const FaultInjection& faults = {});
   ~MemoryNetwork() override;
   std::unique_ptr<Endpoint> open(const std::string& label) override;
 
-  // From now on nothing that `label`'s endpoints send or are sent arrives: a node that died.
+  // From now on, messages to and from `label`'s endpoints are lost, as if the node had died.
   void cut(const std::string& label);
 
   struct Shared;

@@ -1,4 +1,4 @@
-// What the networks between processes share: who may talk here, and who is near.
+// What the networks between processes share: authentication, and which peers are on this host.
 #pragma once
 
 #include <array>
@@ -13,16 +13,16 @@ using SessionToken = std::array<unsigned char, 16>;
 
 struct NetworkOptions {
   std::string interface = "127.0.0.1";  // an address or a device name ("eth0") that peers can reach
-  bool local_sockets = true;            // Unix sockets to peers of the same network namespace
+  bool local_sockets = true;            // use Unix sockets to peers of the same network namespace
   SessionToken token{};
   std::size_t max_message_bytes = std::size_t{1} << 30;
-  std::chrono::milliseconds linger{1000};  // how long closing waits for messages that were not sent yet
-  std::chrono::milliseconds peer_timeout{
-      10000};                         // a connection whose peer sends nothing for this long is closed
+  std::chrono::milliseconds linger{1000};  // how long closing waits for unsent messages
+  // A connection whose peer sends nothing for this long is closed.
+  std::chrono::milliseconds peer_timeout{10000};
   std::chrono::microseconds spin{0};  // receive() polls for this long before it sleeps
 };
 
-// Precedes what a peer says. In the byte order of all machines we run on, little-endian.
+// Precedes the messages of a peer. Little-endian, as all supported machines.
 struct Preamble {
   std::uint32_t magic;
   std::uint16_t version;

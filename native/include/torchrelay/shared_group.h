@@ -1,14 +1,14 @@
-// Ranks of one host that meet in a shared segment.
+// Ranks of one host that communicate through a shared segment.
 //
-// Each rank owns a seat (its counters) and two rings of memory in which it publishes bytes for the others to
-// read: its own data in slots, what it reduced in results. The one way to synchronise is meet(): a rank says
-// that it has arrived at the next step and waits until all have. What a rank published before a meeting, the
-// others may read after it and until the next one; one step's reading overlaps the next step's writing, and
-// no second barrier is needed.
+// Each rank owns its RankState (counters) and two rings of memory in which it publishes bytes for the others
+// to read: its own data in slots, what it reduced in results. Ranks synchronise with synchronize(): a rank
+// announces that it has arrived at the next step and waits until all have. What a rank published before a
+// step, the others may read after it and until the next one; reading of one step overlaps writing of the
+// next, so no second barrier is needed.
 //
 // The rings are larger than two steps need, because a core writes slowly (at a third of the speed, where this
-// was measured) to lines that another core's L2 still holds: these must be taken from it one by one. By the
-// time a ring comes round they have moved on to the cache that the cores share.
+// was measured) to lines that another core's L2 still holds. By the time a ring wraps around, these have
+// moved to the cache that the cores share.
 //
 // A segment is used by one group. Each process has one SharedGroup over it, and calls it from one thread at a
 // time; ranks may also be threads of one process.
@@ -76,14 +76,14 @@ class SharedGroup {
 
   struct Shape {
     int size = 1;
-    std::size_t slot_bytes = 0;  // how much a rank can publish at a meeting
-    // Up to so much to read from the other ranks, all_reduce is done in one step; at most slot_bytes.
+    std::size_t slot_bytes = 0;  // how much a rank can publish in a step
+    // If a rank reads at most this much from the others, all_reduce takes one step; at most slot_bytes.
     std::size_t one_shot_bytes = 0;
     std::size_t mailbox_bytes = 0;        // of the ring between each ordered pair of ranks
     std::size_t ring_bytes = kRingBytes;  // of all ranks' slots together, if that is enough for three each
   };
 
-  // How often a waiter looks whether those it waits for are still alive.
+  // How often a waiter checks that the ranks it waits for are alive.
   static constexpr std::chrono::milliseconds kSlice{50};
   static constexpr int kMaxSize = 1024;
   static constexpr std::size_t kMaxReason = 1000;
@@ -91,20 +91,19 @@ class SharedGroup {
 
   static SharedMemory create(const Shape& shape);
 
-  // Takes a seat. `names` are the ranks as users know them (of the default group), for messages.
+  // Registers this rank. `names` are the ranks as users know them (of the default group), for messages.
   SharedGroup(SharedMemory memory, int rank, std::vector<int> names);
   ~SharedGroup();
   SharedGroup(const SharedGroup&) = delete;
   SharedGroup& operator=(const SharedGroup&) = delete;
 
-  // Waits until all ranks have taken their seats.
+  // Waits until all ranks have registered.
   void join(const Operation& operation);
 
-  // Whether the ranks that have joined are more than the cores they may run on: then who waits should let
-  // others run.
+  // Whether more ranks have joined than there are cores for them: then waiting ranks should yield.
   bool crowded() const noexcept;
 
-  // The others learn that this rank takes part no more; whoever waits for it fails. Idempotent.
+  // Announces that this rank leaves; operations that wait for it fail. Idempotent.
   void leave() noexcept;
 
   // Throws kArgument unless 0 <= rank < size(). Every index that a caller gives is checked before it is used.
@@ -116,34 +115,34 @@ class SharedGroup {
 
   // Arrives at the next step and waits until all have. Throws kPeerLost, kTimeout, or what poll throws; after
   // that the group is broken: the other ranks' waits and all later calls fail with the same cause.
-  void meet(const Operation& operation);
+  void synchronize(const Operation& operation);
 
-  // The first meeting of a collective; also compares the calls. Throws kMismatch on every rank, naming the
+  // The first step of a collective; also compares the calls. Throws kMismatch on every rank, naming the
   // difference, if they are not equal; the group stays usable.
-  void meet(const Operation& operation, const Call& call);
+  void synchronize(const Operation& operation, const Call& call);
 
   // The same for collectives where each pair has its own size: `sends[i]` bytes go to rank i, `receives[i]`
   // come from it. Returns the largest block of any pair, in bytes.
-  std::size_t meet(const Operation& operation, const Call& call, const std::vector<std::size_t>& sends,
-                   const std::vector<std::size_t>& receives);
+  std::size_t synchronize(const Operation& operation, const Call& call, const std::vector<std::size_t>& sends,
+                          const std::vector<std::size_t>& receives);
 
-  // For messages between two ranks: each rank has a counter that others advance when they left something in
-  // one of its mailboxes, or took something out.
+  // For messages between two ranks: each rank has a counter that others advance when they write to or read
+  // from one of its mailboxes.
   std::uint32_t mail() const noexcept;
   void notify(int peer) noexcept;
   // Waits for mail() to change from `seen`, for at most a slice of time.
   void await_mail(std::uint32_t seen, Patience patience) noexcept;
   std::byte* mailbox(int from, int to) const noexcept;
 
-  // Throws if waiting for `peer` is in vain: somebody failed, it has left or died, or poll throws.
+  // Throws if `peer` cannot arrive: the group failed, `peer` has left or died, or poll throws.
   void look_after(const Operation& operation, int peer);
   bool has_left(int rank) const noexcept;
 
-  // Room for what this rank publishes at the next meeting, at most slot_bytes; once for each meeting.
+  // Memory for what this rank publishes in the next step, at most slot_bytes; call it once per step.
   std::byte* next_slot(std::size_t size_bytes) noexcept;
   // The same for what it reduced: at most its share of a slot, the part of one rank.
   std::byte* next_result(std::size_t size_bytes) noexcept;
-  // What `rank` published at the last meeting.
+  // What `rank` published in the last step.
   const std::byte* slot(int rank) const noexcept;
   const std::byte* result(int rank) const noexcept;
 
@@ -151,7 +150,7 @@ class SharedGroup {
   std::string describe(const Call& call) const;
   int name_of(int rank) const noexcept { return names_[static_cast<std::size_t>(rank)]; }
 
-  // Marks the group broken, tells the others, throws.
+  // Marks the group as failed, wakes the others, and throws.
   [[noreturn]] void fail(Code code, const std::string& message, int culprit);
 
   // Breaks the group for a reason that lies outside it: all ranks' waits and later calls throw `code` with
@@ -164,10 +163,10 @@ class SharedGroup {
   void throw_if_broken(const Operation& operation);
 
  private:
-  struct Seat;
+  struct RankState;
   struct Head;
 
-  // Offsets and lengths of what lies in the segment, in bytes.
+  // Offsets and lengths of the parts of the segment, in bytes.
   struct Layout {
     std::size_t tables, mailboxes, slots, slot_ring, results, result_ring, total;
   };
@@ -175,7 +174,7 @@ class SharedGroup {
   static Layout layout(const Shape& shape);
   static std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
   Head& head() const noexcept;
-  Seat& seat(int rank) const noexcept;
+  RankState& state(int rank) const noexcept;
   std::byte* slots(int rank) const noexcept {
     return memory_.data() + at_.slots + index(rank) * at_.slot_ring;
   }
@@ -184,8 +183,7 @@ class SharedGroup {
   }
   std::uint64_t* table(int rank) const noexcept;
   void arrive_and_wait(const Operation& operation);
-  // Whether the peer ran on this rank's core when it last arrived: then it is no use to wait without letting
-  // it run.
+  // Whether the peer ran on this rank's core when it last arrived: then a waiting rank must yield.
   bool shares_core(int peer) const noexcept;
   void spread_out();
   void wait_for_rank(const Operation& operation, int peer, std::uint32_t target);

@@ -5,7 +5,7 @@
 // creator's open descriptor, or by a descriptor they received over a Unix socket. The memory lives as long as
 // any mapping or descriptor of it does; address() can be attached only while the creator keeps it open.
 //
-// Its size is sealed: no process can shrink it under another's feet.
+// Its size is sealed: no process can shrink it while others use it.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace torchrelay {
 class SharedMemory {
  public:
   // A new block of size_bytes > 0, zero-filled. `label` shows in /proc/<pid>/maps. With populate, all pages
-  // are made at once, and the first use of each costs nothing.
+  // are allocated at once, so that the first use of each costs nothing.
   static SharedMemory create(std::size_t size_bytes, const std::string& label, bool populate = false);
 
   // The block another process of this host created. Throws kSegment if that process is gone or may not be

@@ -2,14 +2,14 @@
 //
 // The thread that sends writes into the socket, and the thread that receives reads from it: a request and its
 // answer wake two threads, where a library with I/O threads of its own wakes six. A thread of the network's
-// steps in only for what a socket does not take at once. Nothing is encrypted; zmq_network.h is.
+// sends only what a socket does not accept at once. Nothing is encrypted; zmq_network.h can encrypt.
 //
 // A connection carries messages one way. It starts with a preamble, which holds a protocol version and the
-// session's token: a stranger's connection is closed and counted, a peer of another version is an error. A
+// session's token: a connection without it is closed and counted, a peer of another version is an error. A
 // message is its size (8 bytes), then its bytes; one above the size limit ends the connection.
 //
-// Order and loss: as TCP's. When a connection breaks, messages under way are lost and later ones are sent on
-// a new connection, so who must not lose any numbers them (courier.h).
+// Order and loss: as TCP's. When a connection breaks, messages in flight are lost and later ones are sent on
+// a new connection; ReliableEndpoint detects the gap.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ class TcpNetwork final : public Network {
   // Throws kUnavailable if the interface cannot be bound. Endpoints keep what they need of this object.
   std::unique_ptr<Endpoint> open(const std::string& label) override;
 
-  std::uint64_t ignored_connections() const noexcept;  // of strangers
+  std::uint64_t ignored_connections() const noexcept;  // of other sessions
 
   struct State;
 

@@ -1,8 +1,8 @@
 // Waiting for another thread or process through shared memory.
 //
-// A Flag is a counter that one side advances and others wait for. A waiter spins for as long as it was told
-// to, then sleeps in the kernel (futex), so that more ranks than cores do not melt. advance() costs no system
-// call while nobody sleeps.
+// A Flag is a counter that one side advances and others wait for. A waiter spins for the given time, then
+// sleeps in the kernel (futex), so that more ranks than cores still progress. advance() makes a system call
+// only if a waiter sleeps.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@
 
 namespace torchrelay {
 
-// Lies in shared memory, zero at first.
+// Lives in shared memory, initially zero.
 struct Flag {
   std::atomic<std::uint32_t> value{0};
   std::atomic<std::uint32_t> sleepers{0};
 
-  // Makes everything written before it visible to whoever sees the new value, and wakes the sleepers.
+  // Makes all earlier writes visible to those that see the new value, and wakes the sleepers.
   void advance(std::uint32_t to) noexcept;
-  // Wakes the sleepers without a new value, so that they look around.
+  // Wakes the sleepers without a new value, so that they check for failures.
   void wake() noexcept;
 };
 
@@ -27,8 +27,8 @@ inline bool reached(std::uint32_t value, std::uint32_t target) noexcept {
   return static_cast<std::int32_t>(value - target) >= 0;
 }
 
-// How long a wait goes on before it sleeps: first it does nothing but look at the flag, which is fastest if
-// whom it waits for runs now; then it lets others run between two looks, because they may share its core.
+// How long a wait polls before it sleeps: first without yielding, which is fastest if the awaited thread is
+// running; then yielding between polls, because it may share this core.
 struct Patience {
   std::chrono::nanoseconds spin{0};
   std::chrono::nanoseconds yield{0};

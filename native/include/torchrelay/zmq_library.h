@@ -69,7 +69,7 @@ class ZmqLibrary {
   int (*last_errno)();
   const char* (*strerror)(int number);
 
-  // "what: what libzmq says went wrong last in this thread"
+  // "what: libzmq's last error in this thread"
   std::string failure(const std::string& what) const;
 
  private:

@@ -1,12 +1,14 @@
-// The ZeroMQ filling of endpoint.h: TCP between hosts, abstract Unix sockets within one network namespace.
+// The ZeroMQ implementation of endpoint.h: TCP between hosts, abstract Unix sockets within one network
+// namespace.
 //
 // An endpoint binds one PULL socket and connects one PUSH socket per peer. Each message is preceded by a
-// frame that holds a protocol version and the session's token: what strangers send is dropped and counted, a
-// peer of another version is an error. With CURVE keys, connections are encrypted, and refused to whoever
-// does not have the session's public key. Frames above the size limit end the connection that sends them.
+// frame that holds a protocol version and the session's token: messages of other sessions are dropped and
+// counted, a peer of another version is an error. With CURVE keys, connections are encrypted, and peers
+// without the session's public key are refused. Frames above the size limit end the connection that sends
+// them.
 //
-// Order and loss: as TCP's. When a connection breaks, messages under way are lost and later ones are sent on
-// a new connection, so who must not lose any numbers them (courier.h).
+// Order and loss: as TCP's. When a connection breaks, messages in flight are lost and later ones are sent on
+// a new connection; ReliableEndpoint detects the gap.
 #pragma once
 
 #include <atomic>
@@ -35,7 +37,7 @@ class ZmqNetwork final : public Network {
   // Throws kUnavailable if the interface cannot be bound. Endpoints keep what they need of this object.
   std::unique_ptr<Endpoint> open(const std::string& label) override;
 
-  std::uint64_t ignored_messages() const noexcept;  // of strangers
+  std::uint64_t ignored_messages() const noexcept;  // of other sessions
 
   struct State;
 

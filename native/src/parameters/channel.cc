@@ -180,7 +180,7 @@ void Channel::round() {
   publish_stats();
 }
 
-// Only what has changed: replicas and shared keys that nobody uses cost nothing.
+// Only changed entries: unused replicas and shared keys cost nothing.
 void Channel::sync_changed() {
   state_.changed.take_all([this](std::uint64_t index) {
     const Store& store = *state_.store;

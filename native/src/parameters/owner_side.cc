@@ -18,7 +18,7 @@ OwnerSide::Replica* OwnerSide::replica_of(std::int64_t entry_index, std::uint16_
   return found == key->replicas.end() ? nullptr : &*found;
 }
 
-// Whoever changed the row has marked the entry, and no round has come to it since.
+// The writer has marked the entry, and no round has visited it since.
 void OwnerSide::raise_version(LockedEntry& entry) {
   if (!entry->has(kChanged)) return;
   entry->lower(kChanged);
@@ -53,10 +53,10 @@ void OwnerSide::handle_replica_write(const Record& record, const std::byte* payl
                                      : apply_overwrite(entry, record, payload);
 }
 
-// Relocate where nobody else needs the key; else replicate (CIKM 2023, section 4).
+// Relocate if no other node needs the key; else replicate (CIKM 2023, section 4).
 void OwnerSide::decide(LockedEntry& entry, const Record& record) {
   EntryControl& mine = state_.control(entry);
-  if (record.node == state_.node) {  // we became the owner while our wish was under way
+  if (record.node == state_.node) {  // we became the owner while our acquire was in flight
     mine.wanted = false;
     return;
   }
@@ -79,7 +79,7 @@ void OwnerSide::transfer(LockedEntry& entry, std::uint16_t node) {
   if (shared_key(entry.index()) != nullptr) remove_replica(entry, node);
   state_.store->free_slot(entry);
   entry->state = State::kAbsent;
-  entry->put(kUsed);  // what is under way to us must still find where to go
+  entry->put(kUsed);  // messages in flight to us must still find the owner
   state_.update_pin(entry);
   entry.set_owner(node, epoch);
   const std::uint32_t home = state_.store->home_of(key);

@@ -23,7 +23,7 @@ void PeerMonitor::beat() {
   const auto now = ChannelState::Clock::now();
   if (now < next_beat_) return;
   const auto timeout = state_.options.heartbeat_timeout;
-  // A process that was stopped has heard nobody: it listens again before it takes others for lost.
+  // A process that was stopped has received nothing: it waits again before it reports others as lost.
   const bool was_stopped = now - next_beat_ > timeout / 2;
   if (was_stopped) {
     std::ranges::fill(last_heard_, now);
@@ -81,7 +81,7 @@ void PeerMonitor::say_goodbye() {
       state_.endpoint.send(channel_endpoint(node, state_.channel_id), Kind::kGoodbye, 0, Writer(0).finish());
 }
 
-// All leave together, after a barrier: whoever still needs a node that has left names it.
+// All leave together, after a barrier; a process that still needs a departed node names it.
 void PeerMonitor::handle_goodbye(std::uint32_t node) {
   state_.departed[node] = true;
   std::uint32_t nobody = 0;

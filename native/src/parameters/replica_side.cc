@@ -17,7 +17,7 @@ bool ReplicaSide::begin_intent(std::int64_t key) {
       state_.update_pin(entry);
       if (entry->state == State::kAbsent && !mine.wanted) acquire(entry);
     });
-  } catch (const Error&) {  // there is no room
+  } catch (const Error&) {  // there is no free slot
     return false;
   }
 }
@@ -84,7 +84,7 @@ void ReplicaSide::handle_transfer(const Record& record, const std::byte* payload
       throw Error(Code::kProtocol,
                   "parameters: key " + std::to_string(record.key) + " was sent to its owner");
     if (entry->state == State::kReplica) {
-      // Our updates under way go into the row, and are dropped where they arrive.
+      // Our updates in flight are added to the row, and dropped on arrival.
       if (!mine.overwritten) take_row(entry, record, payload, true);
       mine.outstanding = 0;
       mine.overwritten = false;
@@ -225,7 +225,7 @@ void ReplicaSide::overwrite(std::int64_t entry_index, const KeyRequest& request)
   overwrites_[entry_index].push_back(request);
 }
 
-// Once the owner has all overwrites of the key, whoever made them is told.
+// Once the owner has all overwrites of the key, acknowledge them to their workers.
 void ReplicaSide::acknowledge_overwrites(std::int64_t entry_index) {
   const auto found = overwrites_.find(entry_index);
   if (found == overwrites_.end() || state_.control(entry_index).outstanding != 0) return;

@@ -272,7 +272,7 @@ void Store::throw_full() const {
   throw Error(Code::kUnavailable,
               "parameters: node " + std::to_string(header_->node) + " holds " +
                   std::to_string(header_->num_entries / 2) +
-                  " keys or fewer, as many as its slab has room for, and can evict none: all are "
+                  " keys or fewer, as many as fit into its slab, and can evict none: all are "
                   "replicated, on loan from another node, or just used; give the table a larger capacity");
 }
 

@@ -95,7 +95,7 @@ bool Store::known_absent(std::int64_t entry_index, std::size_t index, std::vecto
   return true;
 }
 
-// A channel must not wait for room: others may wait for it.
+// A channel must not wait for a free slot: others may wait for it.
 std::int64_t Store::find_to_access(const Batch& batch, std::int64_t key) {
   if (home_of(key) != header_->node) return find(key);
   return batch.shared != nullptr ? find_or_try_make(batch.user_id, key) : find_or_make(batch.user_id, key);

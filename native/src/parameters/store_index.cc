@@ -2,7 +2,7 @@
 // full.
 //
 // Looking up takes no lock. Making and removing keys takes the index lock. An entry never moves, so its lock
-// can be taken safely; whoever takes it checks that the entry still is the key's. A removed key leaves a
+// can be taken safely; its taker checks that the entry still is the key's. A removed key leaves a
 // tombstone, which turns back into nothing where the next place is empty.
 #include <algorithm>
 #include <chrono>
@@ -69,7 +69,7 @@ std::int64_t Store::make(std::uint32_t user_id, std::int64_t key) {
   }
 }
 
-// -1 if there is no room.
+// -1 if the index is full.
 std::int64_t Store::try_make(std::uint32_t user_id, std::int64_t key) {
   const LockGuard guard(header_->index_lock, users_, user_id);
   const std::int64_t found = find(key);
@@ -174,7 +174,7 @@ void Store::forget(LockedEntry& entry, std::uint32_t epoch) {
   remove(entry);
 }
 
-// Whoever is killed in here leaves a slot unused, and no wrong entry.
+// A process that is killed here leaves a slot unused, but no wrong entry.
 void Store::remove(LockedEntry& entry) {
   const auto place = static_cast<std::uint64_t>(entry.index());
   const std::uint64_t mask = header_->num_entries - 1;

@@ -178,7 +178,7 @@ bool Worker::receive(std::chrono::microseconds timeout) {
   return true;
 }
 
-// Who only reads and writes what is here asks nobody, so would not notice that its node is no longer served.
+// A worker that accesses only local rows sends no request, and would not notice that its node stopped.
 void Worker::look_at_leader() {
   if (is_leader_) return;
   const auto now = std::chrono::steady_clock::now();

@@ -1,28 +1,27 @@
-// One channel of a node: the thread that answers other nodes about its share of the keys, and that brings
-// keys here, or copies of them, because workers of this node announced to need them.
+// One channel of a node: the thread that serves other nodes' requests for its share of the keys, and that
+// brings keys, or copies of them, to this node because its workers announced to need them.
 //
-// Only a key's channel changes where it is; workers only read and write rows that are here. Channels of equal
-// id on all nodes talk to each other, in order and exactly once (reliable_endpoint.h). What the protocol
-// rests on:
+// Only a key's channel moves it; workers only read and write local rows. Channels of equal id on all nodes
+// exchange messages, in order and exactly once (reliable_endpoint.h). Invariants of the protocol:
 //
-//  * The owner has the master copy and decides. What is meant for the owner is routed by (owner, epoch):
-//    the epoch rises with each relocation, and the larger one is right. A node that is told to own a key
-//    it does not have yet parks what it is asked: the key is on its way to it.
+//  * The owner has the master copy and decides. Messages to the owner are routed by (owner, epoch):
+//    the epoch rises with each relocation, and the larger one is right. A node that owns a key but has
+//    not received it yet parks requests for it.
 //  * A key with replicas only moves to the one node that has the last. What a replica sends goes to the owner
 //    that granted it, and is not sent on: if that is the owner no longer, the replica has become it, and its
 //    row has all that it sent.
-//  * A replica has a row and an accumulator. At most one update of it is under way; its copy is kept until
+//  * A replica has a row and an accumulator. At most one update of it is in flight; its copy is kept until
 //    the owner has acknowledged it, so that a refresh that was sent before the owner got it can be completed.
 //  * A replica is given up by an update marked as its last. Until it is acknowledged the row stays and is
 //    read: what a worker wrote, it reads. Pushes go to the owner from then on; a set waits for its end, so as
 //    not to overtake what was pushed before.
-//  * No worker sees a replica older than what it has already been told. An answer to a node that holds a
+//  * No worker reads a replica older than a value it has already received. An answer to a node that holds a
 //    replica of the key goes through that node's channel, behind a refresh. Of a replica that is being given
-//    up the owner may know no longer: an answer waits, at the worker, until it is gone.
+//    up the owner may know no longer: an answer waits, at the worker, until the replica is gone.
 //
 // Each part of the channel is a class over its ChannelState: RequestRouter serves, forwards and parks
 // requests, OwnerSide decides where keys go, ReplicaSide brings them here, SyncFence serves wait_sync,
-// IntentBoard keeps what workers announced, Evictor makes room, PeerMonitor notices lost nodes, ReplySender
+// IntentBoard keeps announced intents, Evictor frees slots, PeerMonitor notices lost nodes, ReplySender
 // answers workers. They call each other on the channel's thread; locks of entries are the only ones.
 #pragma once
 
@@ -50,7 +49,7 @@ class Channel {
   std::string address() const { return state_.endpoint.address(); }
   void connect(const ChannelAddresses& addresses);
 
-  // Serves until the slab says to stop; then says goodbye. Never throws: what goes wrong is written into the
+  // Serves until the slab is stopped, then notifies the other nodes. Never throws: errors are written to the
   // slab, for the workers to raise.
   void run() noexcept;
 

@@ -23,13 +23,13 @@ struct ChannelOptions {
   std::chrono::milliseconds heartbeat_timeout{10000};
 };
 
-// What a channel knows of an entry beside what the slab holds.
+// A channel's state of an entry, beside the slab.
 struct EntryControl {
   std::uint32_t intents = 0;      // live, of this node's workers
   std::uint32_t arrived = 0;      // the round in which the key was relocated here
   std::uint32_t list_place = 0;   // in the list of shared keys (owner) or of replicas (replica)
   std::uint32_t outstanding = 0;  // updates and overwrites not acknowledged
-  bool wanted = false;            // an acquire is under way
+  bool wanted = false;            // an acquire is in flight
   bool overwritten = false;       // an overwrite is outstanding: refreshes sent before it are void
 };
 
@@ -45,7 +45,7 @@ struct ChannelState {
   }
   EntryControl& control(const LockedEntry& entry) { return control(entry.index()); }
   LockedEntry lock(std::int64_t entry_index) { return {*store, entry_index, channel_id}; }
-  // A round will look at the entry.
+  // The next round visits the entry.
   void mark_changed(std::int64_t entry_index) { changed.mark(store->index_in_channel(entry_index)); }
   void count(Stat stat, std::uint64_t amount = 1) { store->count(channel_id, stat, amount); }
   // Pins the entry or not. Its EntryControl is found by its place in the table, so as long as there is
@@ -60,7 +60,7 @@ struct ChannelState {
   Outbox outbox;
   MarkSet changed;
   std::vector<EntryControl> controls;
-  std::vector<bool> departed;  // by node: said goodbye
+  std::vector<bool> departed;  // by node: has left
   std::uint32_t rounds = 0;
 };
 

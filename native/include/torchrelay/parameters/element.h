@@ -1,4 +1,4 @@
-// The element types of a table, and what is done to rows of them.
+// The element types of a table, and operations on rows of them.
 #pragma once
 
 #include <algorithm>

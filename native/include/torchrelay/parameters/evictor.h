@@ -1,4 +1,4 @@
-// Makes room in dynamic tables: a node gives up rows that came to it and are no longer used, and asks other
+// Frees slots in dynamic tables: a node evicts relocated rows that are no longer used, and asks other
 // nodes to do the same for keys of its home.
 #pragma once
 
@@ -16,7 +16,7 @@ class Evictor {
 
   // A key of this home was evicted where it was.
   void handle_eviction(const Record& record);
-  // The key's home has no room to remember it elsewhere.
+  // The key's home has no entry left for a key that is elsewhere.
   void handle_recall(const Record& record);
 
   // Once a round.
@@ -24,10 +24,10 @@ class Evictor {
   bool is_making_room() const { return making_room_; }
   // Takes a slot for the entry's row; evicts others if there is none. Throws kUnavailable if it cannot.
   void take_slot(LockedEntry& entry);
-  // An evicted key of this home begins anew: at once if somebody waits for it, else when it is next asked
-  // for.
+  // An evicted key of this home begins anew: at once if a request waits for it, else at
+  // its next use.
   void begin_anew(LockedEntry& entry);
-  // Something is parked for a key of this home for which there is no room.
+  // A request is parked for a key of this home that has no slot.
   void await_room(std::int64_t key) { without_room_.push_back(key); }
 
  private:

@@ -1,4 +1,4 @@
-// Which announced accesses are near: action timing of "Good Intentions" (Renz-Wieland et al., CIKM 2023).
+// Which announced accesses are due: action timing of "Good Intentions" (Renz-Wieland et al., CIKM 2023).
 //
 // A worker announces keys for clocks [start, end). A channel looks at clocks once a round and acts on an
 // intent in the last round that is sure (to 0.9999) to come before the worker reaches its start, taking ticks

@@ -33,8 +33,8 @@ class LockedEntry {
   std::uint32_t user_id() const { return user_id_; }
   std::int64_t key() const { return store_.key_of(index_); }
   std::uint32_t epoch() const { return store_.ownership_epoch(index_); }
-  // The owner first: whoever reads the pair without the lock reads the epoch first, and must not take an old
-  // owner for one of the new epoch.
+  // The owner first: readers without the lock read the epoch first, and must not pair an old owner with the
+  // new epoch.
   void set_owner(std::uint32_t node, std::uint32_t epoch) {
     entry_.owner = static_cast<std::uint16_t>(node);
     store_.epochs_[index_].store(epoch, std::memory_order_release);

@@ -1,8 +1,8 @@
 // A set of indices in shared memory: any process marks, one thread takes all that are marked.
 //
 // A bitmap with two summaries, a bit for each word of the level below, so that taking costs next to nothing
-// where nothing is marked: one load per 262,144 indices. Marking is idempotent and takes no lock; whoever is
-// killed while marking leaves an index unmarked, and nothing else.
+// where nothing is marked: one load per 262,144 indices. Marking is idempotent and takes no lock; a process
+// that is killed while marking leaves at most one index unmarked.
 #pragma once
 
 #include <array>
@@ -37,7 +37,7 @@ class MarkSet {
 
   // What the caller writes under a lock that the visit takes too, the visit sees.
   void mark(std::uint64_t index) const {
-    for (Word* const level : levels_) {  // from below: whoever takes a word finds what its bits stand for
+    for (Word* const level : levels_) {  // from below: a taken word's bits are already set in the level below
       Word& word = level[index / kBits];
       const std::uint64_t bit = std::uint64_t{1} << index % kBits;
       if ((word.load() & bit) == 0) word.fetch_or(bit);

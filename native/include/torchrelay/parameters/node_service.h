@@ -15,7 +15,7 @@ namespace torchrelay::parameters {
 class NodeService {
  public:
   NodeService(std::shared_ptr<Store> store, std::shared_ptr<Network> network, const ChannelOptions& options);
-  ~NodeService();  // stops; the others are told that they may still need this node, unless stop() came first
+  ~NodeService();  // stops; unless stop() was called, reports to the other nodes that this one left early
   NodeService(const NodeService&) = delete;
   NodeService& operator=(const NodeService&) = delete;
 
@@ -23,7 +23,7 @@ class NodeService {
   ChannelAddresses addresses() const;
   // Starts the threads; `addresses` are those of all channels of all nodes, in order.
   void start(const ChannelAddresses& addresses);
-  // Says goodbye to the other nodes and ends the threads.
+  // Notifies the other nodes and ends the threads.
   void stop();
 
  private:

@@ -1,4 +1,4 @@
-// The owner's side of a channel: decides which node gets a key or a copy of it, and keeps the copies fresh.
+// The owner's side of a channel: decides on relocation and replication, and keeps replicas fresh.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Which nodes are there: heartbeats, losses and goodbyes.
+// Liveness of the other nodes: heartbeats, losses and departures.
 #pragma once
 
 #include <vector>
@@ -15,7 +15,7 @@ class PeerMonitor {
   void start();
   // A channel of the node has sent something.
   void heard_from(std::uint32_t node);
-  // Sends heartbeats and looks for silent nodes, when it is time.
+  // Sends heartbeats and checks for silent nodes when due.
   void beat();
   // Reports this node's loss to all others: at once, so that all name the first loss, not the nodes that
   // leave because of it; and once.

@@ -1,7 +1,7 @@
 // Exactly-once, in-order delivery over an Endpoint that may delay, reorder and duplicate.
 //
 // Messages between two endpoints are numbered; the receiver keeps those that came early, drops those it has
-// seen, and drops what is no message of this protocol, counting it. A lost message is not sent again (the
+// seen, and drops and counts messages of other protocols. A lost message is not sent again (the
 // transport below is TCP): it shows as a gap, reported by stuck_peer().
 #pragma once
 
@@ -24,18 +24,18 @@ class ReliableEndpoint {
   std::string address() const { return endpoint_->address(); }
   std::uint32_t id() const { return id_; }
 
-  // Makes `peer` known; the first message to it tells it our address.
+  // Makes `peer` known; the first message to it contains our address.
   void connect(std::uint32_t peer, const std::string& address);
   bool knows(std::uint32_t peer) const { return peers_.contains(peer); }
   // Whether messages to `peer` reach the process of this incarnation, not one before or after it.
   bool has_met(std::uint32_t peer, std::uint32_t incarnation) const;
-  // Tells a peer our address before there is anything else to say.
+  // Sends a peer our address before any other message.
   void greet(std::uint32_t peer);
 
   // Fills the header in front of the message's body and sends it.
   void send(std::uint32_t peer, Kind kind, std::uint32_t count, Message message);
 
-  // The next message in order; false after `timeout`. Hellos are dealt with inside.
+  // The next message in order; false after `timeout`. Handles hellos itself.
   bool receive(Header& header, Message& message, std::chrono::microseconds timeout);
 
   // A peer whose next message has been missing for longer than `timeout` though later ones came; -1: none.

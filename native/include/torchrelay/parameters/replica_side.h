@@ -1,4 +1,4 @@
-// The other side of a channel: keys that come to this node, as its own or as replicas.
+// The replica side of a channel: brings keys to this node, as owner or as replicas.
 #pragma once
 
 #include <unordered_map>
@@ -20,7 +20,7 @@ class ReplicaSide {
               ReplySender& replies)
       : state_(state), owner_(owner), router_(router), evictor_(evictor), replies_(replies) {}
 
-  // A worker's intent becomes live; false if there is no room for the key, which then stays remote.
+  // A worker's intent becomes live; false if there is no slot for the key, which then stays remote.
   bool begin_intent(std::int64_t key);
   void end_intent(std::int64_t key);
 
@@ -29,7 +29,7 @@ class ReplicaSide {
   void handle_refresh(const Record& record, const std::byte* payload);
   void handle_ack(const Record& record);
 
-  // Sends what was pushed to the replica if it is worth it, or in any case (`force`); gives the replica up if
+  // Sends what was pushed to the replica if it exceeds the threshold or `force`; gives the replica up if
   // no intent is live.
   void sync(LockedEntry& entry, bool force);
   // A worker of this node sets a key that is a replica here.
@@ -41,8 +41,7 @@ class ReplicaSide {
   void acquire(LockedEntry& entry);
   void send_update(LockedEntry& entry, bool last);
   bool is_worth_sending(const LockedEntry& entry) const;
-  // Takes a row from the owner, and adds what the owner had not got: the accumulator, and the update under
-  // way.
+  // Writes a row from the owner, and adds what the owner lacks: the accumulator and the update in flight.
   void take_row(LockedEntry& entry, const Record& record, const std::byte* payload, bool lacks_in_flight);
   void settle_ack(LockedEntry& entry, std::uint32_t version);
   void end_replica(LockedEntry& entry);
@@ -56,7 +55,7 @@ class ReplicaSide {
   Evictor& evictor_;
   ReplySender& replies_;
   std::vector<std::int64_t> replicas_;
-  std::unordered_map<std::int64_t, std::vector<std::byte>> in_flight_;    // the update under way, by entry
+  std::unordered_map<std::int64_t, std::vector<std::byte>> in_flight_;    // the update in flight, by entry
   std::unordered_map<std::int64_t, std::vector<KeyRequest>> overwrites_;  // to be acknowledged, by entry
 };
 

@@ -1,4 +1,4 @@
-// Sends replies to workers: straight, or through their node's channel.
+// Sends replies to workers: directly, or through their node's channel.
 #pragma once
 
 #include <unordered_map>
@@ -13,13 +13,13 @@ class ReplySender {
  public:
   explicit ReplySender(ChannelState& state) : state_(state) {}
 
-  // `count` is the request's. A worker that this channel has not met is answered through its own node's
+  // `count` is the request's. A worker that is not connected is answered through its own node's
   // channel; so is one whose node must get records first (`through_channel`).
   void send(std::uint32_t requester, std::uint32_t count, Message reply, bool through_channel);
   void acknowledge(const KeyRequest& request);
   // A reply to a worker of this node that another node's channel has sent here.
   void handle_relay(const Header& header, const Message& message);
-  // Sends what waited for workers that have been met by now.
+  // Sends what waited for workers that are now connected.
   void send_waiting();
 
  private:
@@ -31,7 +31,7 @@ class ReplySender {
   void send_here(std::uint32_t worker, std::uint32_t count, Message reply);
 
   ChannelState& state_;
-  std::unordered_map<std::uint32_t, std::vector<Reply>> waiting_;  // by worker: until we meet it
+  std::unordered_map<std::uint32_t, std::vector<Reply>> waiting_;  // by worker, until it is connected
 };
 
 }  // namespace torchrelay::parameters

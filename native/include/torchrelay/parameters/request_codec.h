@@ -15,7 +15,7 @@ struct Request {
   Op op;
   std::uint32_t count;  // of keys
   const std::int64_t* keys;
-  const std::uint32_t* epochs;     // how recent the knowledge was by which each key was sent here
+  const std::uint32_t* epochs;     // the epoch of the owner lookup by which each key was sent here
   const std::uint32_t* positions;  // the requester's, to be returned
   const std::byte* values;         // null: a read
   std::size_t value_bytes;         // of all keys, to be read or written
@@ -36,7 +36,7 @@ Request decode_request(const Store& store, std::uint32_t channel_id, const Heade
 Message encode_request(const Store& store, const RequestHead& head, const KeyRequest* requests,
                        std::size_t count);
 
-// The reply to one key's write. It tells nothing new of where the key is.
+// The reply to one key's write. It contains no owner lookup.
 Message encode_acknowledgement(const KeyRequest& request, std::uint32_t node);
 // Of the worker that a reply is for.
 std::uint32_t requester_incarnation(const Message& reply);

@@ -1,4 +1,4 @@
-// Requests for keys: served where the key is, forwarded where it is elsewhere, parked where it is on its way.
+// Requests for keys: served if the key is here, forwarded if elsewhere, parked if in flight to here.
 #pragma once
 
 #include <unordered_map>
@@ -26,7 +26,7 @@ class RequestRouter {
   void handle_location(const Record& record);
   // Sends an acquire on to the owner, or parks it. Takes no lock: the caller may hold the entry's.
   void route(Record record);
-  // The key has arrived: what was parked for it is done in the order in which it came. Takes the entry's
+  // The key has arrived: handles what was parked for it, in order of arrival. Takes the entry's
   // lock.
   void unpark(std::int64_t key);
   bool is_parked(std::int64_t key) const { return parked_.contains(key); }
@@ -38,9 +38,9 @@ class RequestRouter {
   };
   using Parked = std::variant<ParkedRequest, Record>;  // a Record is an acquire
   using ByNode = std::vector<std::vector<KeyRequest>>;
-  // Where a key's owner is, as far as this node knows.
+  // This node's owner lookup of a key.
   struct OwnerLookup {
-    std::int64_t entry_index;  // -1: of this key it knows nothing, or has forgotten it
+    std::int64_t entry_index;  // -1: unknown, or forgotten
     std::uint32_t owner;
     std::uint32_t epoch;
   };
@@ -51,7 +51,7 @@ class RequestRouter {
   // Writes, parks or adds to `by_node` a request for a key that is not owned here.
   void place_missed(KeyRequest request, const Message& message, ByNode& by_node);
   OwnerLookup look_up_owner(std::int64_t key) const;
-  // Must what was routed here by knowledge of this epoch wait, because the key is on its way here?
+  // Whether a request that was routed here with this epoch must wait, because the key is in flight to here.
   bool must_wait(const OwnerLookup& known, std::int64_t key, std::uint32_t epoch) const;
   void park(std::int64_t key, Parked parked);
 

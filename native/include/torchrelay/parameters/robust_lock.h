@@ -1,8 +1,8 @@
 // A lock in shared memory that survives the death of the process that holds it.
 //
-// The word holds 0, or the holder's user id + 1. A waiter spins, then yields, then asks now and then
+// The word holds 0, or the holder's user id + 1. A waiter spins, then yields, then checks periodically
 // whether the holder's process still lives, and takes the lock from a dead one. What the dead process was
-// writing may then be half written: callers order their writes so that this harms one row at most.
+// writing may be incomplete: callers order their writes so that this affects at most one row.
 #pragma once
 
 #include <atomic>
@@ -21,11 +21,11 @@ inline void cpu_relax() {
 #endif
 }
 
-// Who may hold locks: one per worker or service thread, in the slab.
+// A holder of locks: one per worker or service thread, in the slab.
 struct User {
   std::atomic<std::int32_t> pid{0};  // 0: free
   std::atomic<std::uint32_t> incarnation{0};
-  std::atomic<std::uint64_t> process_start{0};  // tells a recycled pid
+  std::atomic<std::uint64_t> process_start{0};  // detects a reused pid
   std::atomic<std::int64_t> clock{0};
 };
 

@@ -28,10 +28,10 @@ constexpr std::uint32_t kMaxWorkers = 256;
 constexpr std::uint32_t kMaxUsers = kMaxChannels + kMaxWorkers;  // channels first, then workers
 constexpr std::uint32_t kMaxNodes = 1024;
 constexpr std::uint32_t kNoSlot = 0xffffffffu;
-constexpr std::int64_t kFinished = INT64_MAX;  // the clock of a worker that will not come back
+constexpr std::int64_t kFinished = INT64_MAX;  // the clock of a worker that has ended
 
 enum class State : std::uint8_t {
-  kAbsent,   // no row here; owner and epoch say where to ask
+  kAbsent,   // no row here; see owner and epoch
   kOwned,    // the master copy
   kReplica,  // a copy; pushes are also summed in the accumulator
 };
@@ -45,14 +45,14 @@ enum Flag : std::uint8_t {
   kLeaving = 32,  // replica: its last update has been sent; it is still read, but takes no more pushes
 };
 
-// Why nobody can work on: the first that died, or left while others still needed it.
+// Why the table cannot be used any more: the first process that died, or left while others needed it.
 struct Loss {
   enum How : std::uint16_t {
     kNone,
     kUnreachable,  // the node died, or cannot be reached
     kLeft,         // the process left on purpose, or with an error
-    kKilled,       // the process died, and no other took its place
-    kFailed,       // the node's threads cannot go on; SlabHeader::failure says why
+    kKilled,       // the process died and was not replaced
+    kFailed,       // the node's threads cannot go on; see SlabHeader::failure
   };
   How how = kNone;
   std::uint16_t node = 0;
@@ -163,9 +163,9 @@ struct SlabHeader : Geometry {
   std::uint64_t live_entries;
   std::uint32_t first_epoch;  // of a key made at its home: none made there before had a larger one
   std::atomic<Loss> loss;     // the first; it stays, and is passed on to the other nodes
-  std::atomic<std::uint32_t> departed_node;  // number + 1 of the first node that ended after the last barrier
+  std::atomic<std::uint32_t> departed_node;  // id + 1 of the first node that ended after the last barrier
   std::atomic<std::uint32_t> stopping;
-  std::atomic<std::uint32_t> failed;  // 1: `failure` is being written, 2: it says what made a channel stop
+  std::atomic<std::uint32_t> failed;  // 1: `failure` is being written, 2: it describes why a channel stopped
   char failure[512];
   Code failure_code;
   ProcessId leader;

@@ -1,8 +1,8 @@
 // A node's part of the table: rows in a slab that all processes of the node map.
 //
 // Any process may pull, push and set; each key's row is accessed under its entry's lock, so an access is
-// atomic per key. Nothing here blocks longer than another's access, and nothing knows of other nodes but the
-// numbers that an entry holds. A key whose row is not here is reported as missed, and left to the caller.
+// atomic per key. Nothing here blocks longer than another's access, and other nodes are known only as ids in
+// entries. A key whose row is not here is reported as missed, and left to the caller.
 #pragma once
 
 #include <memory>
@@ -19,7 +19,7 @@ namespace torchrelay::parameters {
 enum class InitKind : std::uint32_t { kZeros, kConstant, kUniform, kNormal };
 inline constexpr const char* kInitNames[] = {"zeros", "constant", "uniform", "normal"};
 
-// The value of a key nobody has set: a function of the key and the seed alone.
+// The initial value of a key: a function of the key and the seed alone.
 struct KeyInit {
   InitKind kind = InitKind::kZeros;
   double a = 0;
@@ -48,7 +48,7 @@ constexpr bool whole_row(Op op) { return op == Op::kPullRow || op == Op::kSetRow
 struct Missed {
   std::uint32_t index;  // in the batch
   std::uint32_t owner;  // the node to ask
-  std::uint32_t epoch;  // how recent that knowledge is
+  std::uint32_t epoch;  // of that owner lookup
 };
 
 // A key that this node owned far from its home and has evicted; or one of this home that has moved away.
@@ -130,7 +130,7 @@ class Store {
     const std::uint64_t key = index / nodes * nodes * channels + channel * nodes + index % nodes;
     return static_cast<std::int64_t>(dynamic() ? index : key);
   }
-  // Entries of the channel that a round has to look at: a replica has something to send, or a shared key
+  // Entries of the channel that a round must visit: a replica has something to send, or a shared key
   // something that its replicas lack. Marked, under the entry's lock, before the entry shows it.
   MarkSet changed(std::uint32_t channel) const {
     return {memory_.data() + header_->changed_offset + channel * header_->changed_bytes,
@@ -139,7 +139,7 @@ class Store {
   std::int64_t key_of(std::int64_t entry_index) const {
     return dynamic() ? keys_[entry_index].load() : entry_index;
   }
-  // How recent the entry's owner is; set by LockedEntry::set_owner.
+  // The epoch of the entry's owner; set by LockedEntry::set_owner.
   std::uint32_t ownership_epoch(std::int64_t entry_index,
                                 std::memory_order order = std::memory_order_relaxed) const {
     return epochs_[entry_index].load(order);
@@ -152,7 +152,7 @@ class Store {
   bool rows_tight(std::uint32_t user_id);
   bool keys_tight(std::uint32_t user_id);
   // Looks at `places` entries from `cursor` on and removes the rows of `channel` that have moved here, and
-  // that nobody has used since the last look; their homes must be told.
+  // that nobody has used since the last look; their homes must be notified.
   std::vector<Moved> evict_moved(std::uint32_t user_id, std::uint32_t channel, std::uint64_t& cursor,
                                  std::uint64_t places);
   // Keys of this home and channel that are elsewhere, among `places` entries from `cursor` on.
@@ -178,22 +178,22 @@ class Store {
   std::size_t nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low, std::int64_t high,
                             const std::vector<std::int64_t>& taken, bool distinct,
                             const std::uint8_t* drawable = nullptr) const;
-  // A channel cannot go on; the first reason given stays.
+  // A channel has failed; the first reason is kept.
   void fail(Code code, const char* reason);
   // Makes every process of every node raise, and name the loss, unless there was one before.
   void lose(const Loss& loss);
   Loss loss() const { return header_->loss.load(std::memory_order_acquire); }
-  // This process stops using the table though others have not.
+  // This process leaves while others still use the table.
   void leave_in_need();
   // The process of a dead worker of this node has no successor.
   void lose_worker(std::uint32_t worker);
-  // Is this node to serve no longer?
+  // Whether this node should stop serving.
   bool is_stopping() const {
     const Loss lost = loss();
     return header_->stopping.load(std::memory_order_relaxed) != 0 ||
            (lost.how != Loss::kNone && lost.node == header_->node);
   }
-  // Throws kPeerLost or kUnavailable if this node cannot work on.
+  // Throws kPeerLost or kUnavailable if the table cannot be used any more.
   void check_peers() const;
   // The same, and that this node's leader lives; costs a read in /proc.
   void check_leader() const;

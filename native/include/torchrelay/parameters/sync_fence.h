@@ -22,7 +22,8 @@ class SyncFence {
   void serve();
 
  private:
-  // Who is told once all replicas of our keys are fresh: another node's channel, or (its id: ours) a worker.
+  // Who is notified once all replicas of our keys are fresh: another node's channel, or (its id: ours) a
+  // worker.
   struct Waiter {
     std::uint32_t endpoint;
     std::uint64_t round_id;

@@ -74,7 +74,7 @@ struct IntentHead {
 };
 
 enum class RecordKind : std::uint8_t {
-  kAcquire = 1,  // to the owner, over whoever knows more of where it is: `node` wants the key
+  kAcquire = 1,  // to the owner, along owner lookups: `node` wants the key
   // from a replica to the owner that granted it
   kUpdate,     // what `node` pushed to its replica, summed; payload: value
   kOverwrite,  // a set on `node`'s replica; payload: value or row
@@ -84,7 +84,7 @@ enum class RecordKind : std::uint8_t {
   kRefresh,   // a newer row for a replica; payload: row
   kAck,       // an update or overwrite has been done, and the replica's row is right without a refresh
   kLocation,  // to the home: `node` owns the key now
-  kRecall,    // from the home, which has no room to remember more: evict the key, if nobody uses it
+  kRecall,    // from the home, which has no entry left: evict the key if it is unused
 };
 
 enum RecordFlag : std::uint8_t {
@@ -92,7 +92,7 @@ enum RecordFlag : std::uint8_t {
   kDrop = 1,      // update: the sender gives its replica up; ack and refresh: it has been
   kAcks = 2,      // refresh: also an ack
   kWholeRow = 4,  // overwrite: the payload is a row
-  kEvicted = 8,   // location: the row is gone; the home makes it anew when it is next asked for
+  kEvicted = 8,   // location: the row is gone; the home initialises it again at its next use
 };
 
 struct Record {
