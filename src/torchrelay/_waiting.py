@@ -21,7 +21,7 @@ _FIRST_LOOK_S, _FIRST_REPORT_S = 1.0, 4.0
 
 
 def nothing_to_check() -> None:
-    """For waits in which nobody can be lost yet."""
+    """Do nothing, in waits in which no process can be lost yet."""
 
 
 def wait_for_others(
@@ -35,12 +35,12 @@ def wait_for_others(
 
     Args:
         is_complete: may block for up to a second.
-        missing: called rarely: who has not come; ``None``: not known yet. May raise.
+        missing: called rarely: those missing; ``None``: not known yet. May raise.
         sentence: the message about those who are missing after so many seconds.
         check: called often; raises if a process was lost.
 
     Raises:
-        OperationTimeoutError: some did not come within ``timeout_s``; ``ranks`` names them.
+        OperationTimeoutError: some did not arrive within ``timeout_s``; ``ranks`` names them.
     """
     started_s = time.monotonic()
     next_look_s, next_report_s, pause_s = _FIRST_LOOK_S, _FIRST_REPORT_S, _POLL_FIRST_S

@@ -6,9 +6,9 @@ Importing this module registers the backend::
     dist.init_process_group(backend="sml")   # under torchrun; also new_group(backend="sml")
 
 It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (Sapio et al., NSDI
-2021). Ranks of one host meet in a shared segment; hosts exchange over TCP and, where one is
-configured, through an aggregation switch. All collectives, dtypes and reductions of c10d are there,
-with timeouts and errors that name the rank they are about.
+2021). Ranks of one host communicate through a shared segment; hosts over TCP and, if one is
+configured, through an aggregation switch. It supports all collectives, dtypes and reductions of
+c10d, with timeouts and errors that name the ranks concerned.
 
 Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`, :class:`SmlGroup`,
 :func:`register`.
@@ -38,7 +38,7 @@ __all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "register", "stats"
 
 
 def register() -> None:
-    """Makes ``sml`` known to torch.distributed; importing this module does it."""
+    """Register ``sml`` with torch.distributed. Importing this module does so."""
     if not hasattr(dist.Backend, "SML"):
         dist.Backend.register_backend(
             "sml", _create_group, extended_api=True, devices=["cpu", "cuda"]
@@ -46,9 +46,7 @@ def register() -> None:
 
 
 def stats() -> dict[str, PlaneStats]:
-    """What this process's groups have done, added up for each plane, over the groups that still
-    exist.
-    """
+    """Return the statistics of this process's existing groups, added up for each data plane."""
     totals: dict[str, PlaneStats] = {}
     for group in list(LIVING):
         mine = group.stats()
@@ -73,7 +71,7 @@ def _sum_of_links(links: Sequence[LinkStats]) -> tuple[LinkStats, ...]:
 
 
 def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
-    """What c10d calls to make a group."""
+    """Create a group; called by c10d."""
     rank, size = given.group_rank, given.group_size
     timeout_s = given.timeout.total_seconds()
     names = list(given.global_ranks_in_group) or list(range(size))
@@ -101,25 +99,24 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
 
 
 def _known_processes() -> dict[int, Process]:
-    """By global rank, those of the groups that are in use."""
+    """Return the processes of all existing groups, by global rank."""
     return {name: found for group in list(LIVING) for name, found in group.processes.items()}
 
 
 def _plane_of(meeting: Meeting, store: Any, timeout_s: float, settings: Aggregation) -> Plane:
-    """Shared memory for ranks of one host; with that, TCP and a switch for those of several."""
+    """Return the data plane: shared memory on one host; with TCP and a switch on several."""
     if len(meeting.on_my_host()) == meeting.size:
         return ShmPlane(meeting, timeout_s, settings)
     if settings.plane == "shm":
         raise UnavailableError(
             "sml: plane = shm, but the ranks of this group are not all on one host, in one process "
-            "namespace and "
-            "of one user; leave the plane at auto"
+            "namespace and of one user; leave the plane at auto"
         )
     return HostsPlane(meeting, store, timeout_s, settings)
 
 
 def _close_all() -> None:
-    """Ends the native threads while Python still works."""
+    """Shut all groups down: native threads must end before the interpreter."""
     for group in list(LIVING):
         group.shutdown()
 

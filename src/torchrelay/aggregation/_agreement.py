@@ -1,4 +1,4 @@
-"""What all ranks must agree on before a collective between hosts moves any bytes.
+"""Agreement of all ranks on a collective between hosts, before it moves any bytes.
 
 Each rank describes its call in a record of fixed size. Every rank gets all records and compares
 them in the same way, so all find the same difference. A record can carry a small payload, which
@@ -72,8 +72,8 @@ class Record:
     sizes: Sequence[int] = ()
 
     def pack(self, payload: torch.Tensor | None = None) -> torch.Tensor:
-        """The record as ``RECORD_BYTES`` bytes, with a flat payload of at most ``INLINE_BYTES``
-        bytes.
+        """Return the record as ``RECORD_BYTES`` bytes, with a flat payload of at most
+        ``INLINE_BYTES``.
         """
         row = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
         fields = row.numpy()[: _FIELDS * 8].view(np.int64)
@@ -93,12 +93,12 @@ class Record:
 
 
 def payloads(table: torch.Tensor) -> torch.Tensor:
-    """The payloads of all records, one row per rank."""
+    """Return the payloads of all records, a row per rank."""
     return table[:, _FIELDS * 8 :]
 
 
 def check_records(table: torch.Tensor, rank: int, names: Sequence[int]) -> None:
-    """Compare all ranks' records: a row for each rank of the group.
+    """Compare the records of all ranks, a row for each rank.
 
     Raises:
         MismatchError: the same on every rank.
@@ -112,8 +112,7 @@ def check_records(table: torch.Tensor, rank: int, names: Sequence[int]) -> None:
         )
         raise MismatchError(
             f"rank {names[rank]}, {_FUNCTIONS[fields[rank, 0]]}: the ranks made different calls: "
-            f"{made}. All ranks of "
-            "a group must make the same calls in the same order"
+            f"{made}. All ranks of a group must make the same calls in the same order"
         )
     function = _FUNCTIONS[fields[0, 0]]
     root = int(fields[0, 3])
@@ -132,13 +131,12 @@ def check_records(table: torch.Tensor, rank: int, names: Sequence[int]) -> None:
             )
             raise MismatchError(
                 f"rank {names[rank]}, {function}: the ranks do not agree on sizes: {sizes}, but "
-                f"{who} have other sizes; "
-                "check the shapes on all of them"
+                f"{who} have other sizes; check the shapes on all of them"
             )
 
 
 def is_uniform(table: torch.Tensor) -> bool:
-    """Whether all pairs of ranks of an all_to_all have blocks of one size."""
+    """Return whether all pairs of ranks of an all_to_all have blocks of one size."""
     mine = table.numpy()[:, : _FIELDS * 8].view(np.int64)[:, 5]
     return bool((mine != ANY_SIZE).all() and (mine == mine[0]).all())
 
@@ -146,8 +144,7 @@ def is_uniform(table: torch.Tensor) -> bool:
 def check_matrix(
     sends: torch.Tensor, receives: torch.Tensor, rank: int, names: Sequence[int]
 ) -> None:
-    """Compare what each rank sends to each other (``sends[i, j]`` bytes from i to j) with what that
-    one expects.
+    """Compare what each rank sends (``sends[i, j]`` bytes from i to j) with what the other expects.
 
     Raises:
         MismatchError: the same on every rank.
@@ -157,10 +154,8 @@ def check_matrix(
         source, to = different[0].tolist()
         raise MismatchError(
             f"rank {names[rank]}, all_to_all: the ranks do not agree on sizes: rank "
-            f"{names[source]} sends "
-            f"{int(sends[source, to])} bytes to rank {names[to]}, which expects "
-            f"{int(receives[to, source])}; check the "
-            "shapes and split sizes on both"
+            f"{names[source]} sends {int(sends[source, to])} bytes to rank {names[to]}, which "
+            f"expects {int(receives[to, source])}; check the shapes and split sizes on both"
         )
 
 

@@ -1,4 +1,6 @@
-"""The device backends of a group: ours as PyTorch wants to see it, and those of other devices."""
+"""The device backends of a group: ours in the form that PyTorch expects, and those of other
+devices.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,9 @@ _TYPES = dist.ProcessGroup.BackendType
 
 
 class SmlBackend:
-    """What ``group._get_backend(device)`` returns for a device of ``sml``.
+    """The backend that ``group._get_backend(device)`` returns for a device of ``sml``.
 
-    The group is its own backend: collectives are the group's. Beside them PyTorch asks a backend
-    what it supports.
+    Collectives are the group's own. This class reports what the backend supports.
     """
 
     supports_coalescing = False
@@ -46,12 +47,11 @@ class SmlBackend:
         return False
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Ranks are connected once the group is made."""
+        """Do nothing: ranks are connected once the group exists."""
 
 
 def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
-    """Makes the backends that c10d would have made after ``sml``; those before it are there
-    already.
+    """Create the backends that c10d would have created after ``sml``.
 
     c10d stops at the first backend that is a ProcessGroup, which a Python backend must be before
     torch 2.14.
@@ -74,7 +74,7 @@ def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
         else:
             raise UnsupportedError(
                 f"sml: {device}:{name} after sml in {asked.text!r} is not supported here; name sml "
-                "last, or make a "
-                f"group of its own for {device} tensors with new_group(backend={name!r})"
+                f"last, or make a group of its own for {device} tensors with "
+                f"new_group(backend={name!r})"
             )
         asked.group._register_backend(torch.device(device), getattr(_TYPES, name.upper()), backend)

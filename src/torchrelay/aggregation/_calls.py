@@ -1,6 +1,6 @@
-"""The arguments of calls: c10d's two ways to give them, and what must hold of them.
+"""Arguments of calls: their two forms in c10d, and checks.
 
-Its functions call a group with an options object; users may also give plain arguments.
+c10d's functions pass an options object to a group; users may also pass plain arguments.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ _PREMUL_SUM = 8
 
 
 def one_or_more(tensors: Any) -> Any:
-    """A list of tensors, whether one or several were given."""
+    """Return a list of tensors, given one or several."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def is_options(given: Any) -> bool:
-    """Whether ``given`` is one of c10d's options objects, which have nothing else in common."""
+    """Return whether ``given`` is one of c10d's options objects, which share no base class."""
     return hasattr(given, "timeout")
 
 
 def timed(fresh: Any, given: Any, timeout: timedelta | None) -> Any:
-    """``given`` if it is an options object, else ``fresh`` with the timeout: either of the last two
-    arguments.
+    """Return ``given`` if it is an options object, else ``fresh`` with the timeout.
+
+    The timeout is either of the last two arguments.
     """
     if is_options(given):
         return given
@@ -65,7 +66,7 @@ def timed(fresh: Any, given: Any, timeout: timedelta | None) -> Any:
 
 
 def reduction(fresh: Any, given: Any, op: Any, timeout: timedelta | None) -> Any:
-    """The same, where ``given`` may be a reduction."""
+    """Return options as :func:`timed`, where ``given`` may be a reduction."""
     if is_options(given):
         return given
     chosen = given if op is None and not isinstance(given, timedelta) else op
@@ -75,7 +76,7 @@ def reduction(fresh: Any, given: Any, op: Any, timeout: timedelta | None) -> Any
 
 
 def rooted(fresh: Any, root: Any, opts: Any, op: Any, timeout: timedelta | None) -> Any:
-    """The same, where ``opts`` may also come in the root's place."""
+    """Return options as :func:`reduction`, where ``opts`` may be in the place of the root."""
     given = root if opts is None else opts
     if is_options(given):
         return given
@@ -86,7 +87,7 @@ def rooted(fresh: Any, root: Any, opts: Any, op: Any, timeout: timedelta | None)
 
 
 def asked(opts: Any) -> tuple[Op | float, timedelta, bool]:
-    """The op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
+    """Return the op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
     if opts is None:
         opts = dist.AllreduceOptions()
     reduce_op = opts.reduceOp
@@ -98,14 +99,14 @@ def asked(opts: Any) -> tuple[Op | float, timedelta, bool]:
 
 
 def single(tensors: Tensors, operation: str) -> torch.Tensor:
-    """The only tensor."""
+    """Return the only tensor."""
     if len(tensors) != 1:
         raise ArgumentError(f"{operation} takes one tensor, not {len(tensors)}")
     return tensors[0]
 
 
 def same_dtype(tensors: Tensors, operation: str) -> None:
-    """Raises ArgumentError if the tensors of one call differ in dtype."""
+    """Raise ArgumentError if the tensors of one call differ in dtype."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
@@ -115,27 +116,26 @@ def same_dtype(tensors: Tensors, operation: str) -> None:
 
 
 def one_a_rank(tensors: Tensors, ranks: int, operation: str, which: str) -> Tensors:
-    """The tensors, if there is one for each rank."""
+    """Return the tensors, if there is one for each rank."""
     if len(tensors) != ranks:
         raise ArgumentError(f"{operation}: {len(tensors)} {which} for a group of {ranks} ranks")
     return tensors
 
 
 def one_block_a_rank(inputs: Tensors, ranks: int, output: torch.Tensor, operation: str) -> None:
-    """Raises ArgumentError if there is not one input of the output's size for each rank."""
+    """Raise ArgumentError unless there is one input of the output's size for each rank."""
     same_dtype([*inputs, output], operation)
     if len(inputs) != ranks or any(block.numel() != output.numel() for block in inputs):
         raise ArgumentError(
             f"{operation}: {ranks} inputs of {output.numel()} elements are needed, one for each "
-            "rank; "
-            f"got sizes {[block.numel() for block in inputs]}"
+            f"rank; got sizes {[block.numel() for block in inputs]}"
         )
 
 
 def split(
     whole: torch.Tensor, ranks: int, block: torch.Tensor, operation: str
 ) -> list[torch.Tensor]:
-    """``whole`` as one flat piece a rank, each of ``block``'s size."""
+    """Return ``whole`` as one flat piece per rank, each of ``block``'s size."""
     if whole.numel() != block.numel() * ranks:
         raise ArgumentError(
             f"{operation}: a tensor of {whole.numel()} elements is not {ranks} ranks x "
@@ -148,7 +148,9 @@ def split(
 def split_rows(
     tensor: torch.Tensor, ranks: int, splits: Sequence[int], which: str
 ) -> list[torch.Tensor]:
-    """``splits[r]`` rows for rank r; the same number for each where none are given."""
+    """Return views of ``splits[r]`` rows for rank r; of equal numbers of rows without
+    ``splits``.
+    """
     rows = tensor.shape[0] if tensor.dim() else 0
     if not splits:
         if rows % ranks:
@@ -165,36 +167,36 @@ def split_rows(
 
 
 def check_rank(rank: int, ranks: int, operation: str) -> None:
-    """Raises ArgumentError if there is no such rank in the group."""
+    """Raise ArgumentError if there is no such rank in the group."""
     if not 0 <= rank < ranks:
         raise ArgumentError(f"{operation}: there is no rank {rank} in a group of {ranks}")
 
 
 def check_tag(tag: int, operation: str) -> None:
-    """Raises ArgumentError if the tag is negative."""
+    """Raise ArgumentError if the tag is negative."""
     if tag < 0:
         raise ArgumentError(f"{operation}: a tag must be 0 or more, not {tag}")
 
 
 def root_of(opts: Any, ranks: int, operation: str) -> int:
-    """The root, as a rank of the group."""
+    """Return the root, as a rank of the group."""
     root = int(opts.rootRank)
     check_rank(root, ranks, operation)
     return root
 
 
 def on_root(lists: Sequence[Tensors], ranks: int, operation: str, which: str) -> Tensors:
-    """The root's tensors, one for each rank."""
+    """Return the root's tensors, one for each rank."""
     return one_a_rank(lists[0] if lists else [], ranks, operation, which)
 
 
 def given(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without the options that were left out."""
+    """Return the arguments without omitted options."""
     return tuple(argument for argument in arguments if argument is not None)
 
 
 def first_tensor(arguments: Any) -> torch.Tensor | None:
-    """The first tensor in nested lists."""
+    """Return the first tensor in nested lists."""
     for argument in arguments:
         found = argument if isinstance(argument, torch.Tensor) else first_tensor(argument)
         if found is not None:

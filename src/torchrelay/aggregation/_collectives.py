@@ -1,7 +1,6 @@
-"""Collectives and messages of one group: the caller's tensors on one side, a data plane on the
-other.
+"""Collectives and messages of one group, between the caller's tensors and a data plane.
 
-Every collective comes in the same order: arguments to plain buffers, one or more calls of the
+Every collective has the same steps: arguments to plain buffers, one or more calls of the data
 plane, a Work. A call that c10d marks as synchronous runs in the calling thread and raises at once.
 """
 
@@ -34,7 +33,7 @@ _DONE = DoneWork()
 
 
 class Collectives:
-    """What a group does with tensors, once it is known what was asked for.
+    """The collectives of a group, on parsed arguments.
 
     ``opts`` is the options object that c10d has for the collective, or None for its defaults.
 
@@ -55,7 +54,7 @@ class Collectives:
     # --- reductions
 
     def all_reduce_now(self, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
-        """The shortest way for the commonest call; None if it is another one."""
+        """Run the most common call by the shortest path; return None for other calls."""
         native_op, given, block = calls.asked(opts)
         if not (block and native_op in _ANY_DTYPE and tensor.dtype in NATIVE and is_plain(tensor)):
             return None
@@ -80,8 +79,8 @@ class Collectives:
         return self._run(launches, opts, tensors, staging)
 
     def _all_reduce_sparse(self, tensors: Tensors, op: Op | float, timeout_s: float) -> dist.Work:
-        """Sizes differ from rank to rank, so the second gather needs the first: both end before
-        this returns.
+        """Sum sparse tensors. Blocks: sizes differ between ranks, so the second gather needs the
+        first.
         """
         self.count += 1
         with span("aggregation.all_reduce_sparse", tensors=len(tensors)):
@@ -159,7 +158,7 @@ class Collectives:
     def all_gather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any
     ) -> dist.Work:
-        """``outputs`` is a list for each rank, not for each input."""
+        """Gather several inputs; ``outputs`` is a list for each rank, not for each input."""
         return self.all_gather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_tensors(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
@@ -270,7 +269,7 @@ class Collectives:
         self._coalescing = []
 
     def end_coalescing(self) -> dist.Work:
-        """One Work for all operations since :meth:`start_coalescing`."""
+        """Return one Work for all operations since :meth:`start_coalescing`."""
         works, self._coalescing = self._coalescing or [], None
         tickets = [ticket for work in works for ticket in work._tickets]
         if not tickets:
@@ -306,7 +305,7 @@ class Collectives:
         return self._keep(PendingWork(tickets, tensors, staging.kept, finish))
 
     def _keep(self, work: PendingWork) -> PendingWork:
-        """Holds the tensors of operations in progress, also if the caller drops the Work."""
+        """Keep the tensors of operations in progress alive, also if the caller drops the Work."""
         pending = self._pending
         while pending and not pending[0].in_progress:
             pending.popleft()
@@ -319,8 +318,9 @@ class Collectives:
 def _reducible(
     buffer: torch.Tensor, op: Op | float, in_place: bool, scale: bool = True
 ) -> tuple[torch.Tensor, Op]:
-    """What the plane reduces. A factor is multiplied in before, into a copy if the caller keeps its
-    tensor.
+    """Return a tensor and op that the data plane can reduce.
+
+    A factor is multiplied in before, into a copy if the caller keeps its tensor.
     """
     if isinstance(op, Op):
         return as_native(buffer, op)

@@ -1,6 +1,4 @@
-"""Runs a call as one of c10d's operators, so that profilers and dispatch modes see what they see
-with Gloo.
-"""
+"""Runs a call as one of c10d's operators, so that profilers and dispatch modes see it."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ __all__ = ["through_dispatcher"]
 
 
 class _Kernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stands where a device's kernel would: takes the operator after all other modes, and runs the
-    call.
-    """
+    """Dispatch mode in the place of a device's kernel: runs the call after all other modes."""
 
     def __init__(
         self, name: str, run: Callable[..., dist.Work], tensors: int, rest: tuple[Any, ...]
@@ -50,7 +46,7 @@ def through_dispatcher(
     tensors: tuple[Any, ...],
     *rest: Any,
 ) -> dist.Work:
-    """What ``run(*tensors, *rest)`` returns, called through c10d's operator for ``method``.
+    """Return ``run(*tensors, *rest)``, called through c10d's operator for ``method``.
 
     Args:
         group: a plain ProcessGroup; its C++ methods call the operators.

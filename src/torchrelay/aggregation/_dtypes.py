@@ -1,4 +1,4 @@
-"""What is reduced natively, and what stands in for the rest."""
+"""The dtypes that are reduced natively, and substitutes for the others."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _CODES = {
 
 
 def code(dtype: torch.dtype) -> int:
-    """A number that is the same for ``dtype`` on every rank."""
+    """Return a number for ``dtype`` that is equal on every rank."""
     return _CODES.get(dtype, 255)
 
 
 def name_of(code_: int) -> str:
-    """The name of the dtype with this :func:`code`, for messages."""
+    """Return the name of the dtype with this :func:`code`, for messages."""
     return next(
         (str(t).removeprefix("torch.") for t, number in _CODES.items() if number == code_), "bytes"
     )
 
 
 def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
-    """A view of ``tensor`` (and the op on it) that the native core can reduce.
+    """Return a view of ``tensor``, and the op on it, that the native core can reduce.
 
     bool is reduced as logic: SUM and MAX are or, PRODUCT and MIN are and. Complex numbers are added
     as pairs.

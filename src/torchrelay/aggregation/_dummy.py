@@ -1,6 +1,6 @@
-"""A plane that communicates nothing: to see what a training step costs without its communication.
+"""A data plane that communicates nothing, to measure a training step without communication.
 
-Sums come out as if every rank held the same values; everything else leaves each rank its own. An
+Sums are computed as if every rank had the same values; other collectives keep each rank's own. An
 operation takes as long as its bytes would on a link of the given bandwidth.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["DummyPlane"]
 
 
 class _Done:
-    """Ticket and transfer of an operation that is over."""
+    """Ticket and transfer of a finished operation."""
 
     done = True
 
@@ -41,7 +41,7 @@ class _Done:
 
 
 class DummyPlane:
-    """See :class:`_plane.Plane`; never blocks for another rank, and never fails."""
+    """A :class:`_plane.Plane` that never waits for another rank, and never fails."""
 
     name = "dummy"
 
@@ -162,4 +162,4 @@ class DummyPlane:
         return PlaneStats(self.name, self._jobs, self._payload_bytes, self._waiting_s)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""

@@ -25,7 +25,7 @@ _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which the caller keeps.
+    """Return a view of the memory of a contiguous CPU tensor, which the caller keeps alive.
 
     ``Tensor.numpy()`` would make the tensor's storage one that cannot be resized, as FSDP does.
     """
@@ -43,7 +43,9 @@ class Call:
     deadline_s: float  # of the monotonic clock
 
     def left_s(self, grace: int = 0) -> float:
-        """How long it may still take, for a wait of whose cause others may know more."""
+        """Return the remaining seconds, plus ``grace`` margins for others to report a cause
+        first.
+        """
         return max(0.0, self.deadline_s - time.monotonic()) + grace * GRACE_S
 
 

@@ -1,6 +1,4 @@
-"""Runs a group's operations in the order they were submitted, for data planes that are written in
-Python.
-"""
+"""Runs a group's operations in order of submission, for data planes written in Python."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _STOP_S = 10.0
 
 
 class Completion:
-    """The end of one operation; a :class:`_plane.Ticket`. Thread-safe."""
+    """The completion of one operation; a :class:`_plane.Ticket`. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,8 +29,9 @@ class Completion:
         return self._done
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the operation is done; False after ``timeout_s``. Raises what the operation
-        raised.
+        """Wait until the operation is done; return False after ``timeout_s``.
+
+        Raises what the operation raised.
         """
         if not self._done:
             with self._changed:
@@ -87,7 +86,7 @@ class Executor:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a child of the process that made the executor."""
+        """Whether this process was forked from the one that made the executor."""
         return os.getpid() != self._pid
 
     def run(self, job: Callable[[], None]) -> None:
@@ -140,8 +139,7 @@ class Executor:
         if self.is_forked:
             raise UnavailableError(
                 f"this group is that of process {self._pid}, of which this process is a forked "
-                "child; start processes "
-                "by spawn, or make a group of its own in each"
+                "child; start processes by spawn, or make a group of its own in each"
             )
         if self._stopped:
             raise self._stopped_error()

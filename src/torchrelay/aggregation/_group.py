@@ -1,8 +1,7 @@
-"""The process group that PyTorch sees.
+"""The process group for PyTorch.
 
-c10d calls a group with options objects, users also with plain arguments; here both take one form.
-Then the tensors' device decides who runs the call: our own collectives, or another backend of the
-same group.
+c10d calls a group with options objects, users also with plain arguments; both are converted to one
+form. The device of the tensors then selects our own collectives or another backend of the group.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         return self._on.count
 
     def _set_sequence_number_for_group(self) -> None:
-        """The count starts at 0 on every rank."""
+        """Do nothing: the count starts at 0 on every rank."""
 
     def stats(self) -> PlaneStats:
         return self._on.plane.stats()
@@ -122,8 +121,8 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         return [*map(torch.device, sorted(self._devices)), *self._others._device_types]
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """What runs the calls for tensors on ``device``. Raises RuntimeError, as c10d does, if
-        nothing does.
+        """Return the backend for tensors on ``device``. Raises RuntimeError, as c10d does, if there
+        is none.
         """
         if torch.device(device).type in self._devices:
             return TimeoutOnly(self.set_timeout) if is_setting_timeout() else self._backend
@@ -280,7 +279,9 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         return self._on.barrier(opts)
 
     def _watched_barrier(self, given: Any, timeout: timedelta | None) -> dist.Work:
-        """c10d's operator takes a tensor on the options' device; a CPU tensor exists everywhere."""
+        """Run a barrier through c10d's operator, which takes a tensor; a CPU tensor always
+        exists.
+        """
         opts = dist.distributed_c10d.BarrierOptions()
         opts.device = torch.device("cpu")
         opts.asyncOp = given is not None and getattr(given, "asyncOp", True)
@@ -292,9 +293,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier whose error names every rank that did not come. ``wait_all_ranks`` is always so
-        here.
-        """
+        """Run a barrier whose error names every missing rank, whatever ``wait_all_ranks`` is."""
         self._on.barrier_within(timeout)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
@@ -320,9 +319,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     # --- the end
 
     def shutdown(self) -> None:
-        """Ends this rank's part. Operations in progress fail, here and on ranks that wait for this
-        one.
-        """
+        """Leave the group. Operations in progress fail, also on ranks that wait for this one."""
         if not self._closed:
             self._closed = True
             self.processes = {}
@@ -337,16 +334,16 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def _call(
         self, method: str, run: Callable[..., dist.Work], tensors: tuple[Any, ...], *rest: Any
     ) -> dist.Work:
-        """Runs a call where its tensors are. ``method`` is c10d's name for it, ``rest`` all but the
-        tensors.
+        """Run a call on the backend of its tensors' device.
+
+        ``method`` is c10d's name for it, ``rest`` all arguments but the tensors.
         """
         tensor = calls.first_tensor(tensors)
         if tensor is not None and tensor.device.type not in self._devices:
             if tensor.device not in self._others._device_types:
                 raise ArgumentError(
                     f"{method}: this group has no backend for a tensor on {tensor.device}, only "
-                    "for "
-                    f"{', '.join(device.type for device in self._device_types)}"
+                    f"for {', '.join(device.type for device in self._device_types)}"
                 )
             work: dist.Work = getattr(self._others, method)(*tensors, *calls.given(rest))
             return work

@@ -47,7 +47,7 @@ class Hierarchy:
 
     Args:
         shm: the data plane of this host's ranks.
-        transports: those that reduce between hosts; the first that takes a reduction has it.
+        transports: those that reduce between hosts; the first that supports a reduction is used.
         piece_bytes: of what is copied between hosts.
     """
 
@@ -69,7 +69,7 @@ class Hierarchy:
     # --- collectives
 
     def share(self, call: Call, mine: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``mine``, a row each; bytes, of one size on all ranks."""
+        """Return all ranks' ``mine``, a row each; bytes, of one size on all ranks."""
         at = self._at
         by_host = torch.empty(at.size, mine.numel(), dtype=torch.uint8)
         blocks = _split(by_host, [len(ranks) for ranks in at.hosts])
@@ -135,7 +135,7 @@ class Hierarchy:
     def _scatter_sums(
         self, call: Call, blocks: Sequence[torch.Tensor], op: Op
     ) -> tuple[Exchange, list[torch.Tensor], list[torch.Tensor]]:
-        """Send this host's sums of others' blocks to their owners; get the others' sums of ours.
+        """Send this host's sums of others' blocks to their owners; receive their sums of ours.
 
         Returns what is in progress, what it receives, and what it sends.
         """
@@ -293,7 +293,7 @@ class Hierarchy:
 
 
 def _split(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Views of so many rows each."""
+    """Return views of so many rows each."""
     bounds = itertools.accumulate(counts, initial=0)
     return [tensor[start:end] for start, end in itertools.pairwise(bounds)]
 

@@ -315,8 +315,7 @@ class HostsPlane:
             return False
         error = OperationTimeoutError(
             f"rank {self._names[self._rank]}, {mine.describe(self._names)}: it did not end within "
-            "the group's timeout; a "
-            "longer one can be given to init_process_group",
+            "the group's timeout; a longer one can be given to init_process_group",
             ranks=[] if mine.peer == ANY_RANK else [self._names[mine.peer]],
         )
         self._messages.cancel(mine.ticket, error)
@@ -410,7 +409,7 @@ class HostsPlane:
         block: bool,
         body: Callable[[Call, torch.Tensor], None],
     ) -> Completion | None:
-        """Have all ranks agree on the call, then run ``body`` with the table of their records."""
+        """Let all ranks agree on the call, then run ``body`` with the table of their records."""
         self._jobs += 1
         self._payload_bytes += size_bytes
         name = record.function
@@ -453,7 +452,7 @@ class HostsPlane:
     # --- failures
 
     def _explain(self, name: str, error: Failure) -> Failure:
-        """What this rank raises for ``error``; breaks the group on all ranks."""
+        """Break the group on all ranks; return the error that this rank raises for ``error``."""
         first = self._break(error)
         here = f"rank {self._names[self._rank]}, {name}"
         if str(first).startswith(here):
@@ -464,7 +463,7 @@ class HostsPlane:
         return self._messages.fail(error, [self._at.leaders[host] for host in self._at.other_hosts])
 
     def _report(self, error: Failure) -> None:
-        """Wake up whoever waits: ranks of this host in shared memory, this one for the switch."""
+        """Wake waiting ranks: those of this host in shared memory, this one at the switch."""
         self._shm.report(str(error), error.ranks, isinstance(error, OperationTimeoutError))
         if self._switch is not None:
             self._switch.close()
@@ -492,7 +491,7 @@ class HostsPlane:
 
 @dataclass
 class _Inline:
-    """A payload that may travel in the records."""
+    """A payload that may be sent in the records."""
 
     tensor: torch.Tensor  # this rank's
     largest_bytes: int  # of any rank's payload
@@ -553,7 +552,7 @@ def _copy_row(rows: torch.Tensor, rank: int, into: torch.Tensor) -> None:
 
 
 def _meeting_here(meeting: Meeting, at: Placement, timeout_s: float) -> Meeting:
-    """The ranks of this host among themselves."""
+    """Return the rendezvous of the ranks of this host."""
     store = dist.PrefixStore(f"host/{at.host}", meeting.store)  # type: ignore[attr-defined]
     names = [meeting.names[rank] for rank in at.local]
     return Meeting(store, at.local_index(at.rank), len(names), timeout_s, names, meeting.by_name)

@@ -1,4 +1,4 @@
-"""Reductions between hosts: the contract, and TCP, which has them all."""
+"""Reductions between hosts: the contract, and TCP, which implements all of them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ class InterHostTransport(Protocol):
 
     @property
     def stages(self) -> int:
-        """How many steps a piece takes while others are in their own."""
+        """The number of pipeline stages of a piece."""
 
     @property
     def piece_bytes(self) -> int:
-        """Of the pieces that it takes; equal on all ranks."""
+        """The size of the pieces that it accepts; equal on all ranks."""
 
     def takes(self, dtype: torch.dtype, op: Op, root: int | None) -> bool:
-        """Whether it has this reduction, to ``root`` or (None) to all; the same on all ranks."""
+        """Return whether it supports this reduction, to ``root`` or (None) to all; equal on all
+        ranks.
+        """
 
     def reduce(self, call: Call, piece: torch.Tensor, op: Op, root: int | None) -> Iterator[None]:
         """Replace ``piece`` by the hosts' reduction; an average is divided by the number of ranks.
 
-        Yields after each stage; the next one blocks until what the last one began is done. Between
-        them the caller may begin other pieces. All hosts get the same bits.
+        Yields after each stage; the next stage blocks until the previous one is done. Between
+        them the caller may start other pieces. All hosts get the same bits.
 
         Raises:
             OperationTimeoutError: it did not end by the call's deadline; names what is missing.
@@ -53,8 +55,8 @@ class InterHostTransport(Protocol):
 
 
 class TcpTransport:
-    """Leader h gets part h of a piece from the others, adds the parts, and sends the sum back to
-    them.
+    """Reductions over TCP: leader h receives part h of a piece from the others, adds the parts, and
+    sends the sum back.
 
     Args:
         check: called while waiting; raises to stop.
@@ -116,7 +118,7 @@ def combine(at: Placement, own: torch.Tensor, others: Sequence[torch.Tensor], op
 
 
 def divide(tensor: torch.Tensor, ranks: int) -> None:
-    """Divide in place; integers are cut off towards zero, and may be narrower than ``ranks``."""
+    """Divide in place; integers round towards zero, and may be narrower than ``ranks``."""
     with torch.no_grad():
         if tensor.is_floating_point():
             tensor.div_(ranks)
@@ -125,11 +127,11 @@ def divide(tensor: torch.Tensor, ranks: int) -> None:
 
 
 def partial(op: Op) -> Op:
-    """What combines some of the ranks; an average is divided at the end."""
+    """Return the op for a part of the ranks; an average is divided at the end."""
     return Op.SUM if op is Op.AVG else op
 
 
 def _segments(piece: torch.Tensor, hosts: int) -> list[torch.Tensor]:
-    """One part for each host."""
+    """Return one part for each host."""
     bounds = [piece.numel() * host // hosts for host in range(hosts + 1)]
     return [piece[start:end] for start, end in itertools.pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""The address by which the ranks of other hosts reach this process."""
+"""The address at which ranks of other hosts reach this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def listen(interface: str, store: Store) -> socket.socket:
     """Return a listening TCP socket.
 
     Args:
-        interface: an address or a device of this host. If empty, ``GLOO_SOCKET_IFNAME`` counts,
+        interface: an address or a device of this host. If empty, ``GLOO_SOCKET_IFNAME`` is used,
             else the address from which this host reaches the store's server.
 
     Raises:
@@ -37,14 +37,13 @@ def listen(interface: str, store: Store) -> socket.socket:
     except OSError as error:
         raise UnavailableError(
             f"sml: cannot listen on {given or 'the interface towards the store'} for ranks of "
-            f"other hosts: {error}; set "
-            "TORCHRELAY_AGGREGATION_INTERFACE to an address or device of this host that the others "
-            "reach"
+            f"other hosts: {error}; set TORCHRELAY_AGGREGATION_INTERFACE to an address or device "
+            "of this host that the others reach"
         ) from error
 
 
 def _address_of(interface: str) -> str:
-    """``interface`` if it is an address, else the IPv4 address of that device."""
+    """Return ``interface`` if it is an address, else the IPv4 address of that device."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             socket.inet_pton(family, interface)
@@ -55,8 +54,8 @@ def _address_of(interface: str) -> str:
 
 
 def _address_towards(store: Store) -> str:
-    """This host's address on the way to the store's server; its own name's address if the store has
-    no server.
+    """Return this host's address on the route to the store's server; without a server, the address
+    of its host name.
     """
     base = getattr(store, "_underlying_non_prefix_store", store)
     host, port = getattr(base, "host", ""), getattr(base, "port", 0)

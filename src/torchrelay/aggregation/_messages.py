@@ -79,7 +79,7 @@ class Receive:
 
 @dataclass
 class _Arrived:
-    """A frame that was put aside."""
+    """A frame that was stored for a later receive."""
 
     source: int
     header: Header
@@ -87,7 +87,7 @@ class _Arrived:
 
 
 class _Peer:
-    """The connections with one rank. ``queue`` is sent in order over ``out``."""
+    """The connections to one rank. ``queue`` is sent in order over ``out``."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
@@ -151,7 +151,7 @@ class Messages:
     ) -> Completion:
         """Send ``data``, which must not change until the completion is done; never blocks.
 
-        With ``local_tag`` the bytes go through shared memory, and only their number is sent.
+        With ``local_tag`` the bytes go through shared memory, and only their count is sent.
         """
         kind = _Kind.DATA if local_tag is None else _Kind.LOCAL
         header = _HEADER.pack(kind, code, local_tag or 0, tag, data.nbytes)
@@ -182,7 +182,7 @@ class Messages:
         return receive
 
     def connect(self, to: int) -> None:
-        """Connect to a rank, if it is not, so that its loss is noticed; does not wait."""
+        """Connect to a rank, so that its loss is detected. Does not wait."""
         peer = self._peers[to]
         with peer.lock:
             if not peer.connections:
@@ -199,7 +199,7 @@ class Messages:
         """Wait for a send or receive.
 
         Args:
-            peer: the rank that is named if the time is over.
+            peer: the rank that a timeout names.
             poll: called about ten times a second; raises to stop.
 
         Raises:
@@ -223,17 +223,17 @@ class Messages:
                 return False
             raise OperationTimeoutError(
                 f"rank {self._names[self._rank]}, {operation}: rank {self._names[peer]} did not "
-                "answer in time; is "
-                "it stuck, slow or cut off? A longer timeout can be given to init_process_group",
+                "answer in time; is it stuck, slow or cut off? A longer timeout can be given to "
+                "init_process_group",
                 ranks=(self._names[peer],),
             )
         except (PeerLostError, OperationTimeoutError) as error:
             raise self.with_host(error, peer) from None
 
     def lost(self, ranks: Sequence[int]) -> Failure | None:
-        """The error for the first of ``ranks`` whose connection ended without a farewell.
+        """Return the error for the first of ``ranks`` whose connection ended without a farewell.
 
-        Blocks if there is one. A rank that has left the group is not lost: it has done its part.
+        Blocks if there is one. A rank that has left the group is not lost: it has finished.
         """
         with self._changed:
             gone = next(
@@ -260,9 +260,7 @@ class Messages:
         )
 
     def cancel(self, completion: Completion, error: Exception) -> None:
-        """End a receive or send that is given up. A message that comes for it later is put
-        aside.
-        """
+        """Cancel a receive or send. A message that arrives for it later is stored."""
         with self._changed:
             self._posted = [
                 receive for receive in self._posted if receive.completion is not completion
@@ -276,7 +274,7 @@ class Messages:
         return self._failure
 
     def fail(self, error: Failure, tell: Sequence[int] = ()) -> Failure:
-        """Break the group: everything in progress fails, and the ranks ``tell`` are told why.
+        """Break the group: everything in progress fails, and the ranks ``tell`` receive the reason.
 
         Returns the failure that counts: the first.
         """
@@ -306,7 +304,7 @@ class Messages:
         return error
 
     def is_reachable(self, rank: int, timeout_s: float) -> bool:
-        """Whether a process still listens where ``rank`` did. Blocks."""
+        """Return whether a process still listens at the address of ``rank``. Blocks."""
         try:
             socket.create_connection(self._addresses[rank], timeout_s).close()
         except OSError:
@@ -314,7 +312,7 @@ class Messages:
         return True
 
     def close(self) -> None:
-        """Send what is queued for at most two seconds, tell all peers, and disconnect.
+        """Send what is queued for at most two seconds, notify all peers, and disconnect.
         Idempotent.
         """
         with self._changed:
@@ -379,7 +377,7 @@ class Messages:
         return completion
 
     def _wake_writer(self, to: int, peer: _Peer) -> None:
-        """Called with the peer's lock."""
+        """Start or wake the thread that writes to the peer. Called with the peer's lock."""
         peer.lock.notify_all()
         if not peer.has_writer:
             peer.has_writer = True
@@ -480,7 +478,7 @@ class Messages:
         self._drop(source, connection)
 
     def _take(self, source: int, header: Header, connection: socket.socket) -> bool:
-        """Read the bytes of a frame; False if the connection ended."""
+        """Read the bytes of a frame; return False if the connection ended."""
         kind, code, _, tag, size = header
         receive = self._claim(source, tag, size)
         fits = receive is not None and (code, size) == (receive.code, receive.view.nbytes)
@@ -504,7 +502,7 @@ class Messages:
         return True
 
     def _claim(self, source: int, tag: int, size: int) -> Receive | None:
-        """Wait for the receive that a frame is for; None if the frame is to be put aside."""
+        """Wait for the receive of a frame; return None if the frame is to be stored."""
         with self._changed:
             while not self._closed:
                 receive = self._pop_posted(source, tag)
@@ -515,7 +513,7 @@ class Messages:
         return None
 
     def _pop_posted(self, source: int, tag: int) -> Receive | None:
-        """Called with the lock."""
+        """Remove and return the posted receive of a frame. Called with the lock."""
         for index, receive in enumerate(self._posted):
             if receive.matches(source, tag):
                 return self._posted.pop(index)
@@ -533,15 +531,13 @@ class Messages:
             receive.completion.finish()
 
     def size_error(self, source: int, receive: Receive, header: Header) -> MismatchError:
-        """What a receive raises whose message is of another size or dtype."""
+        """Return the error of a receive whose message has another size or dtype."""
         _, dtype, _, tag, size = header
         name = self._names[source]
         return MismatchError(
             f"rank {self._names[self._rank]}, recv from rank {name}, tag {tag}: rank {name} sent "
-            f"{size} bytes of "
-            f"{name_of(dtype)}, but the receiver expects {receive.view.nbytes} bytes of "
-            f"{name_of(receive.code)}; use the same "
-            "shape and dtype on both"
+            f"{size} bytes of {name_of(dtype)}, but the receiver expects {receive.view.nbytes} "
+            f"bytes of {name_of(receive.code)}; use the same shape and dtype on both"
         )
 
     def _hear_failure(self, body: bytearray) -> None:
@@ -550,7 +546,7 @@ class Messages:
         self.fail(kind(told["text"], ranks=told["ranks"]))
 
     def _drop(self, source: int, connection: socket.socket) -> None:
-        """Forget a connection; without another one its peer is gone."""
+        """Forget a connection; without another one its peer is lost."""
         peer = self._peers[source]
         with peer.lock:
             peer.connections.discard(connection)
@@ -579,8 +575,8 @@ class Messages:
         return PeerLostError(f"rank {name} {self._gone.get(rank, _DIED)}", ranks=(name,))
 
     def _why_gone(self, rank: int, cause: OSError) -> PeerLostError:
-        """The error for a send that failed; whoever reads from the peer may know the reason
-        better.
+        """Return the error of a failed send; the thread that reads from the peer may know the
+        reason.
         """
         with self._changed:
             self._changed.wait_for(lambda: rank in self._gone, 2 * _RECONNECT_S)
@@ -600,9 +596,7 @@ class Messages:
 def _send_now(
     connection: socket.socket, header: bytes, data: memoryview
 ) -> tuple[bytes, memoryview]:
-    """Send as much as the socket takes at once; what is left. An error shows with the next
-    attempt.
-    """
+    """Send what the socket accepts at once; return the rest. The next attempt raises errors."""
     try:
         sent = connection.sendmsg([header, data], [], socket.MSG_DONTWAIT)
     except OSError:
@@ -611,7 +605,7 @@ def _send_now(
 
 
 def _read_exactly(connection: socket.socket, view: memoryview) -> bool:
-    """Fill ``view``; False if the connection ended before."""
+    """Fill ``view``; return False if the connection ended before."""
     while view.nbytes:
         count = connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)
         if count == 0:

@@ -1,5 +1,4 @@
-"""Where settings come from: ``Options``, else ``TORCHRELAY_AGGREGATION_*``, else a
-``switchml.cfg``.
+"""Settings of a group, from ``Options``, else ``TORCHRELAY_AGGREGATION_*``, else ``switchml.cfg``.
 
 The file is the one SwitchML's client library reads (INI). With none, one host needs no
 configuration.
@@ -121,7 +120,7 @@ class Options:
 
 
 def configuration_files() -> tuple[Path, ...]:
-    """Where a file is looked for; the first that exists is read."""
+    """Return the paths of configuration files; the first that exists is read."""
     return (
         Path("switchml.cfg"),
         Path(f"switchml-{socket.gethostname()}.cfg"),
@@ -134,11 +133,11 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     files: Iterable[Path] | None = None,
 ) -> Aggregation:
-    """The settings of a group.
+    """Return the settings of a group.
 
     Raises:
-        ConfigError: a key or variable is unknown or has a bad value; names where it stands and what
-            is allowed.
+        ConfigError: a key or variable is unknown or invalid; the message names its origin and the
+            allowed values.
     """
     if options is not None and not isinstance(options, Options):
         raise ConfigError(
@@ -175,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
-    """What one line of the file sets."""
+    """Return the setting of one line of the file."""
     if section == "backend.dummy":
         if key not in _DUMMY:
             raise ConfigError(f"{origin}: no such key; [{section}] has {', '.join(_DUMMY)}")
@@ -193,10 +192,9 @@ def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
         return {}
     if text in _REPLACED:
         warnings.warn(
-            f"{origin} = {text}: this plane needs a network card's own driver and is not offered; "
-            "shared "
-            "memory is used within a host, and TCP between hosts, or the switch that [general] "
-            "switch = host:port names; no controller is asked",
+            f"{origin} = {text}: this data plane needs a network card's own driver and is not "
+            "offered; shared memory is used within a host, and TCP between hosts, or the switch "
+            "that [general] switch = host:port names; no controller is asked",
             stacklevel=2,
         )
         return {"plane": "auto"}

@@ -1,4 +1,4 @@
-"""Where the ranks of a group run."""
+"""The hosts of the ranks of a group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Placement:
 
     @classmethod
     def of(cls, rank: int, identities: Sequence[str]) -> Placement:
-        """The placement of ranks whose hosts are called ``identities``."""
+        """Return the placement of ranks whose hosts have these ``identities``."""
         hosts: dict[str, list[int]] = {}
         for each, identity in enumerate(identities):
             hosts.setdefault(identity, []).append(each)
@@ -57,16 +57,16 @@ class Placement:
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
 
     def local_index(self, rank: int) -> int:
-        """The place of ``rank`` among the ranks of its host."""
+        """Return the index of ``rank`` among the ranks of its host."""
         return self.hosts[self.host_of(rank)].index(rank)
 
     def leaders_for(self, root: int | None) -> tuple[int, ...]:
-        """One rank per host that exchanges with the other hosts: its leader, or ``root`` itself."""
+        """Return the rank of each host that exchanges with other hosts: its leader, or ``root``."""
         if root is None:
             return self.leaders
         return tuple(root if root in ranks else ranks[0] for ranks in self.hosts)
 
     def counterpart(self, host: int, rank: int) -> int:
-        """The rank of ``host`` that exchanges with ``rank`` of another host."""
+        """Return the rank of ``host`` that exchanges with ``rank`` of another host."""
         ranks = self.hosts[host]
         return ranks[self.local_index(rank) % len(ranks)]

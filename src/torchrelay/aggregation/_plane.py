@@ -1,8 +1,8 @@
-"""The contract between the c10d face and what carries the bytes.
+"""The contract of a data plane, which moves bytes for the c10d interface.
 
-A plane moves contiguous CPU tensors between the ranks of one group. Calls of all ranks are matched
-by their order. A plane never copies a tensor's metadata and never changes it: the caller keeps
-every tensor alive, and leaves it alone, until the ticket is done.
+A data plane moves contiguous CPU tensors between the ranks of one group. Calls of all ranks are
+matched by their order. A data plane never copies a tensor's metadata and never changes it: the
+caller keeps every tensor alive, and leaves it alone, until the ticket is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANY_RANK = -1  # receive from whoever sends first
 
 @dataclass(frozen=True)
 class LinkStats:
-    """What one transport of a group has carried.
+    """Statistics of one transport of a group.
 
     Args:
         transport: ``shm`` within a host; between hosts ``tcp`` or ``switch``.
@@ -40,7 +40,7 @@ class LinkStats:
 
 @dataclass(frozen=True)
 class PlaneStats:
-    """What one group has done so far; ``links`` where it uses several transports."""
+    """Statistics of one group; ``links`` if it uses several transports."""
 
     plane: str
     jobs: int
@@ -50,18 +50,16 @@ class PlaneStats:
 
 
 class Ticket(Protocol):
-    """The fate of one operation."""
+    """The completion of one operation."""
 
     @property
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool:
-        """False if it is still not done after ``timeout_s``; raises what the operation failed
-        with.
-        """
+        """Wait for the operation; return False after ``timeout_s``. Raises its error."""
 
     def error(self) -> tuple[int, str, list[int]] | None: ...
     def when_done(self, function: Callable[[], None]) -> None:
-        """Calls ``function`` at the end, in any thread; at once if it is done."""
+        """Call ``function`` at the end, in any thread; at once if it is done."""
 
 
 class Transfer(Protocol):
@@ -71,11 +69,11 @@ class Transfer(Protocol):
     def ticket(self) -> Ticket: ...
     @property
     def source(self) -> int:
-        """The rank a message came from, once it is done."""
+        """The rank that sent the message, once it is done."""
 
 
 class Plane(Protocol):
-    """Collectives and messages of one rank in one group.
+    """The data plane of one rank in one group: collectives and messages.
 
     With ``block`` a collective returns None when it is done, or raises; else it returns at once,
     with a ticket. All raise MismatchError, OperationTimeoutError or PeerLostError; the last two
@@ -89,12 +87,14 @@ class Plane(Protocol):
     def all_reduce(
         self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
     ) -> Ticket | None:
-        """Replaces ``tensor`` by the reduction, on every rank."""
+        """Replace ``tensor`` by the reduction, on every rank."""
 
     def reduce(
         self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
-        """The same, but only on ``root``; the others' tensors stay as they are."""
+        """Replace ``tensor`` by the reduction on ``root`` only; other ranks' tensors do not
+        change.
+        """
 
     def reduce_scatter(
         self,
@@ -104,7 +104,7 @@ class Plane(Protocol):
         timeout_s: float,
         block: bool,
     ) -> Ticket | None:
-        """Writes the reduction of all ranks' ``inputs[rank]`` to ``output``; all have its size."""
+        """Write the reduction of all ranks' ``inputs[rank]`` to ``output``; all have its size."""
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
@@ -113,7 +113,7 @@ class Plane(Protocol):
     def all_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float, block: bool
     ) -> Ticket | None:
-        """Writes rank i's tensor to ``outputs[i]``. Ranks may have different sizes."""
+        """Write rank i's tensor to ``outputs[i]``. Sizes may differ between ranks."""
 
     def gather(
         self,
@@ -123,7 +123,9 @@ class Plane(Protocol):
         timeout_s: float,
         block: bool,
     ) -> Ticket | None:
-        """The same, on ``root`` only; the others' ``outputs`` are empty."""
+        """Write rank i's tensor to ``outputs[i]`` on ``root``; other ranks' ``outputs`` are
+        empty.
+        """
 
     def scatter(
         self,
@@ -133,7 +135,7 @@ class Plane(Protocol):
         timeout_s: float,
         block: bool,
     ) -> Ticket | None:
-        """Writes ``root``'s ``inputs[rank]`` to ``output``; the others' ``inputs`` are empty."""
+        """Write ``root``'s ``inputs[rank]`` to ``output``; other ranks' ``inputs`` are empty."""
 
     def all_to_all(
         self,
@@ -142,26 +144,24 @@ class Plane(Protocol):
         timeout_s: float,
         block: bool,
     ) -> Ticket | None:
-        """Writes rank i's ``inputs[rank]`` to ``outputs[i]``. Each pair of ranks may have its own
-        size.
+        """Write rank i's ``inputs[rank]`` to ``outputs[i]``. Sizes may differ between pairs of
+        ranks.
         """
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None: ...
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
-        """Never blocks; messages of one pair of ranks and tag arrive in the order they were
-        sent.
-        """
+        """Send without blocking; messages of a pair of ranks and tag arrive in order."""
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
-        """Never blocks. ``source`` ANY_RANK takes the next message of ``tag`` from any rank."""
+        """Receive without blocking; from any rank if ``source`` is ANY_RANK."""
 
     def wait_transfer(self, transfer: Any, timeout_s: float) -> bool:
-        """As :meth:`Ticket.wait`, for a transfer this plane made."""
+        """Wait as :meth:`Ticket.wait`, for a transfer of this data plane."""
 
     def stats(self) -> PlaneStats: ...
 
     def close(self) -> None:
-        """Ends this rank's part: what is in progress fails, here and where others wait for it.
+        """Leave the group: operations in progress fail, here and on ranks that wait for this one.
         Idempotent.
         """

@@ -1,4 +1,4 @@
-"""The plane of ranks that share a host: a shared segment and the native core."""
+"""The data plane of ranks that share a host: a shared segment and the native core."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["ShmPlane"]
 
 
 class ShmPlane:
-    """One rank's part in a group whose ranks all run on this host; see :class:`_plane.Plane`.
+    """The :class:`_plane.Plane` of a rank in a group whose ranks all run on this host.
 
-    Making one is collective: the first rank makes the segment, the others attach it by the address
-    it left in ``store``, and all wait for each other.
+    Creation is collective: the first rank creates the segment, the others attach it by its address
+    in the store, and all wait for each other.
 
     Args:
         meeting: of the group's ranks.
 
     Raises:
-        OperationTimeoutError: a rank did not come within ``timeout_s``.
-        PeerLostError: a rank died before it came.
-        SegmentError: the segment cannot be made or attached.
+        OperationTimeoutError: a rank did not join within ``timeout_s``.
+        PeerLostError: a rank died before it joined.
+        SegmentError: the segment cannot be created or attached.
     """
 
     name = "shm"
@@ -53,7 +53,7 @@ class ShmPlane:
             yield_s=settings.oversubscribed_yield_us * 1e-6,
         )
         meeting.announce("joined")
-        meeting.wait("joined", timeout_s)  # from here on the native core sees who dies
+        meeting.wait("joined", timeout_s)  # from here on the native core detects deaths
         self._native.join(timeout_s)
         self._payload_bytes = 0
 
@@ -172,8 +172,8 @@ class ShmPlane:
         return self._native.wait_transfer(transfer, timeout_s)
 
     def report(self, message: str, ranks: Sequence[int], timed_out: bool) -> None:
-        """Break the group on all its ranks, for a reason outside it; what they raise has this
-        message and ranks.
+        """Break the group on all its ranks for an external reason; they raise this message and
+        ranks.
         """
         self._native.report(message, list(ranks), timed_out)
 

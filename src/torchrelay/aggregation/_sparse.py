@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: every rank gathers all indices and values, and adds them up by itself."""
+"""Sums of sparse tensors: every rank gathers all indices and values, and adds them up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["all_reduce_sparse"]
 def all_reduce_sparse(
     plane: Plane, size: int, tensor: torch.Tensor, op: Op | float, timeout_s: float
 ) -> None:
-    """Replaces ``tensor`` (COO, of any number of sparse and dense dimensions) by the sum over all
+    """Replace ``tensor`` (COO, of any number of sparse and dense dimensions) by the sum over all
     ranks.
 
     Ranks may hold different indices. The result is coalesced, and the same on all ranks.
@@ -26,8 +26,7 @@ def all_reduce_sparse(
         name = op.name if isinstance(op, Op) else "PREMUL_SUM"
         raise UnsupportedError(
             f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes the SUM of "
-            "torch.sparse_coo "
-            "tensors, all else needs dense ones (e.g. Embedding(sparse=False))"
+            "torch.sparse_coo tensors, all else needs dense ones (e.g. Embedding(sparse=False))"
         )
     with torch.no_grad():
         mine = tensor.detach().cpu().coalesce()

@@ -1,6 +1,4 @@
-"""Between a caller's tensors and a plane: contiguous CPU buffers where the caller's tensors are
-not.
-"""
+"""Contiguous CPU buffers for tensors that a data plane cannot use directly."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ __all__ = ["Staging", "is_plain"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a plane can use the tensor's memory as it is."""
+    """Return whether a data plane can use the tensor's memory directly."""
     return (
         tensor.layout is torch.strided
         and tensor.is_cpu
@@ -26,21 +24,21 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Staging:
-    """The buffers of one call. ``finish()`` brings results to where the caller wants them."""
+    """The buffers of one call. ``finish()`` copies results to the caller's tensors."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.kept: list[torch.Tensor] = []
 
     def input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor with the values of ``tensor``."""
+        """Return a plain tensor with the values of ``tensor``."""
         self._check(tensor)
         buffer = tensor if is_plain(tensor) else _plain_copy(tensor)
         self.kept.append(buffer)
         return buffer
 
     def output(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor whose values become those of ``tensor``."""
+        """Return a plain tensor whose values ``finish`` copies to ``tensor``."""
         self._check(tensor)
         if is_plain(tensor):
             buffer = tensor
@@ -51,7 +49,7 @@ class Staging:
         return buffer
 
     def inout(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Both."""
+        """Return a plain tensor that is input and output."""
         self._check(tensor)
         if is_plain(tensor):
             buffer = tensor
@@ -84,11 +82,13 @@ class Staging:
 
 
 def _plain_empty(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned for a CUDA tensor, so that copies run at the link's speed."""
+    """Return an empty CPU tensor; pinned for a CUDA tensor, so that copies run at the link's
+    speed.
+    """
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _plain_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for the current stream to have produced the values, where ``tensor`` is on a GPU."""
+    """Return a contiguous CPU copy; waits for the current stream if ``tensor`` is on a GPU."""
     with torch.no_grad():
         return _plain_empty(tensor).copy_(tensor)

@@ -64,9 +64,8 @@ def check_agreement(
     for other, theirs in enumerate(all_terms):
         if theirs != all_terms[0]:
             raise ConfigError(
-                f"rank {names[rank]}, sml: the ranks have different settings for the switch: "
-                f"rank {names[0]} has {_as_text(all_terms[0])}, rank {names[other]} "
-                f"{_as_text(theirs)}; "
+                f"rank {names[rank]}, sml: the ranks have different settings for the switch: rank "
+                f"{names[0]} has {_as_text(all_terms[0])}, rank {names[other]} {_as_text(theirs)}; "
                 "give all hosts the same Options, TORCHRELAY_AGGREGATION_* variables or "
                 "switchml.cfg"
             )

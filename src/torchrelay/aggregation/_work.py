@@ -1,7 +1,6 @@
-"""What a collective returns: when it is done, and how it failed.
+"""The Work objects that collectives return.
 
-A failure must be heard through every caller of c10d. ``wait()`` raises it; the future raises it
-too, from a
+A failure must reach every kind of caller. ``wait()`` raises it; the future raises it too, from a
 callback: a future that was given an exception directly crashes DDP and is ignored by functional
 collectives.
 """
@@ -53,7 +52,7 @@ def _complete(source: torch.futures.Future[None]) -> None:
 
 
 def seconds(timeout: timedelta | None, default_s: float) -> float:
-    """c10d's timeout: None and negative ones mean the default."""
+    """Return c10d's timeout in seconds; None and negative ones mean the default."""
     if timeout is None:
         return default_s
     value_s = timeout.total_seconds()
@@ -145,7 +144,7 @@ class PendingWork(Work):
         return self.is_completed() and self._error() is None
 
     def exception(self) -> BaseException | None:
-        """What the operation failed with, or None; does not wait."""
+        """Return the error of the operation, or None. Does not wait."""
         if self.in_progress:
             return None
         try:
@@ -180,7 +179,7 @@ class PendingWork(Work):
 
 
 class TransferWork(PendingWork):
-    """A send or receive in progress; whoever waits drives it."""
+    """A send or receive in progress, driven by the thread that waits for it."""
 
     def __init__(
         self,

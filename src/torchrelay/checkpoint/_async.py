@@ -198,8 +198,8 @@ def async_save(
 
     The copy is in shared memory that the next save uses again, and a process of its own writes it,
     so that the trainer is not disturbed. If the trainer is killed, that process still finishes the
-    checkpoint, or discards it if another rank's part never comes. One save is under way at a time:
-    a second call waits for the first.
+    checkpoint, or discards it if another rank's part never comes. One save is in progress at a
+    time: a second call waits for the first.
 
     Args:
         state: as for :func:`save`.
@@ -218,7 +218,7 @@ def async_save(
         ArgumentError: a value that a checkpoint cannot hold, or a copy larger than
             ``max_staging_bytes``.
         MismatchError, UnsupportedError, StorageError, PeerLostError: as for :func:`save`; also what
-            ended the save before, if nobody has asked its handle.
+            ended the previous save, unless its handle has raised it.
     """
     threads = check_count("threads", threads, default_threads())
     check_count("keep", keep, 1)

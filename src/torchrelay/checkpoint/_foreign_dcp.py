@@ -124,7 +124,7 @@ def manifest_of_dcp(folder: LocalFolder) -> Manifest:
     """Return a manifest for a checkpoint of DCP's ``FileSystemWriter``.
 
     Raises:
-        CorruptionError: it is damaged, or its pickles ask for what such files never need.
+        CorruptionError: it is damaged, or its pickles need classes that such files never contain.
         UnsupportedError: its chunks are compressed, or not contiguous.
     """
     where = f"{folder.location}/{METADATA}"

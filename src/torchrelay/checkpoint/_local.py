@@ -197,7 +197,7 @@ class _LocalNote:
         ):
             self._file = open(f"{path}.new", "xb")  # noqa: SIM115 - open until finish()
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            os.rename(f"{path}.new", path)  # nobody sees it without its lock
+            os.rename(f"{path}.new", path)  # never visible without its lock
 
     def finish(self, content: bytes) -> None:
         with storage_errors(f"writing {self._file.name}"), self._file:
@@ -319,7 +319,7 @@ class LocalTransaction:
             if not _remove_if_abandoned(self._saving):
                 raise StorageError(
                     errno.EBUSY,
-                    f"{self._final}: another save to this path is under way; wait for it to end",
+                    f"{self._final}: another save to this path is in progress; wait for it to end",
                 ) from None
             return False
         self._lock_fd = lock_fd

@@ -1,7 +1,7 @@
 """Checkpoints at fsspec URLs: object stores without rename, where putting one object is atomic.
 
 The manifest is the commit marker: it is put last. A marker object named ``saving.json`` holds the
-id of the save under way, so that of two savers at most one commits.
+id of the save in progress, so that of two savers at most one commits.
 """
 
 from __future__ import annotations

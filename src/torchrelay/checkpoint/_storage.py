@@ -90,7 +90,7 @@ class Transaction(Protocol):
         """Create the folder, and remove what an interrupted save has left. Coordinator only.
 
         Raises:
-            StorageError: another save to this path is under way, or the path cannot be written.
+            StorageError: another save to this path is in progress, or the path cannot be written.
         """
 
     def create(self, name: str) -> Sink: ...

@@ -229,9 +229,9 @@ class _LazyFake(FakeTensor):
 
 def give_shape(lazy: torch.Tensor, fake: FakeTensor) -> None:
     """Turn ``lazy``, a real parameter without shape, into a fake one like ``fake``."""
-    twin = fake_from_region(fake._region, fake._history).requires_grad_(lazy.requires_grad)
-    twin.__dict__.update(lazy.__dict__, cls_to_become=lazy.cls_to_become)  # type: ignore[attr-defined]
-    _torch.swap_tensors(lazy, twin)
+    replacement = fake_from_region(fake._region, fake._history).requires_grad_(lazy.requires_grad)
+    replacement.__dict__.update(lazy.__dict__, cls_to_become=lazy.cls_to_become)  # type: ignore[attr-defined]
+    _torch.swap_tensors(lazy, replacement)
     object.__setattr__(lazy, "__class__", _LazyFake)
 
 

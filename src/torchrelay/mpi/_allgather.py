@@ -29,7 +29,7 @@ class Allgather(Call):
     def __init__(self, comm: Comm, axis: int, known: Sequence[int] | None = None) -> None:
         self.comm = comm
         self.axis = axis
-        self.known = known  # the ranks' lengths along the axis, if none need be told
+        self.known = known  # the ranks' lengths along the axis, if they need no exchange
         self.lengths: Sequence[int] = known or ()  # the same, once they are known
 
     def start(self, x: Tensor) -> Started:

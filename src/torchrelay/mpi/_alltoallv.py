@@ -33,7 +33,7 @@ class Alltoallv(Call):
         self.comm = comm
         self.sent = list(sent)
         self.axis = axis
-        self.known = known  # how much comes from each rank, if none need be told
+        self.known = known  # how much comes from each rank, if that needs no exchange
         self.received: list[int] = []
 
     def start(self, x: Tensor) -> Started:

@@ -34,7 +34,7 @@ ANNOUNCEMENTS = (
 )
 MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apart share one
 
-_announcements: list[tuple[MPI.Request, object]] = []  # under way
+_announcements: list[tuple[MPI.Request, object]] = []  # in progress
 
 
 def compare(call: Comparable, x: Tensor) -> None:

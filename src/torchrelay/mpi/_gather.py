@@ -31,7 +31,7 @@ class Gather(Call):
         self.axis = axis
         self.length = length
         self.root = root
-        self.known = known  # the ranks' lengths along the axis, if none need be told
+        self.known = known  # the ranks' lengths along the axis, if they need no exchange
 
     def start(self, x: Tensor) -> Started:
         headers = (

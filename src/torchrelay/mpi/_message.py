@@ -111,7 +111,7 @@ class Receiving:
         self.is_done = True
 
     def __del__(self) -> None:
-        if not self.is_done:  # nobody waited for it, or it failed
+        if not self.is_done:  # it was never waited for, or it failed
             abandon((self.requests, self.memory))
 
     def _finish_part(self, call: Waiting, index: int) -> MPI.Status:

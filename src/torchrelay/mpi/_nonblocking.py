@@ -47,7 +47,7 @@ class _Operation:
         "shape",
         "started",
         "terms",
-        "twin",
+        "tangent_handle",
     )
 
     def __init__(self, call: Call, begin: Start | None) -> None:
@@ -62,12 +62,12 @@ class _Operation:
         self.grad: tuple[int, Tensor] | None = None  # the pass it came in, and the cotangent
         self.back: CollectiveHandle | None = None
         self.adjoint = Adjoint(None, torch.empty(0))
-        self.twin: CollectiveHandle | None = None
+        self.tangent_handle: CollectiveHandle | None = None
         self.chain: _chain.Chain | None = None  # which holds those started before and after it
         self.position = 0
 
     def __del__(self) -> None:
-        if self.started is not None:  # nobody waited for it
+        if self.started is not None:  # it was never waited for
             abandon(self.started)
 
     def issue(self, until: _Operation | None = None, like: Tensor | None = None) -> None:
@@ -148,8 +148,8 @@ class _Start(Call):
         return operation.adjoint.complete(result)
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        self.operation.twin = start(self.operation.call, tangent)
-        return self.operation.twin.dummy
+        self.operation.tangent_handle = start(self.operation.call, tangent)
+        return self.operation.tangent_handle.dummy
 
     def differentiable(self, x: Tensor) -> bool:
         return self.operation.call.differentiable(x)
@@ -186,8 +186,8 @@ class _Wait(Call):
         self.operation.issue()
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        assert self.operation.twin is not None
-        return self.operation.twin.Wait()
+        assert self.operation.tangent_handle is not None
+        return self.operation.tangent_handle.Wait()
 
     def place(self) -> Place:
         return self.comm.history.place(self.operation.number, self.operation.terms, self.comm.name)

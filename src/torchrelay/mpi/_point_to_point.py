@@ -234,7 +234,15 @@ class Sendrecv(_PeerCall):
 class Transfer:
     """State that the start and the completion of a non-blocking communication share."""
 
-    __slots__ = ("call", "in_place", "keeps_memory", "receiving", "sending", "target", "twin")
+    __slots__ = (
+        "call",
+        "in_place",
+        "keeps_memory",
+        "receiving",
+        "sending",
+        "target",
+        "tangent_handle",
+    )
 
     def __init__(self, call: _PeerCall) -> None:
         self.call = call
@@ -243,10 +251,12 @@ class Transfer:
         self.target: Tensor | None = None
         self.in_place = False
         self.keeps_memory = False  # it is received into again
-        self.twin: WaitHandle | None = None  # the tangent's communication, in forward mode
+        self.tangent_handle: WaitHandle | None = (
+            None  # the tangent's communication, in forward mode
+        )
 
     def __del__(self) -> None:
-        if self.sending:  # nobody waited for it
+        if self.sending:  # it was never waited for
             abandon(self.sending)
 
 
@@ -282,8 +292,8 @@ class Isend(Send):
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        self.transfer.twin = isend(self.comm, tangent, self.peer, self.tag)
-        return self.transfer.twin.dummy
+        self.transfer.tangent_handle = isend(self.comm, tangent, self.peer, self.tag)
+        return self.transfer.tangent_handle.dummy
 
 
 class Irecv(_PeerCall):
@@ -305,8 +315,10 @@ class Irecv(_PeerCall):
         return None  # what Wait's backward posted completes at the end of the backward pass
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        self.transfer.twin = irecv(self.comm, torch.zeros_like(tangent), self.peer, self.tag)
-        return self.transfer.twin.dummy
+        self.transfer.tangent_handle = irecv(
+            self.comm, torch.zeros_like(tangent), self.peer, self.tag
+        )
+        return self.transfer.tangent_handle.dummy
 
 
 class WaitRecv(_Receiver):
@@ -329,8 +341,8 @@ class WaitRecv(_Receiver):
         )
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        assert self.transfer.twin is not None
-        return wait(self.transfer.twin)
+        assert self.transfer.tangent_handle is not None
+        return wait(self.transfer.tangent_handle)
 
 
 class WaitRecvInPlace(WaitRecv):
@@ -386,8 +398,8 @@ def wait(handle: WaitHandle) -> Tensor:
     if transfer.target is None:
         finish_all(transfer.sending, transfer.call)
         transfer.sending = ()
-        if transfer.twin is not None:
-            wait(transfer.twin)
+        if transfer.tangent_handle is not None:
+            wait(transfer.tangent_handle)
         return handle.dummy
     if transfer.in_place:
         return record(WaitRecvInPlace(transfer), transfer.target)

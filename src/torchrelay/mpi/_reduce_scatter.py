@@ -35,7 +35,7 @@ class ReduceScatter(Call):
         self.op = op
         self.axis = axis
         self.length = length
-        self.known = known  # what each rank gets along the axis, if none need be told
+        self.known = known  # what each rank gets along the axis, if that needs no exchange
 
     def start(self, x: Tensor) -> Started:
         if self.known:

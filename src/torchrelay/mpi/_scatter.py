@@ -32,7 +32,7 @@ class Scatter(Call):
         self.axis = axis
         self.length = length
         self.root = root
-        self.known = known  # what each rank gets along the axis, if none need be told
+        self.known = known  # what each rank gets along the axis, if that needs no exchange
         self.input_shape: Sequence[int] = ()
 
     def start(self, x: Tensor) -> Started:

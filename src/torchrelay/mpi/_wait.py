@@ -205,13 +205,13 @@ def _finish_late(request: Testable, call: Waiting) -> None:
     global _waiting  # noqa: PLW0603
     before, start = _waiting, time.monotonic()
     _waiting = (call, start)
-    heard = asked = start
+    checked = asked = start
     report_at = start + settings.grace_s
     try:
         while not any(request.Test() for _ in range(TESTS)):
             now = time.monotonic()
-            if now - heard > LISTEN_S:
-                heard = now
+            if now - checked > LISTEN_S:
+                checked = now
                 listen()
                 if now > report_at:
                     report_at = now + (now - start)

@@ -1,7 +1,7 @@
 """A table as PyTorch Distributed Checkpoint (DCP) sees it: one tensor, saved in as many shards as
 there are workers.
 
-Each worker saves and loads a contiguous range of keys, whoever owns them at that moment. The
+Each worker saves and loads a contiguous range of keys, whichever node owns them at that moment. The
 checkpoint holds whole rows, optimizer state included, as one logical tensor ``(num_keys,
 row_length)``, so that it loads onto any other number of workers and nodes, and any DCP tool reads
 it.

@@ -1,4 +1,4 @@
-"""What happens to open tables when their process ends without closing them."""
+"""Handling of open tables when their process ends without closing them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ class Ending:
         self.is_over = False
 
     def publish(self, how: str) -> None:
-        """Tell those who wait for this process why it does not come."""
+        """Notify those that wait for this process that it will not arrive."""
         if self._topology.num_nodes * self._topology.members > 1:
             self._topology.publish(self._key, how)
 
     def end_with(self, error: BaseException | None) -> None:
-        """The process exits. After an ``error``, and where it serves others, all processes of the
-        table raise.
+        """Handle the exit of the process.
+
+        After an ``error``, or if it serves others, all processes of the table raise.
         """
         server = self._server()
         if self.is_over:

@@ -79,7 +79,7 @@ class GradientExchange:
             )
         kind = OperationTimeoutError if elapsed_s >= self._timeout_s else PeerLostError
         return kind(
-            f"rank {self._rank}: ranks {missing} did not come to exchange {self._calls} of row "
+            f"rank {self._rank}: ranks {missing} did not join exchange {self._calls} of row "
             f"gradients within {elapsed_s:.1f} s; every process must run the same backward passes "
             f"with a lookup in the table ({error})",
             ranks=missing,

@@ -125,7 +125,7 @@ class IntentLoader(Generic[Batch]):
         return {self._table: keys}
 
     def _settle(self, batch: Batch) -> None:
-        """Waits a moment until the keys of ``batch`` have come."""
+        """Wait briefly until the keys of ``batch`` have arrived."""
         latest = time.monotonic() + FIRST_WAIT_S
         for table, keys in self._keys(batch).items():
             while not table.is_local(keys) and time.monotonic() < latest:

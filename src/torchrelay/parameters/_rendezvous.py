@@ -35,14 +35,12 @@ def node_network(
 
 
 def _network_identity() -> str:
-    """Equal for processes that have the same network interfaces; containers of one host may have
-    their own.
-    """
+    """Return a string that is equal for processes in one network namespace."""
     return f"{host_identity()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def interface_towards(host: str) -> str:
-    """The address of this host that packets to ``host`` leave from."""
+    """Return the address of this host from which packets to ``host`` are sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((socket.gethostbyname(host), _PORT_OF_NOWHERE))
@@ -62,12 +60,13 @@ def topology_of(
     techniques: str = "all",
     settings: config.Parameters | None = None,
 ) -> Topology:
-    """The topology of a launcher's processes: those of one host form a node, or as ``node_of_rank``
-    says.
+    """Return the topology of a launcher's processes. Blocks.
+
+    The processes of one host form a node, unless ``node_of_rank`` assigns them.
 
     Raises:
         ArgumentError: nodes have unequal numbers of processes, or one spans hosts.
-        OperationTimeoutError: a process did not come.
+        OperationTimeoutError: a process is missing.
     """
     settings = settings or config.load(config.Parameters)
     solo = Topology(num_nodes=world.size, node=world.rank, store=store, settings=settings)

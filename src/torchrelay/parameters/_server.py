@@ -138,7 +138,7 @@ class Server(Resource):
         return _native.ParameterStore.attach(address, native_init(self.init))
 
     def _start(self) -> list[str]:
-        """Starts this node's threads, once all nodes' endpoints exist; the endpoints of all
+        """Start this node's threads once all nodes' endpoints exist; return the endpoints of all
         nodes.
         """
         topology, settings, transport = (
@@ -175,9 +175,7 @@ class Server(Resource):
         return addresses
 
     def _greet(self) -> None:
-        """Waits until every other node's threads have been heard: so they can be reached, and have
-        our keys.
-        """
+        """Wait for a message of every other node, which shows that it has our key file."""
         timeout_s = self.topology.transport.connect_timeout_s
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_nodes)) - {self.node}
@@ -186,14 +184,14 @@ class Server(Resource):
                 self.abort()
                 raise OperationTimeoutError(
                     f"node {self.node}: nodes {sorted(missing)} did not answer within "
-                    f"{timeout_s:g} s, though they came to the store; can they be reached, and do "
+                    f"{timeout_s:g} s, though they reached the store; can they be reached, and do "
                     "all nodes have the same key file?",
                     ranks=sorted(missing),
                 )
             time.sleep(_POLL_S)
 
     def _describe(self, more: Mapping[str, Any]) -> dict[str, str]:
-        """What must be the same on every process, for comparison and for people."""
+        """Return what must be equal on every process, in a readable form."""
         settings, transport = self.topology.settings, self.topology.transport
         zeromq = "ZeroMQ with a key file" if transport.key_file else "ZeroMQ"
         table = {
@@ -345,7 +343,7 @@ class Server(Resource):
         return f"{self._table}/ended/{self.node * self.topology.workers_per_node + worker_id}"
 
     def check_workers_not_ended(self, workers: Sequence[int]) -> None:
-        """Raises PeerLostError if one of the workers with these indices, or its process, has
+        """Raise PeerLostError if one of the workers with these indices, or its process, has
         ended.
         """
         topology = self.topology
@@ -364,7 +362,7 @@ class Server(Resource):
         self.check_not_ended(list(dict.fromkeys(index // per_process for index in workers)))
 
     def check_not_ended(self, processes: Sequence[int], *, or_closing: bool = True) -> None:
-        """Raises PeerLostError if one of the processes with these indices has ended, or is closing
+        """Raise PeerLostError if one of the processes with these indices has ended, or is closing
         the table.
         """
         topology = self.topology
@@ -391,7 +389,7 @@ class Server(Resource):
             self.barrier()
             self.topology.part(f"{self._table}/servers", self._participants)
         except PeerLostError:
-            pass  # nobody is served any more; whoever asks will hear of it
+            pass  # no node is served any more; requests raise
         except (UnavailableError, ProtocolError):
             # the node's leader has left the barrier and stopped: so all had come; or its threads
             # have failed

@@ -55,7 +55,7 @@ class Participant(Resource):
 
 
 def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:
-    """The processes of ``group``, of the default group if there is one, or of the launcher; and
+    """Return the processes of ``group``, else of the default group, else of the launcher; and
     their store.
     """
     import torch.distributed as dist  # noqa: PLC0415

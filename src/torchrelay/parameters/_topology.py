@@ -87,7 +87,7 @@ class Topology:
         ]
 
     def open_network(self) -> _native.Network | None:
-        """This process's network, one for all tables; ``None`` where there is one node."""
+        """Return this process's network, one for all tables; ``None`` for one node."""
         if self._network is None and self.num_nodes > 1:
             if self.network is None:
                 raise ArgumentError(f"a topology of {self.num_nodes} nodes needs a network")
@@ -95,7 +95,7 @@ class Topology:
         return self._network
 
     def next_table(self) -> str:
-        """A name for the next table; processes make their tables in the same order."""
+        """Return a name for the next table; processes create tables in the same order."""
         return f"torchrelay/parameters/{next(self._tables)}"
 
     def publish(self, key: str, value: Any) -> None:
@@ -103,7 +103,7 @@ class Topology:
             self.store.set(key, json.dumps(value))
 
     def name_of(self, process: int) -> str:
-        """What users call the process with this index among those of all nodes."""
+        """Return the users' name of the process with this index among those of all nodes."""
         if self.ranks:
             return f"rank {self.ranks[process]}"
         node, member = divmod(process, self.members)
@@ -122,18 +122,18 @@ class Topology:
         kind: str = "nodes",
         check: Callable[[], None] = nothing_to_check,
     ) -> list[Any]:
-        """The values of ``keys``, each published by the one in ``owners``; waits for them.
+        """Wait for the values of ``keys``, each published by the one in ``owners``; return them.
 
         Raises:
-            OperationTimeoutError: some did not come; ``ranks`` names their owners.
-            PeerLostError: as ``check`` says.
+            OperationTimeoutError: some are missing; ``ranks`` names their owners.
+            PeerLostError: raised by ``check``.
         """
         store = self.store
         assert store is not None
 
         def sentence(missing: Sequence[int], elapsed_s: float) -> str:
             return (
-                f"{self.name_of(self.process)}: {what} of {kind} {list(missing)} did not come "
+                f"{self.name_of(self.process)}: {what} of {kind} {list(missing)} did not arrive "
                 f"within {elapsed_s:.1f} s; did they start, did each get its own number, and do "
                 "all make this call?"
             )
@@ -158,12 +158,12 @@ class Topology:
         kind: str = "processes",
         check: Callable[[], None] = nothing_to_check,
     ) -> list[Any]:
-        """The values that ``count`` processes gave for ``key``; this one is ``index``. Waits for
-        all.
+        """Return the values that ``count`` processes published for ``key``; this is ``index``.
+        Blocks.
 
         Raises:
-            OperationTimeoutError: some did not come; ``ranks`` names their indices.
-            PeerLostError: as ``check`` says.
+            OperationTimeoutError: some are missing; ``ranks`` names their indices.
+            PeerLostError: raised by ``check``.
         """
         if count == 1:
             return [mine]
@@ -171,11 +171,11 @@ class Topology:
         return self.collect([f"{key}/{i}" for i in range(count)], range(count), what, kind, check)
 
     def agree(self, key: str, mine: dict[str, str]) -> None:
-        """Compares the description ``mine`` of a table with those of all processes.
+        """Compare the description ``mine`` of a table with those of all processes.
 
         Raises:
             MismatchError: one differs; on every process.
-            OperationTimeoutError: a process did not come.
+            OperationTimeoutError: a process is missing.
         """
         processes = self.num_nodes * self.members
         kind = "nodes" if self.members == 1 else "processes"
@@ -205,18 +205,18 @@ class Topology:
         calls: str = "",
         missing: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
-        """Waits until ``participants`` have come to ``generation`` of barrier ``name``.
+        """Wait until ``participants`` have reached ``generation`` of barrier ``name``.
 
         Args:
             check: raises PeerLostError if a node was lost.
             index: this participant; participants are spread evenly over the processes, in order.
             calls: the calls that lead here, for messages.
-            missing: may raise for participants that will not come.
+            missing: may raise for participants that cannot arrive.
 
         Raises:
-            OperationTimeoutError: not all came; ``ranks`` names those, or their nodes where there
+            OperationTimeoutError: some are missing; ``ranks`` names them, or their nodes if there
                 are no ranks.
-            PeerLostError: a node died meanwhile (``check`` says so), or the store did.
+            PeerLostError: a node died (``check`` raises), or the store did.
         """
         if participants == 1:
             return
@@ -229,7 +229,7 @@ class Topology:
         def absent() -> Sequence[int] | None:
             without = marks.missing()
             if store.check([gate]) or len(without) != participants - store.add(counter, 0):
-                return None  # some have come, and not yet waited long enough to leave a mark
+                return None  # some have arrived, but not waited long enough to leave a mark
             missing(without)
             processes = dict.fromkeys(i // per_process for i in without)
             return [self.ranks[i] if self.ranks else i // self.members for i in processes]
@@ -238,7 +238,7 @@ class Topology:
             who = f": {'ranks' if self.ranks else 'nodes'} {list(ranks)}" if ranks else ""
             return (
                 f"{self.name_of(self.process)}: {participants - store.add(counter, 0)} of "
-                f"{participants} did not come to {calls or name} within {elapsed_s:.1f} s{who}; "
+                f"{participants} did not reach {calls or name} within {elapsed_s:.1f} s{who}; "
                 "every process must make this call, so none may stand under `if rank == 0:`"
             )
 
@@ -256,9 +256,7 @@ class Topology:
 
     @contextlib.contextmanager
     def _store_in_use(self, what: str, check: Callable[[], None]) -> Iterator[None]:
-        """Name the cause if the store goes: its process may have left because of another, as
-        ``check`` then says.
-        """
+        """Report the cause if the store is lost: its process may have left because of another."""
         started_s = time.monotonic()
         try:
             yield
@@ -276,8 +274,8 @@ class Topology:
             ) from error
 
     def part(self, name: str, participants: int) -> None:
-        """After the last barrier: the first process, which may serve the store, leaves when all
-        others have.
+        """Leave after the last barrier. The first process, which may serve the store, leaves
+        last.
         """
         if participants == 1 or self.store is None:
             return

@@ -98,7 +98,7 @@ class TableWeight(nn.Parameter):
         """The table whose rows these are.
 
         Raises:
-            UnavailableError: nobody holds the table any more.
+            UnavailableError: the table does not exist any more.
         """
         table = self._table()
         if table is None:

@@ -129,7 +129,7 @@ class SharedCache(Resource):
 
         Raises:
             ArgumentError: `address` cannot be used.
-            OperationTimeoutError: nobody received within `timeout_s` seconds.
+            OperationTimeoutError: no process received within `timeout_s` seconds.
             PeerLostError: the receiver went away meanwhile.
         """
         descriptor = self.export(read_only=read_only)

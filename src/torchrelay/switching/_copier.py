@@ -99,7 +99,7 @@ def measure_link(link: Link, source: torch.Tensor) -> Costs:
     """Return the rate and overhead of copies of `source` (uint8) to the start of the arena.
 
     `source` should be larger than the processor's caches. The arena's contents there are lost: for
-    an arena that nobody uses yet.
+    an arena that is not in use yet.
     """
 
     def median_s(size_bytes: int) -> float:

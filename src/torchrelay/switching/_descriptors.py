@@ -36,11 +36,11 @@ def send_descriptors(
     `header`.
 
     The socket file is created with mode 0600 and removed before this returns. Processes of other
-    users are refused and do not count. A stale socket file that nobody listens on is replaced.
+    users are refused and do not count. A stale socket file is replaced.
 
     Raises:
         ArgumentError: `address` is too long, in use, or names something that is not a socket.
-        OperationTimeoutError: nobody received within `timeout_s` seconds.
+        OperationTimeoutError: no process received within `timeout_s` seconds.
         PeerLostError: the receiver went away before it acknowledged.
     """
     path = Path(address)
@@ -96,7 +96,7 @@ def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        # The mode of a socket file follows the umask; nobody can connect before listen().
+        # The mode of a socket file follows the umask; no process can connect before listen().
         listener.bind(str(path))
         path.chmod(0o600)
         listener.listen(8)
@@ -112,7 +112,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file that nobody listens on; leave everything else alone."""
+    """Remove a socket file without a listener; leave everything else alone."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -148,7 +148,7 @@ def test_tensors_that_have_no_place_are_named(tmp_path: Path) -> None:
 def test_two_writers_on_one_path(tmp_path: Path) -> None:
     one, other = (open_transaction(tmp_path / "x", fsync=False) for _ in range(2))
     one.begin()
-    with pytest.raises(StorageError, match="another save to this path is under way") as caught:
+    with pytest.raises(StorageError, match="another save to this path is in progress") as caught:
         other.begin()
     assert caught.value.errno == errno.EBUSY
     one.discard()
@@ -188,7 +188,7 @@ def test_many_writers_on_one_path_leave_one_checkpoint(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert committed and all("under way" in str(error) for error in refused)
+    assert committed and all("in progress" in str(error) for error in refused)
     assert sorted(os.listdir(tmp_path)) == ["x"]
     verify(tmp_path / "x")
 

@@ -69,7 +69,7 @@ def test_errors_surface_at_result_or_at_the_next_save(tmp_path: Path) -> None:
     handle = async_save(state, tmp_path / "lost")
     with pytest.raises(OperationTimeoutError, match="it goes on"):
         handle.result(0.05)
-    with pytest.raises(StorageError, match="another save to this path is under way"):
+    with pytest.raises(StorageError, match="another save to this path is in progress"):
         save(state, tmp_path / "lost")
     os.kill(_state.writer.pid, signal.SIGKILL)
     with pytest.raises(PeerLostError, match="writer process has died") as caught:

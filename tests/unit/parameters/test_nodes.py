@@ -322,7 +322,7 @@ def test_a_barrier_that_somebody_misses_times_out() -> None:
 
     def body(server: Server, worker: Worker) -> None:
         if server.node == 0:
-            with pytest.raises(OperationTimeoutError, match="1 of 2 did not come"):
+            with pytest.raises(OperationTimeoutError, match="1 of 2 did not reach"):
                 worker.barrier()
             done.set()
         done.wait()

@@ -70,8 +70,7 @@ class SwitchOptions:
             raise ConfigError(
                 f"num_worker_threads = {self.num_worker_threads}, max_outstanding_packets = "
                 f"{self.max_outstanding_packets}: there must be at least one thread, a packet for "
-                "each, and at "
-                "most 16384 packets"
+                "each, and at most 16384 packets"
             )
         if (
             self.packet_timeout_s <= 0
@@ -121,8 +120,8 @@ def session_from_store(store: Store, key: str, rank: int, timeout_s: float = 300
     if rank == 0:
         store.set(key, str(secrets.randbits(64)))
     message = (
-        f"rank {rank}: rank 0 did not write the switch's session to the store within "
-        "{elapsed_s} s; is it running, and does it use the same store and key?"
+        f"rank {rank}: rank 0 did not write the switch's session to the store within {{elapsed_s}} "
+        "s; is it running, and does it use the same store and key?"
     )
     return int(read_key(store, key, 0, message, timeout_s))
 
@@ -200,8 +199,7 @@ class SwitchClient(Resource):
         if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ArgumentError(
                 f"switch: it sums contiguous CPU tensors of int32 and float32, not {tensor.dtype} "
-                "on "
-                f"{tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous"
+                f"on {tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous"
             )
         if self._native is None:
             raise PeerLostError(f"switch {self.switch}: this client is closed")
@@ -260,8 +258,7 @@ class SwitchClient(Resource):
             if answer is None:
                 raise UnavailableError(
                     f"switch {self.switch}: no answer within {timeout_s:g} s; is `torchrelay "
-                    "switch` running there, and "
-                    "does the network let UDP through?"
+                    "switch` running there, and does the network let UDP through?"
                 )
             if answer.kind == Kind.REFUSED:
                 raise UnavailableError(

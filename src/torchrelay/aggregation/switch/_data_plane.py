@@ -1,4 +1,4 @@
-"""The contract between a switch's control plane and what aggregates its packets.
+"""The contract between a switch's control plane and its data plane.
 
 A data plane holds sessions, each with slots of its own. Only a session's members may write to its
 slots; a member is known by the source address and port of its packets. All methods may be called
@@ -15,7 +15,7 @@ __all__ = ["ControlMessage", "DataPlane", "SessionShape", "SessionStats", "Switc
 
 @dataclass(frozen=True)
 class SessionShape:
-    """What the slots of a session are made for."""
+    """The shape of a session: what its slots are for."""
 
     num_workers: int
     num_slots: int
@@ -27,7 +27,8 @@ class SessionShape:
 
 @dataclass(frozen=True)
 class SessionStats:
-    """One session: its data packets, in all and by worker (rank: received, retransmitted)."""
+    """Statistics of one session: its data packets, in total and by worker (rank: received,
+    retransmitted)."""
 
     session_id: int
     shape: SessionShape
@@ -44,7 +45,7 @@ class SessionStats:
 
 @dataclass(frozen=True)
 class SwitchStats:
-    """A switch since its start, sessions that have ended included."""
+    """Statistics of a switch since its start, including ended sessions."""
 
     data_plane: str
     address: str
@@ -90,7 +91,7 @@ class DataPlane(Protocol):
     def port(self) -> int: ...
 
     def open_session(self, session_id: int, shape: SessionShape) -> None:
-        """Make a session with empty slots and no members, in place of one of the same id.
+        """Create a session with empty slots and no members, replacing one of the same id.
 
         Raises:
             ArgumentError: the shape is impossible for this data plane.
@@ -100,8 +101,8 @@ class DataPlane(Protocol):
     def add_worker(
         self, session_id: int, rank: int, address: str, first_port: int, num_ports: int
     ) -> None:
-        """Let packets from ``num_ports`` ports of ``address`` in as ``rank``'s; with 0, from all
-        its ports.
+        """Admit packets from ``num_ports`` ports of ``address`` as ``rank``'s; 0 means all its
+        ports.
 
         Raises:
             ArgumentError: no such session or rank, or the ports are another worker's.

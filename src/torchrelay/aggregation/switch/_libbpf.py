@@ -1,5 +1,4 @@
-"""The part of libbpf that loads the switch, through ctypes: the library is opened when it is
-needed.
+"""The part of libbpf that loads the switch, through ctypes; the library is opened at first use.
 
 Programs are attached by links, which end with the process, whatever ends it.
 """
@@ -124,11 +123,11 @@ class BpfObject(Resource):
         self._library.bpf_map_delete_elem(map_, ctypes.byref(key))
 
     def num_cpus(self) -> int:
-        """Return how many values an entry of a per-CPU map has."""
+        """Return the number of values in an entry of a per-CPU map."""
         return int(self._library.libbpf_num_possible_cpus())
 
     def detach(self) -> None:
-        """End the programs on all interfaces."""
+        """Detach the programs from all interfaces."""
         for link in self._links:
             os.close(link)
         self._links = []

@@ -35,7 +35,7 @@ _MAX_RANKS = 100  # that one message names
 
 
 class Kind(IntEnum):
-    """What a control message says. The native worker knows UNKNOWN_SESSION and COALESCED."""
+    """The kind of a control message. The native worker handles UNKNOWN_SESSION and COALESCED."""
 
     JOIN = 1
     JOINED = 2
@@ -58,7 +58,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Join:
-    """A worker's request to be a member."""
+    """A worker's request to join a session."""
 
     rank: int
     shape: SessionShape
@@ -70,7 +70,7 @@ def encode(kind: Kind, session_id: int, body: bytes = b"") -> bytes:
 
 
 def parse(datagram: bytes) -> Message | None:
-    """Return the message; None if the datagram is none, or of another version."""
+    """Return the message; None if the datagram is of another protocol or version."""
     if len(datagram) < _HEAD.size:
         return None
     type_, kind, version, session_id = _HEAD.unpack_from(datagram)
@@ -89,7 +89,7 @@ def encode_join(session_id: int, join: Join) -> bytes:
 
 
 def decode_join(body: bytes) -> Join | None:
-    """Return what a JOIN asks for; None if it is malformed."""
+    """Return the content of a JOIN; None if it is malformed."""
     if len(body) != _JOIN.size:
         return None
     rank, num_workers, packet_numel, num_slots, sequenced = _JOIN.unpack(body)

@@ -33,8 +33,8 @@ _HELP = {
 
 
 def as_dict(stats: SwitchStats) -> dict[str, Any]:
-    """Return the statistics as plain values; session ids are left out, because they admit to the
-    session.
+    """Return the statistics as plain values; without session ids, because they are
+    secrets that admit to sessions.
     """
     values = dataclasses.asdict(stats)
     for index, session in enumerate(values["sessions"]):

@@ -123,9 +123,8 @@ class SwitchServer(Resource):
         if shape.num_slots > self._max_slots or shape.num_workers > self._max_workers:
             raise ArgumentError(
                 f"this switch allows {self._max_slots} slots and {self._max_workers} workers in a "
-                "session, not "
-                f"{shape.num_slots} and {shape.num_workers}; lower max_outstanding_packets, or "
-                "raise its limits"
+                f"session, not {shape.num_slots} and {shape.num_workers}; lower "
+                "max_outstanding_packets, or raise its limits"
             )
         if len(self._sessions) >= self._max_sessions:
             self._evict()

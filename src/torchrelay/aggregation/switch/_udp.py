@@ -1,4 +1,4 @@
-"""The switch in user space, on one UDP socket."""
+"""The switch data plane in user space, on one UDP socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The switch in the kernel: ``native/bpf/switch.bpf.c`` at the ports of this host.
+"""The switch data plane in the kernel: ``native/bpf/switch.bpf.c`` at the ports of this host.
 
 The program sums packets where the driver has received them. This module loads it, fills its maps,
 and reads the statistics; control messages come through an ordinary UDP socket, to which the program
@@ -107,7 +107,7 @@ class _Port(ctypes.Structure):  # struct bpf_devmap_val
 
 @dataclass
 class _Open:
-    """What the control plane knows of a session."""
+    """The state of a session in the control plane."""
 
     index: int
     shape: SessionShape
@@ -151,8 +151,8 @@ class XdpDataPlane(Resource):
         if not _OBJECT.exists():
             raise UnavailableError(
                 f"XDP: {_OBJECT} is missing: torchrelay was built where clang or libbpf's headers "
-                "were not; install them "
-                "(Debian: clang, libbpf-dev) and build again, or use --data-plane udp"
+                "were not; install them (Debian: clang, libbpf-dev) and build again, or use "
+                "--data-plane udp"
             )
         if not 1 <= len(interfaces) <= _MAX_PORTS:
             raise ConfigError(f"XDP: {len(interfaces)} interfaces; it takes 1 to {_MAX_PORTS}")
@@ -184,7 +184,7 @@ class XdpDataPlane(Resource):
             raise
 
     def _attach(self, mode: str) -> str:
-        """Run the program on all ports; return the mode that all of them have."""
+        """Attach the program to all ports; return the mode that all of them have."""
         port_program = self._bpf.program("torchrelay_port")
         for place, ifindex in enumerate(self.interfaces):
             self._bpf.update(
@@ -246,7 +246,7 @@ class XdpDataPlane(Resource):
             self._sessions[session_id] = opened
 
     def _free_slots(self, size: int) -> int:
-        """Return where the first gap of ``size`` slots begins."""
+        """Return the start of the first gap of ``size`` slots."""
         begin = 0
         for taken in sorted(self._sessions.values(), key=lambda session: session.first_slot):
             if taken.first_slot - begin >= size:
@@ -282,14 +282,13 @@ class XdpDataPlane(Resource):
                 opened.sources.add((address, port))
 
     def _place_worker(self, opened: _Open, rank: int, address: str) -> None:
-        """Let results for ``rank`` out through the port behind which its address is."""
+        """Send results for ``rank`` through the port of its address."""
         mac, ifindex = self._neighbor(address)
         interface = self.interfaces[ifindex]
         if opened.ports.setdefault(ifindex, rank) != rank:
             raise ArgumentError(
                 f"XDP: {interface} already leads to worker {opened.ports[ifindex]} of this "
-                "session, and a port "
-                "serves one; use --data-plane udp"
+                "session, and a port serves one; use --data-plane udp"
             )
         request = fcntl.ioctl(
             self._socket, _SIOCGIFHWADDR, struct.pack("16s24x", interface.encode())

@@ -15,11 +15,12 @@ __all__ = ["dmlc_variables", "of_servers"]
 
 
 def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -> Topology:
-    """The topology of the original's variables (``DMLC_*``) or, without them, of a launcher's: each
-    process a node.
+    """Return the topology of the original's variables (``DMLC_*``), else of a launcher.
+
+    Each process is a node.
 
     Raises:
-        ConfigError: a variable is missing or no number.
+        ConfigError: a variable is missing or not a number.
     """
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -61,7 +62,7 @@ def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -
 
 
 def dmlc_variables() -> tuple[int, str, int]:
-    """Number of nodes, and address and port of the scheduler, from the original's variables."""
+    """Return number of nodes, and address and port of the scheduler, from ``DMLC_*``."""
     values = []
     for name in ("DMLC_NUM_SERVER", "DMLC_PS_ROOT_PORT"):
         text = os.environ.get(name, "")

@@ -64,7 +64,7 @@ _library.impl("join", mpi.JoinDummies, "CompositeImplicitAutograd")
 
 
 class _WaitHandle:
-    """A communication under way."""
+    """A communication in progress."""
 
     def __init__(self, dummy: Tensor, number: int) -> None:
         self.dummy = dummy
