@@ -46,8 +46,8 @@ class _Operation:
         "position",
         "shape",
         "started",
-        "terms",
         "tangent_handle",
+        "terms",
     )
 
     def __init__(self, call: Call, begin: Start | None) -> None:

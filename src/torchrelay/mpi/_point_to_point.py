@@ -240,8 +240,8 @@ class Transfer:
         "keeps_memory",
         "receiving",
         "sending",
-        "target",
         "tangent_handle",
+        "target",
     )
 
     def __init__(self, call: _PeerCall) -> None:
