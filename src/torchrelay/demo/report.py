@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from torchrelay._resource import Resource
 from torchrelay.demo.evaluation import HITS_AT, RankingMetrics
 
 __all__ = [
@@ -55,7 +55,7 @@ class Prediction:
     rank: float
 
 
-class TrainingProgress:
+class TrainingProgress(Resource):
     """A progress bar in a terminal; elsewhere a line per epoch. Silent if ``console`` is None."""
 
     def __init__(self, console: Console | None, epochs: int, steps: int) -> None:
@@ -77,12 +77,8 @@ class TrainingProgress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -404,12 +403,7 @@ class Server(Resource):
         self._down = self._ending.is_over = True
         self._stop_service()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         """Close the server; after an error, abort: the others may not close theirs."""
         if error is None or self._participants == 1:
             self.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,15 +42,10 @@ class Participant(Resource):
         self.worker.close()
         self.server.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         """Leave the table; after an error without waiting for the others, which then raise."""
-        self.worker.__exit__(kind, error, trace)
-        self.server.__exit__(kind, error, trace)
+        self.worker._leave(error)
+        self.server._leave(error)
 
 
 def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:

@@ -7,12 +7,12 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 from torchrelay.parameters import _checkpoint, _starting
 from torchrelay.parameters._contract import KeyInit, UpdateRule
@@ -32,7 +32,7 @@ __all__ = ["Table"]
 _open_tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
 
 
-class Table:
+class Table(Resource):
     """``num_keys`` vectors of ``dim`` elements, distributed over the nodes by their use.
 
     Use :meth:`create`. A process has one worker, whose methods are for one thread at a time.
@@ -410,15 +410,7 @@ class Table:
             del _open_tables[self.name]
         return was_open
 
-    def __enter__(self) -> Table:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         # Closing waits for the others, who will not come if they still work: an error must not wait
         # for that.
         if error is None or self.workers == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -361,12 +360,7 @@ class Worker(Resource):
             self._end.detach()
             self._native.finalize()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         """Close the worker; after an error, let those who wait for it raise PeerLostError."""
         if error is None:
             self.close()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -272,13 +271,8 @@ class Switcher(Resource):
         self._daemon.loop.join()
         self._cache.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close(grace_s=10.0 if kind is None else 0.0)
+    def _leave(self, error: BaseException | None) -> None:
+        self.close(grace_s=10.0 if error is None else 0.0)
 
     def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         served = self._daemon.catalog.models.get(name)
