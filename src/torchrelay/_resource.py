@@ -26,8 +26,8 @@ class Resource:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave(error)
+        self._end_block(error)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _end_block(self, error: BaseException | None) -> None:
         """End the block; ``error`` is what it raised."""
         self.close()

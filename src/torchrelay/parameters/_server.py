@@ -403,7 +403,7 @@ class Server(Resource):
         self._down = self._ending.is_over = True
         self._stop_service()
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _end_block(self, error: BaseException | None) -> None:
         """Close the server; after an error, abort: the others may not close theirs."""
         if error is None or self._participants == 1:
             self.close()

@@ -42,10 +42,10 @@ class Participant(Resource):
         self.worker.close()
         self.server.close()
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _end_block(self, error: BaseException | None) -> None:
         """Leave the table; after an error without waiting for the others, which then raise."""
-        self.worker._leave(error)
-        self.server._leave(error)
+        self.worker._end_block(error)
+        self.server._end_block(error)
 
 
 def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:

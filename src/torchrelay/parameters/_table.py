@@ -410,7 +410,7 @@ class Table(Resource):
             del _open_tables[self.name]
         return was_open
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _end_block(self, error: BaseException | None) -> None:
         # Closing waits for the others, who will not come if they still work: an error must not wait
         # for that.
         if error is None or self.workers == 1:

@@ -360,7 +360,7 @@ class Worker(Resource):
             self._end.detach()
             self._native.finalize()
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _end_block(self, error: BaseException | None) -> None:
         """Close the worker; after an error, let those who wait for it raise PeerLostError."""
         if error is None:
             self.close()

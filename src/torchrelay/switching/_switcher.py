@@ -271,7 +271,7 @@ class Switcher(Resource):
         self._daemon.loop.join()
         self._cache.close()
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _end_block(self, error: BaseException | None) -> None:
         self.close(grace_s=10.0 if error is None else 0.0)
 
     def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:

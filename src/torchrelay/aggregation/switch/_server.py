@@ -150,9 +150,7 @@ class SwitchServer(Resource):
                 self.plane.send_control(answer, message.address, message.port)
 
     def _answer(self, message: ControlMessage) -> bytes | None:
-        """Return what to answer; no answer is longer than what it answers but by the text of a
-        refusal.
-        """
+        """Return the answer to a message, if any; only a refusal may be longer than its request."""
         if message.coalesced:
             return messages.encode(Kind.COALESCED, 0)
         if not message.data:
