@@ -157,7 +157,7 @@ class ChunkReader:
             )
         if header_size(bytes(header[:8]), size, where) != len(header):
             raise CorruptionError(
-                f"{where}: the header has not the {known.header_bytes} bytes that it should"
+                f"{where}: the header is not {known.header_bytes} bytes long, as in the manifest"
             )
         parse_header(bytes(header), size, where)
 

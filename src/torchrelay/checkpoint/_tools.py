@@ -100,7 +100,7 @@ def _set(state: dict[str, Any], path: StatePath, value: Any) -> None:
         key: Any = step[0] if isinstance(step, tuple) else step
         if isinstance(here, list):
             if key > len(here) + _MAX_LIST:
-                raise CorruptionError(f"the path {path} leads to the impossible index {key}")
+                raise CorruptionError(f"the path {path} has the impossible index {key}")
             here.extend([None] * (key + 1 - len(here)))
         if following is None:
             here[key] = value
@@ -127,7 +127,7 @@ def convert(source: str, target: str, to: str, max_file_bytes: int) -> None:
     if to not in FORMATS:
         raise ArgumentError(f"--to {to}: it must be one of {', '.join(FORMATS)}")
     if os.path.exists(target):
-        raise ArgumentError(f"{target}: it is there already")
+        raise ArgumentError(f"{target} exists already; choose another name")
     state = read_state(source)
     if to == "torchrelay":
         save(state, target)

@@ -183,8 +183,8 @@ class _Job:
         if self._transaction.committed_id() != self._job["id"]:
             coordinator = self._job["ranks"][0]
             raise PeerLostError(
-                f"{self._job['path']}: the checkpoint was discarded; rank {coordinator}, which "
-                "coordinates, has the reason",
+                f"{self._job['path']}: the checkpoint was discarded; look at the output of rank "
+                f"{coordinator}, which coordinates the save, for the reason",
                 ranks=(coordinator,),
             )
 

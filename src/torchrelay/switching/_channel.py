@@ -63,7 +63,7 @@ class Channel:
                 )
                 self._socket.sendall(data[sent:])
         except (OSError, TimeoutError) as error:
-            raise PeerLostError(f"the other end of a worker's channel is gone: {error}") from error
+            raise PeerLostError(f"the other end of a worker's channel is closed: {error}") from error
 
     def receive(self, timeout_s: float | None) -> tuple[Message, list[int]] | None:
         """Return the next message and its descriptors, which the caller closes; None after
@@ -115,7 +115,7 @@ class Channel:
         try:
             message = json.loads(self._buffer[_LENGTH.size : end])
         except ValueError as error:
-            raise ProtocolError(f"a message is no JSON: {error}") from error
+            raise ProtocolError(f"a message is not JSON: {error}") from error
         del self._buffer[:end]
         count = message.pop("descriptors")
         taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]

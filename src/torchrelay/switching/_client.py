@@ -41,7 +41,7 @@ class Client(Resource):
         """
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ArgumentError(f"{url!r} is no address of a server: write http://HOST:PORT")
+            raise ArgumentError(f"{url!r} is not the address of a server; write http://HOST:PORT")
         self.url = url
         self._timeout_s = timeout_s
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)

@@ -146,7 +146,7 @@ def _deliver(connection: socket.socket, message: bytes, descriptors: list[int], 
         socket.send_fds(connection, [struct.pack("!I", len(message)) + message], descriptors)
         acknowledged = connection.recv(1)
     except OSError as error:
-        raise PeerLostError(f"the receiver at {path} went away: {error}") from error
+        raise PeerLostError(f"the receiver at {path} closed its connection: {error}") from error
     if acknowledged != b"\x06":
         raise PeerLostError(
             f"the receiver at {path} closed its connection before it mapped the cache"

@@ -130,7 +130,7 @@ def _load_file(path: str) -> ModuleType:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{path} is no Python file")
+            raise ImportError(f"{path} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
@@ -157,7 +157,7 @@ def _reference_of(function: Callable[..., Any]) -> str:
     except TypeError:
         file = None
     if file is None:
-        raise ArgumentError(f"{function!r} comes from no file; define it in a module")
+        raise ArgumentError(f"{function!r} is not defined in a file; define it in a module")
     return f"{Path(file).resolve()}:{path}"
 
 

@@ -132,7 +132,7 @@ class ModelStore(Resource):
         """
         if not name or any(not (c.isalnum() or c in "-_.") for c in name):
             raise ArgumentError(
-                f"{name!r} is no name for a model: use letters, digits, '-', '_' and '.'"
+                f"{name!r} is not a valid name of a model: use letters, digits, '-', '_' and '.'"
             )
         if not inputs:
             raise ArgumentError(f"model {name!r} needs its inputs: a name and an example for each")

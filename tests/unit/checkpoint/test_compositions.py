@@ -138,7 +138,7 @@ def test_a_forked_child_leaves_its_parents_save_alone(tmp_path: Path) -> None:
     handle = async_save({"step": torch.zeros(3)}, tmp_path / "parent")
 
     def child() -> None:
-        with pytest.raises(ArgumentError, match="only it knows how that ends"):
+        with pytest.raises(ArgumentError, match="only it can wait for it"):
             handle.result()
         async_save({"step": torch.ones(3)}, tmp_path / "child").result(60)
 
