@@ -107,7 +107,7 @@ class _Writer:
         """Wait for the result of ``handle``; return whether it has arrived."""
         if self._owner != os.getpid():
             raise ArgumentError(
-                f"{handle.path}: process {self._owner} started this save, and only it can wait for it"
+                f"{handle.path}: process {self._owner} started the save; only it can wait for it"
             )
         with self._lock:
             if handle is not self._handle:

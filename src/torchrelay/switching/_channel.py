@@ -63,7 +63,7 @@ class Channel:
                 )
                 self._socket.sendall(data[sent:])
         except (OSError, TimeoutError) as error:
-            raise PeerLostError(f"the other end of a worker's channel is closed: {error}") from error
+            raise PeerLostError(f"a worker closed its channel: {error}") from error
 
     def receive(self, timeout_s: float | None) -> tuple[Message, list[int]] | None:
         """Return the next message and its descriptors, which the caller closes; None after

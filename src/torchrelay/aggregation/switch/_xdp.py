@@ -230,7 +230,7 @@ class XdpDataPlane(Resource):
             self._close_session(session_id)
             first_slot = self._free_slots(shape.num_slots)
             if not self._free_indices:
-                raise UnavailableError("XDP: the switch has its maximum of sessions; try again later")
+                raise UnavailableError("XDP: all sessions are in use; try again later")
             opened = _Open(self._free_indices.pop(), shape, first_slot)
             slots, empty = self._bpf.map("slots"), _Slot()
             for at in range(first_slot, first_slot + shape.num_slots):
