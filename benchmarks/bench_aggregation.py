@@ -42,10 +42,8 @@ STEPS = 12
 
 ABOUT_DDP = (
     "DDP, in ms: the buckets of gradients reduced one after another with nothing else to do; a "
-    "whole training step; "
-    "and what communication adds to a step (the dummy plane communicates nothing). The losses over "
-    "sml are compared "
-    "with those over Gloo."
+    "whole training step; and what communication adds to a step (the dummy plane communicates "
+    "nothing). The losses over sml are compared with those over Gloo."
 )
 DDP_HEADER = [
     "model, parameters in buckets",

@@ -371,21 +371,17 @@ def report(setup: Setup, image: Path) -> list[str]:
     return [
         table(["case", "figure", "reached", "to reach"], list(reached_rows(found, plans))),
         f"A state of {setup.size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each "
-        "rank. Times are of the "
-        f"slowest rank, medians (least to most) of {setup.repeats} interleaved runs after one that "
-        "warms up. The floors write "
-        "zeros with the same fsync (what `dd bs=16M conv=fsync` does), read one file on each rank, "
-        "and copy the state "
-        "once.",
+        f"rank. Times are of the slowest rank, medians (least to most) of {setup.repeats} "
+        "interleaved runs after one that warms up. The floors write zeros with the same fsync "
+        "(what `dd bs=16M conv=fsync` does), read one file on each rank, and copy the state once.",
         *sections,
         f"## Load 1/16 of {setup.model} in a fresh process, files in the page cache",
         table(["", "time", "peak memory", "the shard", "peak / shard"], shards),
         f"## Planning for {setup.tensors} tensors, without communication",
         "Seconds on one core. Save: what rank 0 does, for ours all of it until the bytes of the "
-        "manifest, for DCP its planner, "
-        "and besides the pickling of its metadata. Read: what each rank does to parse and check "
-        "the manifest, or to unpickle "
-        "the metadata, unchecked. Load: what each rank does to find what it reads.",
+        "manifest, for DCP its planner, and besides the pickling of its metadata. Read: what each "
+        "rank does to parse and check the manifest, or to unpickle the metadata, unchecked. Load: "
+        "what each rank does to find what it reads.",
         table(
             [
                 "ranks",

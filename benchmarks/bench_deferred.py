@@ -459,18 +459,15 @@ def main() -> None:
     parts = [
         table(["what", "ours", "rival", "its figure", "ratio", "to reach"], rows),
         f"Times are medians (least to most) of {repeats} runs, interleaved; 1/2, 1/8 and 1/16 ran "
-        "once. Each shard is the last "
-        "one, which lies farthest into the sequence of random numbers. Eager fills most tensors "
-        "twice (torch's default "
-        "initialisation, then the model's own); one normal draw for each element takes "
-        f"{floor:.1f} s here, the floor for "
-        "the whole model.",
+        "once. Each shard is the last one, which lies farthest into the sequence of random "
+        "numbers. Eager fills most tensors twice (torch's default initialisation, then the model's "
+        f"own); one normal draw for each element takes {floor:.1f} s here, the floor for the whole "
+        "model.",
         f"## FSDP2 on {ranks} ranks of one machine",
         "Build deferred, `fully_shard` each block and the model, `materialize_module`. Gathered "
-        "afterwards, every tensor "
-        "equals the eager module's bit for bit (compared by 128-bit digests of their bytes). Run "
-        f"with `MALLOC_MMAP_THRESHOLD_={MMAP_BYTES}`: "
-        "without it, glibc now and then keeps 0.3 GB of freed temporaries on a rank.",
+        "afterwards, every tensor equals the eager module's bit for bit (compared by 128-bit "
+        f"digests of their bytes). Run with `MALLOC_MMAP_THRESHOLD_={MMAP_BYTES}`: without it, "
+        "glibc now and then keeps 0.3 GB of freed temporaries on a rank.",
         table(
             ["rank", "time", "processor time", "peak memory", "of the whole model"],
             list(fsdp_rows(sharded, whole)),

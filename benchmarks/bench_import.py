@@ -12,7 +12,7 @@ from report import table, write
 TORCH = "import torch"
 CASES = {
     "torchrelay": "import torchrelay",
-    "the ground floor": "import torchrelay.buffers, torchrelay.world, torchrelay.config, torchrelay.telemetry",
+    "the foundation": "import torchrelay.buffers, torchrelay.world, torchrelay.config, torchrelay.telemetry",
 }
 PROGRAM = """
 import sys, time

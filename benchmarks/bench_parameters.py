@@ -416,15 +416,14 @@ def main() -> None:
         "parameters",
         "The parameter manager",
         f"Million keys a second, {DIM} float32 a key, batches of {BATCH}; median "
-        f"(smallest-largest) of {rounds} "
-        "rounds. The ratio is to the rival; the last column is the figure to reach.",
+        f"(smallest-largest) of {rounds} rounds. The ratio is to the rival; the last column is the "
+        "figure to reach.",
         "One node, one worker; the floor is a copy of the batch.",
         markdown(
             ["operation", "ours", "rival", "rival's", "ratio", "floor", "reach"], local_rows(here)
         ),
         "Two nodes, one worker each, synchronous accesses to keys of the other node: each worker's "
-        "rate; the floor "
-        "is a bare TCP connection.",
+        "rate; the floor is a bare TCP connection.",
         markdown(
             ["operation", "ours", "torch RPC", "ratio", "floor", "reach"],
             remote_rows(apart, rate, {"pull": "6", "push": "6"}),
@@ -435,8 +434,7 @@ def main() -> None:
             remote_rows(apart, microseconds, {"one key": "80 or less"}),
         ),
         "Announcing keys (the call alone; to reach: 20), and until they have been relocated here "
-        "while as many go the "
-        "other way (2).",
+        "while as many go the other way (2).",
         markdown(["network", "intent call", "relocation"], announced),
         "Two workers a node beside one: the node's rate.",
         markdown(["operation", "two workers", "one worker", "ratio", "reach"], doubled),

@@ -258,25 +258,21 @@ def main() -> None:
         "parameters_scaling",
         "The parameter manager from 2 to 256 nodes",
         f"A trace of the keys that training ComplEx on {name} uses: every node takes the facts "
-        "about its own "
-        f"subjects, {FACTS} in a step, which are {min(keys_a_step.values()):.0f} to "
-        f"{max(keys_a_step.values()):.0f} distinct keys of {num_keys:,}; "
-        f"values of {DIM} float32. A step lasts {ROUNDS_PER_STEP} rounds of the channels and is "
-        f"announced {LOOKAHEAD} steps "
+        f"about its own subjects, {FACTS} in a step, which are {min(keys_a_step.values()):.0f} to "
+        f"{max(keys_a_step.values()):.0f} distinct keys of {num_keys:,}; values of {DIM} float32. "
+        f"A step lasts {ROUNDS_PER_STEP} rounds of the channels and is announced {LOOKAHEAD} steps "
         f"before; {steps - WARM_UP} steps after {WARM_UP} to warm up. Per node and step. *Updates "
-        "missing* is staleness: how many pushes that other "
-        "nodes had made before a pull its value did not have, on average over all pulled keys.",
+        "missing* is staleness: how many pushes that other nodes had made before a pull its value "
+        "did not have, on average over all pulled keys.",
         "![traffic and staleness from 2 to 256 nodes](../../docs/images/parameters_scaling.png)",
         "Measured / simulated: the real manager with nodes as threads over the in-memory network, "
         f"{ROUNDS_PER_STEP / STEP_S:.0f} rounds a second; and the model of its algorithm, "
         "`benchmarks/parameters_model.py`.",
         table(["techniques", "nodes", *columns], checked),
         f"Simulated, {' / '.join(TECHNIQUES)}. In the model a message arrives within the round it "
-        "is sent in and workers move "
-        "in whole rounds, so it sees less staleness than there is, by the factors above: of that, "
-        "only the trend counts. "
-        f"The graph is the same for all: at {all_nodes[-1]} nodes a node has "
-        f"{len(graph.train) // all_nodes[-1]} facts, which its "
+        "is sent in and workers move in whole rounds, so it sees less staleness than there is, by "
+        "the factors above: of that, only the trend counts. The graph is the same for all: at "
+        f"{all_nodes[-1]} nodes a node has {len(graph.train) // all_nodes[-1]} facts, which its "
         f"steps go through {steps * FACTS * all_nodes[-1] // len(graph.train)} times.",
         table(["nodes", *columns], grown),
     )

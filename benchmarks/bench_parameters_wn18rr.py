@@ -144,10 +144,9 @@ def main() -> None:
         "parameters_wn18rr",
         f"ComplEx on {'WN18RR' if options.data else 'the code graph'}, two nodes",
         f"`examples/parameters_kge.py`: {DIM} complex numbers an embedding, Adagrad in the table, "
-        "two nodes of one worker and "
-        f"one torch thread each, {EPOCHS} epochs; median (smallest-largest) of {ROUNDS} runs, the "
-        "ways in turns. Sent bytes are of "
-        "both epochs, all messages of the node. The MRR is of 1000 test questions.",
+        f"two nodes of one worker and one torch thread each, {EPOCHS} epochs; median "
+        f"(smallest-largest) of {ROUNDS} runs, the ways in turns. Sent bytes are of both epochs, "
+        "all messages of the node. The MRR is of 1000 test questions.",
         table(header, [row(way, runs[way]) for way in WAYS]),
         NOTES,
     )

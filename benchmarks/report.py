@@ -32,8 +32,8 @@ def machine() -> str:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return (
         f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB; Linux "
-        f"{platform.release().split('-')[0]}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}, torchrelay {__version__}"
+        f"{platform.release().split('-')[0]}; Python {platform.python_version()}, torch "
+        f"{torch.__version__}, torchrelay {__version__}"
     )
 
 

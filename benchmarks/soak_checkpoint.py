@@ -131,8 +131,7 @@ def _soak_mode(mode: str, kills: int, draws: random.Random) -> str:
             raise SystemExit(f"{mode}: left behind: {left or os.listdir(folder)}")
         return (
             f"{mode}: {kills} kills, {torn} of which left an unfinished save or removal, {newest} "
-            "checkpoints; "
-            "none lost, none torn, nothing left"
+            "checkpoints; none lost, none torn, nothing left"
         )
 
 

@@ -161,8 +161,7 @@ class Load:
             key = keys[wrong][0]
             raise AssertionError(
                 f"rank {self.rank} pulled {mine[wrong][0]:g} of its own pushes to key {key}, of "
-                "which "
-                f"{least[wrong][0]} were acknowledged and {self.journal.begun[key]} begun"
+                f"which {least[wrong][0]} were acknowledged and {self.journal.begun[key]} begun"
             )
 
     def set(self) -> None:
@@ -396,17 +395,17 @@ def leaks(plan: Plan, rank: int, wrong: list[str]) -> str:
         wrong.append(f"rank {rank} leaks memory: {before} early, {after} late")
     return (
         f"node {rank // plan.members}: {before['fds']:.0f} then {after['fds']:.0f} descriptors, "
-        f"{before['threads']:.0f} then {after['threads']:.0f} threads, "
-        f"{before['segments']:.0f} then {after['segments']:.0f} segments, "
-        f"{before['bytes'] / 1e6:.0f} then {after['bytes'] / 1e6:.0f} MB private memory"
+        f"{before['threads']:.0f} then {after['threads']:.0f} threads, {before['segments']:.0f} "
+        f"then {after['segments']:.0f} segments, {before['bytes'] / 1e6:.0f} then "
+        f"{after['bytes'] / 1e6:.0f} MB private memory"
     )
 
 
 def started(seconds: list[float], wrong: list[str]) -> str:
     bad = len({problem.split(":")[0] for problem in wrong})
     return (
-        f"{len(seconds) - bad} of {len(seconds)} starts of 2 to 4 nodes were clean; "
-        f"from fork to exit {np.median(seconds):.1f} s in the median, {max(seconds):.1f} s at most."
+        f"{len(seconds) - bad} of {len(seconds)} starts of 2 to 4 nodes were clean; from fork to "
+        f"exit {np.median(seconds):.1f} s in the median, {max(seconds):.1f} s at most."
     )
 
 
@@ -414,9 +413,8 @@ def described(outcome: Outcome, nodes: int, members: int) -> list[str]:
     counted = outcome.operations
     return [
         f"{outcome.seconds:.0f} s of random load on {nodes} nodes of {members} workers, links "
-        "delayed by up to "
-        f"{MAX_DELAY_S * 1e3:g} ms (so reordered) and {DUPLICATES:.0%} of messages duplicated; "
-        f"{outcome.kills} workers killed and started again.",
+        f"delayed by up to {MAX_DELAY_S * 1e3:g} ms (so reordered) and {DUPLICATES:.0%} of "
+        f"messages duplicated; {outcome.kills} workers killed and started again.",
         report.table(
             ["counted", ""],
             [

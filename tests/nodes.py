@@ -13,10 +13,10 @@ import torch
 from torchrelay import _native, config
 from torchrelay.parameters import Server, Topology, Worker
 
-__all__ = ["SETTINGS", "STORMY", "eventually", "in_threads", "on_nodes", "pulled"]
+__all__ = ["FAULTY", "SETTINGS", "eventually", "in_threads", "on_nodes", "pulled"]
 
 SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)  # type: ignore[type-var]
-STORMY = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
+FAULTY = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
 
 
 def in_threads(bodies: list[Callable[[], Any]]) -> list[Any]:

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from nodes import SETTINGS, STORMY, eventually, on_nodes, pulled
+from nodes import FAULTY, SETTINGS, eventually, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import ConfigError, OperationTimeoutError
 from torchrelay.parameters import KeyInit, Metrics, Server, Worker
@@ -59,7 +59,7 @@ def test_a_push_that_finds_no_room_in_time_has_changed_nothing() -> None:
     on_nodes(2, body, table={"keys": 2}, network=network, settings=settings)
 
 
-@pytest.mark.parametrize("network", [{}, STORMY], ids=["calm", "stormy"])
+@pytest.mark.parametrize("network", [{}, FAULTY], ids=["ideal", "faulty"])
 def test_rows_that_moved_and_fell_out_of_use_are_evicted(network: dict[str, float]) -> None:
     """Three nodes use far more keys than fit, wherever their homes are; locations learnt before are
     then wrong.

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from nodes import SETTINGS, STORMY, eventually, on_nodes, pulled
+from nodes import FAULTY, SETTINGS, eventually, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError, PeerLostError
 from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker
@@ -122,7 +122,7 @@ def test_set_is_ordered_with_pushes_under_every_technique(techniques: str) -> No
         worker.barrier()
         assert (pulled(worker, keys) == rounds).all()
 
-    network = _native.MemoryNetwork(**STORMY)
+    network = _native.MemoryNetwork(**FAULTY)
     on_nodes(num_nodes, body, table={"keys": 30}, techniques=techniques, network=network)
 
 
@@ -164,7 +164,7 @@ def test_lengths_per_key_over_nodes() -> None:
         worker.pull(keys, out)
         assert torch.equal(out, torch.arange(float(total)) * 20)
 
-    on_nodes(2, body, table={"keys": lengths}, network=_native.MemoryNetwork(**STORMY))
+    on_nodes(2, body, table={"keys": lengths}, network=_native.MemoryNetwork(**FAULTY))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
@@ -255,7 +255,7 @@ def test_values_go_back_to_zero_and_monotone_in_between() -> None:
             worker.barrier()
         assert (pulled(worker, keys) == 0).all()
 
-    on_nodes(3, body, table={"keys": 24}, network=_native.MemoryNetwork(**STORMY))
+    on_nodes(3, body, table={"keys": 24}, network=_native.MemoryNetwork(**FAULTY))
 
 
 def test_nodes_that_make_different_tables_are_told() -> None:
