@@ -12,9 +12,7 @@ std::uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
 }
 
-[[noreturn]] void throw_senseless() {
-  throw Error(Code::kProtocol, "parameters: a record that makes no sense");
-}
+[[noreturn]] void throw_senseless() { throw Error(Code::kProtocol, "parameters: a malformed record"); }
 
 }  // namespace
 
@@ -92,7 +90,7 @@ void Channel::receive() {
 void Channel::handle(const Header& header, const Message& message) {
   const std::uint32_t sender = node_of(header.sender);
   if (sender >= state_.num_nodes())
-    throw Error(Code::kProtocol, "parameters: a message from a node that is not there");
+    throw Error(Code::kProtocol, "parameters: a message from an unknown node");
   // A node's workers may outlive the threads that serve it, so they do not count as a sign of its life.
   if ((header.sender & kWorkerBit) == 0) peers_.heard_from(sender);
   switch (header.kind) {

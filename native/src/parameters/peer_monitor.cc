@@ -69,7 +69,7 @@ void PeerMonitor::handle_loss(const Message& message) {
   const auto loss =
       Reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header)).take<Loss>();
   if (loss.how == Loss::kNone || loss.how > Loss::kFailed || loss.node >= state_.num_nodes())
-    throw Error(Code::kProtocol, "parameters: a loss that makes no sense");
+    throw Error(Code::kProtocol, "parameters: a malformed loss");
   state_.store->lose(loss);
 }
 

@@ -145,7 +145,7 @@ void ReplicaSide::handle_ack(const Record& record) {
 void ReplicaSide::settle_ack(LockedEntry& entry, std::uint32_t version) {
   EntryControl& mine = state_.control(entry);
   if (entry->state != State::kReplica || mine.outstanding == 0)
-    throw Error(Code::kProtocol, "parameters: an acknowledgement of nothing");
+    throw Error(Code::kProtocol, "parameters: an acknowledgement without an update in flight");
   if (--mine.outstanding != 0) return;
   mine.overwritten = false;
   entry->version = version;

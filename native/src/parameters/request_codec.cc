@@ -14,7 +14,7 @@ Request decode_request(const Store& store, std::uint32_t channel_id, const Heade
   const std::size_t count = header.count;
   if (head.op > static_cast<std::uint32_t>(Op::kSetRow) || count == 0 || count > kMaxKeys ||
       node_of(head.requester) >= store.header().num_nodes || (head.requester & kWorkerBit) == 0)
-    throw Error(Code::kProtocol, "parameters: a request that makes no sense");
+    throw Error(Code::kProtocol, "parameters: a malformed request");
   const Op op = static_cast<Op>(head.op);
   const auto* keys = reader.take_array<std::int64_t>(count);
   const auto* epochs = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));

@@ -138,7 +138,7 @@ void RequestRouter::unpark(std::int64_t key) {
 void RequestRouter::handle_location(const Record& record) {
   Store& store = *state_.store;
   if (store.home_of(record.key) != state_.node)
-    throw Error(Code::kProtocol, "parameters: where a key is was told to a node that is not its home");
+    throw Error(Code::kProtocol, "parameters: the location of a key was sent to a node that is not its home");
   if ((record.flags & kEvicted) != 0) return evictor_.handle_eviction(record);
   const std::int64_t entry_index = store.find(record.key);
   if (entry_index < 0) return;  // overtaken by the news that the key was evicted

@@ -130,7 +130,7 @@ void Worker::take_answer(const Answer& answer) {
     return;  // meant for a dead predecessor
   const auto found = pending_.find(static_cast<std::int64_t>(head.request_id - first_wire_id_));
   if (found == pending_.end() || head.served > std::min(count, found->second.remaining))
-    throw Error(Code::kProtocol, "parameters: a stray reply");
+    throw Error(Code::kProtocol, "parameters: a reply to no pending request");
   Pending& pending = found->second;
   const auto* positions = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
   const auto* epochs = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
