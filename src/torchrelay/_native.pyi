@@ -246,7 +246,7 @@ class RuleKind(enum.Enum):
     adam = 4
 
 class InitKind(enum.Enum):
-    """The value of a key that nobody has set."""
+    """The initial value of keys."""
 
     zeros = 0
 
