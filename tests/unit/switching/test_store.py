@@ -124,7 +124,7 @@ def test_wrong_models_are_refused_in_a_sentence() -> None:
         for factory, kwargs, error, message in cases:
             with pytest.raises(error, match=message):
                 store.add("m", factory, inputs={"x": TOKENS}, **kwargs)
-        with pytest.raises(ArgumentError, match="no name for a model"):
+        with pytest.raises(ArgumentError, match="not a valid name of a model"):
             store.add("../m", models.chain, inputs={"x": TOKENS})
         with pytest.raises(NotFoundError, match="no model 'm'"):
             store.get("m")
