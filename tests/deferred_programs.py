@@ -27,6 +27,7 @@ from torchrelay.deferred import (
     materialize_module,
     materialize_tensor,
 )
+from torchrelay.deferred.fake import is_fake
 from torchrelay.errors import DeferredError, TorchRelayError, UnsupportedError
 
 __all__ = ["WAYS", "check"]
@@ -167,6 +168,33 @@ def view(p: Program) -> None:
     )  # fmt: skip
 
 
+def _apart(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return ``source``, which is about to be read while ``target`` is written.
+
+    Raises:
+        ValueError: the two share a part of their memory, and elements are read before or after
+            they are written, as it happens; the instruction is then left out of the program.
+    """
+    if is_fake(target) or is_fake(source):  # as decided when the program was built eagerly
+        return source
+    same_memory = target.untyped_storage()._cdata == source.untyped_storage()._cdata
+    same_view = (target.shape, target.stride(), target.storage_offset(), target.dtype) == (
+        source.shape, source.stride(), source.storage_offset(), source.dtype
+    )  # fmt: skip
+    if same_memory and not same_view and _bytes_of(target) & _bytes_of(source):
+        raise ValueError("an operation reads a part of what it writes")
+    return source
+
+
+def _bytes_of(tensor: torch.Tensor) -> set[int]:
+    """Return the places in its storage that ``tensor`` covers, in bytes."""
+    offsets: Any = torch.zeros((), dtype=torch.int64)
+    for extent, step in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(extent) * step
+    first = (offsets.flatten() + tensor.storage_offset()) * tensor.itemsize
+    return set((first.unsqueeze(-1) + torch.arange(tensor.itemsize)).flatten().tolist())
+
+
 @step(14)
 def write(p: Program) -> None:
     t, r, generator = p.any(), p.random, p.generator()
@@ -179,10 +207,10 @@ def write(p: Program) -> None:
         lambda: inside.add_(1),
         lambda: inside.add_(inside),
         lambda: inside.clamp_(-1, 1),
-        lambda: inside.copy_(other),
+        lambda: inside.copy_(_apart(inside, other)),
         lambda: inside.copy_(inside.flip(0)),
-        lambda: inside.add_(other),
-        lambda: inside.mul_(other),
+        lambda: inside.add_(_apart(inside, other)),
+        lambda: inside.mul_(_apart(inside, other)),
         lambda: inside.normal_(generator=generator),
         lambda: inside.uniform_(generator=generator),
         lambda: inside.bernoulli_(0.4, generator=generator),
@@ -192,10 +220,12 @@ def write(p: Program) -> None:
         inside.exponential_,
         lambda: inside.random_(0, 5),
         lambda: inside.index_fill_(0, torch.tensor([0]), 4),
-        lambda: inside.lerp_(other, 0.5),
+        lambda: inside.lerp_(_apart(inside, other), 0.5),
         lambda: inside.data.mul_(2),
         lambda: torch._foreach_mul_([inside, other], 0.5),
-        lambda: inside.shape == other.shape and torch.add(other, 1, out=inside),
+        lambda: (
+            inside.shape == other.shape and torch.add(_apart(inside, other), 1, out=inside)
+        ),
         lambda: inside.neg_().abs_(),
         inside.t_,
         inside.tanh_,
