@@ -150,14 +150,14 @@ def work_build(model: str, counts: list[int]) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-READS, READ_ROWS = 320, 512
+READS, READ_ROWS = 320, (30, 512)
 
 
-def power_iteration() -> tuple[float, torch.Tensor]:
+def power_iteration(rows: int) -> tuple[float, torch.Tensor]:
     """An initialisation that reads :data:`READS` values, as those do that look for a largest
     singular value.
     """
-    matrix, vector = torch.randn(READ_ROWS, READ_ROWS), torch.randn(READ_ROWS)
+    matrix, vector = torch.randn(rows, rows), torch.randn(rows)
     for _ in range(READS // 2):
         vector = matrix @ vector
         vector = vector / vector.norm().item()
@@ -171,16 +171,16 @@ def work_reading(model: str, counts: list[int]) -> dict[str, Any]:
     eager's.
     """
     seconds: dict[str, list[float]] = {"deferred": [], "eager": []}
-    (repeats,) = counts
+    rows, repeats = counts
     for repeat in range(repeats + 1):
         results = {}
         for name, measured_seconds in seconds.items():
             torch.manual_seed(SEED)
             start = time.perf_counter()
             if name == "eager":
-                norm, vector = power_iteration()
+                norm, vector = power_iteration(rows)
             else:
-                norm, vector = deferred_init(power_iteration)
+                norm, vector = deferred_init(power_iteration, rows)
                 materialize_tensor(vector)
             elapsed = time.perf_counter() - start
             results[name] = norm, digest(vector)
@@ -320,12 +320,12 @@ def build_rows(model: str, repeats: int) -> Iterator[list[str]]:
         ]
 
 
-def reading_row(model: str, repeats: int) -> list[str]:
-    seconds = run("reading", model, [repeats])["seconds"]
+def reading_row(model: str, rows: int, repeats: int) -> list[str]:
+    seconds = run("reading", model, [rows, repeats])["seconds"]
     ours, theirs = (statistics.median(seconds[name]) for name in ("deferred", "eager"))
     times = [f"{1000 * one:.1f} ms" for one in (ours, theirs)]
     return [
-        f"read {READS} values (power iteration, {READ_ROWS} rows), then materialize",
+        f"read {READS} values (power iteration, {rows} rows), then materialize",
         times[0],
         "eager",
         times[1],
@@ -441,7 +441,7 @@ def main() -> None:
     counts = [1, 4] if options.smoke else [1, 2, 4, 8, 16]
     ranks = 2 if options.smoke else RANKS
 
-    rows = [*build_rows(model, repeats), reading_row(model, repeats)]
+    rows = [*build_rows(model, repeats), *(reading_row(model, n, repeats) for n in READ_ROWS)]
     eagers: list[dict[str, Any]] = []
     deferreds: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
     for repeat in range(repeats):

@@ -10,13 +10,14 @@ import datetime
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad
+from torch.utils import _python_dispatch
 
 from torchrelay.errors import UnsupportedError
 
@@ -170,42 +171,77 @@ def fake_mode_active() -> bool:
     return torch._C._get_dispatch_mode(fake_mode_key) is not None
 
 
-@contextmanager
-def plain_torch() -> Iterator[None]:
+_modes: Any = torch._C._len_torch_dispatch_stack
+_pre_dispatch_modes: Any = torch._ops._len_torch_dispatch_stack_pre_dispatch
+_inference_mode: Any = torch._C._InferenceMode
+_below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+
+
+class plain_torch:  # noqa: N801
     """No dispatch mode, no autograd, no autocast: operations do what their name says. Checked on
     2.13.
+
+    This and the next two are classes, because replays enter them for each operation:
+    ``contextmanager`` and torch's own contexts cost many times as much.
     """
-    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        yield
+    __slots__ = ("_grad", "_inference", "_modes")
+
+    def __enter__(self) -> None:
+        self._modes: Any = None
+        if _modes() or _pre_dispatch_modes():
+            self._modes = _python_dispatch._disable_current_modes()
+            self._modes.__enter__()
+        self._grad = torch.is_grad_enabled()
+        self._inference = _inference_mode(False)
+        self._inference.__enter__()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        self._inference.__exit__(None, None, None)
+        torch._C._set_grad_enabled(self._grad)
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+class default_dtype:  # noqa: N801
     """Set the default dtype within the block."""
-    before = torch.get_default_dtype()
-    if before is dtype:
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+
+    __slots__ = ("_before", "_dtype")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        if self._before is not self._dtype:
+            torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not self._dtype:
+            torch.set_default_dtype(self._before)
 
 
-def grad_asked(enabled: bool) -> Any:
-    """No autograd, but kernels that ask whether gradients are enabled hear ``enabled``. Checked on
-    2.13.
+class grad_asked:  # noqa: N801
+    """Within :class:`plain_torch`: no autograd, but kernels that ask whether gradients are enabled
+    hear ``enabled``. Checked on 2.13.
     """
-    return _grad_enabled() if enabled else nullcontext()
 
+    __slots__ = ("_below", "_enabled")
 
-@contextmanager
-def _grad_enabled() -> Iterator[None]:
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-        yield
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._below = _below_autograd()
+            self._below.__enter__()
+            torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *error: object) -> None:
+        if self._enabled:
+            torch._C._set_grad_enabled(False)
+            self._below.__exit__(None, None, None)
 
 
 def device_available(device: torch.device) -> bool:

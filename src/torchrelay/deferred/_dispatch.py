@@ -12,6 +12,7 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.deferred import _session as sessions
+from torchrelay.deferred._ahead import record_and_run
 from torchrelay.deferred._graph import map_tensors
 from torchrelay.deferred._making import (
     FACTORIES,
@@ -27,7 +28,6 @@ from torchrelay.deferred._making import (
     view_of,
 )  # fmt: skip
 from torchrelay.deferred._operators import Operator, describe
-from torchrelay.deferred._recording import record
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._shapes import (
     as_returned,
@@ -57,13 +57,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
         return _simple(func, operator, args, kwargs)
     if func is aten.detach.default and isinstance(args[0], FakeTensor):
         return _detach(args[0])
-    if func in FACTORIES:
+    if operator.is_factory and func in FACTORIES:
         fake = factory(func, operator, args, kwargs)
         if fake is not None:
             return fake
     if operator.composite:
         return func.decompose(*args, **kwargs)
-    fakes = list(fakes_in(args)) + list(fakes_in(kwargs))
+    fakes = fakes_in(*args, kwargs)
     if any(fake._history.given is not None for fake in fakes):
         real = _through(func, operator, args, kwargs)
         if real is not NotImplemented:
@@ -133,7 +133,7 @@ def _simple(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[s
     if not region.dtype.is_floating_point:
         return _general(func, operator, args, kwargs, [fake])
     if region.storage.deferred:
-        record(func, operator, args, kwargs, writes=(region,))
+        record_and_run(func, operator, args, kwargs, [fake], (region,))
     return fake
 
 
@@ -151,7 +151,7 @@ def _general(
     kwargs: dict[str, Any],
     fakes: list[FakeTensor],
 ) -> Any:
-    if func in SETS and isinstance(args[0], FakeTensor):
+    if operator.written and func in SETS and isinstance(args[0], FakeTensor):
         return set_memory(func, *args)
     _check_supported(func, operator, fakes)
     deferred = sessions.recording() is not None or any(
@@ -181,9 +181,8 @@ def _general(
         check_sizes(func, results, written)
         answer = as_returned(func, written)
     if deferred:
-        record(
-            func, operator, args, kwargs, tuple(fake._region for fake in written), tuple(created)
-        )
+        writes = tuple(fake._region for fake in written)
+        record_and_run(func, operator, args, kwargs, fakes, writes, tuple(created))
     return answer
 
 

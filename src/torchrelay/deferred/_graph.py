@@ -76,6 +76,11 @@ class History:
             return False
         return self.given is None or (self.job == job and self.version == version)
 
+    def is_current(self) -> bool:
+        """Return whether the memory holds the last state, and was not handed out."""
+        last = self.record[-1].seq if self.record else 0
+        return self.real is not None and self.version == last and self.given is None
+
     def hand_out(self, tensor: torch.Tensor, job: int) -> None:
         """Note that the memory is now that of ``tensor``, which the program may change."""
         self.given = tensor.detach()
@@ -352,8 +357,19 @@ def map_tensors(value: Any, kinds: Any, function: Any) -> Any:
     """
     if isinstance(value, kinds):
         return function(value)
-    if type(value) in (tuple, list):
-        return type(value)([map_tensors(item, kinds, function) for item in value])
-    if type(value) is dict:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([
+            function(item)
+            if isinstance(item, kinds)
+            else map_tensors(item, kinds, function)
+            if type(item) in _CONTAINERS
+            else item
+            for item in value
+        ])  # fmt: skip
+    if kind is dict:
         return {key: map_tensors(item, kinds, function) for key, item in value.items()}
     return value
+
+
+_CONTAINERS = {tuple, list, dict}

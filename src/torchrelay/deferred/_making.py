@@ -104,7 +104,11 @@ def new_fake(like: torch.Tensor, device: torch.device, deferred: bool) -> FakeTe
             f"{like.dtype}) cannot be deferred. Make it outside deferred_init."
         )
     size, stride = tuple(like.shape), like.stride()
-    count = 0 if 0 in size else 1 + sum((e - 1) * s for e, s in zip(size, stride, strict=True))
+    count = (
+        like.numel()
+        if like.is_contiguous()
+        else 1 + sum((e - 1) * s for e, s in zip(size, stride, strict=True))
+    )
     storage = Storage(count * like.dtype.itemsize, device, deferred)
     return fake_from_region(Region(storage, like.dtype, size, stride), storage.history())
 
@@ -174,9 +178,13 @@ def device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
         if session is not None:
             check_device(where, session)
         return where
-    devices = []
-    map_tensors((args, kwargs), torch.Tensor, lambda t: devices.append((t.device, t.dim())))
-    large = [device for device, dim in devices if dim > 0 or device.type != "cpu"]
+    large: list[torch.device] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        if tensor.dim() > 0 or tensor.device.type != "cpu":
+            large.append(tensor.device)
+
+    map_tensors((args, kwargs), torch.Tensor, note)
     if not all(_may_be_same(device, large[0]) for device in large) and "index" not in str(func):
         names = ", ".join(sorted({str(device) for device in large}))
         raise ArgumentError(
@@ -187,7 +195,7 @@ def device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 
 def _may_be_same(one: torch.device, other: torch.device) -> bool:
     """Compare devices; one without an index, such as ``cuda``, equals any of its type."""
-    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+    return one == other or (one.type == other.type and None in (one.index, other.index))
 
 
 def check_device(device: torch.device, session: sessions.Session) -> None:

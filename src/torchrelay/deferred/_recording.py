@@ -25,8 +25,11 @@ def record(
     kwargs: dict[str, Any],
     writes: tuple[Region, ...] = (),
     outputs: tuple[Region | None, ...] = (),
-) -> None:
+) -> Node:
     """Append ``func`` to the histories of the storages it writes.
+
+    Returns:
+        The entry.
 
     Raises:
         DeferredError: an argument is a fake tensor without history, from ``fake_mode``.
@@ -65,11 +68,12 @@ def record(
     node_kwargs = map_tensors(kwargs, torch.Tensor, remember) if kwargs else {}
     generator = node_kwargs.pop("generator", None)
     node = Node(func, node_args, node_kwargs, tuple(reads), writes, outputs, tuple(keeps))
+    if operator.is_factory and results:
+        _fix_attributes(node, operator, results[0])
     if operator.draws:
         _place(node, generator, [*writes, *results])
     node.link()
-    if operator.is_factory and results:
-        _fix_attributes(node, operator, results[0])
+    return node
 
 
 def _fix_attributes(node: Node, operator: Operator, result: Region) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,7 +65,31 @@ class Replay:
 
         What was computed for them stays for the next read, up to a limit, until :meth:`forget`.
         """
+        history = region.storage.history()
+        if history.is_current():
+            real = history.real
+            assert real is not None
+            self._kept.note([region.storage])
+            return region.over(real)
         return self._values(region, END, keep=True)
+
+    @property
+    def has_read(self) -> bool:
+        """Whether memory is left from what the program has read."""
+        return bool(self._kept)
+
+    def keep(self, node: Node, result: Any) -> None:
+        """Note that ``node`` has been run as soon as it was recorded, with ``result``."""
+        regions = list(node.writes)
+        if node.outputs:
+            for region, value in zip(node.outputs, _flatten(result), strict=True):
+                if region is not None and value is not None and value.shape == region.size:
+                    memory = _laid_out(node, region, value).untyped_storage()
+                    region.storage.history().real = memory
+                    regions.append(region)
+        for region in regions:
+            region.storage.history().version = node.seq
+        self._kept.note([region.storage for region in regions])
 
     def forget(self) -> None:
         """Free what :meth:`read` has left."""
@@ -105,10 +129,45 @@ class Replay:
             )
         return self._instead
 
+    def execute(
+        self,
+        node: Node,
+        memory: Callable[[Storage], torch.UntypedStorage],
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """Call the operation of ``node`` on ``memory``; draw from ``generator``."""
+
+        def real(value: Region | External | Constant) -> torch.Tensor:
+            if type(value) is Region:
+                return value.over(memory(value.storage))
+            return value.tensor.clone() if type(value) is Constant else value.get(node)  # type: ignore[union-attr]
+
+        args, kwargs = map_tensors((node.args, node.kwargs), _ARGUMENTS, real)
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs["device"] = self.place(kwargs["device"])
+        with _torch.default_dtype(node.default_dtype), _torch.grad_asked(node.grad):
+            if generator is None:
+                return node.func(*args, **kwargs)
+            return self._draw(node, args, kwargs, generator)
+
+    def _draw(self, node: Node, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
+        assert node.after is not None
+        func = describe(node.func).with_generator
+        if func is not None:
+            result = func(*args, **{**kwargs, "generator": generator})
+        else:
+            with _torch.default_generator_as(generator):
+                result = node.func(*args, **kwargs)
+        self.generators.drawn(generator.device, node.after)
+        return result
+
     def _run_for_draw(self, node: Node) -> None:
         if describe(node.func).fills and not node.reads:
             node = _without_target(node)
         _Run(self, Schedule(nodes=[node], job=self.job), keep=False).all()
+
+
+_ARGUMENTS = (Region, External, Constant)
 
 
 def _without_target(node: Node) -> Node:
@@ -202,44 +261,18 @@ class _Run:
         for region in node.writes:
             self._writable(region.storage)
 
-        def real(value: Region | External | Constant) -> torch.Tensor:
-            if type(value) is Region:
-                return value.over(self.memory(value.storage))
-            return value.tensor.clone() if type(value) is Constant else value.get(node)  # type: ignore[union-attr]
-
-        kinds = (Region, External, Constant)
-        args, kwargs = map_tensors((node.args, node.kwargs), kinds, real)
-        if isinstance(kwargs.get("device"), torch.device):
-            kwargs["device"] = self._replay.place(kwargs["device"])
         try:
-            with _torch.default_dtype(node.default_dtype), _torch.grad_asked(node.grad):
-                if generator is None:
-                    result = node.func(*args, **kwargs)
-                else:
-                    result = self._draw(node, args, kwargs, generator)
-            self._note(node, result)
+            self._note(node, self._replay.execute(node, self.memory, generator))
         except BaseException:
             self._spoil(node)
             raise
-
-    def _draw(self, node: Node, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
-        assert node.after is not None
-        func = describe(node.func).with_generator
-        if func is not None:
-            result = func(*args, **{**kwargs, "generator": generator})
-        else:
-            with _torch.default_generator_as(generator):
-                result = node.func(*args, **kwargs)
-        self._replay.generators.drawn(generator.device, node.after)
-        return result
 
     def _note(self, node: Node, result: Any) -> None:
         """Enter the results of ``node``, which was just run."""
         for region in node.writes:
             self._reached(region.storage, node.seq)
         if node.outputs:
-            results = [result] if isinstance(result, torch.Tensor) else _flatten(result)
-            for output, value in zip(node.outputs, results, strict=True):
+            for output, value in zip(node.outputs, _flatten(result), strict=True):
                 if output is not None and value is not None:
                     self._bind(node, output, value)
 
@@ -305,6 +338,9 @@ class _Kept:
     def __init__(self) -> None:
         self._sizes: dict[Storage, int] = {}
         self._total = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
 
     def note(self, storages: Iterable[Storage]) -> None:
         """``storages`` have just been used."""

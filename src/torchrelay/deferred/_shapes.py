@@ -18,8 +18,9 @@ __all__ = ["as_returned", "check_sizes", "fakes_in", "flat", "shapes_of", "tenso
 def shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the results of ``func`` on meta tensors. Read only: results are cached."""
     try:
-        by_kind = describe(func).slices
-        key = (func, torch.get_default_dtype(), _key(args, by_kind), _key(kwargs, by_kind))
+        operator = describe(func)
+        by_kind = operator.slices
+        key = (operator.name, torch.get_default_dtype(), _key(args, by_kind), _key(kwargs, by_kind))
         found = _known.get(key)
     except TypeError:  # an argument that cannot be hashed
         return _shapes_of(func, args, kwargs)
@@ -129,16 +130,17 @@ def flat(results: Any) -> list[Any]:
     return [results if isinstance(results, torch.Tensor) else None]
 
 
-def fakes_in(value: Any) -> Any:
-    """Return the fake tensors in ``value``, through lists, tuples and dicts."""
-    if isinstance(value, FakeTensor):
-        yield value
-    elif type(value) in (tuple, list):
-        for item in value:
-            yield from fakes_in(item)
-    elif type(value) is dict:
-        for item in value.values():
-            yield from fakes_in(item)
+def fakes_in(*values: Any) -> list[FakeTensor]:
+    """Return the fake tensors in ``values``, through lists, tuples and dicts."""
+    found: list[FakeTensor] = []
+    for value in values:
+        if isinstance(value, FakeTensor):
+            found.append(value)
+        elif type(value) in (tuple, list):
+            found += fakes_in(*value)
+        elif type(value) is dict:
+            found += fakes_in(*value.values())
+    return found
 
 
 def tensors_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

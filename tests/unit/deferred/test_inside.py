@@ -15,14 +15,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchrelay.deferred import _replay as replays
 from torchrelay.deferred import (
+    _ahead,
     _shapes,
     deferred_init,
     is_deferred,
     materialize_module,
     materialize_tensor,
 )
+from torchrelay.deferred import _replay as replays
 from torchrelay.errors import DeferredError
 
 
@@ -146,11 +147,12 @@ def test_attention_runs() -> None:
 def _counted(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]) -> tuple[int, int]:
     """How many operations were recorded, and how many run, during ``deferred_init(build)``."""
     recorded, run = [], []
-    link, old = replays.Node.link, replays._Run._run
+    link, old, at_once = replays.Node.link, replays._Run._run, _ahead._run
     monkeypatch.setattr(replays.Node, "link", lambda node: (recorded.append(node), link(node))[1])
     monkeypatch.setattr(
         replays._Run, "_run", lambda self, node: (run.append(node), old(self, node))[1]
     )
+    monkeypatch.setattr(_ahead, "_run", lambda *call: (run.append(call), at_once(*call))[1])
     deferred_init(build)
     return len(recorded), len(run)
 
@@ -170,6 +172,52 @@ def test_reading_runs_each_operation_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert recorded > 600 and run <= recorded
     monkeypatch.undo()
     equals_eager(_power_iteration)
+
+
+def test_small_operations_that_follow_a_read_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded all the same, and nothing but small operations on known values is run."""
+    ran, at_once = [], _ahead._run
+    monkeypatch.setattr(_ahead, "_run", lambda *call: (ran.append(call[0]), at_once(*call))[1])
+
+    def build() -> list[Any]:
+        known, other = torch.randn(6, 4), torch.randn(4)
+        first = known.sum().item()
+        known.div_(known.norm().item())
+        known[0].add_(1)  # a view, in place
+        halves = known.double().split(3)
+        lazy = other * 2  # not computed yet
+        known.mul_(lazy)
+        known.normal_(0, abs(first))  # draws
+        best, where = (known + 1).max(0)
+        known.sum().item()
+        best, where = known.max(0)
+        best.neg_()
+        large = known.new_ones(1).expand(600_000).clone()
+        with torch.inference_mode(False), torch.enable_grad():
+            bounded = known.clamp(-1, 1)
+        return [first, known, *halves, lazy, best, where, large, bounded, best.sum().item()]
+
+    equals_eager(build)
+    names = [func.name() for func in ran]
+    for expected in ("aten::div_.Tensor", "aten::add_.Tensor", "aten::max.dim", "aten::neg_"):
+        assert expected in names, names
+    assert names.count("aten::max.dim") == 1
+    assert not {"aten::normal_", "aten::randn"} & set(names)
+
+
+def test_an_operation_that_fails_at_once_is_not_recorded() -> None:
+    def build() -> list[torch.Tensor]:
+        table, places = torch.randn(3, 2), torch.arange(4)
+        (table.sum() + places.sum()).item()
+        try:
+            table[places]
+        except IndexError:
+            table.mul_(2)
+        else:
+            pytest.fail("the index is out of bounds")
+        return [table, table.sum(0)]
+
+    equals_eager(build)
 
 
 def test_shapes_of_like_operations_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
