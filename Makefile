@@ -19,7 +19,7 @@ demo: $(VENV)/native
 	torchrelay demo $(ARGS)
 
 test: $(VENV)/native
-	pytest -n $(JOBS) --dist loadfile $(ARGS)
+	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(VENV)/native
 	for script in benchmarks/bench_*.py; do python $$script $(ARGS) || exit 1; done

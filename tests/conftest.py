@@ -236,9 +236,23 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
 _PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
 
 
+# What takes longest comes first, so that no worker of pytest-xdist has it left at the end.
+_LONGEST = (
+    "unit/test_native.py",
+    "multi/mpi/test_compositions.py",
+    "multi/mpi/test_collectives.py",
+    "multi/mpi/test_order.py",
+    "multi/demo/test_demo.py",
+    "multi/checkpoint/test_layouts.py",
+    "multi/aggregation/test_torch.py",
+    "multi/aggregation/test_hosts.py",
+    "unit/deferred/test_zoo.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no worker of pytest-xdist has it left at the end."""
-    items.sort(key=lambda item: item.path.name != "test_native.py")
+    order = {Path(__file__).parent / name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.hookimpl(tryfirst=True)
