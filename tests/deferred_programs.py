@@ -266,7 +266,9 @@ def compute(p: Program) -> None:
             lambda: t.new_ones(3),
             lambda: t.abs().max(0)[0],
             lambda: torch.poisson(t.abs()),
-            lambda: torch.binomial(t.abs().ceil().nan_to_num().clamp(max=50), torch.full_like(t, 0.5)),
+            lambda: torch.binomial(
+                t.abs().ceil().nan_to_num().clamp(max=50), torch.full_like(t, 0.5)
+            ),
         ))()
     )  # fmt: skip
 

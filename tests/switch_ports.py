@@ -187,8 +187,16 @@ NETWORKS = {
 }
 
 
-def packet(values: list[int] | int, *, slot: int = 0, set: int = 0, tsi: int = 0, job: int = 0, exponent: int = 0,
-           numel: int = 64) -> bytes:  # fmt: skip
+def packet(
+    values: list[int] | int,
+    *,
+    slot: int = 0,
+    set: int = 0,
+    tsi: int = 0,
+    job: int = 0,
+    exponent: int = 0,
+    numel: int = 64,
+) -> bytes:
     """A data packet; one value stands for all."""
     all_values = [values] * numel if isinstance(values, int) else values
     header = SwitchHeader(job, tsi, slot, set, exponent, numel)

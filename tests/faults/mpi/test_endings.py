@@ -181,7 +181,9 @@ class Numbers(torch.utils.data.Dataset):
 if __name__ == "__main__":
     comm = mpi.COMM_WORLD
     for method in ("spawn", "fork"):
-        loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context=method)
+        loader = torch.utils.data.DataLoader(
+            Numbers(), num_workers=1, multiprocessing_context=method
+        )
         for (text,) in loader:
             assert "communicate in the rank" in text, text
         assert comm.Allreduce(torch.ones(1), mpi.MPI_SUM).item() == comm.size

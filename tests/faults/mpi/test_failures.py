@@ -39,7 +39,8 @@ def test_rank_that_raises_in_the_middle_of_a_backward(run: Run) -> None:
             @staticmethod
             def backward(ctx, grad):
                 raise ValueError("out of luck") if comm.rank == 1 else None
-        y = comm.Allreduce(Fail.apply(comm.Allreduce(x, mpi.MPI_SUM)) if comm.rank == 1 else comm.Allreduce(x, mpi.MPI_SUM), mpi.MPI_SUM)
+        total = comm.Allreduce(x, mpi.MPI_SUM)
+        y = comm.Allreduce(Fail.apply(total) if comm.rank == 1 else total, mpi.MPI_SUM)
         y.sum().backward()
         say("must not get here")
         """,

@@ -240,7 +240,8 @@ def until(condition):
 with ModelStore() as store:
     inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
     store.add("slow", models + ":slow", inputs=inputs)
-    store.add("chain", models + ":chain", kwargs={"depth": 30}, inputs={"x": (torch.float32, (1, 64))})
+    inputs = {"x": (torch.float32, (1, 64))}
+    store.add("chain", models + ":chain", kwargs={"depth": 30}, inputs=inputs)
     with Switcher(
         store, arena_bytes=1 << 20, threads=1, workers=1, start_timeout_s=300
     ) as switcher:

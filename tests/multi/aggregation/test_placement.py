@@ -28,7 +28,8 @@ dist.all_reduce(tensor)
 assert tensor.eq(sum(range(1, world.size + 1))).all()
 
 # Ranks 0 and 1 share a host, so their own group is one of shared memory alone.
-near, far = dist.new_group([0, 1], backend="sml"), dist.new_group([0, world.size - 1], backend="sml")
+near = dist.new_group([0, 1], backend="sml")
+far = dist.new_group([0, world.size - 1], backend="sml")
 for group, ranks in ((near, (0, 1)), (far, (0, world.size - 1))):
     if world.rank in ranks:
         ones = torch.ones(3)

@@ -64,12 +64,18 @@ inputs = [{ name = "tokens", datatype = "INT64", shape = [-1, -1] }]
 
 [models.slow]
 factory = "models.py:slow"
-inputs = [{ name = "x", datatype = "FP32", shape = [1, 8] }, { name = "seconds", datatype = "FP32", shape = [] }]
+inputs = [
+  { name = "x", datatype = "FP32", shape = [1, 8] },
+  { name = "seconds", datatype = "FP32", shape = [] },
+]
 
 [models.faulty]
 factory = "models.py:faulty"
 load = false
-inputs = [{ name = "x", datatype = "FP32", shape = [1, 4] }, { name = "what", datatype = "INT64", shape = [] }]
+inputs = [
+  { name = "x", datatype = "FP32", shape = [1, 4] },
+  { name = "what", datatype = "INT64", shape = [] },
+]
 """
 
 
@@ -311,7 +317,8 @@ def test_clients_that_send_half_a_request_or_vanish_harm_nobody(url: str) -> Non
 
 WAITING_CLIENT = """
 import http.client, sys
-connection = http.client.HTTPConnection(*sys.argv[1].removeprefix("http://").split(":"), timeout=600)
+host, port = sys.argv[1].removeprefix("http://").split(":")
+connection = http.client.HTTPConnection(host, port, timeout=600)
 connection.request("POST", "/v2/models/slow/infer", sys.argv[2])
 connection.getresponse()
 """

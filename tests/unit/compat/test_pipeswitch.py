@@ -81,7 +81,8 @@ def refused(call, *arguments):
     except ArgumentError as error: print(error)
     else: raise SystemExit(1)
 for call in (torch.cuda.send_shared_cache, torch.cuda.clear_shared_cache,
-             torch.cuda.insert_shared_cache_for_parameter, torch.cuda.insert_shared_cache_for_computation):
+             torch.cuda.insert_shared_cache_for_parameter,
+             torch.cuda.insert_shared_cache_for_computation):
     refused(call)
 torch.cuda.allocate_shared_cache(1 << 20, "cpu")
 refused(torch.cuda.allocate_shared_cache)

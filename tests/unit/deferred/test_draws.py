@@ -37,8 +37,10 @@ def test_a_jump_equals_drawing(drawn: int) -> None:
 @pytest.mark.parametrize(
     ("func", "values"),
     [
-        (aten.uniform_.default, (-1.0, 2.0)), (aten.normal_.default, (1.0, 3.0)), (aten.bernoulli_.float, (0.2,)),
-        (aten.exponential_.default, (2.0,)), (aten.cauchy_.default, ()), (aten.geometric_.default, (0.4,)),
+        (aten.uniform_.default, (-1.0, 2.0)), (aten.normal_.default, (1.0, 3.0)),
+        (aten.bernoulli_.float, (0.2,)),
+        (aten.exponential_.default, (2.0,)), (aten.cauchy_.default, ()),
+        (aten.geometric_.default, (0.4,)),
         (aten.random_.to, (100,)),
     ],
 )  # fmt: skip

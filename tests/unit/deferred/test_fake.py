@@ -118,7 +118,8 @@ def test_meta_like_has_shape_and_stride() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda t: t.tolist(), lambda t: t.numpy(), lambda t: t.sum().item(), lambda t: bool((t > 1).all()),
+        lambda t: t.tolist(), lambda t: t.numpy(), lambda t: t.sum().item(),
+        lambda t: bool((t > 1).all()),
         lambda t: t.nonzero(), lambda t: t.data_ptr(), pickle.dumps, materialize_tensor,
     ],
 )  # fmt: skip

@@ -104,13 +104,17 @@ CASES |= {
     "spectral_norm": changed(parametrizations.spectral_norm),
     "old_weight_norm": changed(nn.utils.weight_norm),
     "old_weight_norm_of_all": changed(lambda m: nn.utils.weight_norm(m, dim=None)),
-    "old_weight_norm_removed": changed(lambda m: nn.utils.remove_weight_norm(nn.utils.weight_norm(m))),
+    "old_weight_norm_removed": changed(
+        lambda m: nn.utils.remove_weight_norm(nn.utils.weight_norm(m))
+    ),
     "old_spectral_norm": changed(nn.utils.spectral_norm),
     "data_filled": changed(lambda m: m.bias.data.fill_(3)),
     "legacy_tensor": changed(lambda m: setattr(m, "p", nn.Parameter(torch.Tensor(3, 4).normal_()))),
     "log_normal": changed(lambda m: [m.weight.data.log_normal_(), m.bias.data.exponential_()]),
     "geometric": changed(lambda m: [m.weight.data.geometric_(0.3), m.bias.data.cauchy_()]),
-    "dropout": changed(lambda m: m.weight.data.copy_(nn.functional.dropout(m.weight.data, 0.5)) is None),
+    "dropout": changed(
+        lambda m: m.weight.data.copy_(nn.functional.dropout(m.weight.data, 0.5)) is None
+    ),
     "foreach": changed(lambda m: torch._foreach_mul_([m.weight.data, m.bias.data], 2.0) and m),
     "buffer_class": changed(lambda m: setattr(m, "extra", nn.Buffer(torch.rand(4)))),
     "randperm": holding(lambda: torch.randperm(1000)),
@@ -119,7 +123,10 @@ CASES |= {
     "bernoulli": holding(lambda: torch.bernoulli(torch.rand(30))),
     "nonzero": holding(lambda: torch.nonzero(torch.rand(10) > 0.5)),
     "numpy": holding(lambda: torch.from_numpy(np.arange(5.0))),
-    "complex": holding(lambda: torch.randn(3, 4, dtype=torch.complex64) * torch.polar(torch.ones(4), torch.rand(4))),
+    "complex": holding(
+        lambda: torch.randn(3, 4, dtype=torch.complex64)
+        * torch.polar(torch.ones(4), torch.rand(4))
+    ),
     "as_real": holding(lambda: torch.view_as_real(torch.randn(3, 4, dtype=torch.complex64))),
     "svd": holding(lambda: torch.linalg.svd(torch.rand(3, 4))[2]),
     "transposed_in_place": holding(lambda: torch.rand(3, 4).t_().add_(1)),

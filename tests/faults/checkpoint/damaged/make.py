@@ -234,7 +234,8 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
             )[0]
         ),
         "MismatchError",
-        r"'weight' is float32 of shape \[10, 6\] in the checkpoint, and float32 of shape \[6, 10\] here",
+        r"'weight' is float32 of shape \[10, 6\] in the checkpoint, "
+        r"and float32 of shape \[6, 10\] here",
     ),
     "dtype-mismatch": (
         _edited(lambda d: d["tensors"]["weight"].update(dtype="int32")),
