@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +101,9 @@ class _Writer:
     def submit(self, handle: SaveHandle, job: dict[str, Any], fds: tuple[int, ...]) -> None:
         if job["new_staging"]:
             fds = (self.staging.fd, *fds)
-        send(self._socket, job, fds)
         self._handle = handle
+        with suppress(ConnectionError):  # it has died: poll() finds its end of the socket closed
+            send(self._socket, job, fds)
 
     def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
         """Wait for the result of ``handle``; return whether it has arrived."""
@@ -229,11 +231,12 @@ def async_save(
     transaction = open_transaction(path, fsync=fsync)
     path = transaction.location
 
-    staged: list[tuple[list[int], bool]] = []
+    staged: list[tuple[_Writer, list[int], bool]] = []
 
     def stage() -> None:
         _check_size(sources, max_staging_bytes, ranks.global_rank)
-        staged.append(_state.ready().staging.copy(sources))
+        writer = _state.ready()
+        staged.append((writer, *writer.staging.copy(sources)))
 
     def begin() -> str:
         transaction.begin()
@@ -242,7 +245,7 @@ def async_save(
     save_id = ranks.coordinate(begin)
     try:
         ranks.together(stage)
-        ((starts, is_new),) = staged
+        ((writer, starts, is_new),) = staged
     except BaseException:
         if ranks.is_coordinator:
             transaction.discard()
@@ -266,7 +269,6 @@ def async_save(
             _source_json(source, start) for source, start in zip(sources, starts, strict=True)
         ],
     }
-    writer = _state.ready()
     handle = SaveHandle(path, ranks.global_rank, writer)
     writer.submit(handle, job, fds)
     transaction.release()

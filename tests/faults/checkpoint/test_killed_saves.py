@@ -21,6 +21,7 @@ import torch
 
 from torchrelay.checkpoint import _async, _writer_process, async_save, latest, load, save, verify
 from torchrelay.checkpoint._catalog import retain
+from torchrelay.checkpoint._staging import Staging
 from torchrelay.errors import PeerLostError
 from torchrelay.world import World
 
@@ -192,3 +193,27 @@ def test_killed_at_every_kind_of_moment(tmp_path: Path, path: str, run_processes
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     assert not list(tmp_path.rglob(".lock*"))
     assert len(os.listdir(tmp_path)) == (2 if "{}" in path else 1)
+
+
+def test_a_writer_that_dies_after_the_copy_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Staging.copy
+
+    def copy_and_kill(self: Any, sources: Any) -> Any:
+        copied = copy(self, sources)
+        writer = _async._state.writer
+        assert writer is not None
+        writer._process.kill()
+        writer._process.wait()
+        return copied
+
+    monkeypatch.setattr(Staging, "copy", copy_and_kill)
+    handle = async_save(_state(0), tmp_path / "step-0")
+    with pytest.raises(PeerLostError, match="rank 0: the writer process has died"):
+        handle.result(60)
+    monkeypatch.undo()
+    async_save(_state(1), tmp_path / "step-1").result(60)
+    verify(tmp_path / "step-1")
+    assert latest(tmp_path) == str(tmp_path / "step-1")
+    _async._state.close()
