@@ -1,27 +1,50 @@
+# ruff: noqa: E402 - the suite reads its settings when it is imported
 """PyTorch's own test suite for backends, with ``sml`` where it was written for Gloo.
 
-Each test starts its own processes, so this takes minutes and is no part of ``make test``::
+It takes minutes; ``make test`` runs a part of it (``tests/multi/aggregation/test_c10d_suite.py``)::
 
-    python tests/c10d_suite.py              # all; the exit status is 0 if only EXPECTED tests fail
-    python tests/c10d_suite.py all_reduce   # those whose name contains it
+    python tests/c10d_suite.py                       # all, with two ranks
+    python tests/c10d_suite.py --placement aabb      # two ranks on each of two pretended hosts
+    python tests/c10d_suite.py --backend gloo        # the same tests with Gloo, to compare
+    python tests/c10d_suite.py all_reduce broadcast  # those whose names contain one of the words
+
+The exit status is 0 if only EXPECTED tests fail.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 import unittest
+from typing import Any
 
-# The suite reads these when it is imported, here and in the processes it starts. As for Gloo:
-# decorators leave out
-# what is not for it.
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--placement", default="aa", help="a letter for each rank's host")
+    parser.add_argument("--backend", choices=("sml", "gloo"), default="sml")
+    parser.add_argument("words", nargs="*")
+    return parser.parse_args()
+
+
+ARGUMENTS = _parse()
+
+# The suite reads these when it is imported. As for Gloo: decorators leave out what is not for it.
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="c10d-suite-"))
-os.environ.setdefault("WORLD_SIZE", "2")
+os.environ["WORLD_SIZE"] = str(len(ARGUMENTS.placement))
 os.environ["BACKEND"] = "gloo"
 os.environ["INIT_METHOD"] = "env://"
 
+import torch
 from torch.testing._internal import common_distributed
+
+if len(ARGUMENTS.placement) > 3:
+    # torch skips its tests of groups below 8 ranks to spare GPUs; they need 3.
+    common_distributed.skip_if_small_worldsize = lambda function: function
 from torch.testing._internal.distributed import distributed_test
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend
@@ -48,7 +71,6 @@ class _Name(str):
         return not self == other
 
 
-distributed_test.BACKEND = _Name("sml")
 for backends in common_distributed.DistTestCases.backend_feature.values():
     backends.add("sml")
 
@@ -58,13 +80,18 @@ class TestSml(distributed_test.TestDistBackend, distributed_test.DistributedTest
 
     def setUp(self) -> None:
         super().setUp()
-        self._spawn_processes()
+        # Forked from here, where torch is imported and nothing has run.
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    @classmethod
+    def _run(cls, rank: int, *args: Any, **kwargs: Any) -> None:
+        if len(set(ARGUMENTS.placement)) > 1:
+            os.environ["TORCHRELAY_HOST_ID"] = ARGUMENTS.placement[rank]
+        super()._run(rank, *args, **kwargs)
 
 
-def main(words: list[str]) -> int:
-    """Runs the tests whose names contain one of ``words``; the number of those that should not have
-    failed.
-    """
+def run(words: list[str]) -> set[str]:
+    """Run the tests whose names contain one of ``words``; return those that failed."""
     names = [
         n
         for n in unittest.TestLoader().getTestCaseNames(TestSml)
@@ -73,13 +100,21 @@ def main(words: list[str]) -> int:
     result = unittest.TextTestRunner(verbosity=2).run(unittest.TestSuite(map(TestSml, names)))
     bad = {case.id().rpartition(".")[2] for case, _ in [*result.failures, *result.errors]}
     print(
-        f"{len(names) - len(result.skipped) - len(bad)} passed, {len(result.skipped)} skipped, "
-        f"{len(bad)} failed"
+        f"{len(names)} tests: {len(names) - len(result.skipped) - len(bad)} passed, "
+        f"{len(result.skipped)} skipped, {len(bad)} failed"
     )
+    return bad
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    is_sml = ARGUMENTS.backend == "sml"
+    distributed_test.BACKEND = _Name("sml") if is_sml else "gloo"
+    bad = run(ARGUMENTS.words)
     for name in sorted(bad):
-        print(f"  {name}{'' if name in EXPECTED else ': not expected'}")
-    return len(bad - EXPECTED)
+        print(f"  {name}{': expected' if is_sml and name in EXPECTED else ''}")
+    return int(bool(bad - EXPECTED if is_sml else bad))
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(sys.argv[1:]), 1))
+    sys.exit(main())

@@ -17,6 +17,7 @@ Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`
 from __future__ import annotations
 
 import atexit
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,7 +88,8 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
     if settings.plane == "dummy":
         plane, processes = DummyPlane(rank, size, settings), {}
     else:
-        meeting = Meeting(given.store, rank, size, timeout_s, names, _known_processes())
+        store = _store_of(names, given.store)
+        meeting = Meeting(store, rank, size, timeout_s, names, _known_processes())
         plane, processes = _plane_of(meeting, given.store, timeout_s, settings), meeting.by_name
     if asked is None:
         group = SmlGroup(plane, given.store, rank, size, timeout_s)
@@ -96,6 +98,16 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
         group = SmlGroup(plane, given.store, rank, size, timeout_s, own, asked.group)
     group.processes = processes
     return group
+
+
+def _store_of(names: Sequence[int], store: Any) -> Any:
+    """A group's store. c10d may give groups that different ranks make at a time the same one:
+    ``new_subgroups(group=...)``.
+    """
+    if list(names) == list(range(len(names))):
+        return store
+    digest = hashlib.blake2b(str(list(names)).encode(), digest_size=8).hexdigest()
+    return dist.PrefixStore(f"ranks/{digest}", store)  # type: ignore[attr-defined]
 
 
 def _known_processes() -> dict[int, Process]:

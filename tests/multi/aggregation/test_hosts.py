@@ -151,3 +151,11 @@ def test_large_sums_subgroups_and_statistics(world: World) -> None:
     assert set(torchrelay.aggregation.stats()) == (
         {"hosts", "shm"} if world.rank in (0, 3) else {"hosts"}
     )
+
+    # c10d gives all of these groups of one rank, of which each rank makes two, one name and store.
+    outer, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    inner, _ = dist.new_subgroups(group_size=1, group=outer)
+    ones = torch.ones(1000)
+    dist.all_reduce(ones, group=inner)
+    dist.all_reduce(ones, group=outer)
+    assert ones.eq(2).all()

@@ -9,11 +9,14 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay.aggregation
@@ -323,3 +326,50 @@ def test_ddp_reaches_gloos_loss(world: World) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         assert ours[-1] < 0.5 * ours[0]
         assert_same_on_all(weights, gloo)
+
+
+def hybrid_shard() -> list[torch.Tensor]:
+    """FSDP2 that shards within a host and replicates over hosts, where gradients are summed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return [
+        cast(DTensor, parameter).full_tensor().detach().clone() for parameter in model.parameters()
+    ]
+
+
+def tensor_parallel() -> list[torch.Tensor]:
+    """DTensor's partial sums over all ranks."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    columns = distribute_tensor(whole, mesh, [Shard(1)])
+    rows = distribute_tensor(whole.t().contiguous(), mesh, [Shard(0)])
+    product = columns @ rows
+    assert product.placements[0].is_partial()
+    return [product.redistribute(placements=[Replicate()]).to_local(), columns.sum().full_tensor()]
+
+
+@pytest.mark.processes(4)
+def test_fsdp2_and_dtensor_equal_gloo(world: World) -> None:
+    with switched(world) as (_, options):
+        # Meshes make their groups with the default options.
+        for name, value in options.settings.items():
+            os.environ[f"TORCHRELAY_AGGREGATION_{name.upper()}"] = str(value)
+        ours = [hybrid_shard(), tensor_parallel()]
+        sent = [link.sent_bytes for link in torchrelay.aggregation.stats()["hosts"].links]
+        assert sent[1] > 64 * 64 * 4 or world.rank in (1, 3)
+        bits = torch.cat([tensor.reshape(-1) for tensors in ours for tensor in tensors])
+        assert_same_on_all(bits, dist.new_group(backend="gloo"))
+    store = dist.PrefixStore("gloo", world.connect(60))
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=4)
+    for got, want in zip(ours, [hybrid_shard(), tensor_parallel()], strict=True):
+        # A few sums of values up to 2^7, each within 4 * 2^7 / 2^32 of the exact one.
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-6)
