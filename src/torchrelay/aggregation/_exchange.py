@@ -16,7 +16,7 @@ __all__ = ["GRACE_S", "Call", "Exchange", "bytes_of"]
 
 # The cause of a delay is named by whoever waits for it directly; those behind it wait this much
 # longer each.
-GRACE_S = 1.0
+GRACE_S = 2.0
 
 _PyBUF_WRITE = 0x200
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -25,7 +25,7 @@ _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous CPU tensor, which the caller keeps alive.
+    """Return a view of the memory of a contiguous CPU tensor, which it does not keep alive.
 
     ``Tensor.numpy()`` would make the tensor's storage one that cannot be resized, as FSDP does.
     """
@@ -50,7 +50,7 @@ class Call:
 
 
 class Exchange:
-    """Messages in progress. Tensors without elements are not sent. The caller keeps the tensors.
+    """Messages in progress. Tensors without elements are not sent.
 
     Args:
         check: called while waiting; raises to stop.
@@ -64,13 +64,18 @@ class Exchange:
     def send(self, to: int, tag: int, tensor: torch.Tensor) -> None:
         """Send ``tensor``, which must not change until :meth:`finish` returns."""
         if tensor.numel():
-            self._transfers.append((self._messages.send(to, tag, bytes_of(tensor)), to))
+            self._add(self._messages.send(to, tag, bytes_of(tensor)), to, tensor)
 
     def receive(self, source: int, tag: int, tensor: torch.Tensor) -> None:
         """Receive into ``tensor``, which is complete when :meth:`finish` returns."""
         if tensor.numel():
             receive = self._messages.receive(source, tag, bytes_of(tensor))
-            self._transfers.append((receive.completion, source))
+            self._add(receive.completion, source, tensor)
+
+    def _add(self, completion: Completion, peer: int, tensor: torch.Tensor) -> None:
+        """Keep the tensor until it is done, also if :meth:`finish` raises before."""
+        completion.holds = tensor
+        self._transfers.append((completion, peer))
 
     def finish(self, call: Call) -> None:
         """Wait for all of them; raises as :meth:`_messages.Messages.wait`."""

@@ -45,6 +45,7 @@ _RECONNECT_S = 0.5  # how long a peer without a connection may have another on i
 _CONNECT_S = 10.0
 _FLUSH_S = 2.0
 _PROBE_S = 0.5
+_REPORT_S = 0.5
 _POLL_S = 0.1
 _DIED = (
     "has died or cannot be reached any more (its connection ended); look at its own output for the "
@@ -253,6 +254,9 @@ class Messages:
         ]
         if not others:
             return error
+        with self._changed:  # or they ended because they knew, and their report is on its way here
+            if self._changed.wait_for(lambda: self._failure is not None, _REPORT_S):
+                return error
         listed = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
         return type(error)(
             f"{error}; nor can {listed} of its host be reached",
@@ -286,6 +290,7 @@ class Messages:
             self._changed.notify_all()
         for receive in posted:
             receive.completion.finish(error)
+        self._stop_reading()
         body = json.dumps(
             {
                 "text": str(error),
@@ -302,6 +307,13 @@ class Messages:
             )
         self._on_failure(error)
         return error
+
+    def _stop_reading(self) -> None:
+        """End the receives that are half done: their memory is the caller's again."""
+        for peer in self._peers:
+            with peer.lock:
+                for connection in peer.connections:
+                    _shut(connection, socket.SHUT_RD)
 
     def is_reachable(self, rank: int, timeout_s: float) -> bool:
         """Return whether a process still listens at the address of ``rank``. Blocks."""
@@ -463,7 +475,8 @@ class Messages:
     def _read(self, source: int, connection: socket.socket) -> None:
         """Read frames until the connection ends."""
         header = bytearray(_HEADER.size)
-        with contextlib.suppress(OSError):
+        # The connection ended, or what came over it is no frame.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, MemoryError):
             while _read_exactly(connection, memoryview(header)):
                 fields = _HEADER.unpack(header)
                 kind, *_, size = fields
@@ -484,7 +497,7 @@ class Messages:
         fits = receive is not None and (code, size) == (receive.code, receive.view.nbytes)
         if receive is not None and fits and kind == _Kind.DATA:
             if not _read_exactly(connection, receive.view):
-                receive.completion.finish(self._gone_error(source))
+                receive.completion.finish(self._failure or self._gone_error(source))
                 return False
             receive.source = source
             receive.completion.finish()
@@ -621,6 +634,6 @@ def _read_body(connection: socket.socket, size: int) -> bytearray:
     return body
 
 
-def _shut(sock: socket.socket) -> None:
+def _shut(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(how)

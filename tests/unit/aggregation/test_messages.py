@@ -1,0 +1,128 @@
+"""Messages between hosts when something goes wrong, seen from one rank: the others are sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from torchrelay.aggregation import _messages
+from torchrelay.aggregation._messages import Failure, Messages
+from torchrelay.errors import OperationTimeoutError, PeerLostError
+
+TOKEN = bytes(range(16))
+PATIENCE_S = 60.0
+
+
+def listening() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+class Rank0:
+    """Rank 0, alone on its host; ranks 1 and 2 share the other one."""
+
+    def __init__(self) -> None:
+        self.listeners = {rank: listening() for rank in (1, 2)}
+        own = listening()
+        self.address = own.getsockname()
+        addresses = [self.address, *(sock.getsockname() for sock in self.listeners.values())]
+        self.failures: list[Failure] = []
+        self.messages = Messages(
+            0,
+            [0, 1, 2],
+            addresses,
+            [[0], [1, 2]],
+            own,
+            TOKEN,
+            _no_shared_memory,
+            self.failures.append,
+        )
+
+    def connection_of(self, rank: int) -> socket.socket:
+        """A connection by which ``rank`` sends."""
+        sock = socket.create_connection(self.address)
+        sock.sendall(_messages._PREAMBLE.pack(b"TRLA", 1, 0, rank, TOKEN))
+        return sock
+
+    def close(self) -> None:
+        self.messages.close()
+        for sock in self.listeners.values():
+            sock.close()
+
+
+def _no_shared_memory(*_: object) -> None:
+    raise AssertionError("no message comes through shared memory")
+
+
+@pytest.fixture
+def rank0() -> Iterator[Rank0]:
+    one = Rank0()
+    yield one
+    one.close()
+
+
+def frame(kind: int, body: bytes, size: int | None = None) -> bytes:
+    return _messages._HEADER.pack(kind, 0, 0, 0, len(body) if size is None else size) + body
+
+
+def failed(text: str, rank: int) -> bytes:
+    return frame(2, json.dumps({"text": text, "ranks": [rank], "timeout": False}).encode())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_rank_that_ended_after_its_report_is_not_named(rank0: Rank0) -> None:
+    """Rank 1 has died. Rank 2 has noticed, reported it, and ended before it is asked."""
+    reporter = rank0.connection_of(2)
+    gone = PeerLostError("rank 1 has died", ranks=[1])
+    reachable = rank0.messages.is_reachable
+
+    def report_late(rank: int, timeout_s: float) -> bool:
+        rank0.listeners[2].close()
+        answer = reachable(rank, timeout_s)
+        reporter.sendall(failed("rank 2, all_reduce: rank 1 has died", 1))
+        return answer
+
+    rank0.messages.is_reachable = report_late  # type: ignore[method-assign]
+    assert rank0.messages.with_host(gone, 1) is gone
+    assert [str(error) for error in rank0.failures] == ["rank 2, all_reduce: rank 1 has died"]
+    reporter.close()
+
+
+def test_ranks_that_ended_without_a_word_are_named(rank0: Rank0) -> None:
+    rank0.listeners[2].close()
+    error = rank0.messages.with_host(PeerLostError("rank 1 has died", ranks=[1]), 1)
+    assert error.ranks == (1, 2) and "nor can rank 2 of its host be reached" in str(error)
+
+
+def test_a_receive_that_is_half_done_ends_with_the_group(rank0: Rank0) -> None:
+    """And what comes later is not written to its memory."""
+    buffer = bytearray(1 << 20)
+    receive = rank0.messages.receive(1, 0, memoryview(buffer))
+    with rank0.connection_of(1) as sender:
+        sender.sendall(frame(0, b"\1" * 1000, len(buffer)))
+        wait_until(lambda: buffer[999] == 1)
+        rank0.messages.fail(OperationTimeoutError("rank 2 is late", ranks=[2]))
+        with pytest.raises(OperationTimeoutError, match="rank 2 is late"):
+            receive.completion.wait(PATIENCE_S)
+        sender.sendall(b"\2" * 1000)
+        rank0.close()
+    assert buffer.count(2) == 0
+
+
+@pytest.mark.parametrize("bytes_", [frame(2, b"no json"), frame(2, b"[]")], ids=["text", "list"])
+def test_a_peer_that_sends_garbage_is_lost(rank0: Rank0, bytes_: bytes) -> None:
+    receive = rank0.messages.receive(1, 0, memoryview(bytearray(8)))
+    with rank0.connection_of(1) as sender:
+        rank0.listeners[1].accept()[0].close()  # of the receive's own attempt to connect
+        sender.sendall(bytes_)
+        with pytest.raises(PeerLostError, match="rank 1"):
+            receive.completion.wait(PATIENCE_S)
