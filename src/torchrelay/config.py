@@ -270,8 +270,15 @@ class Aggregation(Section):
     switch: str = setting(
         "",
         "host or host:port of the aggregation switch through which hosts sum: all_reduce with SUM "
-        "or AVG of int32, float32, float16 and bfloat16. Empty: hosts use TCP only",
+        "or AVG of int32, float32, float16 and bfloat16. Empty: hosts use TCP only, or the switch "
+        "of the controller",
     )
+    controller_ip: str = setting(
+        "",
+        "host of a switch's controller, by which workers form a session (gRPC). Empty: they do by "
+        "torch's store",
+    )
+    controller_port: int = setting(50099, "port of the controller", minimum=1)
     exact: bool = setting(
         False,
         "whether floating-point sums, which a switch quantizes, use TCP even if there is a switch",

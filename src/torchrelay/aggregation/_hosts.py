@@ -47,6 +47,7 @@ from torchrelay.aggregation._shm import ShmPlane
 from torchrelay.aggregation._switch_transport import (
     SwitchTransport,
     check_agreement,
+    is_used,
     join,
     options_of,
     terms,
@@ -131,7 +132,7 @@ class HostsPlane:
     def _join_switch(
         self, meeting: Meeting, settings: Aggregation, session_id: int, timeout_s: float
     ) -> SwitchTransport | None:
-        if not settings.switch:
+        if not is_used(settings):
             return None
         options_of(settings)
         client = join(meeting, self._at, settings, session_id, timeout_s)
@@ -292,6 +293,7 @@ class HostsPlane:
         self._begin(tensor.nbytes)
         if to not in self._at.local:
             sent = self._messages.send(to, tag, bytes_of(tensor), code(tensor.dtype))
+            sent.holds = tensor
             return _Transfer(sent, self._deadline(timeout_s), to)
         local_tag = self._local_tags[to] = (self._local_tags[to] + 1) % _MAX_LOCAL_TAG
         as_bytes = tensor.detach().reshape(-1).view(torch.uint8)
@@ -304,6 +306,7 @@ class HostsPlane:
     def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> _Transfer:
         self._begin(0)
         receive = self._messages.receive(source, tag, bytes_of(tensor), code(tensor.dtype))
+        receive.completion.holds = tensor
         return _Transfer(receive.completion, self._deadline(timeout_s), source, receive)
 
     def wait_transfer(self, transfer: Any, timeout_s: float) -> bool:

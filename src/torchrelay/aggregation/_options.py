@@ -24,7 +24,7 @@ __all__ = ["Options", "configuration_files", "resolve"]
 _FIELDS = {field.name: field for field in dataclasses.fields(Aggregation)}  # type: ignore[arg-type]
 
 # Keys of the original's file, and the setting of each. Those with a type instead are only checked:
-# torch knows the ranks, and workers join the switch itself.
+# torch knows the ranks.
 _GENERAL = {
     "rank": int,
     "num_workers": int,
@@ -35,8 +35,8 @@ _GENERAL = {
     "scheduler": ("fifo",),
     "prepostprocessor": ("cpu_exponent_quantizer", "bypass"),
     "instant_job_completion": bool,
-    "controller_ip": str,
-    "controller_port": int,
+    "controller_ip": "controller_ip",
+    "controller_port": "controller_port",
     "timeout": "packet_timeout_s",  # in ms
     "timeout_threshold": "timeout_threshold",
     "timeout_threshold_increment": "timeout_threshold_increment",
@@ -192,9 +192,9 @@ def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
         return {}
     if text in _REPLACED:
         warnings.warn(
-            f"{origin} = {text}: this data plane needs a network card's own driver and is not "
-            "offered; shared memory is used within a host, and TCP between hosts, or the switch "
-            "that [general] switch = host:port names; no controller is asked",
+            f"{origin} = {text}: this data plane needs a network card's own driver and is not offered; "
+            "shared memory is used within a host, and TCP between hosts, or the switch that "
+            "[general] controller_ip or switch = host:port names",
             stacklevel=2,
         )
         return {"plane": "auto"}

@@ -7,24 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from torchrelay.aggregation._exchange import GRACE_S, Call
+from torchrelay.aggregation._exchange import Call
 from torchrelay.aggregation._executor import Completion, Executor
 from torchrelay.aggregation._inter_host import divide
 from torchrelay.aggregation._messages import Failure, Messages
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op
 from torchrelay.aggregation.switch._client import SwitchClient, SwitchOptions
+from torchrelay.aggregation.switch._controller_client import session_from_controller
 from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError, OperationTimeoutError, TorchRelayError, UnavailableError
 from torchrelay.world import Meeting
 
-__all__ = ["SwitchTransport", "check_agreement", "join", "options_of", "terms"]
+__all__ = ["SwitchTransport", "check_agreement", "is_used", "join", "options_of", "terms"]
 
 _INTEGERS = (torch.int32,)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WINDOWS_PER_PIECE = 32  # before float32 data a window of packets goes that carry exponents only
 _ANSWER_S = 30.0
+_LEAST_ANSWER_S = 1.0
 _POLL_S = 0.1
+_DONE_S = 1.0  # a leader that is gone may have done its part
 
 
 def options_of(settings: Aggregation) -> SwitchOptions:
@@ -48,9 +51,19 @@ def terms(settings: Aggregation) -> dict[str, object]:
 
     The address may differ: a switch may have one for each host.
     """
+    if not is_used(settings):
+        return {"switch": False}
     names = ("exact", "num_worker_threads", "max_outstanding_packets", "packet_numel")
-    is_used = bool(settings.switch)
-    return {"switch": is_used, **{name: getattr(settings, name) for name in names if is_used}}
+    return {
+        "switch": True,
+        "controller": bool(settings.controller_ip),
+        **{name: getattr(settings, name) for name in names},
+    }
+
+
+def is_used(settings: Aggregation) -> bool:
+    """Whether hosts sum through a switch."""
+    return bool(settings.switch or settings.controller_ip)
 
 
 def check_agreement(
@@ -84,26 +97,28 @@ def join(
 ) -> SwitchClient | None:
     """Join a session of all hosts' leaders; collective over all ranks, blocks.
 
+    Args:
+        session_id: 64 random bits, equal on all ranks; for a controller those of the group.
+
     Returns a client on the leaders, None on other ranks.
 
     Raises:
-        UnavailableError: the switch does not answer a leader within half a minute, or refuses;
-            raised on every rank.
+        UnavailableError: the switch or its controller does not answer a leader within half a
+            minute, or refuses; raised on every rank.
         OperationTimeoutError, PeerLostError: a leader is late or was lost.
     """
     client, trouble = None, ""
     answer_s = min(timeout_s, _ANSWER_S)
     if placement.rank in placement.leaders:
-        hosts = len(placement.hosts)
         try:
-            client = SwitchClient(
-                settings.switch, placement.host, hosts, session_id, options_of(settings), answer_s
-            )
+            client = _connect(placement, settings, session_id, answer_s)
         except TorchRelayError as error:
-            trouble = str(error)
+            ranks = [meeting.names[placement.leaders[w]] for w in getattr(error, "ranks", ())]
+            trouble = str(_with_ranks(error, ranks)) if ranks else str(error)
         meeting.announce("switch", trouble)
     try:
-        answers = meeting.wait("switch", answer_s + timeout_s, placement.leaders)
+        # A leader always answers, and knows more than who waits for it: that wait is longer.
+        answers = meeting.wait("switch", answer_s + _ANSWER_S + timeout_s, placement.leaders)
         for leader, text in zip(placement.leaders, answers, strict=True):
             if text:
                 me, other = meeting.names[meeting.rank], meeting.names[leader]
@@ -115,6 +130,23 @@ def join(
             client.close()
         raise
     return client
+
+
+def _connect(
+    placement: Placement, settings: Aggregation, session_id: int, timeout_s: float
+) -> SwitchClient:
+    """This leader's worker, in a session that a controller formed where there is one."""
+    deadline_s = time.monotonic() + timeout_s
+    switch, worker, workers = settings.switch, placement.host, len(placement.hosts)
+    options = options_of(settings)
+    if settings.controller_ip:
+        controller = f"{settings.controller_ip}:{settings.controller_port}"
+        session_id, address = session_from_controller(
+            controller, worker, workers, options, group=session_id, timeout_s=timeout_s
+        )
+        switch = switch or address
+    left_s = max(_LEAST_ANSWER_S, deadline_s - time.monotonic())
+    return SwitchClient(switch, worker, workers, session_id, options, left_s)
 
 
 class SwitchTransport:
@@ -149,7 +181,11 @@ class SwitchTransport:
         window_bytes = settings.max_outstanding_packets * settings.packet_numel * 4
         self.piece_bytes = _WINDOWS_PER_PIECE * window_bytes
         self._sent_bytes, self._waited_s = 0, 0.0
-        self.address = client.switch if client is not None else settings.switch
+        self.address = (
+            client.switch
+            if client is not None
+            else settings.switch or f"the switch of controller {settings.controller_ip}"
+        )
 
     @property
     def reason(self) -> str:
@@ -190,7 +226,7 @@ class SwitchTransport:
             while not self._is_done(job, _POLL_S):
                 self._check()
                 lost = self._messages.lost(self._at.leaders)
-                if lost is not None and not self._is_done(job, GRACE_S):
+                if lost is not None and not self._is_done(job, _DONE_S):
                     raise lost
         except BaseException:
             self.close()
@@ -209,6 +245,11 @@ class SwitchTransport:
         leaders = [self._at.leaders[worker] for worker in error.ranks]
         if not leaders:
             return error
-        named = [self._names[leader] for leader in leaders]
-        text = f"{error}: rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
-        return self._messages.with_host(OperationTimeoutError(text, ranks=named), leaders[0])
+        named = _with_ranks(error, [self._names[leader] for leader in leaders])
+        return self._messages.with_host(named, leaders[0])
+
+
+def _with_ranks(error: TorchRelayError, ranks: Sequence[int]) -> OperationTimeoutError:
+    """The error of a switch's workers, which are also named as ``ranks``."""
+    text = f"{error}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return OperationTimeoutError(text, ranks=ranks)

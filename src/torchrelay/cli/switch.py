@@ -68,6 +68,12 @@ def switch(
     ),
     max_sessions: int = typer.Option(64, min=1, help="Sessions at a time."),
     max_slots: int = typer.Option(1024, min=1, max=1 << 14, help="Slots of a session."),
+    controller_port: int = typer.Option(
+        -1, help="Serve SwitchML's controller there, over gRPC; 50099 is usual, 0 is any."
+    ),
+    controller_address: str = typer.Option(
+        "127.0.0.1", help="The IPv4 address that the controller binds."
+    ),
     metrics_port: int = typer.Option(
         -1, help="Serve Prometheus metrics there, on 127.0.0.1; 0 is any."
     ),
@@ -85,7 +91,11 @@ def switch(
 
     Nothing is encrypted: run it in a network you trust.
     """
-    from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane  # noqa: PLC0415 - imports torch
+    from torchrelay.aggregation.switch import (  # noqa: PLC0415 - imports torch
+        Controller,
+        SwitchServer,
+        UdpDataPlane,
+    )
     from torchrelay.aggregation.switch._metrics import MetricsServer  # noqa: PLC0415
 
     plane: DataPlane
@@ -101,6 +111,9 @@ def switch(
             SwitchServer(plane, max_sessions=max_sessions, max_slots=max_slots, allow=networks)
         )
         start = {"switch": server.address, "data_plane": plane.name}
+        if controller_port >= 0:
+            controller = Controller(server, controller_address, controller_port)
+            start["controller"] = stack.enter_context(controller).address
         if metrics_port >= 0:
             metrics = MetricsServer(server.stats, "127.0.0.1", metrics_port)
             stack.callback(metrics.close)

@@ -6,8 +6,8 @@ number of workers.
 
 - :class:`SwitchServer` over a data plane (:class:`UdpDataPlane`, :class:`XdpDataPlane`) is a
   switch; ``torchrelay switch`` runs one.
-- :class:`SwitchClient` is one worker; :func:`session_from_store` agrees on a session through
-  torch's store.
+- :class:`SwitchClient` is one worker. :func:`session_from_store` agrees on a session through
+  torch's store, :func:`session_from_controller` through the switch's :class:`Controller` (gRPC).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torchrelay.aggregation.switch._client import (
     SwitchOptions,
     session_from_store,
 )
+from torchrelay.aggregation.switch._controller import Controller
+from torchrelay.aggregation.switch._controller_client import session_from_controller
 from torchrelay.aggregation.switch._data_plane import (
     DataPlane,
     SessionShape,
@@ -29,6 +31,7 @@ from torchrelay.aggregation.switch._udp import UdpDataPlane
 from torchrelay.aggregation.switch._xdp import XdpDataPlane
 
 __all__ = [
+    "Controller",
     "DataPlane",
     "SessionShape",
     "SessionStats",
@@ -39,5 +42,6 @@ __all__ = [
     "SwitchStats",
     "UdpDataPlane",
     "XdpDataPlane",
+    "session_from_controller",
     "session_from_store",
 ]

@@ -9,7 +9,6 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,8 +98,8 @@ class SwitchClientStats:
     exact_chunks: int  # of float32, that could not be quantized
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``host`` or ``host:port``; the port's default is 48864 (0xBEE0).
+def parse_address(text: str, default_port: int = _native.SWITCH_UDP_PORT) -> tuple[str, int]:
+    """Return host and port of ``host`` or ``host:port``.
 
     Raises:
         ConfigError: the port is not a number from 1 to 65535.
@@ -108,7 +107,7 @@ def parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.partition(":")
     if not host or (port and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
         raise ConfigError(f"switch address {text!r}: it must be host or host:port")
-    return host, int(port) if port else _native.SWITCH_UDP_PORT
+    return host, int(port) if port else default_port
 
 
 def session_from_store(store: Store, key: str, rank: int, timeout_s: float = 300.0) -> int:
@@ -136,8 +135,6 @@ class SwitchClient(Resource):
         session_id: 64 random bits that all workers of the session know, and nobody else.
         options: equal on all workers.
         timeout_s: how long to wait for the switch to answer.
-        admit: admits the ports of the sockets (a controller does), and returns the switch's UDP
-            port; by default the workers ask the switch itself.
 
     Raises:
         UnavailableError: the switch does not answer, or refuses; it says why.
@@ -151,7 +148,6 @@ class SwitchClient(Resource):
         session_id: int,
         options: SwitchOptions | None = None,
         timeout_s: float = 30.0,
-        admit: Callable[[list[int]], int] | None = None,
     ) -> None:
         self.options = options or SwitchOptions()
         self.rank, self.num_workers, self.session_id = rank, num_workers, session_id
@@ -168,10 +164,7 @@ class SwitchClient(Resource):
         sockets: list[socket.socket] = []
         try:
             sockets = [self._connect(host, port) for _ in range(self.options.num_worker_threads)]
-            if admit is not None:
-                admit([sock.getsockname()[1] for sock in sockets])
-            else:
-                self._join(sockets, timeout_s)
+            self._join(sockets, timeout_s)
             self._native = self._start(sockets)
         except BaseException:
             for sock in (*sockets, self._control):

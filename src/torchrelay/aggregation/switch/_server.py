@@ -55,11 +55,8 @@ class SwitchServer(Resource):
         allow: Iterable[str] = _EVERYONE,
     ) -> None:
         self.plane = plane
-        self._max_sessions, self._max_slots, self._max_workers = (
-            max_sessions,
-            max_slots,
-            max_workers,
-        )
+        self.max_slots = max_slots
+        self._max_sessions, self._max_workers = max_sessions, max_workers
         self._idle_timeout_s = idle_timeout_s
         self._allowed = [ipaddress.IPv4Network(network) for network in allow]
         self._sessions: dict[int, _Session] = {}
@@ -95,8 +92,19 @@ class SwitchServer(Resource):
         does nothing.
 
         Raises:
-            ArgumentError: the session has another shape or exceeds a limit, or the address is
-                another worker's.
+            ArgumentError: as :meth:`open`, or the address is another worker's.
+            UnavailableError: there is no place for another session.
+        """
+        self.open(session_id, rank, shape, address)
+        with self._lock:
+            self.plane.add_worker(session_id, rank, address, *ports)
+
+    def open(self, session_id: int, rank: int, shape: SessionShape, address: str) -> None:
+        """Make a session that a worker may join, if there is none of this id.
+
+        Raises:
+            ArgumentError: the session has another shape or exceeds a limit, or workers of this rank
+                or address may not join.
             UnavailableError: there is no place for another session.
         """
         if not self.is_allowed(address):
@@ -111,7 +119,6 @@ class SwitchServer(Resource):
                 raise ArgumentError(f"rank {rank} is not below the {shape.num_workers} workers")
             if known is None:
                 self._open(session_id, shape)
-            self.plane.add_worker(session_id, rank, address, *ports)
 
     def reset(self, session_id: int) -> None:
         """Forget a session, if there is one."""
@@ -120,9 +127,9 @@ class SwitchServer(Resource):
             self.plane.close_session(session_id)
 
     def _open(self, session_id: int, shape: SessionShape) -> None:
-        if shape.num_slots > self._max_slots or shape.num_workers > self._max_workers:
+        if shape.num_slots > self.max_slots or shape.num_workers > self._max_workers:
             raise ArgumentError(
-                f"this switch allows {self._max_slots} slots and {self._max_workers} workers in a "
+                f"this switch allows {self.max_slots} slots and {self._max_workers} workers in a "
                 f"session, not {shape.num_slots} and {shape.num_workers}; lower "
                 "max_outstanding_packets, or raise its limits"
             )

@@ -1,0 +1,321 @@
+"""The controller of a switch: workers form sessions by it, over gRPC.
+
+See ``controller.proto``. One thread serves all calls with asyncio: a worker that waits for others
+takes no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torchrelay.aggregation.switch._controller_messages import (
+    MAX_BYTES,
+    NUMEL_OF_SIZE,
+    BarrierRequest,
+    BarrierResponse,
+    BroadcastRequest,
+    BroadcastResponse,
+    UdpSessionRequest,
+    UdpSessionResponse,
+    decode,
+    encode,
+)
+from torchrelay.aggregation.switch._data_plane import SessionShape
+from torchrelay.aggregation.switch._server import SwitchServer
+from torchrelay.errors import (
+    MismatchError,
+    OperationTimeoutError,
+    ProtocolError,
+    TorchRelayError,
+    UnavailableError,
+)
+
+__all__ = ["DEFAULT_PORT", "PACKAGE", "Controller", "import_grpc"]
+
+DEFAULT_PORT = 50099
+PACKAGE = "switchml_proto"
+_MAX_CALLS = 4096  # at a time
+_MAX_GROUP = 1024  # workers, as of a session
+_MAX_WAIT_S = 600.0
+_SIOCGIFADDR, _SIOCGIFHWADDR = 0x8915, 0x8927
+_DISCARD_PORT = 9
+
+
+def import_grpc() -> Any:
+    """Return the module ``grpc``.
+
+    Raises:
+        UnavailableError: the package is not installed.
+    """
+    try:
+        import grpc  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise UnavailableError(
+            f"a switch's controller needs the package grpcio ({error}): "
+            "pip install 'torchrelay[switch]'"
+        ) from error
+    return grpc
+
+
+@dataclass
+class _Gathering:
+    """Workers of a group that wait for each other, and what they have said."""
+
+    num_workers: int
+    root: int | None
+    done: asyncio.Future[int]
+    present: dict[int, int] = field(default_factory=dict)  # values by rank, or by order of arrival
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.num_workers) if rank not in self.present]
+
+
+class Controller:
+    """Serves the calls of ``controller.proto`` for a switch, until :meth:`close`.
+
+    Nothing is encrypted or authenticated: whoever reaches the port may form sessions.
+
+    Args:
+        server: the switch; it must be closed after the controller.
+        address: to bind; an IPv4 address of this host.
+        port: TCP; 0 is any free one.
+
+    Raises:
+        UnavailableError: the package grpcio is missing, or the port cannot be bound.
+    """
+
+    def __init__(
+        self, server: SwitchServer, address: str = "127.0.0.1", port: int = DEFAULT_PORT
+    ) -> None:
+        self._grpc = import_grpc()
+        self._server = server
+        self._gatherings: dict[tuple[str, int], _Gathering] = {}
+        self._stop = asyncio.Event()
+        started: Future[int] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(address, port, started)),
+            name="torchrelay-switch-controller",
+            daemon=True,
+        )
+        self._thread.start()
+        self.port = started.result()
+        self.address = f"{address}:{self.port}"
+
+    def close(self) -> None:
+        """Stop serving; calls in progress fail. Idempotent."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def __enter__(self) -> Controller:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _serve(self, address: str, port: int, started: Future[int]) -> None:
+        from grpc import aio  # noqa: PLC0415 - optional
+
+        self._loop = asyncio.get_running_loop()
+        options = [("grpc.max_receive_message_length", MAX_BYTES), ("grpc.so_reuseport", 0)]
+        server = aio.server(options=options, maximum_concurrent_rpcs=_MAX_CALLS)
+        calls = {
+            "Session": {"UdpSession": self._handler(UdpSessionRequest, self._udp_session)},
+            "Sync": {
+                "Barrier": self._handler(BarrierRequest, self._barrier),
+                "Broadcast": self._handler(BroadcastRequest, self._broadcast),
+            },
+        }
+        make = self._grpc.method_handlers_generic_handler
+        server.add_generic_rpc_handlers(
+            [make(f"{PACKAGE}.{service}", methods) for service, methods in calls.items()]
+        )
+        try:
+            bound = server.add_insecure_port(f"{address}:{port}")
+            await server.start()
+        except Exception as error:  # gRPC names none
+            started.set_exception(
+                UnavailableError(f"controller {address}:{port} cannot be bound: {error}")
+            )
+            return
+        started.set_result(bound)
+        await self._stop.wait()
+        await server.stop(grace=None)
+
+    def _handler(self, kind: type[Any], answer: Callable[[Any, float], Awaitable[object]]) -> Any:
+        """A method's handler. The errors of ``answer`` go to the caller as status and text."""
+        status = self._grpc.StatusCode
+        codes = {
+            MismatchError: status.FAILED_PRECONDITION,
+            OperationTimeoutError: status.DEADLINE_EXCEEDED,
+            ProtocolError: status.INVALID_ARGUMENT,
+            UnavailableError: status.RESOURCE_EXHAUSTED,
+        }
+
+        async def handle(data: bytes, context: Any) -> bytes:
+            try:
+                return encode(await answer(decode(kind, data), _left_s(context)))
+            except TorchRelayError as error:
+                missing = ",".join(map(str, getattr(error, "ranks", ())))
+                await context.abort(
+                    codes.get(type(error), status.INVALID_ARGUMENT),
+                    str(error),
+                    (("missing", missing),) if missing else (),
+                )
+                raise
+
+        return self._grpc.unary_unary_rpc_method_handler(handle)
+
+    # --- Sync
+
+    async def _barrier(self, request: BarrierRequest, left_s: float) -> BarrierResponse:
+        await self._gather("barrier", request, left_s, request.rank, None, 0)
+        return BarrierResponse()
+
+    async def _broadcast(self, request: BroadcastRequest, left_s: float) -> BroadcastResponse:
+        if request.root >= request.num_workers:
+            raise ProtocolError(f"root {request.root} is not below {request.num_workers} workers")
+        value = await self._gather(
+            "broadcast", request, left_s, request.rank, request.root, request.value
+        )
+        return BroadcastResponse(value)
+
+    async def _gather(
+        self,
+        step: str,
+        request: BarrierRequest | BroadcastRequest,
+        left_s: float,
+        rank: int,
+        root: int | None,
+        value: int,
+    ) -> int:
+        """Wait for all workers of a group; return the root's value."""
+        size, key = request.num_workers, (step, request.group)
+        if not 1 <= size <= _MAX_GROUP:
+            raise ProtocolError(f"{step}: {size} workers; there must be 1 to {_MAX_GROUP}")
+        gathering = self._gatherings.get(key)
+        if gathering is None:
+            gathering = _Gathering(size, root, asyncio.get_running_loop().create_future())
+            self._gatherings[key] = gathering
+        if step == "barrier" and request.group == 0:  # of SwitchML: it has no rank
+            rank = gathering.missing[0]
+        if (size, root) != (gathering.num_workers, gathering.root):
+            at_root = "" if root is None else f" and root {root}"
+            text = (
+                f"{step}: worker {rank} came with {size} workers{at_root}, others with "
+                f"{gathering.num_workers}{'' if root is None else f' and root {gathering.root}'}"
+            )
+            self._end(key, gathering, MismatchError(text))
+            raise MismatchError(text)
+        if rank >= size or rank in gathering.present:
+            raise ProtocolError(
+                f"{step}: worker {rank} of {size} "
+                f"{'waits already' if rank in gathering.present else 'cannot be'}"
+            )
+        gathering.present[rank] = value
+        if not gathering.missing:
+            self._end(key, gathering, gathering.present.get(root or 0, 0))
+        return await self._wait(
+            key, gathering, rank, min(left_s, request.timeout_ms / 1e3 or left_s)
+        )
+
+    async def _wait(
+        self, key: tuple[str, int], gathering: _Gathering, rank: int, timeout_s: float
+    ) -> int:
+        try:
+            return await asyncio.wait_for(asyncio.shield(gathering.done), timeout_s)
+        except asyncio.TimeoutError:  # or that of another worker, which result() raises again
+            missing = gathering.missing
+            error = OperationTimeoutError(
+                f"{key[0]}: worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
+                f"{gathering.num_workers} did not come within {timeout_s:.3g} s",
+                missing,
+            )
+            self._end(key, gathering, error)  # all that wait get the same error
+            return gathering.done.result()
+        except asyncio.CancelledError:  # the caller is gone
+            gathering.present.pop(rank, None)
+            if not gathering.present and self._gatherings.get(key) is gathering:
+                del self._gatherings[key]
+            raise
+
+    def _end(
+        self, key: tuple[str, int], gathering: _Gathering, result: int | TorchRelayError
+    ) -> None:
+        if self._gatherings.get(key) is gathering:
+            del self._gatherings[key]
+        if gathering.done.done():
+            return
+        if isinstance(result, int):
+            gathering.done.set_result(result)
+        else:
+            gathering.done.set_exception(result)
+            gathering.done.exception()  # it counts as seen, if nobody waits
+
+    # --- Session
+
+    async def _udp_session(self, request: UdpSessionRequest, left_s: float) -> UdpSessionResponse:
+        numel = NUMEL_OF_SIZE.get(request.packet_size)
+        if numel is None:
+            raise ProtocolError(
+                f"packet_size {request.packet_size}: a packet has 256 bytes (1) or 1024 (3)"
+            )
+        shape = SessionShape(
+            request.num_workers,
+            request.num_slots or self._server.max_slots,
+            numel,
+            sequenced=bool(request.joins),
+        )
+        address = str(ipaddress.IPv4Address(request.ipv4))
+        await asyncio.to_thread(self._admit, request, shape, address)
+        mac, own = _own_address(self._server.plane.address, address)
+        return UdpSessionResponse(
+            request.session_id, mac, int(ipaddress.IPv4Address(own)), self._server.plane.port
+        )
+
+    def _admit(self, request: UdpSessionRequest, shape: SessionShape, address: str) -> None:
+        if request.rank == 0:  # it makes the session, whose slots must be clear
+            self._server.reset(request.session_id)
+        if request.joins:
+            self._server.open(request.session_id, request.rank, shape, address)
+        else:
+            self._server.join(request.session_id, request.rank, shape, address, (0, 0))
+
+
+def _left_s(context: Any) -> float:
+    left_s = context.time_remaining()
+    return _MAX_WAIT_S if left_s is None else min(left_s, _MAX_WAIT_S)
+
+
+def _own_address(bound: str, worker: str) -> tuple[int, str]:
+    """Return this host's MAC address (0 if it has none) and IPv4 address towards a worker."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if bound == "0.0.0.0":
+            with contextlib.suppress(OSError):
+                probe.connect((worker, _DISCARD_PORT))
+                bound = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("16s24x", name.encode())
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                address = fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]
+                if socket.inet_ntoa(address) == bound:
+                    hardware = fcntl.ioctl(probe, _SIOCGIFHWADDR, request)[18:24]
+                    return int.from_bytes(hardware, "big"), bound
+    return 0, bound

@@ -1,0 +1,175 @@
+"""How workers form a session by a switch's controller."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+import time
+from typing import Any, TypeVar
+
+from torchrelay.aggregation.switch._client import SwitchOptions, parse_address
+from torchrelay.aggregation.switch._controller import DEFAULT_PORT, PACKAGE, import_grpc
+from torchrelay.aggregation.switch._controller_messages import (
+    NUMEL_OF_SIZE,
+    BarrierRequest,
+    BarrierResponse,
+    BroadcastRequest,
+    BroadcastResponse,
+    UdpSessionRequest,
+    UdpSessionResponse,
+    decode,
+    encode,
+)
+from torchrelay.errors import (
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    ProtocolError,
+    TorchRelayError,
+    UnavailableError,
+)
+
+__all__ = ["session_from_controller"]
+
+_GRACE_S = 10.0  # the controller says who is late; this much later it counts as lost
+_SIZE_OF_NUMEL = {numel: size for size, numel in NUMEL_OF_SIZE.items()}
+M = TypeVar("M")
+
+
+def session_from_controller(
+    controller: str,
+    rank: int,
+    num_workers: int,
+    options: SwitchOptions | None = None,
+    *,
+    group: int = 0,
+    timeout_s: float = 30.0,
+) -> tuple[int, str]:
+    """Form a session by the controller of a switch (``torchrelay switch --controller-port``);
+    blocks until all workers have come.
+
+    Args:
+        controller: ``host`` or ``host:port``; the port's default is 50099.
+        rank: of this worker in the session.
+        num_workers: of the session, one per host.
+        options: equal on all workers.
+        group: a number that the session's workers share and those of other sessions do not; 64
+            bits. Without one, a controller can form one session at a time.
+        timeout_s: how long to wait for the controller, and for the other workers.
+
+    Returns:
+        The session id and the switch's address, for :class:`SwitchClient`.
+
+    Raises:
+        UnavailableError: the package grpcio is missing, the controller does not answer, or it
+            refuses this worker.
+        OperationTimeoutError: names the workers that did not come, in ``ranks`` too.
+        MismatchError: the workers disagree on their number.
+        PeerLostError: the controller was stopped meanwhile.
+        ProtocolError: what answers is no controller.
+    """
+    options = options or SwitchOptions()
+    host, port = parse_address(controller, DEFAULT_PORT)
+    with _Calls(f"{host}:{port}", rank, num_workers, group, timeout_s) as calls:
+        session_id = calls.broadcast(secrets.randbits(64) if rank == 0 else 0)
+        if rank == 0:
+            answer = calls.session(session_id, options, _address_towards(host))
+            calls.barrier()
+        else:
+            calls.barrier()
+            answer = calls.session(session_id, options, _address_towards(host))
+        calls.barrier()
+    address = str(ipaddress.IPv4Address(answer.ipv4)) if answer.ipv4 else host
+    return session_id, f"{address}:{answer.port}" if answer.port else address
+
+
+def _address_towards(host: str) -> int:
+    """Return this host's IPv4 address on the way to another one; the switch expects packets from
+    it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, DEFAULT_PORT))
+        except OSError as error:
+            raise UnavailableError(f"controller {host}: no IPv4 route there: {error}") from error
+        return int(ipaddress.IPv4Address(probe.getsockname()[0]))
+
+
+class _Calls:
+    """One worker's calls to a controller, all within ``timeout_s``."""
+
+    def __init__(
+        self, controller: str, rank: int, num_workers: int, group: int, timeout_s: float
+    ) -> None:
+        self._grpc = import_grpc()
+        self._controller, self._group = controller, group
+        self._rank, self._num_workers = rank, num_workers
+        self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
+        self._channel = self._grpc.insecure_channel(controller)
+
+    def __enter__(self) -> _Calls:
+        try:
+            self._grpc.channel_ready_future(self._channel).result(self._timeout_s)
+        except self._grpc.FutureTimeoutError:
+            self._channel.close()
+            raise UnavailableError(
+                f"controller {self._controller}: no answer within {self._timeout_s:g} s; is "
+                "`torchrelay switch --controller-port` running there, and does the network let TCP "
+                "through?"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def broadcast(self, value: int) -> int:
+        """Return worker 0's value."""
+        request = BroadcastRequest(
+            value, self._rank, self._num_workers, 0, self._group, self._left_ms()
+        )
+        return self._call("Sync/Broadcast", request, BroadcastResponse).value
+
+    def barrier(self) -> None:
+        request = BarrierRequest(self._num_workers, self._group, self._rank, self._left_ms())
+        self._call("Sync/Barrier", request, BarrierResponse)
+
+    def session(self, session_id: int, options: SwitchOptions, ipv4: int) -> UdpSessionResponse:
+        request = UdpSessionRequest(
+            session_id,
+            self._rank,
+            self._num_workers,
+            ipv4=ipv4,
+            packet_size=_SIZE_OF_NUMEL[options.packet_numel],
+            num_slots=options.max_outstanding_packets,
+            joins=1,
+        )
+        return self._call("Session/UdpSession", request, UdpSessionResponse)
+
+    def _left_ms(self) -> int:
+        return max(1, int((self._deadline_s - time.monotonic()) * 1e3))
+
+    def _call(self, method: str, request: Any, answer: type[M]) -> M:
+        call = self._channel.unary_unary(f"/{PACKAGE}.{method}")
+        try:
+            return decode(answer, call(encode(request), timeout=self._left_ms() / 1e3 + _GRACE_S))
+        except self._grpc.RpcError as error:
+            raise self._translate(method, error) from None
+
+    def _translate(self, method: str, error: Any) -> TorchRelayError:
+        """Return our error for gRPC's."""
+        status, code, text = self._grpc.StatusCode, error.code(), error.details()
+        where = f"controller {self._controller}"
+        if code == status.DEADLINE_EXCEEDED:
+            missing = dict(error.trailing_metadata() or ()).get("missing", "")
+            ranks = [int(rank) for rank in missing.split(",") if rank.isdecimal()]
+            return OperationTimeoutError(f"{where}: {text}", ranks)
+        if code == status.FAILED_PRECONDITION:
+            return MismatchError(f"{where}: {text}")
+        if code in (status.INVALID_ARGUMENT, status.RESOURCE_EXHAUSTED):
+            return UnavailableError(f"{where} refuses worker {self._rank}: {text}")
+        if code in (status.UNAVAILABLE, status.CANCELLED):
+            return PeerLostError(f"{where} was stopped or cannot be reached any more: {text}")
+        return ProtocolError(
+            f"{where} does not answer {method} as a controller does: {code.name}: {text}"
+        )
