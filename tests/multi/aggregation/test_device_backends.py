@@ -98,6 +98,11 @@ def test_several_backends_in_one_group(world: World) -> None:
     assert dist.new_group(backend="sml")._device_types == [CPU, CUDA]
     with pytest.raises(UnsupportedError, match=r"cuda:fake after sml.*name sml last"):
         dist.new_group(backend="cpu:sml,cuda:fake")
+    if not dist.is_nccl_available():
+        with pytest.raises(UnsupportedError, match=r"cuda:nccl after sml in 'cpu:sml,cuda:nccl'"):
+            dist.new_group(backend="cpu:sml,cuda:nccl")
+        with pytest.raises(RuntimeError, match="NCCL"):  # torch makes those before sml
+            dist.new_group(backend="cuda:nccl,cpu:sml")
     dist.barrier()
 
 
