@@ -240,8 +240,13 @@ class Meeting:
         return tuple(rank for rank, process in enumerate(self.processes) if process.host == mine)
 
     def announce(self, step: str, text: str = "") -> None:
-        """Notify the others that this rank has reached ``step``."""
-        self.store.set(f"{step}/{self.rank}", text)
+        """Notify the others that this rank has reached ``step``. Raises as the class does."""
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        try:
+            self.store.set(f"{step}/{self.rank}", text)
+        except dist.DistNetworkError as error:
+            raise self._store_lost(error) from error
 
     def wait(self, step: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
         """Wait until ``ranks`` (default: all) announced ``step``; return their texts.

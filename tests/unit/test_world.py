@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch.distributed as dist
 
-from torchrelay.errors import ConfigError, OperationTimeoutError
-from torchrelay.world import Process, World, ranks_on_my_host
+from torchrelay.errors import ConfigError, OperationTimeoutError, PeerLostError
+from torchrelay.world import Meeting, Process, World, ranks_on_my_host
 
 TORCHRUN = {
     "RANK": "3",
@@ -139,3 +139,16 @@ def test_a_process_that_has_ended_is_told_from_a_later_one_of_its_id() -> None:
     ended.wait()
     assert replace(me, pid=ended.pid).has_died()
     assert not replace(me, host="elsewhere", pid=ended.pid).has_died()
+
+
+def test_a_store_that_is_lost_is_named_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(dist.HashStore(), 0, 1, 60)
+
+    def lost(*_: object) -> None:
+        raise dist.DistNetworkError("reset")
+
+    monkeypatch.setattr(dist.PrefixStore, "set", lost)
+    with pytest.raises(
+        PeerLostError, match="rank 0: the store through which the ranks meet has gone"
+    ):
+        meeting.announce("step")
