@@ -185,6 +185,7 @@ void Stream::count_timeout() noexcept {
   if (++timeouts_ < threshold_) return;
   base_timeout_ = std::min(2 * base_timeout_, std::max(kLongestTimeout, shape_.retry.timeout));
   threshold_ += shape_.retry.increment;
+  timeouts_ = 0;
 }
 
 }  // namespace torchrelay::switchml

@@ -182,3 +182,18 @@ def test_a_chunk_that_cannot_be_quantized_is_left_alone_on_all_workers(special: 
 def test_the_scale_uses_the_integers_fully() -> None:
     assert switch_scale(0, 2) == (2**31 - 1) / 2
     assert switch_scale(-126, 1) == math.ldexp(2**31 - 1, 126)
+
+
+def test_the_timeout_doubles_after_a_growing_number_of_timeouts() -> None:
+    """Twice, then four times, then six times: losses of a long job alone do not make it slow."""
+    stream = SwitchStream(
+        0, 1, NUMEL, 2, SwitchRetryPolicy(timeout_s=0.01, threshold=2, increment=2)
+    )
+    values = np.zeros(NUMEL, np.int32)
+    stream.begin(values.ctypes.data, values.size, Dtype.int32, 0, 0.0)
+    found, now_s = [], 0.0
+    for _ in range(13):
+        found.append(round(1000 * (stream.next_deadline_s - now_s)))
+        now_s = stream.next_deadline_s
+        assert len(stream.tick(now_s)) == 1
+    assert found == [10] * 2 + [20] * 4 + [40] * 6 + [80]

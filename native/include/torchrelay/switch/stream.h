@@ -23,9 +23,9 @@ namespace torchrelay::switchml {
 
 using Microseconds = std::chrono::microseconds;
 
-// Each packet in flight has a timer. After `threshold` timeouts in a job the timeout doubles and the
-// threshold grows by `increment`. While answers take longer than half the timeout, it is twice what they
-// take, at most 8 times `timeout`.
+// Each packet in flight has a timer. After `threshold` timeouts in a job the timeout doubles, the
+// threshold grows by `increment`, and timeouts are counted anew. While answers take longer than half the
+// timeout, it is twice what they take, at most 8 times `timeout`.
 struct RetryPolicy {
   Microseconds timeout{10'000};
   std::uint32_t threshold = 100;
