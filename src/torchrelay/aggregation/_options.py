@@ -65,6 +65,8 @@ class Options:
         chunk_bytes: size of the pieces of messages between hosts; rank 0's value applies.
         interface: address or network device at which ranks of other hosts reach this one.
         switch: ``host`` or ``host:port`` of the aggregation switch; empty: none.
+        controller_ip: host of a switch's controller, by which workers form a session; empty: none.
+        controller_port: of the controller.
         exact: whether floating-point sums use TCP even if there is a switch.
         num_worker_threads: threads of each host that use the switch.
         max_outstanding_packets: packets of each host that the switch has not answered.
@@ -89,6 +91,8 @@ class Options:
     chunk_bytes: int | None = None
     interface: str | None = None
     switch: str | None = None
+    controller_ip: str | None = None
+    controller_port: int | None = None
     exact: bool | None = None
     num_worker_threads: int | None = None
     max_outstanding_packets: int | None = None
@@ -192,9 +196,9 @@ def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
         return {}
     if text in _REPLACED:
         warnings.warn(
-            f"{origin} = {text}: this data plane needs a network card's own driver and is not offered; "
-            "shared memory is used within a host, and TCP between hosts, or the switch that "
-            "[general] controller_ip or switch = host:port names",
+            f"{origin} = {text}: this data plane needs a network card's own driver and is not "
+            "offered; shared memory is used within a host, and TCP between hosts, or the switch "
+            "that [general] controller_ip or switch = host:port names",
             stacklevel=2,
         )
         return {"plane": "auto"}

@@ -16,9 +16,9 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
+from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._controller_messages import (
     MAX_BYTES,
     NUMEL_OF_SIZE,
@@ -82,7 +82,7 @@ class _Gathering:
         return [rank for rank in range(self.num_workers) if rank not in self.present]
 
 
-class Controller:
+class Controller(Resource):
     """Serves the calls of ``controller.proto`` for a switch, until :meth:`close`.
 
     Nothing is encrypted or authenticated: whoever reaches the port may form sessions.
@@ -118,17 +118,6 @@ class Controller:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
-
-    def __enter__(self) -> Controller:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     async def _serve(self, address: str, port: int, started: Future[int]) -> None:
         from grpc import aio  # noqa: PLC0415 - optional
