@@ -120,9 +120,9 @@ def test_a_receive_that_is_half_done_ends_with_the_group(rank0: Rank0) -> None:
 
 @pytest.mark.parametrize("bytes_", [frame(2, b"no json"), frame(2, b"[]")], ids=["text", "list"])
 def test_a_peer_that_sends_garbage_is_lost(rank0: Rank0, bytes_: bytes) -> None:
-    receive = rank0.messages.receive(1, 0, memoryview(bytearray(8)))
     with rank0.connection_of(1) as sender:
-        rank0.listeners[1].accept()[0].close()  # of the receive's own attempt to connect
+        wait_until(lambda: bool(rank0.messages._peers[1].connections))
+        receive = rank0.messages.receive(1, 0, memoryview(bytearray(8)))
         sender.sendall(bytes_)
         with pytest.raises(PeerLostError, match="rank 1"):
             receive.completion.wait(PATIENCE_S)
