@@ -149,6 +149,6 @@ def test_a_store_that_is_lost_is_named_in_every_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(dist.PrefixStore, "set", lost)
     with pytest.raises(
-        PeerLostError, match="rank 0: the store through which the ranks meet has gone"
+        PeerLostError, match="rank 0: the store through which the ranks meet is gone"
     ):
         meeting.announce("step")
