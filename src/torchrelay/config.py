@@ -295,7 +295,10 @@ class Aggregation(Section):
         minimum=1e-4,
     )
     timeout_threshold: int = setting(
-        100, "timeouts of packets in one all_reduce after which their timeout doubles", minimum=1
+        100,
+        "timeouts of packets in a row, with no prompt answer in between, after which their timeout "
+        "doubles",
+        minimum=1,
     )
     timeout_threshold_increment: int = setting(
         100, "the threshold grows by this each time it is reached", minimum=0

@@ -12,6 +12,7 @@ namespace {
 
 constexpr Microseconds kLongestTimeout{1'000'000};
 constexpr int kLongestRoundTrip = 8;  // times the configured timeout: what a round trip may make of it
+constexpr std::uint64_t kLeastOvertaking = 3;  // packets; fewer may just have been reordered
 
 }  // namespace
 
@@ -49,6 +50,7 @@ void Stream::begin(std::size_t count, std::size_t delay, std::uint8_t job, Packe
   packets_.assign(chunks_ + delay, State::kWaiting);
   exponents_.assign(floats_ != nullptr ? chunks_ : 0, kSmallestExponent);
   exact_chunks_.clear();
+  sent_.clear();
   base_timeout_ = shape_.retry.timeout;
   timeouts_ = 0;
   threshold_ = shape_.retry.threshold;
@@ -82,6 +84,10 @@ void Stream::send(std::size_t packet, PacketQueue& out, Microseconds now) {
 
   Slot& slot = slots_[place(packet) % shape_.window];
   slot.again = packets_[packet] == State::kInFlight;
+  if (!slot.again) {
+    slot.order = next_order_++;
+    sent_.push_back({packet, slot.order});
+  }
   slot.in_flight = true;
   slot.packet = packet;
   slot.sent = now;
@@ -123,9 +129,12 @@ void Stream::receive(Bytes datagram, PacketQueue& out, Microseconds now) {
     return;
   }
   Slot& slot = slots_[place(packet) % shape_.window];
-  measure(slot, now);
   slot.in_flight = false;
   packets_[packet] = State::kDone;
+  if (!slot.again) {  // else the answer may be to either: Karn's rule
+    measure(now - slot.sent);
+    resend_overtaken(slot.order, out, now);
+  }
   ++num_done_;
   ++stats_.results;
   take_result(packet, *header, datagram.data() + kHeaderBytes);
@@ -172,9 +181,22 @@ void Stream::tick(PacketQueue& out, Microseconds now) {
   }
 }
 
-// Karn's rule: the answer to a packet sent twice may be to either.
-void Stream::measure(const Slot& slot, Microseconds now) noexcept {
-  if (!slot.again) round_trip_ += (now - slot.sent - round_trip_) / 8;
+void Stream::measure(Microseconds round_trip) noexcept {
+  if (round_trip_ == Microseconds{0}) round_trip_ = round_trip;
+  round_trip_ += (round_trip - round_trip_) / 8;
+  timeouts_ = 0;
+  if (2 * round_trip < base_timeout_) base_timeout_ = std::max(base_timeout_ / 2, shape_.retry.timeout);
+}
+
+void Stream::resend_overtaken(std::uint64_t by, PacketQueue& out, Microseconds now) {
+  const std::uint64_t overtaking = std::max<std::uint64_t>(shape_.window / 8, kLeastOvertaking);
+  while (!sent_.empty() && sent_.front().order + overtaking <= by) {
+    const std::size_t packet = sent_.front().packet;
+    sent_.pop_front();
+    if (packets_[packet] != State::kInFlight || slots_[place(packet) % shape_.window].again) continue;
+    ++stats_.retransmissions;
+    send(packet, out, now);
+  }
 }
 
 Microseconds Stream::timeout() const noexcept {

@@ -72,7 +72,8 @@ class Options:
         max_outstanding_packets: packets of each host that the switch has not answered.
         packet_numel: elements of a packet to the switch, 64 or 256.
         packet_timeout_s: seconds after which an unanswered packet is sent again.
-        timeout_threshold: timeouts of one all-reduce after which the timeout of packets doubles.
+        timeout_threshold: timeouts of packets in a row, with no prompt answer in between, after
+            which their timeout doubles.
         timeout_threshold_increment: the threshold grows by this each time it is reached.
         spin_us: microseconds for which a waiting rank spins before it sleeps.
         oversubscribed_yield_us: microseconds for which it then polls and yields, if there are more

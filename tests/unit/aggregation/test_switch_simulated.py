@@ -109,7 +109,7 @@ class Simulation:
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     num_workers=st.sampled_from([1, 2, 3, 5]),
-    window=st.integers(1, 5),
+    window=st.sampled_from([1, 2, 3, 5, 12]),
     sizes=st.lists(st.integers(1, 9 * NUMEL), min_size=1, max_size=2),
     loss=st.sampled_from([0.0, 0.02, 0.3]),
     late=st.sampled_from([0.0, 0.05, 0.3]),

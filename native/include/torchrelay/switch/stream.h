@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 #include "torchrelay/switch/wire.h"
@@ -23,9 +24,13 @@ namespace torchrelay::switchml {
 
 using Microseconds = std::chrono::microseconds;
 
-// Each packet in flight has a timer. After `threshold` timeouts in a job the timeout doubles, the
-// threshold grows by `increment`, and timeouts are counted anew. While answers take longer than half the
-// timeout, it is twice what they take, at most 8 times `timeout`.
+// Each packet in flight has a timer. After `threshold` timeouts in a row, with no answer to a packet that was
+// sent once, the timeout doubles and the threshold grows by `increment`; it halves again when answers take
+// less than half of it. While answers take longer than half the timeout, it is twice what they take, at most
+// 8 times `timeout`.
+//
+// A loss is mostly noticed earlier: packets are answered in the order in which they were sent, so one that
+// was overtaken by an eighth of the window is sent again, once, without waiting for its timer.
 struct RetryPolicy {
   Microseconds timeout{10'000};
   std::uint32_t threshold = 100;
@@ -97,8 +102,14 @@ class Stream {
     std::size_t packet = 0;
     Microseconds sent{0};
     Microseconds deadline{0};
+    std::uint64_t order = 0;  // among the packets sent once
     bool in_flight = false;
     bool again = false;  // sent more than once
+  };
+
+  struct Sent {
+    std::size_t packet = 0;
+    std::uint64_t order = 0;
   };
 
   void begin(std::size_t count, std::size_t delay, std::uint8_t job, PacketQueue& out, Microseconds now);
@@ -109,7 +120,8 @@ class Stream {
   void send_if_due(std::size_t packet, PacketQueue& out, Microseconds now);
   void write_payload(std::size_t packet, std::byte* payload) const;
   void take_result(std::size_t packet, const Header& header, const std::byte* payload);
-  void measure(const Slot& slot, Microseconds now) noexcept;
+  void measure(Microseconds round_trip) noexcept;
+  void resend_overtaken(std::uint64_t by, PacketQueue& out, Microseconds now);
   Microseconds timeout() const noexcept;
   void count_timeout() noexcept;
 
@@ -133,6 +145,8 @@ class Stream {
   std::vector<std::size_t> exact_chunks_;
 
   // Timers.
+  std::deque<Sent> sent_;  // in order, without those that were overtaken
+  std::uint64_t next_order_ = 0;
   Microseconds base_timeout_{0};
   Microseconds round_trip_{0};  // smoothed
   std::uint32_t timeouts_ = 0;

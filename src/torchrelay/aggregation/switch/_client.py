@@ -51,7 +51,8 @@ class SwitchOptions:
         max_outstanding_packets: unanswered packets of one worker, over all its threads.
         packet_numel: elements of a packet, 64 or 256.
         packet_timeout_s: seconds after which an unanswered packet is sent again.
-        timeout_threshold: timeouts of one all-reduce after which the timeout doubles.
+        timeout_threshold: timeouts in a row, with no prompt answer in between, after which the
+            timeout doubles.
         timeout_threshold_increment: the threshold grows by this each time it is reached.
     """
 
