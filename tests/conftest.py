@@ -239,9 +239,12 @@ _PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
 # What takes longest comes first, so that no worker of pytest-xdist has it left at the end.
 _LONGEST = (
     "unit/test_native.py",
+    "multi/mpi/test_gradients.py",
+    "multi/mpi/test_compiled.py",
     "multi/mpi/test_compositions.py",
     "multi/mpi/test_collectives.py",
     "multi/mpi/test_order.py",
+    "multi/training/test_slowmo.py",
     "multi/demo/test_demo.py",
     "multi/checkpoint/test_layouts.py",
     "multi/aggregation/test_torch.py",
