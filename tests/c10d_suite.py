@@ -4,7 +4,7 @@
 It takes minutes; ``make test`` runs a part of it (``tests/multi/aggregation/test_c10d_suite.py``)::
 
     python tests/c10d_suite.py                       # all, with two ranks
-    python tests/c10d_suite.py --placement aabb      # two ranks on each of two pretended hosts
+    python tests/c10d_suite.py --placement aabb      # two ranks on each of two simulated hosts
     python tests/c10d_suite.py --backend gloo        # the same tests with Gloo, to compare
     python tests/c10d_suite.py all_reduce broadcast  # those whose names contain one of the words
 

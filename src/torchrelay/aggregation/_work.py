@@ -28,9 +28,8 @@ __all__ = ["DoneWork", "PendingWork", "TransferWork", "seconds"]
 FOREVER_S = 1e9
 
 # A callback of a future may wait for a later collective (PowerSGD's do). It must block neither the
-# thread that
-# runs collectives nor the next completion, so completions take a thread of their own; idle ones are
-# used again.
+# thread that runs collectives nor the next completion, so each completion gets a thread; idle
+# threads are reused.
 _MAX_WAITING_CALLBACKS = 4096
 
 

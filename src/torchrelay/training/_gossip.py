@@ -2,9 +2,10 @@
 
 Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: scalable deep learning using gossip
 communication based asynchronous gradient descent" (2018). Partners follow a dissemination or
-hypercube pattern: after log2(nodes) steps each gradient has reached every node. Then the nodes are
-renumbered at random, identically on all ranks, so that over time all pairs exchange directly
-(section 4 of the paper).
+hypercube pattern: after log2(nodes) steps, rounded up, each gradient has influenced every node
+(with the hypercube, if the number of nodes is a power of two). Then the nodes are renumbered at
+random, identically on all ranks, so that over time all pairs exchange directly (section 4 of the
+paper).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def partners(
 
 
 def period(nodes: int) -> int:
-    """Return the steps after which a gradient has reached all nodes: log2(nodes), rounded up."""
+    """Return after how many steps a gradient has influenced all nodes: log2(nodes), rounded up."""
     return max(1, (nodes - 1).bit_length())
 
 
