@@ -63,7 +63,7 @@ def save(
         MismatchError: ranks disagree on the shape or dtype of a tensor, or on a value.
         StorageError: the disk is full, the path cannot be written, or another save to it is under
             way.
-        PeerLostError: a rank died. The checkpoint that was at ``path`` before is unharmed.
+        PeerLostError: a rank died. The checkpoint that was at ``path`` before is intact.
     """
     threads = check_count("threads", threads, default_threads())
     check_count("keep", keep, 1)

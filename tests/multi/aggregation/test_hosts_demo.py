@@ -11,11 +11,11 @@ from pathlib import Path
 from conftest import free_port
 from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
 from torchrelay.demo.code_graph import split_facts
-from torchrelay.demo.options import Options
+from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.triples import write_facts
 
 
-def start(options: Options, switch: str) -> list[subprocess.Popen[str]]:
+def start(options: DemoOptions, switch: str) -> list[subprocess.Popen[str]]:
     """One process on each of two hosts."""
     command = [sys.executable, "-m", "torchrelay.demo.worker", options.to_json()]
     environ = {
@@ -53,7 +53,7 @@ def test_the_switch_leaves_accuracy_as_it_is(tmp_path: Path) -> None:
     facts = [(f"n{n}", f"plus {k}", f"n{(n + k) % 40}") for n in range(40) for k in range(1, 7)]
     for split, part in split_facts(facts, 0.1, seed=0).items():
         write_facts(tmp_path / f"{split}.txt", part)
-    options = Options(
+    options = DemoOptions(
         tmp_path, epochs=40, dim=16, batch_size=100, regularisation=0.001, serve=False
     )
     with SwitchServer(UdpDataPlane(port=0)) as server:
