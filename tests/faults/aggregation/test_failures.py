@@ -245,8 +245,14 @@ def test_ctrl_c_ends_a_wait(world: World) -> None:
         dist.distributed_c10d._get_default_store().set("stopped", "")
     else:
         dist.distributed_c10d._get_default_store().wait(["stopped"])
+        # Between hosts, what rank 0 sent before may be all that the first call needs.
         with pytest.raises(PeerLostError, match="rank 0"):
-            dist.all_reduce(torch.ones(3))
+            _reduce_twice()
+
+
+def _reduce_twice() -> None:
+    for _ in range(2):
+        dist.all_reduce(torch.ones(3))
 
 
 def _exit_with_work_in_progress(world: World) -> None:

@@ -93,7 +93,7 @@ def test_a_rank_that_ended_after_its_report_is_not_named(rank0: Rank0) -> None:
 
     rank0.messages.is_reachable = report_late  # type: ignore[method-assign]
     assert rank0.messages.with_host(gone, 1) is gone
-    assert [str(error) for error in rank0.failures] == ["rank 2, all_reduce: rank 1 has died"]
+    assert str(rank0.messages.failure) == "rank 2, all_reduce: rank 1 has died"
     reporter.close()
 
 
