@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
-import struct
 from typing import TYPE_CHECKING
 
+from torchrelay._addresses import address_of_device, address_towards
 from torchrelay.errors import UnavailableError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["listen"]
-
-_SIOCGIFADDR = 0x8915
 
 
 def listen(interface: str, store: Store) -> socket.socket:
@@ -48,9 +45,7 @@ def _address_of(interface: str) -> str:
         with contextlib.suppress(OSError):
             socket.inet_pton(family, interface)
             return interface
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    return socket.inet_ntoa(answer[20:24])
+    return address_of_device(interface)
 
 
 def _address_towards(store: Store) -> str:
@@ -62,8 +57,7 @@ def _address_towards(store: Store) -> str:
     if not host:
         host, port = socket.gethostname(), 1
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+    for family, _, _, _, address in found:
+        with contextlib.suppress(OSError):
+            return address_towards(address, family)
     raise OSError(f"no route to {host}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchrelay import _native, config, transport
+from torchrelay._addresses import DISCARD_PORT, address_towards
 from torchrelay.errors import ArgumentError, ConfigError
 from torchrelay.parameters._topology import Topology
 from torchrelay.world import World, host_identity
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["interface_towards", "node_network", "topology_of"]
-
-_PORT_OF_NOWHERE = (
-    9  # discard: connecting a datagram socket to it sends nothing, but shows the interface
-)
 
 
 def node_network(
@@ -42,9 +39,7 @@ def _network_identity() -> str:
 def interface_towards(host: str) -> str:
     """Return the address of this host from which packets to ``host`` are sent."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((socket.gethostbyname(host), _PORT_OF_NOWHERE))
-            return str(probe.getsockname()[0])
+        return address_towards((socket.gethostbyname(host), DISCARD_PORT))
     except OSError as error:
         raise ConfigError(
             f"MASTER_ADDR={host!r} cannot be reached from this host: {error}"

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrelay._addresses import DISCARD_PORT, address_of_device, address_towards
 from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._controller_messages import (
     MAX_BYTES,
@@ -48,8 +49,7 @@ PACKAGE = "switchml_proto"
 _MAX_CALLS = 4096  # at a time
 _MAX_GROUP = 1024  # workers, as of a session
 _MAX_WAIT_S = 600.0
-_SIOCGIFADDR, _SIOCGIFHWADDR = 0x8915, 0x8927
-_DISCARD_PORT = 9
+_SIOCGIFHWADDR = 0x8927
 
 
 def import_grpc() -> Any:
@@ -295,16 +295,17 @@ def _left_s(context: Any) -> float:
 
 def _own_address(bound: str, worker: str) -> tuple[int, str]:
     """Return this host's MAC address (0 if it has none) and IPv4 address towards a worker."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if bound == "0.0.0.0":
-            with contextlib.suppress(OSError):
-                probe.connect((worker, _DISCARD_PORT))
-                bound = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("16s24x", name.encode())
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                address = fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]
-                if socket.inet_ntoa(address) == bound:
-                    hardware = fcntl.ioctl(probe, _SIOCGIFHWADDR, request)[18:24]
-                    return int.from_bytes(hardware, "big"), bound
+    if bound == "0.0.0.0":
+        with contextlib.suppress(OSError):
+            bound = address_towards((worker, DISCARD_PORT))
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):  # it has no IPv4 address
+            if address_of_device(name) == bound:
+                return _mac_of(name), bound
     return 0, bound
+
+
+def _mac_of(device: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFHWADDR, struct.pack("16s24x", device.encode()))
+    return int.from_bytes(answer[18:24], "big")

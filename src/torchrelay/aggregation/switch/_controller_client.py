@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-import socket
 import time
 from typing import Any, TypeVar
 
+from torchrelay._addresses import address_towards
 from torchrelay.aggregation.switch._client import SwitchOptions, parse_address
 from torchrelay.aggregation.switch._controller import DEFAULT_PORT, PACKAGE, import_grpc
 from torchrelay.aggregation.switch._controller_messages import (
@@ -74,26 +74,24 @@ def session_from_controller(
     with _Calls(f"{host}:{port}", rank, num_workers, group, timeout_s) as calls:
         session_id = calls.broadcast(secrets.randbits(64) if rank == 0 else 0)
         if rank == 0:
-            answer = calls.session(session_id, options, _address_towards(host))
+            answer = calls.session(session_id, options, _own_address(host))
             calls.barrier()
         else:
             calls.barrier()
-            answer = calls.session(session_id, options, _address_towards(host))
+            answer = calls.session(session_id, options, _own_address(host))
         calls.barrier()
     address = str(ipaddress.IPv4Address(answer.ipv4)) if answer.ipv4 else host
     return session_id, f"{address}:{answer.port}" if answer.port else address
 
 
-def _address_towards(host: str) -> int:
+def _own_address(host: str) -> int:
     """Return this host's IPv4 address on the way to another one; the switch expects packets from
     it.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, DEFAULT_PORT))
-        except OSError as error:
-            raise UnavailableError(f"controller {host}: no IPv4 route there: {error}") from error
-        return int(ipaddress.IPv4Address(probe.getsockname()[0]))
+    try:
+        return int(ipaddress.IPv4Address(address_towards((host, DEFAULT_PORT))))
+    except OSError as error:
+        raise UnavailableError(f"controller {host}: no IPv4 route there: {error}") from error
 
 
 class _Calls:
