@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -129,38 +129,6 @@ class Replay:
             )
         return self._instead
 
-    def execute(
-        self,
-        node: Node,
-        memory: Callable[[Storage], torch.UntypedStorage],
-        generator: torch.Generator | None = None,
-    ) -> Any:
-        """Call the operation of ``node`` on ``memory``; draw from ``generator``."""
-
-        def real(value: Region | External | Constant) -> torch.Tensor:
-            if type(value) is Region:
-                return value.over(memory(value.storage))
-            return value.tensor.clone() if type(value) is Constant else value.get(node)  # type: ignore[union-attr]
-
-        args, kwargs = map_tensors((node.args, node.kwargs), _ARGUMENTS, real)
-        if isinstance(kwargs.get("device"), torch.device):
-            kwargs["device"] = self.place(kwargs["device"])
-        with _torch.default_dtype(node.default_dtype), _torch.grad_asked(node.grad):
-            if generator is None:
-                return node.func(*args, **kwargs)
-            return self._draw(node, args, kwargs, generator)
-
-    def _draw(self, node: Node, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
-        assert node.after is not None
-        func = describe(node.func).with_generator
-        if func is not None:
-            result = func(*args, **{**kwargs, "generator": generator})
-        else:
-            with _torch.default_generator_as(generator):
-                result = node.func(*args, **kwargs)
-        self.generators.drawn(generator.device, node.after)
-        return result
-
     def _run_for_draw(self, node: Node) -> None:
         if describe(node.func).fills and not node.reads:
             node = _without_target(node)
@@ -262,10 +230,37 @@ class _Run:
             self._writable(region.storage)
 
         try:
-            self._note(node, self._replay.execute(node, self.memory, generator))
+            self._note(node, self._call(node, generator))
         except BaseException:
             self._spoil(node)
             raise
+
+    def _call(self, node: Node, generator: torch.Generator | None) -> Any:
+        """Call the operation of ``node``; draw from ``generator``."""
+
+        def real(value: Region | External | Constant) -> torch.Tensor:
+            if type(value) is Region:
+                return value.over(self.memory(value.storage))
+            return value.tensor.clone() if type(value) is Constant else value.get(node)  # type: ignore[union-attr]
+
+        args, kwargs = map_tensors((node.args, node.kwargs), _ARGUMENTS, real)
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs["device"] = self._replay.place(kwargs["device"])
+        with _torch.default_dtype(node.default_dtype), _torch.grad_asked(node.grad):
+            if generator is None:
+                return node.func(*args, **kwargs)
+            return self._draw(node, args, kwargs, generator)
+
+    def _draw(self, node: Node, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
+        assert node.after is not None
+        func = describe(node.func).with_generator
+        if func is not None:
+            result = func(*args, **{**kwargs, "generator": generator})
+        else:
+            with _torch.default_generator_as(generator):
+                result = node.func(*args, **kwargs)
+        self._replay.generators.drawn(generator.device, node.after)
+        return result
 
     def _note(self, node: Node, result: Any) -> None:
         """Enter the results of ``node``, which was just run."""
