@@ -95,8 +95,8 @@ class SwitchServer(Resource):
             ArgumentError: as :meth:`open`, or the address is another worker's.
             UnavailableError: there is no place for another session.
         """
-        self.open(session_id, rank, shape, address)
         with self._lock:
+            self._admit(session_id, rank, shape, address)
             self.plane.add_worker(session_id, rank, address, *ports)
 
     def open(self, session_id: int, rank: int, shape: SessionShape, address: str) -> None:
@@ -107,24 +107,27 @@ class SwitchServer(Resource):
                 or address may not join.
             UnavailableError: there is no place for another session.
         """
-        if not self.is_allowed(address):
-            raise ArgumentError(f"workers at {address} are not allowed here")
         with self._lock:
-            known = self._sessions.get(session_id)
-            if known is not None and known.shape != shape:
-                raise ArgumentError(
-                    f"the session was made for {known.shape}, but worker {rank} expects {shape}"
-                )
-            if not 0 <= rank < shape.num_workers:
-                raise ArgumentError(f"rank {rank} is not below the {shape.num_workers} workers")
-            if known is None:
-                self._open(session_id, shape)
+            self._admit(session_id, rank, shape, address)
 
     def reset(self, session_id: int) -> None:
         """Forget a session, if there is one."""
         with self._lock:
             self._sessions.pop(session_id, None)
             self.plane.close_session(session_id)
+
+    def _admit(self, session_id: int, rank: int, shape: SessionShape, address: str) -> None:
+        if not self.is_allowed(address):
+            raise ArgumentError(f"workers at {address} are not allowed here")
+        known = self._sessions.get(session_id)
+        if known is not None and known.shape != shape:
+            raise ArgumentError(
+                f"the session was made for {known.shape}, but worker {rank} expects {shape}"
+            )
+        if not 0 <= rank < shape.num_workers:
+            raise ArgumentError(f"rank {rank} is not below the {shape.num_workers} workers")
+        if known is None:
+            self._open(session_id, shape)
 
     def _open(self, session_id: int, shape: SessionShape) -> None:
         if shape.num_slots > self.max_slots or shape.num_workers > self._max_workers:
