@@ -24,7 +24,7 @@ def start_state(optimizer: torch.optim.Optimizer) -> bool:
     if any(is_deferred(parameter) for parameter in parameters):
         return False
     gradients = [parameter.grad for parameter in parameters]
-    rates = [group["lr"] for group in groups if "lr" in group]
+    rates = [group.get("lr") for group in groups]
     try:
         for parameter in parameters:
             if parameter.requires_grad:
@@ -38,7 +38,7 @@ def start_state(optimizer: torch.optim.Optimizer) -> bool:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for group in groups:
+        for group, rate in zip(groups, rates, strict=True):
             if "lr" in group:
-                group["lr"] = rates.pop(0)
+                group["lr"] = rate
     return bool(optimizer.state)
