@@ -98,21 +98,16 @@ void register_options(nb::module_& module) {
 
 void register_store(nb::module_& module) {
   nb::class_<Store>(module, "ParameterStore", "A node's part of a parameter table, in shared memory.")
-      .def_static(
-          "create", [](const StoreSpec& spec) { return std::make_shared<Store>(Store::create(spec)); },
-          "spec"_a, Released())
-      .def_static(
-          "attach",
-          [](const std::string& address, const KeyInit& init) {
-            return std::make_shared<Store>(Store::attach(address, init));
-          },
-          "address"_a, "init"_a)
-      .def_prop_ro("address", &Store::address)
+      .def_static("create", &Store::create, "spec"_a, Released())
+      .def_static("attach", &Store::attach, "address"_a, "init"_a)
+      .def_prop_ro("address", [](const Store& store) { return store.address(); })
       .def_prop_ro("node", [](const Store& store) { return store.header().node; })
       .def_prop_ro("num_nodes", [](const Store& store) { return store.header().num_nodes; })
       .def_prop_ro("num_channels", [](const Store& store) { return store.header().num_channels; })
-      .def("length_of", &Store::length_of, "key"_a)
-      .def("valid", &Store::valid, "key"_a)
+      .def(
+          "length_of", [](const Store& store, std::int64_t key) { return store.length_of(key); }, "key"_a)
+      .def(
+          "valid", [](const Store& store, std::int64_t key) { return store.header().valid(key); }, "key"_a)
       .def(
           "has_heard",
           [](const Store& store, std::uint32_t node) {
@@ -129,7 +124,7 @@ void register_store(nb::module_& module) {
           "whole_rows"_a, "keys"_a, "count"_a)
       .def("owned_keys",
            [](const Store& store) {
-             auto* keys = new std::vector<std::int64_t>(store.owned_keys());
+             auto* keys = new std::vector<std::int64_t>(store.index().owned_keys());
              const nb::capsule owner(
                  keys, [](void* p) noexcept { delete static_cast<std::vector<std::int64_t>*>(p); });
              return nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(keys->data(), {keys->size()}, owner);
@@ -143,15 +138,17 @@ void register_store(nb::module_& module) {
           "nearest_local",
           [](const Store& store, Address keys, std::size_t count, std::int64_t low, std::int64_t high,
              const std::vector<std::int64_t>& taken, bool distinct, Address drawable) {
-            return store.nearest_local(pointer<std::int64_t>(keys), count, low, high, taken, distinct,
-                                       pointer<const std::uint8_t>(drawable));
+            return store.index().nearest_local(pointer<std::int64_t>(keys), count, low, high, taken, distinct,
+                                               pointer<const std::uint8_t>(drawable));
           },
           "keys"_a, "count"_a, "low"_a, "high"_a, "taken"_a, "distinct"_a, "drawable"_a = Address{0},
           Released())
-      .def("check_leader", &Store::check_leader)
-      .def("leave_in_need", &Store::leave_in_need)
-      .def("lose_worker", &Store::lose_worker, "worker"_a)
-      .def("dead_workers", &Store::dead_workers)
+      .def("check_leader", [](Store& store) { store.membership().check_leader(); })
+      .def("leave_in_need", [](Store& store) { store.membership().leave_in_need(); })
+      .def(
+          "lose_worker", [](Store& store, std::uint32_t worker) { store.membership().lose_worker(worker); },
+          "worker"_a)
+      .def("dead_workers", [](Store& store) { return store.membership().dead_workers(); })
       .def("stats", &stats);
 }
 

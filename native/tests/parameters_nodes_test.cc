@@ -35,7 +35,7 @@ struct Cluster {
       : network(std::move(over)) {
     spec.num_nodes = nodes;
     for (spec.node = 0; spec.node < nodes; ++spec.node) {
-      stores.push_back(std::make_shared<Store>(Store::create(spec)));
+      stores.push_back(Store::create(spec));
       services.push_back(std::make_unique<NodeService>(stores.back(), network, options));
       for (const std::string& address : services.back()->addresses()) addresses.push_back(address);
     }
@@ -442,14 +442,14 @@ TEST(the_first_loss_is_what_all_nodes_name) {
   auto& goodbyes = network->hold(Kind::kGoodbye, 1, 2);
   Cluster cluster(network, 3, dense(3, 1), {});
   losses.on = goodbyes.on = true;
-  cluster.stores[1]->leave_in_need();
-  eventually([&] { return cluster.stores[0]->loss().how != Loss::kNone; });
-  cluster.stores[0]->leave_in_need();
+  cluster.stores[1]->membership().leave_in_need();
+  eventually([&] { return cluster.stores[0]->membership().loss().how != Loss::kNone; });
+  cluster.stores[0]->membership().leave_in_need();
   cluster.services[0]->stop();
   eventually([&] { return cluster.stores[2]->header().departed_node != 0; });
   const Loss first{Loss::kLeft, 1, getpid()};
-  for (const auto& store : cluster.stores) CHECK(store->loss() == first);
-  CHECK_THROWS(Code::kPeerLost, cluster.stores[2]->check_peers());
+  for (const auto& store : cluster.stores) CHECK(store->membership().loss() == first);
+  CHECK_THROWS(Code::kPeerLost, cluster.stores[2]->membership().check_peers());
 }
 
 TEST(a_loss_is_named_also_after_a_shutdown) {
@@ -457,11 +457,11 @@ TEST(a_loss_is_named_also_after_a_shutdown) {
   Store& store = *cluster.stores[0];
   cluster.services[1]->stop();
   eventually([&] { return store.header().departed_node == 2; });
-  CHECK_THROWS(Code::kPeerLost, store.check_peers());
+  CHECK_THROWS(Code::kPeerLost, store.membership().check_peers());
   cluster.services[0]->stop();  // as all do in the end
-  CHECK_THROWS(Code::kUnavailable, store.check_peers());
-  store.lose({Loss::kUnreachable, 1, 0});
-  CHECK_THROWS(Code::kPeerLost, store.check_peers());
+  CHECK_THROWS(Code::kUnavailable, store.membership().check_peers());
+  store.membership().lose({Loss::kUnreachable, 1, 0});
+  CHECK_THROWS(Code::kPeerLost, store.membership().check_peers());
 }
 
 // What a mark stands for may be gone, and its place in a dynamic table another channel's by now.
@@ -480,13 +480,13 @@ TEST(a_round_leaves_the_keys_of_other_channels_alone) {
   worker->intent(key.data(), 1, 0, 1);
   eventually([&] { return cluster.stores[1]->total(kReplicasMade) == 1; });
   for (const auto& store : cluster.stores) {
-    store->changed(0).mark(static_cast<std::uint64_t>(store->find(kKey)));
+    store->changed(0).mark(static_cast<std::uint64_t>(store->index().find(kKey)));
     const auto& rounds = store->header().stats[0][kRounds];
     const std::uint64_t before = rounds;
     eventually([&] { return rounds >= before + 2; });
   }
-  CHECK(cluster.state(1, cluster.stores[1]->find(kKey)) == State::kReplica);
-  CHECK(!cluster.stores[1]->entry(cluster.stores[1]->find(kKey)).has(kLeaving));
+  CHECK(cluster.state(1, cluster.stores[1]->index().find(kKey)) == State::kReplica);
+  CHECK(!cluster.stores[1]->entry(cluster.stores[1]->index().find(kKey)).has(kLeaving));
   access(*worker, Op::kPush, key, value);
   worker->flush_updates();
   access(*cluster.worker(0, 0), Op::kPull, key, value);

@@ -184,7 +184,7 @@ TEST(hostile_messages_do_nothing) {
   std::vector<std::unique_ptr<NodeService>> services;
   ChannelAddresses addresses;
   for (spec.node = 0; spec.node < 2; ++spec.node) {
-    stores.push_back(std::make_shared<Store>(Store::create(spec)));
+    stores.push_back(Store::create(spec));
     services.push_back(std::make_unique<NodeService>(stores.back(), network, ChannelOptions{}));
     addresses.push_back(services.back()->addresses()[0]);
   }
@@ -230,15 +230,16 @@ TEST(keys_stay_found_while_others_are_evicted_for_them) {
   StoreSpec spec;
   spec.lengths = {1};
   spec.capacity = 24;
-  Store store = Store::create(spec);
+  const std::shared_ptr<Store> shared = Store::create(spec);
+  Store& store = *shared;
   const std::uint32_t user = kMaxChannels;
-  store.take_user(user);
+  store.membership().join(user);
   std::mt19937_64 random(3);
   for (int turn = 0; turn < 20000; ++turn) {
     const auto key = static_cast<std::int64_t>(random() % 200);
-    CHECK(store.find_or_make(user, key) == store.find(key));
+    CHECK(store.index().find_or_make(user, key) == store.index().find(key));
   }
-  CHECK(store.owned_keys().size() <= spec.capacity);
+  CHECK(store.index().owned_keys().size() <= spec.capacity);
 }
 
 // A lock is taken from the dead only. Without a file descriptor left, /proc cannot say who is.

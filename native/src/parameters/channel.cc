@@ -29,7 +29,7 @@ Channel::Channel(std::shared_ptr<Store> store, std::uint32_t channel_id, Network
       peers_(state_),
       round_interval_(std::chrono::duration_cast<Clock::duration>(
           std::chrono::duration<double>(1.0 / options.max_rounds_per_s))) {
-  state_.store->take_user(channel_id);
+  state_.store->membership().join(channel_id);
 }
 
 void Channel::connect(const ChannelAddresses& addresses) {
@@ -44,23 +44,24 @@ void Channel::run() noexcept {
   try {
     loop();
   } catch (const Error& error) {
-    store.fail(error.code() == Code::kProtocol ? error.code() : Code::kUnavailable, error.what());
+    store.membership().fail(error.code() == Code::kProtocol ? error.code() : Code::kUnavailable,
+                            error.what());
   } catch (const std::exception& error) {
-    store.fail(Code::kUnavailable, error.what());
+    store.membership().fail(Code::kUnavailable, error.what());
   }
   try {
     peers_.say_goodbye();
   } catch (const std::exception&) {
     // The failure may keep this node from sending; the others then notice that it is silent.
   }
-  store.leave_user(state_.channel_id);
+  store.membership().leave(state_.channel_id);
 }
 
 void Channel::loop() {
   next_round_ = last_round_ = Clock::now();
   owner_.end_refreshes();
   peers_.start();
-  while (!state_.store->is_stopping()) {
+  while (!state_.store->membership().is_stopping()) {
     receive();
     if (Clock::now() >= next_round_) round();
     fence_.serve();
@@ -129,7 +130,7 @@ void Channel::handle_bundle(const Header& header, const Message& message) {
 
 void Channel::check_record(const Record& record) const {
   const Store& store = *state_.store;
-  if (!store.valid(record.key) || store.channel_of(record.key) != state_.channel_id ||
+  if (!store.header().valid(record.key) || store.header().channel_of(record.key) != state_.channel_id ||
       record.node >= state_.num_nodes())
     throw_senseless();
   const std::size_t bytes = record.payload_bytes;
@@ -168,7 +169,7 @@ void Channel::round() {
   last_round_ = Clock::now();
   ++state_.rounds;
   intents_.round();
-  if (state_.store->dynamic()) evictor_.make_room();
+  if (state_.store->header().dynamic()) evictor_.make_room();
   sync_changed();
   owner_.reconsider_upgrades();
   const bool busy =
@@ -182,10 +183,10 @@ void Channel::round() {
 void Channel::sync_changed() {
   state_.changed.take_all([this](std::uint64_t index) {
     const Store& store = *state_.store;
-    LockedEntry entry = state_.lock(store.entry_in_channel(state_.channel_id, index));
+    LockedEntry entry = state_.lock(store.header().entry_in_channel(state_.channel_id, index));
     // A dynamic table may have given the place to a key of another channel since it was marked.
     const std::int64_t key = entry.key();
-    if (!store.valid(key) || store.channel_of(key) != state_.channel_id) return;
+    if (!store.header().valid(key) || store.header().channel_of(key) != state_.channel_id) return;
     if (entry->state == State::kReplica) replicas_.sync(entry, false);
     if (entry->state == State::kOwned) owner_.refresh_replicas(entry);
   });

@@ -15,7 +15,7 @@ ChannelState::ChannelState(std::shared_ptr<Store> the_store, std::uint32_t id, N
       departed(num_nodes(), false) {}
 
 void ChannelState::update_pin(LockedEntry& entry) {
-  if (!store->dynamic()) return;
+  if (!store->header().dynamic()) return;
   const EntryControl& mine = control(entry);
   if (mine.intents != 0 || mine.wanted || mine.outstanding != 0)
     entry->raise(kPinned);

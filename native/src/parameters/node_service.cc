@@ -10,7 +10,7 @@ NodeService::NodeService(std::shared_ptr<Store> store, std::shared_ptr<Network> 
 }
 
 NodeService::~NodeService() {
-  if (!threads_.empty()) store_->leave_in_need();
+  if (!threads_.empty()) store_->membership().leave_in_need();
   stop();
 }
 

@@ -32,9 +32,10 @@ void OwnerSide::raise_version_anew(LockedEntry& entry) {
 
 void OwnerSide::handle_acquire(const Record& record) {
   Store& store = *state_.store;
-  const bool at_home = store.home_of(record.key) == state_.node;
+  const bool at_home = store.header().home_of(record.key) == state_.node;
   const auto find = [&] {
-    return at_home ? store.find_or_try_make(state_.channel_id, record.key) : store.find(record.key);
+    return at_home ? store.index().find_or_try_make(state_.channel_id, record.key)
+                   : store.index().find(record.key);
   };
   const bool found = with_locked(store, record.key, state_.channel_id, find, [&](LockedEntry& entry) {
     entry->state == State::kOwned ? decide(entry, record) : router_.route(record);
@@ -44,7 +45,7 @@ void OwnerSide::handle_acquire(const Record& record) {
 
 // The epoch shows whether the replica is one that we granted since we own the key.
 void OwnerSide::handle_replica_write(const Record& record, const std::byte* payload) {
-  const std::int64_t entry_index = state_.store->find(record.key);
+  const std::int64_t entry_index = state_.store->index().find(record.key);
   if (entry_index < 0) return;
   LockedEntry entry = state_.lock(entry_index);
   if (entry.key() != record.key || entry->state != State::kOwned || record.epoch != entry.epoch())
@@ -77,12 +78,12 @@ void OwnerSide::transfer(LockedEntry& entry, std::uint16_t node) {
                      .version = entry->version},
                     entry.row(), entry.row_bytes());
   if (shared_key(entry.index()) != nullptr) remove_replica(entry, node);
-  state_.store->free_slot(entry);
+  state_.store->rows().free_slot(entry);
   entry->state = State::kAbsent;
   entry->put(kUsed);  // messages in flight to us must still find the owner
   state_.update_pin(entry);
   entry.set_owner(node, epoch);
-  const std::uint32_t home = state_.store->home_of(key);
+  const std::uint32_t home = state_.store->header().home_of(key);
   if (home == state_.node || home == node) return;
   state_.outbox.put(home, {.kind = RecordKind::kLocation, .node = node, .epoch = epoch, .key = key});
 }
@@ -138,7 +139,7 @@ bool OwnerSide::catch_up(std::uint16_t node, const std::int64_t* keys,
                          const std::vector<std::uint32_t>& indices) {
   bool any = false;
   for (const std::uint32_t i : indices) {
-    const std::int64_t entry_index = state_.store->find(keys[i]);
+    const std::int64_t entry_index = state_.store->index().find(keys[i]);
     if (entry_index < 0) continue;
     Replica* replica = replica_of(entry_index, node);
     if (replica == nullptr) continue;

@@ -50,11 +50,11 @@ void PeerMonitor::look_for_dead(std::uint32_t node) {
 }
 
 void PeerMonitor::lose(std::uint32_t node) {
-  state_.store->lose({.how = Loss::kUnreachable, .node = static_cast<std::uint16_t>(node)});
+  state_.store->membership().lose({.how = Loss::kUnreachable, .node = static_cast<std::uint16_t>(node)});
 }
 
 void PeerMonitor::report_loss() {
-  const Loss loss = state_.store->loss();
+  const Loss loss = state_.store->membership().loss();
   if (has_reported_loss_ || loss.how == Loss::kNone) return;
   has_reported_loss_ = true;
   for (std::uint32_t node = 0; node < state_.num_nodes(); ++node) {
@@ -70,7 +70,7 @@ void PeerMonitor::handle_loss(const Message& message) {
       Reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header)).take<Loss>();
   if (loss.how == Loss::kNone || loss.how > Loss::kFailed || loss.node >= state_.num_nodes())
     throw Error(Code::kProtocol, "parameters: a malformed loss");
-  state_.store->lose(loss);
+  state_.store->membership().lose(loss);
 }
 
 void PeerMonitor::say_goodbye() {

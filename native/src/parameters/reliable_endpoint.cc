@@ -1,6 +1,6 @@
 #include "torchrelay/parameters/reliable_endpoint.h"
 
-#include "torchrelay/parameters/slab.h"
+#include "torchrelay/parameters/slab_layout.h"
 
 namespace torchrelay::parameters {
 namespace {

@@ -9,7 +9,7 @@ namespace torchrelay::parameters {
 
 bool ReplicaSide::begin_intent(std::int64_t key) {
   Store& store = *state_.store;
-  const auto find = [&] { return store.find_or_make(state_.channel_id, key); };
+  const auto find = [&] { return store.index().find_or_make(state_.channel_id, key); };
   try {
     return with_locked(store, key, state_.channel_id, find, [this](LockedEntry& entry) {
       EntryControl& mine = state_.control(entry);
@@ -29,7 +29,7 @@ void ReplicaSide::acquire(LockedEntry& entry) {
 }
 
 void ReplicaSide::end_intent(std::int64_t key) {
-  const std::int64_t entry_index = state_.store->find(key);
+  const std::int64_t entry_index = state_.store->index().find(key);
   if (--state_.control(entry_index).intents != 0) return;
   LockedEntry entry = state_.lock(entry_index);
   state_.update_pin(entry);
@@ -53,7 +53,7 @@ void ReplicaSide::remove_from_list(LockedEntry& entry) {
 }
 
 void ReplicaSide::handle_grant(const Record& record, const std::byte* payload) {
-  const std::int64_t entry_index = state_.store->find_or_make(state_.channel_id, record.key);
+  const std::int64_t entry_index = state_.store->index().find_or_make(state_.channel_id, record.key);
   {
     LockedEntry entry = state_.lock(entry_index);
     EntryControl& mine = state_.control(entry);
@@ -76,7 +76,7 @@ void ReplicaSide::handle_grant(const Record& record, const std::byte* payload) {
 }
 
 void ReplicaSide::handle_transfer(const Record& record, const std::byte* payload) {
-  const std::int64_t entry_index = state_.store->find_or_make(state_.channel_id, record.key);
+  const std::int64_t entry_index = state_.store->index().find_or_make(state_.channel_id, record.key);
   {
     LockedEntry entry = state_.lock(entry_index);
     EntryControl& mine = state_.control(entry);
@@ -115,7 +115,7 @@ void ReplicaSide::take_row(LockedEntry& entry, const Record& record, const std::
 }
 
 void ReplicaSide::handle_refresh(const Record& record, const std::byte* payload) {
-  const std::int64_t entry_index = state_.store->find(record.key);
+  const std::int64_t entry_index = state_.store->index().find(record.key);
   if (entry_index < 0 || state_.store->entry(entry_index).state != State::kReplica) return;
   const bool acks = (record.flags & kAcks) != 0;
   {
@@ -132,7 +132,7 @@ void ReplicaSide::handle_refresh(const Record& record, const std::byte* payload)
 }
 
 void ReplicaSide::handle_ack(const Record& record) {
-  const std::int64_t entry_index = state_.store->find(record.key);
+  const std::int64_t entry_index = state_.store->index().find(record.key);
   if (entry_index < 0) return;
   {
     LockedEntry entry = state_.lock(entry_index);
@@ -155,7 +155,7 @@ void ReplicaSide::settle_ack(LockedEntry& entry, std::uint32_t version) {
 }
 
 void ReplicaSide::end_replica(LockedEntry& entry) {
-  state_.store->free_slot(entry);
+  state_.store->rows().free_slot(entry);
   entry->state = State::kAbsent;
   entry->lower(kLeaving);
   remove_from_list(entry);

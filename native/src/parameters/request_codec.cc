@@ -21,7 +21,7 @@ Request decode_request(const Store& store, std::uint32_t channel_id, const Heade
   const auto* positions = reinterpret_cast<const std::uint32_t*>(reader.take_bytes(padded(count * 4)));
   const std::size_t value_bytes = store.value_bytes(op, keys, count);
   for (std::size_t i = 0; i < count; ++i)
-    if (store.channel_of(keys[i]) != channel_id)
+    if (store.header().channel_of(keys[i]) != channel_id)
       throw Error(Code::kProtocol, "parameters: a request of another channel");
   return {.head = head,
           .op = op,

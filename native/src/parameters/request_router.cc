@@ -11,7 +11,7 @@ namespace {
 constexpr std::uint32_t kLocationAhead = 16;  // epochs are fetched this many keys before they are read
 
 std::uint32_t known_epoch(const Store& store, std::int64_t key) {
-  const std::int64_t entry_index = store.find(key);
+  const std::int64_t entry_index = store.index().find(key);
   return entry_index < 0 ? 0 : store.ownership_epoch(entry_index);
 }
 
@@ -85,7 +85,7 @@ void RequestRouter::place_missed(KeyRequest request, const Message& message, ByN
 // The entry may be locked. In a dynamic table a worker may evict what is only a location, meanwhile.
 RequestRouter::OwnerLookup RequestRouter::look_up_owner(std::int64_t key) const {
   const Store& store = *state_.store;
-  const std::int64_t entry_index = store.find(key);
+  const std::int64_t entry_index = store.index().find(key);
   if (entry_index >= 0) {
     // In this order: a worker may be learning a newer pair. An owner older than its epoch would be asked to
     // wait for a key that never comes.
@@ -94,13 +94,13 @@ RequestRouter::OwnerLookup RequestRouter::look_up_owner(std::int64_t key) const 
         .entry_index = entry_index, .owner = store.entry(entry_index).owner, .epoch = epoch};
     if (store.key_of(entry_index) == key) return known;
   }
-  return {.entry_index = -1, .owner = store.home_of(key), .epoch = 0};
+  return {.entry_index = -1, .owner = store.header().home_of(key), .epoch = 0};
 }
 
 // Keys come only to their home and to where there is an entry that waits for them; if there is none, the
 // knowledge was older than what this node has forgotten, and the home knows more.
 bool RequestRouter::must_wait(const OwnerLookup& known, std::int64_t key, std::uint32_t epoch) const {
-  if (known.entry_index < 0 && state_.store->home_of(key) != state_.node) return false;
+  if (known.entry_index < 0 && state_.store->header().home_of(key) != state_.node) return false;
   return epoch > known.epoch || known.owner == state_.node;
 }
 
@@ -113,7 +113,8 @@ void RequestRouter::route(Record record) {
 
 void RequestRouter::park(std::int64_t key, Parked parked) {
   const Store& store = *state_.store;
-  if (store.dynamic() && store.home_of(key) == state_.node && store.find(key) < 0 && !is_parked(key))
+  if (store.header().dynamic() && store.header().home_of(key) == state_.node && store.index().find(key) < 0 &&
+      !is_parked(key))
     evictor_.await_room(key);
   parked_[key].push_back(std::move(parked));
   state_.count(kParked);
@@ -137,10 +138,10 @@ void RequestRouter::unpark(std::int64_t key) {
 
 void RequestRouter::handle_location(const Record& record) {
   Store& store = *state_.store;
-  if (store.home_of(record.key) != state_.node)
+  if (store.header().home_of(record.key) != state_.node)
     throw Error(Code::kProtocol, "parameters: the location of a key was sent to a node that is not its home");
   if ((record.flags & kEvicted) != 0) return evictor_.handle_eviction(record);
-  const std::int64_t entry_index = store.find(record.key);
+  const std::int64_t entry_index = store.index().find(record.key);
   if (entry_index < 0) return;  // overtaken by the news that the key was evicted
   LockedEntry entry = state_.lock(entry_index);
   if (record.epoch > entry.epoch()) entry.set_owner(record.node, record.epoch);

@@ -39,7 +39,7 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
   if (worker >= kMaxWorkers)
     throw Error(Code::kArgument, "parameters: worker_id " + std::to_string(worker) + "; a node has at most " +
                                      std::to_string(kMaxWorkers) + " workers");
-  store_->take_user(user_id_);
+  store_->membership().join(user_id_);
   if (network_ == nullptr) return;
   const SlabHeader& header = store_->header();
   const std::string label = "node" + std::to_string(header.node);
@@ -57,7 +57,7 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
 }
 
 Worker::~Worker() {
-  if (!finalized_) store_->leave_user(user_id_);
+  if (!finalized_) store_->membership().leave(user_id_);
 }
 
 void Worker::check_size(Op op, const std::int64_t* keys, std::size_t count, std::size_t size_bytes) const {
@@ -73,7 +73,7 @@ void Worker::check_size(Op op, const std::int64_t* keys, std::size_t count, std:
 std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
                             std::size_t size_bytes, std::shared_ptr<void> holder) {
   check_size(op, keys, count, size_bytes);
-  store_->check_peers();
+  store_->membership().check_peers();
   look_at_leader();
   if (pending_.size() >= options_.max_unfinished)
     wait_until([this] { return pending_.size() < options_.max_unfinished; },
@@ -90,7 +90,7 @@ std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, 
 bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byte* values,
                            std::size_t size_bytes) {
   check_size(Op::kPull, keys, count, size_bytes);
-  store_->check_peers();
+  store_->membership().check_peers();
   settle(Op::kPull, keys, count);
   missed_.clear();
   for (std::size_t done = 0; done < count; done += kKeysPerTrial) {
@@ -157,7 +157,7 @@ void Worker::wait_all() {
 bool Worker::is_finished(std::int64_t timestamp) {
   while (endpoint_ && receive(std::chrono::microseconds(0))) {
   }
-  store_->check_peers();
+  store_->membership().check_peers();
   return timestamp < 0 || !pending_.contains(timestamp);
 }
 
@@ -184,7 +184,7 @@ void Worker::look_at_leader() {
   const auto now = std::chrono::steady_clock::now();
   if (now < next_look_) return;
   next_look_ = now + kLook;
-  store_->check_leader();
+  store_->membership().check_leader();
 }
 
 // Moves what the endpoint has counted into the node's statistics.
@@ -203,7 +203,7 @@ void Worker::wait_until(const std::function<bool()>& done, const char* what) {
     const auto now = std::chrono::steady_clock::now();
     if (now < next_look) continue;
     next_look = now + kSlice;
-    store_->check_leader();
+    store_->membership().check_leader();
     if (interrupt_) interrupt_();
     if (now - start > options_.timeout)
       throw Error(Code::kTimeout, "parameters: node " + std::to_string(store_->header().node) + ", worker " +
@@ -219,7 +219,7 @@ void Worker::intent(const std::int64_t* keys, std::size_t count, std::int64_t st
   if (end <= start)
     throw Error(Code::kArgument, "parameters: an intent for the clocks [" + std::to_string(start) + ", " +
                                      std::to_string(end) + ") is empty; end is exclusive");
-  store_->check_peers();
+  store_->membership().check_peers();
   look_at_leader();
   if (!endpoint_ || end <= clock() || count == 0) return;
   const SlabHeader& header = store_->header();
@@ -232,7 +232,7 @@ void Worker::intent(const std::int64_t* keys, std::size_t count, std::int64_t st
     writers.back().put(IntentHead{start, end});
   }
   for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t channel = channels == 1 ? 0 : store_->channel_of(keys[i]);
+    const std::uint32_t channel = channels == 1 ? 0 : store_->header().channel_of(keys[i]);
     writers[channel].put(keys[i]);
     ++counts[channel];
   }
@@ -267,7 +267,7 @@ void Worker::flush(Flush ChannelBoard::* which, const char* what) {
     const auto now = std::chrono::steady_clock::now();
     if (now < next_look) continue;
     next_look = now + kSlice;
-    store_->check_leader();
+    store_->membership().check_leader();
     if (interrupt_) interrupt_();
     if (now - start > options_.timeout)
       throw Error(Code::kTimeout, "parameters: node " + std::to_string(header.node) + ": " + what +
@@ -290,10 +290,10 @@ void Worker::finalize() {
   try {
     wait_all();
   } catch (...) {
-    store_->leave_user(user_id_);
+    store_->membership().leave(user_id_);
     throw;
   }
-  store_->leave_user(user_id_);
+  store_->membership().leave(user_id_);
 }
 
 }  // namespace torchrelay::parameters

@@ -56,7 +56,8 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
     pending.keys.push_back(key);
     pending.places.push_back(place);
     pending.epochs.push_back(missed.epoch);
-    by_destination_[missed.owner * header.num_channels + store_->channel_of(key)].push_back(position);
+    by_destination_[missed.owner * header.num_channels + store_->header().channel_of(key)].push_back(
+        position);
   }
   for (std::uint32_t d = 0; d < by_destination_.size(); ++d) {
     const std::span<const std::uint32_t> positions = by_destination_[d];
@@ -108,7 +109,7 @@ bool Worker::is_early(const Pending& pending, const std::uint32_t* positions, st
   for (std::size_t i = 0; i < count; ++i) {
     if (positions[i] >= pending.keys.size())
       throw Error(Code::kProtocol, "parameters: a reply names a key that was not asked for");
-    const std::int64_t entry_index = store_->find(pending.keys[positions[i]]);
+    const std::int64_t entry_index = store_->index().find(pending.keys[positions[i]]);
     early |= entry_index >= 0 && store_->entry(entry_index).has(kLeaving);
   }
   return early;
@@ -150,7 +151,7 @@ void Worker::take_answer(const Answer& answer) {
 
 // Feeds the location cache.
 void Worker::learn(std::int64_t key, std::uint32_t owner, std::uint32_t epoch) {
-  const std::int64_t entry_index = store_->find(key);
+  const std::int64_t entry_index = store_->index().find(key);
   if (entry_index < 0 || store_->ownership_epoch(entry_index) >= epoch) return;
   LockedEntry entry(*store_, entry_index, user_id_);
   if (entry.key() != key || entry->state != State::kAbsent || entry.epoch() >= epoch) return;

@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "torchrelay/parameters/locked_entry.h"
 #include "torchrelay/parameters/outbox.h"
 #include "torchrelay/parameters/reliable_endpoint.h"
+#include "torchrelay/parameters/store.h"
 
 namespace torchrelay::parameters {
 
@@ -41,12 +41,12 @@ struct ChannelState {
 
   std::uint32_t num_nodes() const { return store->header().num_nodes; }
   EntryControl& control(std::int64_t entry_index) {
-    return controls[static_cast<std::size_t>(store->index_in_channel(entry_index))];
+    return controls[static_cast<std::size_t>(store->header().index_in_channel(entry_index))];
   }
   EntryControl& control(const LockedEntry& entry) { return control(entry.index()); }
   LockedEntry lock(std::int64_t entry_index) { return {*store, entry_index, channel_id}; }
   // The next round visits the entry.
-  void mark_changed(std::int64_t entry_index) { changed.mark(store->index_in_channel(entry_index)); }
+  void mark_changed(std::int64_t entry_index) { changed.mark(store->header().index_in_channel(entry_index)); }
   void count(Stat stat, std::uint64_t amount = 1) { store->count(channel_id, stat, amount); }
   // Pins the entry or not. Its EntryControl is found by its place in the table, so as long as there is
   // anything in it, a dynamic table must not give the place to another key.

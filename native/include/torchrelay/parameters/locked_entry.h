@@ -5,23 +5,23 @@
 
 #include <mutex>
 
-#include "torchrelay/parameters/store.h"
+#include "torchrelay/parameters/slab.h"
 
 namespace torchrelay::parameters {
 
 class LockedEntry {
  public:
   // Blocks until the lock is free, or its holder has died.
-  LockedEntry(Store& store, std::int64_t entry_index, std::uint32_t user_id)
-      : store_(store),
-        entry_(store.entry(entry_index)),
+  LockedEntry(Slab& slab, std::int64_t entry_index, std::uint32_t user_id)
+      : slab_(slab),
+        entry_(slab.entry(entry_index)),
         index_(entry_index),
         user_id_(user_id),
-        guard_(entry_.lock, store.users(), user_id) {}
+        guard_(entry_.lock, slab.users(), user_id) {}
   // Without waiting; owns() reports whether the lock is held.
-  LockedEntry(Store& store, std::int64_t entry_index, std::uint32_t user_id, std::try_to_lock_t)
-      : store_(store),
-        entry_(store.entry(entry_index)),
+  LockedEntry(Slab& slab, std::int64_t entry_index, std::uint32_t user_id, std::try_to_lock_t)
+      : slab_(slab),
+        entry_(slab.entry(entry_index)),
         index_(entry_index),
         user_id_(user_id),
         guard_(entry_.lock, user_id, std::try_to_lock) {}
@@ -31,30 +31,36 @@ class LockedEntry {
 
   std::int64_t index() const { return index_; }
   std::uint32_t user_id() const { return user_id_; }
-  std::int64_t key() const { return store_.key_of(index_); }
-  std::uint32_t epoch() const { return store_.ownership_epoch(index_); }
+  std::int64_t key() const { return slab_.key_of(index_); }
+  std::uint32_t epoch() const { return slab_.ownership_epoch(index_); }
   // The owner first: readers without the lock read the epoch first, and must not pair an old owner with the
   // new epoch.
   void set_owner(std::uint32_t node, std::uint32_t epoch) {
     entry_.owner = static_cast<std::uint16_t>(node);
-    store_.epochs_[index_].store(epoch, std::memory_order_release);
+    slab_.epochs_[index_].store(epoch, std::memory_order_release);
   }
 
-  const ClassInfo& row_class() const { return store_.class_of(index_); }
-  std::size_t value_bytes() const { return row_class().length * size_bytes(store_.header().dtype); }
-  std::size_t row_bytes() const { return row_class().row_length * size_bytes(store_.header().dtype); }
+  const ClassInfo& row_class() const { return slab_.class_of(index_); }
+  std::size_t value_bytes() const { return row_class().length * size_bytes(slab_.header().dtype); }
+  std::size_t row_bytes() const { return row_class().row_length * size_bytes(slab_.header().dtype); }
   std::byte* row() const { return slot_in(row_class().rows_offset); }
   std::byte* accumulator() const { return slot_in(row_class().accumulators_offset); }
   // One push onto the row, by the table's rule.
-  void apply(const std::byte* pushed) { store_.apply(row(), pushed, row_class().length); }
+  void apply(const std::byte* pushed) {
+    const SlabHeader& header = slab_.header();
+    if (header.rule.kind == RuleKind::kAdd) return add(header.dtype, row(), pushed, row_class().length);
+    UpdateRule rule = header.rule;
+    rule.learning_rate = header.learning_rate.load(std::memory_order_relaxed);
+    rule.step = header.step.load(std::memory_order_relaxed);
+    rule.apply(header.dtype, row(), pushed, row_class().length);
+  }
 
  private:
   std::byte* slot_in(std::uint64_t offset) const {
-    return store_.memory_.data() + offset +
-           row_class().stride_bytes * entry_.slot.load(std::memory_order_relaxed);
+    return slab_.at(offset + row_class().stride_bytes * entry_.slot.load(std::memory_order_relaxed));
   }
 
-  Store& store_;
+  Slab& slab_;
   Entry& entry_;
   std::int64_t index_;
   std::uint32_t user_id_;
@@ -64,12 +70,12 @@ class LockedEntry {
 // Calls `action` with the entry of `key`, locked. Looks again if the entry has become another key's
 // meanwhile. False if `find` finds no entry (-1).
 template <typename Find, typename Action>
-bool with_locked(Store& store, std::int64_t key, std::uint32_t user_id, const Find& find,
+bool with_locked(Slab& slab, std::int64_t key, std::uint32_t user_id, const Find& find,
                  const Action& action) {
   for (;;) {
     const std::int64_t entry_index = find();
     if (entry_index < 0) return false;
-    LockedEntry entry(store, entry_index, user_id);
+    LockedEntry entry(slab, entry_index, user_id);
     if (entry.key() != key) continue;
     action(entry);
     return true;
