@@ -82,7 +82,6 @@ def _fresh(folder: str) -> str:
 
 
 # --- Save
-# ---------------------------------------------------------------------------------------------------------
 
 
 def save_ways(folder: str, rows: int) -> dict[str, Way]:
@@ -131,7 +130,6 @@ def _write_zeros(size_bytes: int, path: str) -> None:
 
 
 # --- Load
-# ---------------------------------------------------------------------------------------------------------
 
 
 def load_ways(folder: str, rows: int, *, dim: int, cold: bool) -> dict[str, Way]:
@@ -232,7 +230,6 @@ def _evict(folder: str) -> None:
 
 
 # --- Stall of an asynchronous save
-# --------------------------------------------------------------------------------
 
 
 def stall_ways(folder: str, rows: int) -> dict[str, Way]:
@@ -275,7 +272,6 @@ def stall_ways(folder: str, rows: int) -> dict[str, Way]:
 
 
 # --- Measuring
-# ----------------------------------------------------------------------------------------------------
 
 
 def _figures(ways: dict[str, Way], repeats: int, with_peak: bool) -> Figures:

@@ -1,7 +1,9 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
+#include <system_error>
 #include <vector>
 
 #include "register.h"
@@ -50,6 +52,21 @@ nb::bytes block_checksums(nb::handle data, std::size_t block_bytes) {
   return nb::bytes(checksums.data(), checksums.size() * sizeof(std::uint32_t));
 }
 
+nb::tuple file_checksums(int fd, std::size_t offset, std::size_t size, std::size_t block_bytes) {
+  if (block_bytes == 0) throw nb::value_error("block_bytes must be at least 1");
+  std::vector<std::uint32_t> checksums((size + block_bytes - 1) / block_bytes);
+  std::size_t done = 0;
+  try {
+    nb::gil_scoped_release release;
+    done = crc32c_of_file(fd, offset, size, block_bytes, checksums);
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  return nb::make_tuple(nb::bytes(checksums.data(), checksums.size() * sizeof(std::uint32_t)), done);
+}
+
 }  // namespace
 
 void register_checkpoint(nb::module_& module) {
@@ -59,6 +76,10 @@ void register_checkpoint(nb::module_& module) {
   module.def("crc32c_blocks", &block_checksums, "data"_a, "block_bytes"_a,
              nb::sig("def crc32c_blocks(data: object, block_bytes: int) -> bytes"),
              "The CRC32C of each block of a buffer, 4 bytes each in the machine's order. Releases the GIL.");
+  module.def(
+      "crc32c_of_file", &file_checksums, "fd"_a, "offset"_a, "size"_a, "block_bytes"_a,
+      nb::sig("def crc32c_of_file(fd: int, offset: int, size: int, block_bytes: int) -> tuple[bytes, int]"),
+      "The CRC32C of each block of a part of a file, and how many bytes of it were there. Releases the GIL.");
 }
 
 }  // namespace torchrelay

@@ -1,13 +1,19 @@
 #include "torchrelay/checkpoint/crc32c.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "check.h"
 
 using torchrelay::crc32c;
+using torchrelay::crc32c_of_file;
 using torchrelay::crc32c_portable;
 
 namespace {
@@ -42,4 +48,30 @@ TEST(pieces_give_the_checksum_of_the_whole) {
   const auto bytes = random_bytes(50'000);
   const auto whole = crc32c(0, bytes.data(), bytes.size());
   CHECK(crc32c(crc32c(0, bytes.data(), 17'001), bytes.data() + 17'001, bytes.size() - 17'001) == whole);
+}
+
+TEST(blocks_of_a_file_have_the_checksums_of_their_bytes) {
+  const auto bytes = random_bytes(1'000'003);
+  std::FILE* file = std::tmpfile();
+  CHECK(std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size() && std::fflush(file) == 0);
+  constexpr std::size_t kOffset = 5;
+  const std::size_t size = bytes.size() - kOffset;
+  for (const std::size_t block : {1'000UL, 262'144UL, 300'000UL, 2'000'000UL}) {
+    std::vector<std::uint32_t> found((size + block - 1) / block);
+    CHECK(crc32c_of_file(fileno(file), kOffset, size, block, found) == size);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      const std::size_t start = kOffset + i * block;
+      CHECK(found[i] == crc32c_portable(0, bytes.data() + start, std::min(block, bytes.size() - start)));
+    }
+  }
+  std::vector<std::uint32_t> beyond(2);
+  CHECK(crc32c_of_file(fileno(file), bytes.size() - 10, 2'000, 1'000, beyond) == 10);
+  bool refused = false;
+  try {
+    crc32c_of_file(-1, 0, 10, 10, beyond);
+  } catch (const std::system_error& error) {
+    refused = error.code() == std::errc::bad_file_descriptor;
+  }
+  CHECK(refused);
+  std::fclose(file);
 }

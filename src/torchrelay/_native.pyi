@@ -20,6 +20,11 @@ def crc32c_blocks(data: object, block_bytes: int) -> bytes:
     The CRC32C of each block of a buffer, 4 bytes each in the machine's order. Releases the GIL.
     """
 
+def crc32c_of_file(fd: int, offset: int, size: int, block_bytes: int) -> tuple[bytes, int]:
+    """
+    The CRC32C of each block of a part of a file, and how many bytes of it were there. Releases the GIL.
+    """
+
 class Endpoint:
     """Sends and receives messages; threads take turns."""
 

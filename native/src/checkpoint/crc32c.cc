@@ -1,7 +1,13 @@
 #include "torchrelay/checkpoint/crc32c.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
+#include <memory>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
@@ -10,6 +16,7 @@
 namespace torchrelay {
 namespace {
 
+constexpr std::size_t kPiece = 256 << 10;          // half of a small second-level cache
 constexpr std::uint32_t kPolynomial = 0x82f63b78;  // reflected
 
 using Table = std::array<std::array<std::uint32_t, 256>, 8>;
@@ -109,6 +116,25 @@ std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t size) noex
   if (fast) return crc32c_sse42(crc, static_cast<const unsigned char*>(data), size);
 #endif
   return crc32c_portable(crc, data, size);
+}
+
+std::size_t crc32c_of_file(int fd, std::size_t offset, std::size_t size, std::size_t block_bytes,
+                           std::span<std::uint32_t> checksums) {
+  const auto piece = std::make_unique_for_overwrite<unsigned char[]>(std::min(kPiece, block_bytes));
+  std::size_t done = 0;
+  for (auto& checksum : checksums) {
+    checksum = 0;
+    for (const std::size_t end = std::min(size, done + block_bytes); done < end;) {
+      const auto count =
+          pread(fd, piece.get(), std::min(kPiece, end - done), static_cast<off_t>(offset + done));
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0) throw std::system_error(errno, std::generic_category());
+      if (count == 0) return done;
+      checksum = crc32c(checksum, piece.get(), static_cast<std::size_t>(count));
+      done += static_cast<std::size_t>(count);
+    }
+  }
+  return done;
 }
 
 }  // namespace torchrelay

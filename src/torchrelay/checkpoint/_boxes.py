@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from torchrelay.checkpoint._types import Box
 
-__all__ = ["BoxIndex", "contiguous_runs", "intersection", "tiling_fault"]
+__all__ = ["BoxIndex", "contiguous_runs", "intersection", "row_major_strides", "tiling_fault"]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
@@ -110,22 +110,35 @@ def _is_nested_tiling(shape: tuple[int, ...], boxes: Sequence[Box], dim: int) ->
     )
 
 
-def contiguous_runs(inner: Box, outer: Box) -> tuple[int, int, tuple[int, ...]]:
-    """Describe the position of ``inner`` in the row-major storage of ``outer``.
+def contiguous_runs(
+    inner: Box, outer: Box, strides: Sequence[int] | None = None
+) -> tuple[int, int, tuple[int, ...]]:
+    """Describe the position of ``inner`` in the storage of ``outer``.
+
+    Args:
+        strides: those of ``outer``; by default row-major.
 
     Returns:
-        the index of its first element, the length of each contiguous run, and the strides of
-        ``outer``, all in elements.
+        the index of the first element of ``inner``, the length of each contiguous run, and the
+        strides of ``outer``, all in elements.
     """
-    strides = [1] * len(outer.sizes)
-    for dim in reversed(range(len(strides) - 1)):
-        strides[dim] = strides[dim + 1] * outer.sizes[dim + 1]
+    strides = tuple(strides or row_major_strides(outer.sizes))
     first = sum(
         (a - b) * stride for a, b, stride in zip(inner.offsets, outer.offsets, strides, strict=True)
     )
     run = 1
-    for dim in reversed(range(len(strides))):
-        run *= inner.sizes[dim]
-        if inner.sizes[dim] != outer.sizes[dim]:
+    for size, stride in zip(reversed(inner.sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if stride != run:
             break
-    return first, run, tuple(strides)
+        run *= size
+    return first, run, strides
+
+
+def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor."""
+    strides = [1] * len(sizes)
+    for dim in reversed(range(len(strides) - 1)):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return tuple(strides)

@@ -117,8 +117,10 @@ def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
     return size + 8
 
 
-def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, StoredTensor]:
-    """Return the tensors that a header describes, without padding.
+def parse_header(
+    header: bytes, file_bytes: int, where: str
+) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Return the tensors that a header describes, without padding, and the file's metadata.
 
     Args:
         header: all of it, with the 8 bytes of its length.
@@ -136,7 +138,7 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Stored
 
     try:
         entries = json.loads(header[8:], object_pairs_hook=unique)
-        entries.pop("__metadata__", None)
+        metadata = entries.pop("__metadata__", None)
         found = {
             name: _stored(entry, len(header))
             for name, entry in entries.items()
@@ -150,7 +152,7 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Stored
                 f"{where}: tensor {name!r} ends at byte {tensor.end} of a file of {file_bytes} "
                 "bytes; the file is cut short"
             )
-    return found
+    return found, metadata if isinstance(metadata, dict) else {}
 
 
 _ITEM_BYTES = {dtype.code: dtype.itemsize // dtype.width for dtype in DTYPES.values()}

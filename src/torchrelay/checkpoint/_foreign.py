@@ -5,11 +5,14 @@ made here.
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torchrelay.checkpoint import _catalog
+from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._data_file import StoredTensor, header_size, parse_header
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._storage import Folder, local_path, open_folder
@@ -30,7 +33,7 @@ __all__ = ["open_checkpoint"]
 _BY_CODE: Mapping[str, Dtype] = {
     dtype.code: dtype for dtype in reversed(list(DTYPES.values())) if dtype.width == 1
 }
-
+_SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
 
 _ATTEMPTS = 10  # for a reader of a checkpoint that savers replace again and again
 
@@ -110,7 +113,7 @@ def _find_foreign(local: str, names: list[str]) -> tuple[Folder, Callable[[], Ma
 
 def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
     files: dict[str, DataFile] = {}
-    found: dict[str, list[tuple[str, StoredTensor]]] = defaultdict(list)
+    found: dict[str, list[_Piece]] = defaultdict(list)
     for name in names:
         where = f"{folder.location}/{name}"
         size = folder.size_bytes(name)
@@ -119,15 +122,74 @@ def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
         header = bytearray(header_size(bytes(first), size, where))
         folder.read(name, 0, memoryview(header))
         files[name] = DataFile(size, len(header), 0)
-        for key, stored in parse_header(bytes(header), size, where).items():
-            found[key].append((name, stored))
-    tensors = {}
-    for key, places in found.items():
-        if len(places) > 1:
+        tensors, metadata = parse_header(bytes(header), size, where)
+        offsets = _saved_offsets(metadata, tensors, where)
+        for key, stored in tensors.items():
+            found[key].append(_Piece(name, stored, offsets.get(key)))
+    return Manifest(
+        "", 0, 1, files, {key: _join(key, pieces, folder) for key, pieces in found.items()}
+    )
+
+
+class _Piece(NamedTuple):
+    """A tensor of a file; with ``offsets``, a block of a tensor that several files share."""
+
+    file: str
+    stored: StoredTensor
+    offsets: tuple[int, ...] | None
+
+
+def _saved_offsets(
+    metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str
+) -> dict[str, tuple[int, ...]]:
+    """Return where each tensor of a file begins in the whole one.
+
+    DCP's ``HuggingFaceStorageWriter(save_distributed=True)`` says so; other writers store whole
+    tensors, and the result is empty.
+
+    Raises:
+        CorruptionError: what the file says cannot be.
+    """
+    if _SHARDING not in metadata:
+        return {}
+    try:
+        sharding = json.loads(metadata[_SHARDING])
+        offsets = {
+            key: tuple(int(offset) for offset in sharding[key]["saved_offsets"]) for key in tensors
+        }
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptionError(f"{where}: {_SHARDING} is damaged ({error!r})") from None
+    for key, begin in offsets.items():
+        if len(begin) != len(tensors[key].shape) or any(o < 0 or o >= 1 << 62 for o in begin):
+            raise CorruptionError(f"{where}: tensor {key!r} cannot begin at {begin}")
+    return offsets
+
+
+def _join(key: str, pieces: Sequence[_Piece], folder: Folder) -> TensorEntry:
+    first = pieces[0]
+    for other in pieces[1:]:
+        if first.offsets is None or other.offsets is None:
             raise CorruptionError(
-                f"{folder.location}: tensor {key!r} is in {places[0][0]} and in {places[1][0]}"
+                f"{folder.location}: tensor {key!r} is in {first.file} and in {other.file}"
             )
-        ((name, stored),) = places
-        chunk = Chunk(Box.whole(stored.shape), name, key, stored.start)
-        tensors[key] = TensorEntry(_BY_CODE[stored.code], stored.shape, (chunk,))
-    return Manifest("", 0, 1, files, tensors)
+        if (other.stored.code, len(other.offsets)) != (first.stored.code, len(first.offsets)):
+            raise CorruptionError(
+                f"{folder.location}: tensor {key!r} has another dtype or number of dimensions in "
+                f"{other.file} than in {first.file}"
+            )
+    boxes = [
+        Box(piece.offsets or (0,) * len(piece.stored.shape), piece.stored.shape) for piece in pieces
+    ]
+    shape = tuple(
+        max(box.offsets[dim] + box.sizes[dim] for box in boxes)
+        for dim in range(len(boxes[0].sizes))
+    )
+    if fault := tiling_fault(shape, boxes):
+        raise CorruptionError(
+            f"{folder.location}: tensor {key!r}: {fault}; the files of all ranks must be there"
+        )
+    chunks = tuple(
+        Chunk(box, piece.file, key, piece.stored.start)
+        for box, piece in zip(boxes, pieces, strict=True)
+    )
+    return TensorEntry(_BY_CODE[first.stored.code], shape, chunks)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchrelay.checkpoint._boxes import row_major_strides
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Dtype, Manifest, TensorEntry
 from torchrelay.checkpoint._values import encode
@@ -75,7 +76,8 @@ class _TensorUnpickler(pickle.Unpickler):
     """Unpickler that returns a :class:`_Stored` for a tensor and creates nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+        # The second is for dtypes without a storage class of their own, such as float8_e4m3fn.
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             return lambda storage, first, sizes, strides, *_: _Stored(
                 storage, first, tuple(sizes), tuple(strides)
             )
@@ -125,7 +127,7 @@ def manifest_of_dcp(folder: LocalFolder) -> Manifest:
 
     Raises:
         CorruptionError: it is damaged, or its pickles need classes that such files never contain.
-        UnsupportedError: its chunks are compressed, or not contiguous.
+        UnsupportedError: its chunks are compressed.
     """
     where = f"{folder.location}/{METADATA}"
     size = folder.size_bytes(METADATA)
@@ -161,16 +163,15 @@ def _manifest(folder: LocalFolder, metadata: Any) -> Manifest:
         for stored in found.chunks:
             box, info = Box(tuple(stored.offsets), tuple(stored.sizes)), places[key, stored.offsets]
             if box.numel:
-                start = _start_of(folder, key, dtype, box, info)
-                chunks.append(Chunk(box, info.relative_path, key, start))
+                chunks.append(_chunk(folder, key, dtype, box, info))
                 files[info.relative_path] = DataFile(folder.size_bytes(info.relative_path), 0, 0)
         tensors[key] = TensorEntry(dtype, tuple(found.size), tuple(chunks))
     paths = {key: tuple(path) for key, path in (metadata.planner_data or {}).items()}
     return Manifest("", 0, 1, files, tensors, objects, paths)
 
 
-def _start_of(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> int:
-    """Return the offset in the file at which the elements of a chunk begin."""
+def _chunk(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> Chunk:
+    """Find the elements of a chunk in its file."""
     if os.path.basename(info.relative_path) != info.relative_path:
         raise CorruptionError(
             f"{folder.location}: {info.relative_path!r} is not a file inside the checkpoint"
@@ -184,33 +185,29 @@ def _start_of(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) 
         pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         stored = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
         member = archive.getinfo(f"{pickled.removesuffix('data.pkl')}data/{stored.storage}")
-    contiguous = torch.empty(box.sizes, device="meta").stride()
-    if stored.sizes != box.sizes or any(
-        a != b for a, b, size in zip(stored.strides, contiguous, box.sizes, strict=True) if size > 1
-    ):
-        raise UnsupportedError(
-            f"{folder.location}: tensor {key!r} is not stored contiguously; load it with DCP's own "
-            "reader"
-        )
     if member.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(
             f"{folder.location}: tensor {key!r} is compressed; load it with DCP's own reader"
         )
     part.seek(member.header_offset)
     name_bytes, extra_bytes = _ZIP_HEADER.unpack(part.read(_ZIP_HEADER.size))
-    first = (
-        member.header_offset
-        + _ZIP_HEADER.size
-        + name_bytes
-        + extra_bytes
-        + stored.first * dtype.itemsize
+    storage = member.header_offset + _ZIP_HEADER.size + name_bytes + extra_bytes
+    last = stored.first + sum(
+        (size - 1) * stride for size, stride in zip(box.sizes, stored.strides, strict=True)
     )
-    if first + box.numel * dtype.itemsize > info.length:
+    if stored.sizes != box.sizes or min(stored.first, *stored.strides, 0) < 0:
+        raise CorruptionError(
+            f"{folder.location}/{info.relative_path}: tensor {key!r} is stored with shape "
+            f"{list(stored.sizes)}, strides {list(stored.strides)} and offset {stored.first}, and "
+            f"its metadata have shape {list(box.sizes)}"
+        )
+    if (last + 1) * dtype.itemsize > member.file_size or storage + member.file_size > info.length:
         raise CorruptionError(
             f"{folder.location}/{info.relative_path}: tensor {key!r} is cut short"
         )
-    start: int = info.offset + first
-    return start
+    start = info.offset + storage + stored.first * dtype.itemsize
+    strides = None if stored.strides == row_major_strides(box.sizes) else stored.strides
+    return Chunk(box, info.relative_path, key, start, strides=strides)
 
 
 def _value(folder: LocalFolder, key: str, info: Any) -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchrelay import _native
 from torchrelay.checkpoint import _linux, _manifest
 from torchrelay.checkpoint._types import MANIFEST
 from torchrelay.errors import CorruptionError, PeerLostError, StorageError
@@ -123,11 +124,21 @@ class LocalFolder:
             while done < len(into):
                 count = os.preadv(fd, [into[done:]], offset + done)
                 if count == 0:
-                    raise CorruptionError(
-                        f"{self.location}/{name}: the file ends at byte {offset + done}, "
-                        f"{len(into) - done} bytes before it should"
-                    )
+                    raise self._too_short(name, offset, done, len(into))
                 done += count
+
+    def checksums(self, name: str, offset: int, size_bytes: int, block_bytes: int) -> bytes:
+        with storage_errors(f"reading {self.location}/{name} at byte {offset}"):
+            found, done = _native.crc32c_of_file(self._fd(name), offset, size_bytes, block_bytes)
+        if done < size_bytes:
+            raise self._too_short(name, offset, done, size_bytes)
+        return found
+
+    def _too_short(self, name: str, offset: int, done: int, size_bytes: int) -> CorruptionError:
+        return CorruptionError(
+            f"{self.location}/{name}: the file ends at byte {offset + done}, "
+            f"{size_bytes - done} bytes before it should"
+        )
 
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
         fd, first = self._fd(name), offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -143,7 +154,7 @@ class LocalFolder:
             )
             try:
                 _linux.populate(mapped)
-            except OSError:  # reading says what is wrong, instead of SIGBUS
+            except OSError:  # read() reports the error; the mapping would raise SIGBUS
                 return None
         return memoryview(mapped)[offset - first :]
 

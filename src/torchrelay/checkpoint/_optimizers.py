@@ -33,7 +33,7 @@ def start_state(optimizer: torch.optim.Optimizer) -> bool:
             if "lr" in group:
                 group["lr"] = group["lr"] * 0
         optimizer.step()
-    except Exception:  # of any optimizer; the caller says what to do instead
+    except Exception:  # of any optimizer; the caller's error names what to do instead
         optimizer.state.clear()
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -64,7 +64,7 @@ def segments_of(
 
 
 def _span(entry: TensorEntry, chunk: Chunk, part: Box) -> tuple[int, int]:
-    first, _, strides = contiguous_runs(part, chunk.box)
+    first, _, strides = contiguous_runs(part, chunk.box, chunk.strides)
     last = first + sum(
         (size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True)
     )
@@ -79,7 +79,7 @@ def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
         part = todo.pop()
         start, end = _span(segment.entry, segment.chunk, part)
         needed = part.numel * itemsize
-        _, run, _ = contiguous_runs(part, segment.chunk.box)
+        _, run, _ = contiguous_runs(part, segment.chunk.box, segment.chunk.strides)
         runs = part.numel // run
         dense = end - start <= 2 * needed or (end - start - needed) <= (runs - 1) * _GAP_BYTES
         if (dense and end - start <= limit_bytes) or part.numel == 1:
@@ -196,7 +196,7 @@ class ChunkReader:
         Raises:
             CorruptionError: one does not match; the message names file, tensor and byte.
         """
-        longest = max(1, _PIECE_BYTES // self._manifest.block_bytes)
+        longest = max(1, self._limit_bytes // self._manifest.block_bytes)
         tasks: list[Task] = []
         for name, wanted in blocks.items():
             file = self._file_blocks(name)
@@ -227,22 +227,22 @@ class ChunkReader:
         size: int,
         progress: Callable[[int], None] | None,
     ) -> None:
+        """Verify the blocks [first, last) of a chunk of ``size`` bytes."""
         block_bytes = self._manifest.block_bytes
-        for block in range(first, last):
-            start = block * block_bytes
-            view = self._buffer(min(block_bytes, size - start))
-            self._folder.read(chunk.file, chunk.start + start, view)
-            expected = int.from_bytes(
-                chunk.checksums[_CHECKSUM_BYTES * block :][:_CHECKSUM_BYTES], "little"
+        start, end = first * block_bytes, min(last * block_bytes, size)
+        found = self._folder.checksums(chunk.file, chunk.start + start, end - start, block_bytes)
+        expected = chunk.checksums[_CHECKSUM_BYTES * first : _CHECKSUM_BYTES * last]
+        if found != expected:
+            differ = (np.frombuffer(found, "<u4") != np.frombuffer(expected, "<u4")).argmax()
+            start += int(differ) * block_bytes
+            end = min(start + block_bytes, size)
+            raise CorruptionError(
+                f"{self._folder.location}/{chunk.file}: tensor {key!r} is damaged between "
+                f"bytes {chunk.start + start} and {chunk.start + end} (chunk at "
+                f"{list(chunk.box.offsets)}): the checksum does not match"
             )
-            if _native.crc32c(view) != expected:
-                raise CorruptionError(
-                    f"{self._folder.location}/{chunk.file}: tensor {key!r} is damaged between "
-                    f"bytes {chunk.start + start} and {chunk.start + start + len(view)} (chunk at "
-                    f"{list(chunk.box.offsets)}): the checksum does not match"
-                )
-            if progress is not None:
-                progress(len(view))
+        if progress is not None:
+            progress(end - start)
 
     def _buffer(self, size: int) -> memoryview:
         """Return the reused buffer of this thread."""
@@ -300,7 +300,7 @@ class ChunkReader:
         chunk = segment.chunk
         start, end = _span(segment.entry, chunk, part)
         data = self._bytes(chunk.file, chunk.start + start, end - start, target.element_size())
-        _, _, strides = contiguous_runs(part, chunk.box)
+        _, _, strides = contiguous_runs(part, chunk.box, chunk.strides)
         found = data.view(target.dtype).as_strided(part.sizes, strides)
         within = tuple(
             slice(a - b, a - b + size)
@@ -340,7 +340,7 @@ class ChunkReader:
 
 def _is_direct(segment: Segment, target: torch.Tensor) -> bool:
     """Return whether the bytes of the file are those of the tensor, contiguously."""
-    _, run, _ = contiguous_runs(segment.inner, segment.chunk.box)
+    _, run, _ = contiguous_runs(segment.inner, segment.chunk.box, segment.chunk.strides)
     return (
         run == segment.inner.numel
         and target.device.type == "cpu"

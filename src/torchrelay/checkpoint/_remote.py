@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torchrelay import _native
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._types import MANIFEST
 from torchrelay.errors import CorruptionError, StorageError, TorchRelayError, UnavailableError
@@ -79,6 +80,11 @@ class RemoteFolder:
                 f"{where}: the file ends at byte {offset + len(data)}, before it should"
             )
         into[:] = data
+
+    def checksums(self, name: str, offset: int, size_bytes: int, block_bytes: int) -> bytes:
+        data = bytearray(size_bytes)
+        self.read(name, offset, memoryview(data))
+        return _native.crc32c_blocks(data, block_bytes)
 
     def map(self, name: str, offset: int, size_bytes: int) -> None:
         return None

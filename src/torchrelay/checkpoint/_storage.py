@@ -43,6 +43,13 @@ class Folder(Protocol):
             StorageError: it cannot be read.
         """
 
+    def checksums(self, name: str, offset: int, size_bytes: int, block_bytes: int) -> bytes:
+        """Return the CRC32C of each block of a range, 4 little-endian bytes each. Blocks.
+
+        Raises:
+            As :meth:`read`.
+        """
+
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
         """Return a read-only mapping of bytes of a file; None if it cannot be mapped.
 

@@ -91,11 +91,12 @@ class Box(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, stored contiguously in row-major order.
+    """A box of a tensor, stored in one piece.
 
     ``name`` is the tensor's name inside the data file, ``start`` the byte of ``file`` at which it
     begins. ``checksums`` holds the CRC32C of each block of :attr:`Manifest.block_bytes` bytes, 4
     little-endian bytes each; it is empty if the checkpoint was written without checksums.
+    ``strides``, in elements, are given where the order is not row-major, as DCP may store it.
     """
 
     box: Box
@@ -103,6 +104,7 @@ class Chunk(NamedTuple):
     name: str
     start: int
     checksums: bytes = b""
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ It is started once per trainer with ``python -m torchrelay.checkpoint._writer_pr
 jobs from the socket FD one after another, and ends when the trainer does. It imports no torch: it
 starts fast and stays small.
 
-The writers of several ranks meet in the folder that is being written: each leaves a note there when
-its part is durable; the coordinator's waits for all notes, and commits.
+The writers of several ranks communicate through the folder that is being written: each leaves a
+note there when its part is durable; the coordinator's writer waits for all notes, and commits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_FDS = 2
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send a message and duplicates of ``descriptors``."""
+    """Send a message and duplicates of the descriptors ``fds``."""
     data = json.dumps(message).encode()
     header = len(data).to_bytes(8, "little")
     if fds:

@@ -22,6 +22,8 @@ from torchrelay import errors
 from torchrelay.checkpoint import Reader, Writer, latest, load, save, verify
 from torchrelay.checkpoint._local import LocalTransaction
 from torchrelay.checkpoint._storage import open_transaction
+from torchrelay.checkpoint._tools import read_state
+from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import (
     ArgumentError,
     CorruptionError,
@@ -101,6 +103,28 @@ def test_a_bad_checkpoint_is_refused_and_nothing_is_changed(name: str) -> None:
             Reader(FOLDER / name).read_metadata()
 
 
+def test_a_claim_of_terabytes_allocates_nothing() -> None:
+    """Where a state or its reader would take the size from the manifest, the file is measured
+    first.
+    """
+    path = FOLDER / "claims-terabytes"
+
+    def made() -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(torch.empty(10**12))
+        return module
+
+    module = deferred_init(made)
+    for read in (
+        lambda: load(module, path, strict=False),
+        lambda: verify(path),
+        lambda: read_state(str(path)),
+    ):
+        with pytest.raises(CorruptionError, match=f"{MADE.DATA}: the file has 552 bytes, and 4000"):
+            read()
+    assert is_deferred(module)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_reports_our_errors() -> None:
     import torch.distributed.checkpoint as dcp
@@ -108,8 +132,8 @@ def test_dcp_reports_our_errors() -> None:
     for name in ("data-bit-flipped", "manifest-bit-flipped", "version-newer", "data-missing"):
         _, kind, message = MADE.CASES[name]
         state = _blank()
-        with pytest.raises(dcp.CheckpointException, match=message) as caught:
-            dcp.load(state, storage_reader=Reader(FOLDER / name))
+        with pytest.raises(dcp.CheckpointException, match=message) as caught:  # type: ignore[attr-defined]
+            dcp.load(state, storage_reader=Reader(FOLDER / name))  # type: ignore[attr-defined]
         ((error, _),) = caught.value.failures.values()
         assert isinstance(error, getattr(errors, kind))
         assert _unchanged(state)
@@ -120,9 +144,10 @@ def test_dcp_saves_no_value_that_json_cannot_hold(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     with pytest.raises(
-        dcp.CheckpointException, match=r"key: a checkpoint holds tensors and plain values"
+        dcp.CheckpointException,  # type: ignore[attr-defined]
+        match=r"key: a checkpoint holds tensors and plain values",
     ):
-        dcp.save({"key": {1, 2}}, storage_writer=Writer(tmp_path / "set"))
+        dcp.save({"key": {1, 2}}, storage_writer=Writer(tmp_path / "set"))  # type: ignore[attr-defined]
     assert not (tmp_path / "set").exists()
     assert not list(tmp_path.glob("*.safetensors"))
 
@@ -140,7 +165,7 @@ def test_tensors_that_have_no_place_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="sparse: "):
         save({"sparse": torch.eye(2).to_sparse()}, tmp_path / "x")
     with pytest.raises(UnsupportedError, match="four bits: "):
-        save({"four bits": torch.empty(2, dtype=torch.uint4)}, tmp_path / "x")
+        save({"four bits": torch.empty(2, dtype=torch.uint4)}, tmp_path / "x")  # type: ignore[attr-defined]
     with pytest.raises(ArgumentError, match=r"two values of the state have the key 'a.b'"):
         save({"a.b": 1, "a": {"b": 2}}, tmp_path / "x")
 
@@ -254,12 +279,12 @@ def test_kinds_and_keys_that_do_not_fit(tmp_path: Path) -> None:
         load({"b": torch.ones(1)}, tmp_path / "x")
     with pytest.raises(MismatchError, match="lacks 'c', which the state has"):
         load({"a": torch.ones(2), "c": 1}, tmp_path / "x")
-    state = {"a": torch.zeros(2), "c": 1}
+    state: dict[str, Any] = {"a": torch.zeros(2), "c": 1}
     load(state, tmp_path / "x", strict=False)
     assert state["c"] == 1 and bool(state["a"].all())
     for arguments in ({"threads": 0}, {"verify": "all"}, {"max_buffer_bytes": 0}):
         with pytest.raises(ArgumentError):
-            load({"b": 1}, tmp_path / "x", **arguments)  # type: ignore[arg-type]
+            load({"b": 1}, tmp_path / "x", **arguments)
     with pytest.raises(ArgumentError, match="keep"):
         save({"b": 1}, tmp_path / "x", keep=0)
 

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,6 +24,9 @@ from torchrelay.checkpoint._catalog import retain
 from torchrelay.checkpoint._staging import Staging
 from torchrelay.errors import PeerLostError
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 _KILLS = 50
 # What a save does to the disk, in the modules that do it.
@@ -118,7 +121,7 @@ class _ForkedWriter:
 
 def _async_saver(world: World, path: str, step: int, moment: int) -> bool:
     """Whether the save was committed; the writer process is killed, not the trainer."""
-    _async.subprocess.Popen = lambda _, pass_fds, **__: _ForkedWriter(moment, pass_fds[0])  # type: ignore[misc,assignment]
+    _async.subprocess.Popen = lambda _, pass_fds, **__: _ForkedWriter(moment, pass_fds[0])  # type: ignore[attr-defined]
     try:
         async_save(_state(step), path, keep=2, threads=1).result(60)
     except PeerLostError:
@@ -130,7 +133,7 @@ def _async_saver(world: World, path: str, step: int, moment: int) -> bool:
 
 @pytest.mark.timeout(300)
 def test_a_writer_process_killed_at_every_kind_of_moment(
-    tmp_path: Path, run_processes: Any
+    tmp_path: Path, run_processes: RunProcesses
 ) -> None:
     """What a save that is lost had committed or not, and the trainer is told."""
     save(_state(0), tmp_path / "step-0")
@@ -157,7 +160,9 @@ def _retire(world: World, path: str, moment: int) -> None:
         retain(path, 1)
 
 
-def test_retention_killed_at_each_of_its_moments(tmp_path: Path, run_processes: Any) -> None:
+def test_retention_killed_at_each_of_its_moments(
+    tmp_path: Path, run_processes: RunProcesses
+) -> None:
     for moment in range(1, 200, 3):
         for step in range(4):
             save(_state(step), tmp_path / f"step-{step}", fsync=False)
@@ -173,7 +178,9 @@ def test_retention_killed_at_each_of_its_moments(tmp_path: Path, run_processes: 
 
 @pytest.mark.parametrize("path", ["step-{}", "last"])
 @pytest.mark.timeout(300)
-def test_killed_at_every_kind_of_moment(tmp_path: Path, path: str, run_processes: Any) -> None:
+def test_killed_at_every_kind_of_moment(
+    tmp_path: Path, path: str, run_processes: RunProcesses
+) -> None:
     """Saves under new names with retention, and saves that replace one another."""
     random_moments = random.Random(0)
     save(_state(0), tmp_path / path.format(0))

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ from torchrelay.checkpoint import async_save, latest, load, save, verify
 from torchrelay.checkpoint._async import _state
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, StorageError
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +61,45 @@ def test_a_state_may_change_as_soon_as_the_call_returns(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"needs .* bytes, and max_staging_bytes is 100"):
         async_save(state, tmp_path / "big", max_staging_bytes=100)
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+
+
+def _memory(pid: int, what: str) -> int:
+    """A figure in bytes of /proc/PID/status."""
+    line = next(
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith(what)
+    )
+    return int(line.split()[1]) << 10
+
+
+def test_many_saves_need_the_memory_of_one(tmp_path: Path) -> None:
+    """After the first save neither process takes more memory, not even for a moment, nor files."""
+    state = {"w": torch.zeros(16 << 20), "t": torch.zeros(3000, 1000).t()}
+    size_bytes = state["w"].nbytes
+
+    def saved(step: int) -> None:
+        state["w"].fill_(step)
+        async_save(state, tmp_path / f"step-{step}", keep=1).result(60)
+
+    def files(pid: int) -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    for step in range(2):
+        saved(step)
+    assert _state.writer is not None
+    both = (os.getpid(), _state.writer.pid)
+    for pid in both:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts again from what it is now
+    before = {pid: (_memory(pid, "VmRSS"), files(pid)) for pid in both}
+    assert before[_state.writer.pid][0] > size_bytes  # the staging memory is part of the figure
+    for step in range(2, 12):
+        saved(step)
+    for pid in both:
+        resident, opened = before[pid]
+        assert _memory(pid, "VmHWM") < resident + size_bytes // 4
+        assert files(pid) == opened
+    verify(tmp_path / "step-11")
 
 
 def test_errors_surface_at_result_or_at_the_next_save(tmp_path: Path) -> None:
@@ -100,7 +142,7 @@ def _save_and_die(world: World, folder: str) -> None:
 
 
 def test_trainers_that_are_killed_have_saved_what_they_staged(
-    tmp_path: Path, run_processes: Any
+    tmp_path: Path, run_processes: RunProcesses
 ) -> None:
     results = run_processes(_save_and_die, 2, folder=str(tmp_path))
     assert [result.exitcode for result in results] == [-signal.SIGKILL] * 2
@@ -144,7 +186,7 @@ def _lose_a_writer(world: World, folder: str) -> str:
 
 
 def test_a_writer_that_is_lost_ends_the_save_on_every_rank(
-    tmp_path: Path, run_processes: Any
+    tmp_path: Path, run_processes: RunProcesses
 ) -> None:
     environ = {"TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S": "2"}
     results = run_processes(_lose_a_writer, 2, environ=environ, folder=str(tmp_path))

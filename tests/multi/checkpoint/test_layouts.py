@@ -5,13 +5,16 @@ through DCP.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from torchrelay.errors import CorruptionError, MismatchError
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 DTYPES = [
     torch.float32,
@@ -102,7 +105,7 @@ def _blank(state: Any) -> Any:
     if isinstance(state, list):
         return [_blank(value) for value in state]
     if isinstance(state, DTensor):
-        blank = state.clone()
+        blank: Any = state.clone()
         blank.to_local().view(torch.uint8).fill_(7) if blank.to_local().numel() else None
         return blank
     return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
@@ -137,9 +140,9 @@ def test_two_ranks_save_in_every_layout(tmp_path: Path, world: World) -> None:
     for layout in ("rows", "columns", "replicated", "plain"):
         state = _state(mesh, layout)
         save(state, tmp_path / f"save-{layout}")
-        dcp.save(state, storage_writer=Writer(tmp_path / f"dcp-{layout}"))
+        dcp.save(state, storage_writer=Writer(tmp_path / f"dcp-{layout}"))  # type: ignore[attr-defined]
         through_dcp, through_load = _blank(state), _blank(state)
-        dcp.load(through_dcp, storage_reader=Reader(tmp_path / f"save-{layout}"))
+        dcp.load(through_dcp, storage_reader=Reader(tmp_path / f"save-{layout}"))  # type: ignore[attr-defined]
         load(through_load, tmp_path / f"dcp-{layout}")
         _assert_same(through_dcp, state)
         _assert_same(through_load, state)
@@ -151,6 +154,7 @@ def test_two_ranks_save_in_every_layout(tmp_path: Path, world: World) -> None:
         stored = sum(f.stat().st_size for f in (tmp_path / f"save-{layout}").glob("*.safetensors"))
         assert stored < logical + 16_000  # headers; nothing twice
     _check_interleaved_rows(world, mesh, tmp_path)
+    _check_sharded_tensors(world, mesh, tmp_path)
     sizes = [f.stat().st_size for f in (tmp_path / "save-plain").glob("*.safetensors")]
     assert len(sizes) == 2 and min(sizes) > 0.3 * sum(sizes)  # both ranks write what both have
     _check_one_rank_alone(world, tmp_path)
@@ -175,6 +179,110 @@ def _check_one_rank_alone(world: World, tmp_path: Path) -> None:
             assert torch.equal(found["w"], state["w"])
         with pytest.raises(ArgumentError, match="not both"):
             load(found, tmp_path / "alone", group=dist.group.WORLD, no_dist=True)
+
+
+def _check_sharded_tensors(world: World, mesh: Any, tmp_path: Path) -> None:
+    """The predecessor of DTensor is saved and loaded like it, and one as the other."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard  # type: ignore[attr-defined]
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed.tensor import Shard
+
+    from torchrelay.checkpoint import load, save
+
+    whole = _values(torch.float32, 10, 6)
+    rows = whole[5 * world.rank :][:5]
+    place = ShardMetadata([5 * world.rank, 0], [5, 6], f"rank:{world.rank}/cpu")
+    sharded = init_from_local_shards([LocalShard(rows.clone(), place)], 10, 6)
+    save({"w": sharded}, tmp_path / "sharded")
+    (local,) = sharded.local_shards()
+    local.tensor.zero_()
+    load({"w": sharded}, tmp_path / "sharded")
+    assert torch.equal(local.tensor, rows)
+    columns = _sharded(torch.zeros(10, 6), mesh, [Shard(1)])
+    load({"w": columns}, tmp_path / "sharded")
+    assert torch.equal(columns.to_local(), whole.chunk(2, 1)[world.rank])
+
+
+@pytest.mark.processes(2)
+def test_checkpoints_that_dcp_wrote_on_two_ranks(tmp_path: Path, world: World) -> None:
+    """In every layout, read into every layout, by load and through DCP."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torchrelay.checkpoint import Reader, load
+
+    _start(world)
+    mesh = init_device_mesh("cpu", (2,))
+    for saved in ("rows", "columns", "replicated", "plain"):
+        dcp.save(_state(mesh, saved), checkpoint_id=tmp_path / saved)  # type: ignore[attr-defined]
+        for layout in ("rows", "columns", "replicated", "plain"):
+            expected = _state(mesh, layout)
+            through_load, through_dcp = _blank(expected), _blank(expected)
+            load(through_load, tmp_path / saved)
+            _assert_same(through_load, expected)
+            dcp.load(through_dcp, storage_reader=Reader(tmp_path / saved))  # type: ignore[attr-defined]
+            _assert_same(through_dcp, expected)
+
+
+@pytest.mark.processes(2)
+def test_safetensors_files_that_dcp_wrote_on_two_ranks(tmp_path: Path, world: World) -> None:
+    """Each rank's shards are in a file of its own; without one of them, nothing is loaded."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    from torchrelay.checkpoint import load
+    from torchrelay.errors import CorruptionError
+
+    _start(world)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {
+        "rows": (_values(torch.float32, 5, 6), Shard(0)),
+        "columns": (_values(torch.bfloat16, 6, 5), Shard(1)),
+        "one_row": (_values(torch.float64, 1, 3), Shard(0)),
+        "replicated": (_values(torch.int64, 7), Replicate()),
+    }
+    state = {key: _sharded(values, mesh, [at]) for key, (values, at) in whole.items()}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"), save_distributed=True)  # type: ignore[attr-defined]
+    dcp.save(state, storage_writer=writer)  # type: ignore[attr-defined]
+    found = {key: torch.zeros_like(values) for key, (values, _) in whole.items()}
+    load(found, tmp_path / "hf")
+    for key, (values, _) in whole.items():
+        assert torch.equal(found[key], values), key
+    dist.barrier()
+    if world.rank == 0:
+        (first,) = (tmp_path / "hf").glob("shard-00001-*")
+        first.unlink()
+    dist.barrier()
+    with pytest.raises(CorruptionError, match="the files of all ranks must"):
+        load({"columns": torch.zeros(6, 5, dtype=torch.bfloat16)}, tmp_path / "hf")
+
+
+@pytest.mark.processes(2)
+def test_an_asynchronous_save_of_dcp(tmp_path: Path, world: World) -> None:
+    """Through our writer, of CPU tensors that change before it has ended."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    from torchrelay.checkpoint import Writer, load, verify
+
+    _start(world)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = _values(torch.float32, 4000, 300)
+    state = {"w": _sharded(whole, mesh, [Shard(0)]), "plain": whole.clone()}
+    for step in range(2):
+        saving: Any = dcp.async_save(state, storage_writer=Writer(tmp_path / f"step-{step}"))  # type: ignore[attr-defined]
+        for value in state.values():
+            _local(value).add_(1)
+        saving.result()
+        verify(tmp_path / f"step-{step}")
+        found = {key: torch.zeros(4000, 300) for key in state}
+        load(found, tmp_path / f"step-{step}")
+        for key in state:
+            assert torch.equal(found[key], whole + step), key
 
 
 def _check_interleaved_rows(world: World, mesh: Any, tmp_path: Path) -> None:
@@ -225,7 +333,9 @@ def _save_for_others(world: World, tmp_path: str) -> None:
         save(_state(mesh, layout), f"{tmp_path}/save-{layout}", fsync=False)
 
 
-def test_saved_on_two_loads_on_one_three_and_four(tmp_path: Path, run_processes: Any) -> None:
+def test_saved_on_two_loads_on_one_three_and_four(
+    tmp_path: Path, run_processes: RunProcesses
+) -> None:
     saved = run_processes(_save_for_others, 2, tmp_path=str(tmp_path))
     assert all(result.ok for result in saved), [result.error for result in saved]
     for size, backend in ((1, "gloo"), (3, "gloo"), (4, "sml")):
@@ -240,7 +350,7 @@ class _Model(torch.nn.Module):
         self.down = torch.nn.Linear(14, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(torch.relu(self.up(x)))
 
 
 def _trained(mesh: Any, layout: str) -> tuple[Any, Any]:
@@ -304,25 +414,28 @@ def _load_trained(world: World, tmp_path: str) -> list[dict[str, bytes]]:
 
     _start(world)
     line = init_device_mesh("cpu", (world.size,))
+    square: Any = None
+    if world.size == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for saved in ("fsdp", "tp", "2d"):
-        for layout in ("fsdp", "plain"):
-            state = _whole_state(*_trained(line, layout))
-            for value in (
-                *state["model"].values(),
-                *state["optimizer"]["state"]["up.weight"].values(),
-            ):
-                (value.to_local() if hasattr(value, "to_local") else value).zero_()
+        for layout in ("tp", "2d") if world.size == 4 else ("fsdp", "plain"):
+            state = _whole_state(*_trained(square if layout == "2d" else line, layout))
+            moments = [v for of in state["optimizer"]["state"].values() for v in of.values()]
+            for value in (*state["model"].values(), *moments):
+                _local(value).zero_()
             load(state, f"{tmp_path}/{saved}")
             found.append(_bytes_of(state))
     return found
 
 
 @pytest.mark.timeout(300)
-def test_model_and_optimizer_under_fsdp_tp_and_both(tmp_path: Path, run_processes: Any) -> None:
+def test_model_and_optimizer_under_fsdp_tp_and_both(
+    tmp_path: Path, run_processes: RunProcesses
+) -> None:
     saved = run_processes(_train_and_save, 4, timeout_s=120, tmp_path=str(tmp_path))
     assert all(result.ok for result in saved), [result.error for result in saved]
-    for size in (1, 3):
+    for size in (1, 3, 4):
         loaded = run_processes(_load_trained, size, timeout_s=120, tmp_path=str(tmp_path))
         assert all(result.ok for result in loaded), [result.error for result in loaded]
         for found in loaded[0].value:
@@ -372,8 +485,8 @@ def test_an_error_on_one_rank_is_raised_on_every_rank(tmp_path: Path, world: Wor
     found = {"w": _sharded(torch.zeros(8, 4), mesh, [Shard(0)]), "b": torch.zeros(3)}
     with pytest.raises(CorruptionError, match="data-00001-00000"):
         load(found, tmp_path / "good")
-    with pytest.raises(dcp.CheckpointException, match="data-00001-00000"):
-        dcp.load(found, storage_reader=Reader(tmp_path / "good"))
+    with pytest.raises(dcp.CheckpointException, match="data-00001-00000"):  # type: ignore[attr-defined]
+        dcp.load(found, storage_reader=Reader(tmp_path / "good"))  # type: ignore[attr-defined]
     assert not found["w"].to_local().any() and not found["b"].any()
     with pytest.raises(CorruptionError):
         verify(tmp_path / "good")

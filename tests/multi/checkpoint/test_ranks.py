@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ from torchrelay.errors import (
     StorageError,
 )
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 
 def _start(world: World) -> None:
@@ -111,7 +114,7 @@ def test_damage_is_found_whoever_verifies_it(tmp_path: Path, world: World) -> No
         torch.zeros(torch.ones(columns).chunk(3)[world.rank].numel()).expand(rows, -1).contiguous()
     )
     state = {
-        "w": DTensor.from_local(local, mesh, [Shard(1)], shape=(rows, columns), stride=(columns, 1))
+        "w": DTensor.from_local(local, mesh, [Shard(1)], shape=(rows, columns), stride=(columns, 1))  # type: ignore[arg-type]
     }
     dist.barrier()
     (path,) = (tmp_path / "whole").glob("*.safetensors")
@@ -208,7 +211,7 @@ def _die_while_saving(world: World, folder: str) -> str:
     return "saved"
 
 
-def test_a_rank_that_dies_while_it_saves(tmp_path: Path, run_processes: Any) -> None:
+def test_a_rank_that_dies_while_it_saves(tmp_path: Path, run_processes: RunProcesses) -> None:
     from torchrelay.checkpoint import load, save, verify
 
     first, second = run_processes(_die_while_saving, 2, folder=str(tmp_path))

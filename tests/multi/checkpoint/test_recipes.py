@@ -1,28 +1,36 @@
-"""The recipes of docs/checkpoint.md run as they are printed: saved on one rank, loaded on two."""
+"""The examples of docs/checkpoint.md run as they are printed; the recipes save on one rank and load
+on two.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from torchrelay.world import World
 
+if TYPE_CHECKING:
+    from ranks import RunProcesses
+
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint.md"
 NEXT_JOB = "# the next job"
 
 
+def _examples(title: str) -> list[str]:
+    """The Python blocks printed between a heading that starts with ``title`` and the next one."""
+    sections = re.split(r"^##+ ", PAGE.read_text(), flags=re.MULTILINE)
+    (section,) = (section for section in sections if section.startswith(title))
+    return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+
 def _recipe(title: str) -> str:
-    """The code printed under a heading that starts with ``title``."""
-    found = re.search(
-        rf"^### {title}.*?^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert found is not None, title
-    return found[1]
+    (code,) = _examples(title)
+    return code
 
 
 def _names() -> dict[str, Any]:
@@ -122,8 +130,43 @@ def _load(world: World, folder: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_recipes_as_printed(tmp_path: Path, run_processes: Any) -> None:
+def test_recipes_as_printed(tmp_path: Path, run_processes: RunProcesses) -> None:
     pytest.importorskip("transformers")
     for function, size in ((_save, 1), (_load, 2)):
         results = run_processes(function, size, timeout_s=140, folder=str(tmp_path))
         assert all(result.ok for result in results), [result.error for result in results]
+
+
+def _small() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "torch": torch}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrelay.checkpoint._async import _state
+
+    monkeypatch.chdir(tmp_path)
+    names = _small()
+    weight = names["model"].weight
+    expected = weight.detach().clone()
+    first, asynchronous = _examples("Minimal example")
+    exec(first, names)
+    try:
+        exec(asynchronous, names)
+    finally:
+        _state.close()
+    assert not torch.equal(weight, expected)  # the optimizer has stepped since
+    names["load"]({"model": names["model"]}, names["latest"]("ckpt"))
+    assert torch.equal(weight, expected)
+
+    names["state"] = {"w": torch.ones(3)}
+    exec(_recipe("From DCP"), names)
+    for step in _examples("From `torch.save`"):
+        exec(step, names)
+    assert sorted(path.name for path in tmp_path.glob("model*")) == ["model", "model.pt"]

@@ -34,7 +34,7 @@ class _Counting(torch.nn.Linear):
 def _trained(seed: int) -> dict[str, Any]:
     """A model after two steps, and all that its training loop must save to go on."""
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), _Counting(6, 2))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), _Counting(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + seed, momentum=0.9)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
@@ -47,7 +47,7 @@ def _trained(seed: int) -> dict[str, Any]:
         scaler.update()
         scheduler.step()
         average.update_parameters(model)
-        model[2].calls += 1  # type: ignore[operator]
+        model[2].calls += 1
     return {
         "model": model,
         "optimizer": optimizer,
@@ -87,7 +87,7 @@ def test_compiled_and_activation_checkpointed_modules(tmp_path: Path) -> None:
     apply_activation_checkpointing(
         wrapped, check_fn=lambda module: isinstance(module, torch.nn.Linear)
     )
-    compiled = torch.compile(copy.deepcopy(plain), backend="eager")
+    compiled: Any = torch.compile(copy.deepcopy(plain), backend="eager")
     blank = _trained(1)["model"]
 
     save(wrapped, tmp_path / "wrapped")  # its keys are those of the module inside
@@ -96,7 +96,7 @@ def test_compiled_and_activation_checkpointed_modules(tmp_path: Path) -> None:
 
     blank = _trained(1)["model"]
     save(get_model_state_dict(compiled), tmp_path / "compiled")  # as DCP names its keys
-    load(get_model_state_dict(torch.compile(blank, backend="eager")), tmp_path / "compiled")
+    load(get_model_state_dict(torch.compile(blank, backend="eager")), tmp_path / "compiled")  # type: ignore[arg-type]
     assert torch.equal(blank[0].weight, plain[0].weight)
 
     blank = _trained(1)["model"]
@@ -112,9 +112,9 @@ def test_writers_and_readers_are_pickled_and_used_again(tmp_path: Path) -> None:
     writer: Writer = pickle.loads(pickle.dumps(Writer(tmp_path / "a", threads=1)))
     reader: Reader = pickle.loads(pickle.dumps(Reader(verify="header")))
     for step, path in enumerate(("a", "b")):
-        dcp.save({"step": step}, storage_writer=writer, checkpoint_id=tmp_path / path)
+        dcp.save({"step": step}, storage_writer=writer, checkpoint_id=tmp_path / path)  # type: ignore[attr-defined]
         found = {"step": None}
-        dcp.load(found, storage_reader=reader, checkpoint_id=tmp_path / path)
+        dcp.load(found, storage_reader=reader, checkpoint_id=tmp_path / path)  # type: ignore[attr-defined]
         assert found == {"step": step}
     pickle.dumps((writer, reader))  # nothing of a save or load is left in them
 

@@ -8,22 +8,45 @@ import json
 import math
 import os
 import pickle
+import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 
 from torchrelay import _native
 from torchrelay.checkpoint import latest, load, save, verify
+from torchrelay.checkpoint._local import LocalFolder
+from torchrelay.checkpoint._types import DTYPES
 from torchrelay.checkpoint._values import decode, encode
 from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError
 
 
-def test_crc32c_has_the_check_value_and_takes_pieces() -> None:
+def _crc32c_by_definition(data: bytes) -> int:
+    """The remainder of polynomial division, bit by bit (RFC 3720, appendix B.4)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def test_crc32c_is_that_of_the_definition() -> None:
     assert _native.crc32c(b"123456789") == 0xE3069283
+    data = random.Random(0).randbytes(40_000)
+    # Below, at and above the length at which three streams are interleaved; at odd addresses.
+    for start, size in ((0, 0), (1, 1), (3, 7), (1, 4096), (5, 12_287), (0, 12_288), (7, 30_011)):
+        part = data[start : start + size]
+        assert _native.crc32c(memoryview(data)[start : start + size]) == _crc32c_by_definition(part)
+
+
+def test_crc32c_takes_pieces() -> None:
     data = os.urandom(70_001)
     assert _native.crc32c(data[1000:], _native.crc32c(data[:1000])) == _native.crc32c(data)
     blocks = _native.crc32c_blocks(data, 65_536)
@@ -99,6 +122,73 @@ def test_safetensors_reads_what_we_write_at_aligned_addresses(tmp_path: Path) ->
     assert all(torch.equal(again[key], state[key]) for key in state)
 
 
+def test_a_file_that_ends_while_it_is_verified_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(2500))
+    with closing(LocalFolder(str(tmp_path))) as folder:
+        whole = folder.checksums("data", 0, 2500, 1000)
+        assert whole == _native.crc32c_blocks(bytes(2500), 1000)
+        with pytest.raises(CorruptionError, match="data: the file ends at byte 2500, 700 bytes"):
+            folder.checksums("data", 100, 3100, 1000)
+
+
+def _random_bits(name: str, *shape: int) -> torch.Tensor:
+    dtype = DTYPES[name]
+    data = random.Random(1).randbytes(math.prod(shape) * dtype.itemsize)
+    if name == "bool":
+        data = bytes(byte & 1 for byte in data)
+    raw = torch.tensor(list(data), dtype=torch.uint8)
+    return raw.view(getattr(torch, name)).reshape(shape)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_keeps_its_bits(name: str, tmp_path: Path) -> None:
+    """Any bits, NaNs among them; contiguous, transposed and 0-dimensional."""
+    state = {
+        "whole": _random_bits(name, 6, 10),
+        "transposed": _random_bits(name, 3, 7).t(),
+        "scalar": _random_bits(name, 1).reshape(()),
+        "empty": _random_bits(name, 0, 4),
+    }
+    save(state, tmp_path / "x", fsync=False)
+    found = {key: torch.zeros_like(value) for key, value in state.items()}
+    load(found, tmp_path / "x")
+    for key, value in state.items():
+        assert found[key].dtype is value.dtype and found[key].shape == value.shape
+        if value.numel():
+            assert _bits(found[key]) == _bits(value), key
+
+    # The safetensors package agrees on the type and finds the same bytes.
+    data = (tmp_path / "x" / "data-00000-00000.safetensors").read_bytes()
+    stored = dict(safetensors.deserialize(data))["whole"]
+    assert bytes(stored["data"]) == _bits(state["whole"])
+    dtype = DTYPES[name]
+    assert stored["shape"] == ([6, 10] if dtype.width == 1 else [6, 10, dtype.width])
+
+
+def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chunk that holds a whole tensor, a reader of some rows reads these rows."""
+    whole = torch.randn(64, 1000)
+    save({"weight": whole}, tmp_path / "x")
+    read: list[int] = []
+    real_read = LocalFolder.read
+
+    def counted(self: LocalFolder, name: str, offset: int, into: memoryview) -> None:
+        if name.endswith(".safetensors"):
+            read.append(len(into))
+        real_read(self, name, offset, into)
+
+    monkeypatch.setattr(LocalFolder, "read", counted)
+    target = deferred_init(torch.nn.Linear, 1000, 64, bias=False)
+    load(target, tmp_path / "x", shard=lambda name, tensor: (slice(16, 20),), verify="none")
+    assert torch.equal(target.weight, whole[16:20])
+    assert sum(read) == 4 * 1000 * 4
+
+
 def test_safetensors_files_of_others_are_read(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(4, 4), "b": torch.ones(3, dtype=torch.bfloat16)}
     (tmp_path / "sharded").mkdir()
@@ -117,7 +207,7 @@ def test_safetensors_files_of_others_are_read(tmp_path: Path) -> None:
 
 
 def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(
+    model: Any = torch.nn.Sequential(
         torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 100, bias=False)
     )
     model[1].weight = model[0].weight
@@ -236,9 +326,13 @@ def test_progress_and_replacement(tmp_path: Path) -> None:
 
 
 def test_an_fsspec_url(tmp_path: Path) -> None:
-    import fsspec
+    import fsspec  # type: ignore[import-untyped]
 
-    state = {"a": torch.randn(1000, 300), "c": torch.ones(3, dtype=torch.uint8), "b": [1, (2,)]}
+    state: dict[str, Any] = {
+        "a": torch.randn(1000, 300),
+        "c": torch.ones(3, dtype=torch.uint8),
+        "b": [1, (2,)],
+    }
     for step in range(3):
         save({**state, "step": step}, f"memory://bucket/run/step-{step}", keep=2)
     fs = fsspec.filesystem("memory")
@@ -246,7 +340,7 @@ def test_an_fsspec_url(tmp_path: Path) -> None:
     path = latest("memory://bucket/run")
     assert path == "memory://bucket/run/step-2"
     verify(path)
-    found = {
+    found: dict[str, Any] = {
         "a": torch.zeros(1000, 300),
         "c": torch.zeros(3, dtype=torch.uint8),
         "b": None,
@@ -273,19 +367,19 @@ def test_dcp_checkpoint_id_and_keep(tmp_path: Path) -> None:
 
     writer = Writer(keep=1)
     for step in range(2):
-        dcp.save(
+        dcp.save(  # type: ignore[attr-defined]
             {"w": torch.full((3,), step)},
             storage_writer=writer,
             checkpoint_id=tmp_path / f"step-{step}",
         )
     assert os.listdir(tmp_path) == ["step-1"]
     state = {"w": torch.zeros(3, dtype=torch.int64)}
-    dcp.load(state, storage_reader=Reader(), checkpoint_id=tmp_path / "step-1")
+    dcp.load(state, storage_reader=Reader(), checkpoint_id=tmp_path / "step-1")  # type: ignore[attr-defined]
     assert state["w"].tolist() == [1, 1, 1]
-    with pytest.raises(dcp.CheckpointException, match="has no path"):
-        dcp.save({"w": 1}, storage_writer=Writer())
-    with pytest.raises(dcp.CheckpointException, match="tensor 'w' is int64"):
-        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path / "step-1"))
+    with pytest.raises(dcp.CheckpointException, match="has no path"):  # type: ignore[attr-defined]
+        dcp.save({"w": 1}, storage_writer=Writer())  # type: ignore[attr-defined]
+    with pytest.raises(dcp.CheckpointException, match="tensor 'w' is int64"):  # type: ignore[attr-defined]
+        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path / "step-1"))  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -296,14 +390,19 @@ def test_checkpoints_of_dcp_are_read_and_their_pickles_not_run(tmp_path: Path) -
 
     whole = torch.arange(40.0).reshape(8, 5)
     state: dict[str, Any] = {
-        "model": {"w": torch.randn(50, 30), "half": torch.randn(7).bfloat16(), "view": whole[3:6]},
+        "model": {
+            "w": torch.randn(50, 30),
+            "half": torch.randn(7).bfloat16(),
+            "view": whole[3:6],
+            "turned": whole.t(),
+        },
         "step": torch.tensor(3),
         "values": [1, "two"],
     }
-    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")  # type: ignore[attr-defined]
     for read in (
         lambda found: load(found, tmp_path / "dcp"),
-        lambda found: dcp.load(found, storage_reader=Reader(tmp_path / "dcp")),
+        lambda found: dcp.load(found, storage_reader=Reader(tmp_path / "dcp")),  # type: ignore[attr-defined]
     ):
         found: dict[str, Any] = {
             "model": {key: torch.zeros_like(value) for key, value in state["model"].items()},
