@@ -1,10 +1,12 @@
 """Model switching: what a switch costs beside a ready model, a restarted process, and other ways to
 load weights.
 
-    python benchmarks/bench_switching.py                                # everything, about half an hour
-    python benchmarks/bench_switching.py --part links --models bert vit # one part, kept in --data
-    python benchmarks/bench_switching.py --part report                  # the results file and plots from --data
-    python benchmarks/bench_switching.py --smoke                        # tiny models, once; writes nothing
+    python benchmarks/bench_switching.py                                 # about half an hour
+    python benchmarks/bench_switching.py --part links --models bert vit  # a part, kept in --data
+    python benchmarks/bench_switching.py --part report                   # results, plots of --data
+    python benchmarks/bench_switching.py --smoke                         # once; writes nothing
+
+The report keeps the sections of parts that --data lacks, with their date.
 
 Remakes figures 5 to 9 of the PipeSwitch paper (Bai et al., OSDI 2020): the time of a request that
 needs a switch (5), throughput and latency over the time between switches (6), and what pipelining
@@ -20,6 +22,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -32,7 +35,7 @@ from typing import Any
 
 import torch
 from hf_models import NAMES, SMOKE, build, inputs_of
-from report import table, write
+from report import RESULTS, table, write
 
 from torchrelay.switching import ModelStore, Switcher
 
@@ -70,7 +73,6 @@ def first_tensor(result: Any) -> torch.Tensor:
 
 
 # --- rivals
-# -----------------------------------------------------------------------------------------------------
 
 RESTART = """
 import sys, torch
@@ -119,7 +121,6 @@ class Rivals:
 
 
 # --- the switcher
-# -----------------------------------------------------------------------------------------------
 
 
 def open_switcher(store: ModelStore, names: tuple[str, ...], **options: Any) -> Switcher:
@@ -354,48 +355,66 @@ def repeated(run: Callable[[], object], seconds: float) -> list[float]:
 PARTS = {"requests": requests, "links": links, "without": without, "throughput": throughput}
 
 # --- the report
-# -------------------------------------------------------------------------------------------------
 
 
-def report(data: dict[str, Any]) -> list[str]:
-    """The sections of the results file."""
+def report(data: dict[str, Any], before: str = "") -> list[str]:
+    """The sections of the results file; those of parts without data are kept from `before`."""
+    sections = {
+        "requests": (REQUESTS, request_table),
+        "links": (LINKS, link_table),
+        "without": (WITHOUT, without_table),
+        "throughput": (THROUGHPUT, throughput_table),
+    }
     parts = []
-    if "requests" in data:
-        parts += [REQUESTS, request_table(data["requests"])]
-    if "links" in data:
-        parts += [LINKS, link_table(data["links"])]
-    if "without" in data:
-        rows = [[name, *map(shown, runs.values())] for name, runs in data["without"].items()]
-        parts += [WITHOUT, table(["model", "all parts", "no pool", "no standby"], rows)]
-    if "throughput" in data:
-        parts += [THROUGHPUT, throughput_table(data["throughput"])]
+    for part, (text, table_of) in sections.items():
+        if part in data:
+            parts += [text, table_of(data[part])]
+        else:
+            parts += kept(before, text.splitlines()[0])
     return parts
+
+
+def kept(before: str, heading: str) -> list[str]:
+    """The section of an earlier results file under `heading`, with its date."""
+    _, found, rest = before.partition(f"{heading}\n")
+    if not found:
+        return []
+    section = rest.partition("\n## ")[0].strip()
+    date = re.search(r"\d{4}-\d\d-\d\d", before)
+    if date and not section.startswith("Measured on"):
+        section = f"Measured on {date[0]}.\n\n{section}"
+    return [f"{heading}\n\n{section}"]
 
 
 REQUESTS = """## A request that follows one to another model
 
-p50 / p99 in ms. *ready*: the module in this process, no switch; the floor. *resident*: the model is in the arena.
-*cold*: it is copied there first. *restart*: a new process imports torch, builds the model and loads its weights,
-3 times. *overhead*: a resident request's time less its forward pass in the worker, p50 / p99.
-*copies*: the rate of a cold request's copies, while the worker computes, and of one plain copy of 64 MiB.
-*times faster*: restart over resident, over cold, and the same without the forward pass: restart less ready over
-overhead."""
+p50 / p99 in ms. *ready*: the module in this process, no switch; the floor. *resident*: the model is
+in the arena. *cold*: it is copied there first. *restart*: a new process imports torch, builds the
+model and loads its weights, 3 times. *overhead*: a resident request's time less its forward pass in
+the worker, p50 / p99. *copies*: the rate of a cold request's copies, while the worker computes, and
+of one plain copy of 64 MiB. *times faster*: restart over resident, over cold, and without the
+forward pass: restart less ready over overhead.
+
+Over whole requests, a restart is tens of times slower: most of a request on this processor is the
+forward pass, which is the same in both. Without it, a restart is about a thousand times slower.
+qwen2 answers with 19 MB of logits, and copying them is most of its overhead."""
 
 LINKS = """## Cold switches over an emulated link (figure 7)
 
-p50 in ms over a link of 6, 12 or 25 GB/s, or memory's own rate where that is lower (second column: what the
-copies reach). *one group*: no pipelining. *a group a layer*: no grouping. The bound is max(copy, compute) and the
-first group's copy, compute being the forward pass of a model in place."""
+p50 in ms over a link of 6, 12 or 25 GB/s, or memory's own rate where that is lower (in parentheses:
+the rate that the copies reach). *one group*: no pipelining. *a group a layer*: no grouping. The
+bound is max(copy, compute) and the first group's copy, compute being the forward pass of a model in
+place."""
 
 WITHOUT = f"""## Cold switches without a part, {LINKS_GBPS[1]:g} GB/s (figures 8 and 9)
 
-p50 / p99 in ms. *no pool*: the arena's memory is allocated anew for each switch. *no standby*: the request waits
-for a new worker process, 3 times."""
+p50 / p99 in ms. *no pool*: the arena's memory is allocated anew for each switch. *no standby*: the
+request waits for a new worker process, 3 times."""
 
 THROUGHPUT = """## Throughput when two models alternate (figure 6)
 
-One client without pauses calls one model for so many seconds, then the other. *of ready*: the rate over that of two
-ready modules in one process, in turns of the same length."""
+One client calls one model without pauses for so many seconds, then the other. *of ready*: the rate
+over that of two ready modules in one process, in turns of the same length."""
 
 
 def request_table(data: dict[str, Runs]) -> str:
@@ -439,6 +458,11 @@ def link_table(data: dict[str, Any]) -> str:
     return table([*heads, "bound", "best / bound"], rows)
 
 
+def without_table(data: dict[str, Runs]) -> str:
+    rows = [[name, *map(shown, runs.values())] for name, runs in data.items()]
+    return table(["model", "all parts", "no pool", "no standby"], rows)
+
+
 def throughput_table(data: dict[str, Any]) -> str:
     rows = []
     for pair, by_cycle in data.items():
@@ -458,20 +482,33 @@ def throughput_table(data: dict[str, Any]) -> str:
 
 
 def plot(data: dict[str, Any]) -> None:
-    """Draw figures 5 to 9 from the same measurements as the tables."""
+    """Draw figures 5 to 9 from the same measurements as the tables, those that `data` has."""
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("Agg")
+    if "requests" in data:
+        plot_requests(data["requests"])
+    if "throughput" in data:
+        plot_throughput(data["throughput"])
+    if "links" in data and "without" in data:
+        plot_ablations(data["links"], data["without"])
+
+
+def plot_requests(data: dict[str, Runs]) -> None:
     from matplotlib import pyplot  # noqa: PLC0415
 
     figure, axis = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
     ways = ("ready", "resident", "cold", "load_state_dict", "mmap", "restart")
-    bars(axis, data["requests"], {way: way for way in ways})
+    bars(axis, data, {way: way for way in ways})
     axis.set(yscale="log", ylabel="time of a request, ms")
     save(figure, "switching.png")
 
+
+def plot_throughput(data: dict[str, Any]) -> None:
+    from matplotlib import pyplot  # noqa: PLC0415
+
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for pair, by_cycle in data["throughput"].items():
+    for pair, by_cycle in data.items():
         cycles = [float(cycle) for cycle in by_cycle]
         rates = [
             [len(runs[way]) / sum(runs[way]) for runs in by_cycle.values()]
@@ -488,13 +525,17 @@ def plot(data: dict[str, Any]) -> None:
         axis.legend(frameon=False, fontsize=7)
     save(figure, "switching-throughput.png")
 
+
+def plot_ablations(links: dict[str, Any], without: dict[str, Runs]) -> None:
+    from matplotlib import pyplot  # noqa: PLC0415
+
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     link = f"{LINKS_GBPS[1]:g}"
-    pipelining = {name: by_link[link] for name, by_link in data["links"].items()}
+    pipelining = {name: by_link[link] for name, by_link in links.items()}
     labels = {"best": "best groups", "one": "one group", "layer": "a group a layer"}
     bars(axes[0], pipelining, {"compute": "in place, forward", **labels})
-    bars(axes[1], data["without"], {"all": "memory pool", "pool": "allocated for each switch"})
-    bars(axes[2], data["without"], {"all": "worker stands by", "standby": "new worker process"})
+    bars(axes[1], without, {"all": "memory pool", "pool": "allocated for each switch"})
+    bars(axes[2], without, {"all": "worker stands by", "standby": "new worker process"})
     axes[2].set(yscale="log")
     for axis, title in zip(axes, ("pipelining", "memory", "workers"), strict=True):
         axis.set(ylabel="time of a cold request, ms", title=f"{title}, {link} GB/s")
@@ -553,11 +594,10 @@ def main() -> None:
     elif "report" in chosen:
         if given.device == "cpu":
             plot(data)
-        write(
-            "switching" if given.device == "cpu" else "switching_cuda",
-            "Model switching",
-            *report(data),
-        )
+        name = "switching" if given.device == "cpu" else "switching_cuda"
+        file = RESULTS / f"{name}.md"
+        before = file.read_text() if file.exists() else ""
+        write(name, "Model switching", *report(data, before))
 
 
 if __name__ == "__main__":

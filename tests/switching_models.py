@@ -18,6 +18,9 @@ class Mixed(nn.Module):
     layer.
     """
 
+    mask: torch.Tensor
+    scale: torch.Tensor
+
     def __init__(self, width: int = 32, vocabulary: int = 50) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
@@ -68,7 +71,9 @@ class Slow(nn.Module):
 
 
 class Faulty(nn.Module):
-    """Raises, kills its process, writes to its weights, or returns too much, as its input says."""
+    """Raises, kills its process, writes to its weights, returns too much or no tensor, or breaks
+    the device, as its input says.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +92,14 @@ class Faulty(nn.Module):
             return torch.zeros(64 << 20)
         if choice == 5:
             return "no tensor"
+        if choice == 6:  # as an illegal access does: every later call on the device fails too
+            torch.cuda.synchronize = _broken
+            _broken()
         return y
+
+
+def _broken(device: object = None) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 class Autocast(nn.Module):
@@ -105,10 +117,14 @@ class Autocast(nn.Module):
 
 
 class Training:
-    """A task with dropout, momentum and data drawn from three generators."""
+    """A task with dropout, momentum and data drawn from three generators.
 
-    def __init__(self, pace_s: float = 0.0) -> None:
+    It sleeps `pace_s` after each step, if a file is named only while that exists.
+    """
+
+    def __init__(self, pace_s: float = 0.0, while_exists: str = "") -> None:
         self.pace_s = pace_s
+        self.while_exists = while_exists
         self.model = torch.nn.Sequential(
             torch.nn.Linear(8, 16),
             torch.nn.Dropout(0.5),
@@ -122,7 +138,8 @@ class Training:
         self.optimizer.zero_grad()
         self.model(x).square().mean().backward()
         self.optimizer.step()
-        time.sleep(self.pace_s)
+        if not self.while_exists or os.path.exists(self.while_exists):
+            time.sleep(self.pace_s)
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -163,7 +180,7 @@ def autocast() -> nn.Module:
 def compiled() -> nn.Module:
     """A module compiled by Dynamo, without a C++ compiler."""
     module: Any = torch.compile(Chain(depth=2), backend="eager")
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 def lethal(builder: int) -> nn.Module:

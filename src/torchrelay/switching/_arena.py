@@ -98,12 +98,14 @@ class Arena:
         if attempt is None:
             return None
         blocks, offsets = attempt
-        kept = {(block.model, block.group) for block in blocks}
-        evicted = [
-            (block.model, block.group)
-            for block in self._blocks
-            if block.model and (block.model, block.group) not in kept
-        ]
+        evicted: list[tuple[str, int]] = []
+        if blocks is not self._blocks:  # some groups were not in place
+            kept = {(block.model, block.group) for block in blocks}
+            evicted = [
+                (block.model, block.group)
+                for block in self._blocks
+                if block.model and (block.model, block.group) not in kept
+            ]
         self._blocks = blocks
         for other, group in evicted:
             self._drop(other, group)

@@ -69,7 +69,7 @@ class Catalog:
         """
         whole = Grouped.one_group(model.layout)
         arena_bytes = self._residency.arena.size_bytes
-        if sum(whole.sizes()) > arena_bytes:
+        if sum(whole.sizes) > arena_bytes:
             raise CapacityError(
                 f"model {model.name!r} takes {model.size_bytes} bytes, the arena has "
                 f"{arena_bytes}; start with larger arena_bytes"

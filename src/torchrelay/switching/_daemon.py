@@ -37,7 +37,6 @@ from torchrelay.switching._scheduler import TrainingScheduler
 from torchrelay.switching._served import Served
 from torchrelay.switching._store import StoredModel
 from torchrelay.switching._tasks import Task
-from torchrelay.switching._wire import pack, unpack
 
 __all__ = ["Daemon", "Options"]
 
@@ -225,6 +224,7 @@ class Daemon:
         worker.request_id = request.request_id
         if worker.loaded.get(request.model) != served.key:
             self.catalog.send_build(worker, served)
+        buffer, descriptors = worker.buffers.announce()
         worker.send(
             {
                 "op": "profile" if request.profiling else "infer",
@@ -232,9 +232,11 @@ class Daemon:
                 "model": request.model,
                 "offsets": pinned.offsets,
                 "missing": pinned.missing,
-                "inputs": pack(worker.requests, request.inputs, 0),
+                "buffer": buffer,
+                "inputs": worker.buffers.current.write(request.inputs, 0),
                 "outputs_at": _packed_bytes(request.inputs),
-            }
+            },
+            descriptors,
         )
 
     def _prefetch(self, running: str) -> None:
@@ -282,11 +284,7 @@ class Daemon:
             return
         elif self.running is not None and worker is self.running[1]:
             request = self.running[0]
-            if message["id"] != request.request_id:
-                return
-            if operation == "started":  # a worker that dies before costs the request no attempt
-                request.attempts += 1
-            else:
+            if message["id"] == request.request_id:
                 self._on_result(request, worker, message)
 
     def _on_arrived(self, model: str) -> None:
@@ -324,7 +322,7 @@ class Daemon:
         reply = Reply(
             request.model,
             served.model.version if served is not None else 0,
-            unpack(worker.requests, message["outputs"]),
+            worker.buffers.take(message["outputs"]),
             queue_s=request.started - request.arrived,
             switch_s=request.first_group - request.started + message["bind_s"],
             compute_s=message["compute_s"],
@@ -363,6 +361,8 @@ class Daemon:
             request = self.running[0]
             self.running = None
             self.residency.unpin(request.model)
+            # A worker that dies before it starts the request costs the request no attempt.
+            request.attempts += worker.buffers.current.started == request.request_id
             self._retry(
                 request, f"worker {worker.pid} {reason} while it ran model {request.model!r}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torchrelay.switching._contract import align
@@ -48,11 +49,11 @@ class Grouped:
         )
         return cls(layout, groups, _waits(layout, profile, groups), best.time_s)
 
-    def sizes(self) -> list[int]:
-        """Return the bytes that each group takes in an arena."""
-        return [
-            sum(align(self.layout.storages[storage]) for storage in group) for group in self.groups
-        ]
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes that each group takes in an arena."""
+        storages = self.layout.storages
+        return tuple(sum(align(storages[one]) for one in group) for group in self.groups)
 
     def places(self, group: int) -> list[tuple[int, int]]:
         """Return (storage, offset in bytes from the start of the group) for the storages of

@@ -78,7 +78,8 @@ class HostLink:
 
     def start(self, copies: list[Copy]) -> Callable[[], None]:
         """Return the copy, which runs in the thread that waits for it."""
-        return lambda: self._copy(copies)
+        queued_s = time.perf_counter()
+        return lambda: self._copy(copies, queued_s)
 
     def register(self, source: torch.Tensor) -> None:
         """Do nothing: host memory needs no preparation."""
@@ -89,15 +90,13 @@ class HostLink:
     def close(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)  # a tensor keeps the arena mapped
 
-    def _copy(self, copies: list[Copy]) -> None:
-        start = time.perf_counter()
+    def _copy(self, copies: list[Copy], queued_s: float) -> None:
         for copy in copies:
             self._arena.narrow(0, copy.offset_bytes, copy.source.numel()).copy_(copy.source)
         if self._bytes_per_s:
             size_bytes = sum(copy.source.numel() for copy in copies)
-            self._free_at_s = max(self._free_at_s, start) + size_bytes / self._bytes_per_s
-            # Sleeping late is caught up by the next copy, as its start is the link's, not the
-            # thread's.
+            # What a thread that wakes late loses, the next copy makes up: it was queued before.
+            self._free_at_s = max(self._free_at_s, queued_s) + size_bytes / self._bytes_per_s
             time.sleep(max(0.0, self._free_at_s - time.perf_counter()))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +57,12 @@ def create_app(
         entries: the models that clients may load by name.
         request_bytes: the most that a request body's tensors may take.
     """
-    app = FastAPI(
-        title="torchrelay", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan
-    )
+    app = FastAPI(title="torchrelay", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(TorchRelayError, _on_error)
     server = _Server(switcher, store, entries, request_bytes)
     for method, path, endpoint in server.routes():
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     return app
-
-
-@asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    yield
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

@@ -12,13 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-import torch
-
 from torchrelay import telemetry
-from torchrelay.buffers import Segment
 from torchrelay.errors import PeerLostError
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._channel import Channel, Message
+from torchrelay.switching._request_buffer import BufferPool
 
 __all__ = ["WorkerProcess"]
 
@@ -26,21 +24,22 @@ PROGRAM = ["-m", "torchrelay.switching._worker"]
 
 
 class WorkerProcess:
-    """A started worker: its process, channel and request buffer. Everything else is the daemon's
+    """A started worker: its process, channel and request buffers. Everything else is the daemon's
     state.
     """
 
     def __init__(self, cache: SharedCache, request_bytes: int, threads: int, workers: int) -> None:
         """Start a process, one of `workers` that share the device."""
+        self.buffers = BufferPool(request_bytes)
+        requests = self.buffers.current.descriptor
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         arena = cache.export(read_only=True)
-        segment = Segment.create(request_bytes, "torchrelay-requests")
         try:
             # The command line names inherited descriptors.
             arguments = {
                 "channel": theirs.fileno(),
                 "arena": arena,
-                "requests": segment.fd,
+                "requests": requests,
                 "threads": threads,
                 "workers": workers,
                 "cache": json.dumps(cache.describe(read_only=True)),
@@ -50,7 +49,7 @@ class WorkerProcess:
                 command += [f"--{name}", str(value)]
             self.process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno(), arena, segment.fd],
+                pass_fds=[theirs.fileno(), arena, requests],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -61,7 +60,6 @@ class WorkerProcess:
             theirs.close()
             os.close(arena)
         self.channel = Channel(ours)
-        self.requests: torch.Tensor = segment.tensor((segment.size_bytes,), torch.uint8)
         self.started = time.monotonic()
         self.ready = False
         self.loading = ""  # the model whose modules it is building
@@ -97,7 +95,6 @@ class WorkerProcess:
             self.process.kill()
         self.process.wait()
         self.channel.close()
-        self.requests = torch.empty(0, dtype=torch.uint8)  # a tensor keeps the buffer mapped
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the process to end, for at most `timeout_s`."""

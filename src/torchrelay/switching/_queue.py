@@ -20,7 +20,11 @@ __all__ = ["Reply", "Request", "RequestQueue"]
 
 @dataclass(frozen=True)
 class Reply:
-    """The outputs of one request, with its times."""
+    """The outputs of one request, with its times.
+
+    Large outputs lie in memory shared with a worker, which does not use it while a tensor over it
+    exists. Clone what is kept for long.
+    """
 
     model: str
     version: int

@@ -71,7 +71,7 @@ class Residency:
         job = self._copies.get(name)
         if job is not None and job.cancelled:
             return None
-        sizes = served.grouped.sizes()
+        sizes = served.grouped.sizes
         placement = self.arena.reserve(name, sizes, priority=served.priority)
         if placement is None:
             return None

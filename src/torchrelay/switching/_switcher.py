@@ -70,7 +70,8 @@ class Switcher(Resource):
             workers: processes; one more than one is a standby.
             link_gbps: on the CPU, the rate in GB/s of an emulated link to the arena; 0 is memory's
                 own.
-            request_bytes: the most that one request's inputs and outputs take together.
+            request_bytes: the most that one request's inputs and outputs take together. Host
+                memory: at most four times as much for each worker.
             queue_limit: the most requests that wait; more raise OverloadedError.
             client_limit: the most requests that wait for one named client.
             run_timeout_s: the most that one request computes before its worker is ended.
@@ -106,16 +107,16 @@ class Switcher(Resource):
                 self._link,
                 costs,
                 Options(
-                    workers,
-                    align(request_bytes),
-                    queue_limit,
-                    client_limit,
-                    run_timeout_s,
-                    start_timeout_s,
-                    prefetch,
-                    grouping,
-                    threads,
-                    profile_folder,
+                    workers=workers,
+                    request_bytes=align(request_bytes),
+                    queue_limit=queue_limit,
+                    client_limit=client_limit,
+                    run_timeout_s=run_timeout_s,
+                    start_timeout_s=start_timeout_s,
+                    prefetch=prefetch,
+                    grouping=grouping,
+                    threads=threads,
+                    profiles=profile_folder,
                 ),
             )
         except BaseException:

@@ -121,7 +121,7 @@ def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
 
 def encode(
     tensors: Mapping[str, torch.Tensor], binary: Iterable[str] | bool
-) -> tuple[list[dict[str, Any]], list[bytes]]:
+) -> tuple[list[dict[str, Any]], list[memoryview]]:
     """Return the protocol's entries for `tensors` and the bytes of those that are `binary`."""
     names = set(tensors) if binary is True else set(binary or ())
     entries, raw = [], []
@@ -132,7 +132,8 @@ def encode(
             "shape": list(tensor.shape),
         }
         if name in names:
-            raw.append(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            # A view: whoever joins the parts copies them, once.
+            raw.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
             entry["data"] = tensor.flatten().tolist()

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from torchrelay.buffers import Segment
 from torchrelay.errors import CapacityError, ModelError, PeerLostError
 from torchrelay.switching import _training
 from torchrelay.switching._cache import SharedCache
@@ -29,7 +28,7 @@ from torchrelay.switching._factory import Factory
 from torchrelay.switching._groups import Grouped
 from torchrelay.switching._layout import Binding, Layout
 from torchrelay.switching._profile import profile_module
-from torchrelay.switching._wire import pack, unpack
+from torchrelay.switching._request_buffer import RequestBuffer
 
 __all__ = ["main"]
 
@@ -69,9 +68,9 @@ class _Loaded:
 class Worker:
     """The state of a worker process."""
 
-    def __init__(self, channel: Channel, cache: SharedCache, requests: Segment) -> None:
+    def __init__(self, channel: Channel, cache: SharedCache, buffer: RequestBuffer) -> None:
         self._channel = channel
-        self._requests = requests.tensor((requests.size_bytes,), torch.uint8)
+        self._buffers = [buffer]
         self._arena = cache.tensor((cache.size_bytes,), torch.uint8)
         self._device = cache.device
         self._models: dict[str, _Loaded] = {}
@@ -116,35 +115,34 @@ class Worker:
     def _unload(self, message: Message, _: list[int]) -> None:
         self._models.pop(message["model"], None)
 
-    def _infer(self, message: Message, _: list[int]) -> None:
+    def _infer(self, message: Message, descriptors: list[int]) -> None:
+        buffer = self._start(message, descriptors)
         with self._reporting(message):
-            self._channel.send({"op": "started", "id": message["id"]})
             loaded = self._models[message["model"]]
             start = time.perf_counter()
             loaded.bind(self._arena, message["offsets"])
-            inputs = unpack(self._requests, message["inputs"])
+            inputs = buffer.read(message["inputs"])
             bound_s = time.perf_counter() - start
             with self._waiting(loaded, message), torch.inference_mode():
                 results = loaded.binding.module(**_to(inputs, self._device))
                 outputs = {name: value.cpu() for name, value in _named(results).items()}
             compute_s = time.perf_counter() - start - bound_s
-            described = self._store(outputs, message["outputs_at"])
             self._channel.send(
                 {
                     "op": "result",
                     "id": message["id"],
-                    "outputs": described,
+                    "outputs": _store(buffer, outputs, message["outputs_at"]),
                     "bind_s": bound_s,
                     "compute_s": compute_s,
                 }
             )
 
-    def _profile(self, message: Message, _: list[int]) -> None:
+    def _profile(self, message: Message, descriptors: list[int]) -> None:
+        buffer = self._start(message, descriptors)
         with self._reporting(message):
-            self._channel.send({"op": "started", "id": message["id"]})
             loaded = self._models[message["model"]]
             loaded.bind(self._arena, message["offsets"])
-            inputs = _to(unpack(self._requests, message["inputs"]), self._device)
+            inputs = _to(buffer.read(message["inputs"]), self._device)
             with self._waiting(loaded, message), torch.inference_mode():
                 loaded.binding.module(**inputs)
                 profile = profile_module(
@@ -154,6 +152,13 @@ class Worker:
                     torch.cuda.synchronize if self._device.type == "cuda" else lambda: None,
                 )
             self._channel.send({"op": "result", "id": message["id"], "profile": profile.to_json()})
+
+    def _start(self, message: Message, descriptors: list[int]) -> RequestBuffer:
+        """Record that the request has started, and return its buffer."""
+        self._buffers += map(RequestBuffer.open, descriptors)
+        buffer = self._buffers[message["buffer"]]
+        buffer.started = message["id"]
+        return buffer
 
     def _train(self, message: Message, descriptors: list[int]) -> None:
         with self._reporting(message):
@@ -171,6 +176,15 @@ class Worker:
             self._channel.send({"op": "cancelled", "id": message["id"]})
         except Exception as error:
             self._channel.send({"op": "failed", "id": message["id"], **described(error)})
+            self._check_device()
+
+    def _check_device(self) -> None:
+        """End the process if the error broke its CUDA context, in which nothing runs any more."""
+        if self._device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError as error:
+                sys.exit(f"worker {os.getpid()} ends, its CUDA context is broken: {error}")
 
     @contextlib.contextmanager
     def _waiting(self, loaded: _Loaded, message: Message) -> Iterator[None]:
@@ -214,14 +228,15 @@ class Worker:
             if message["op"] == "arrived":
                 self._arrived += 1
 
-    def _store(self, outputs: Mapping[str, torch.Tensor], start: int) -> list[Message]:
-        needed = sum(align(tensor.nbytes) for tensor in outputs.values())
-        if start + needed > self._requests.numel():
-            raise CapacityError(
-                f"the outputs take {needed} bytes, {self._requests.numel() - start} of the request "
-                "buffer are left; start the server with larger request_bytes"
-            )
-        return pack(self._requests, outputs, start)
+
+def _store(buffer: RequestBuffer, outputs: Mapping[str, torch.Tensor], start: int) -> list[Message]:
+    needed = sum(align(tensor.nbytes) for tensor in outputs.values())
+    if start + needed > buffer.size_bytes:
+        raise CapacityError(
+            f"the outputs take {needed} bytes, {buffer.size_bytes - start} of the request "
+            "buffer are left; start the server with larger request_bytes"
+        )
+    return buffer.write(outputs, start)
 
 
 def _named(results: Any) -> dict[str, torch.Tensor]:
@@ -269,20 +284,18 @@ def main() -> None:
     options = parser.parse_args()
     # The daemon may be killed while a request computes for long.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the daemon decides
+    # Ctrl-C reaches the whole group; the daemon decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if options.threads:
         torch.set_num_threads(options.threads)
     channel = Channel(socket.socket(fileno=options.channel))
     try:
         cache = SharedCache.from_descriptor(json.loads(options.cache), [options.arena])
-        requests = Segment.from_fd(options.requests)
+        buffer = RequestBuffer.open(options.requests)
         os.close(options.arena)
-        os.close(options.requests)
         if cache.device.type == "cuda":
             _prepare_cuda(cache.device, cache.size_bytes, options.workers)
-        Worker(channel, cache, requests).run()
+        Worker(channel, cache, buffer).run()
     except PeerLostError:
         sys.exit(0)  # the daemon has ended
 

@@ -80,7 +80,7 @@ def test_a_worker_killed_while_it_computes_is_replaced_and_the_request_runs_agai
     switcher: Switcher,
 ) -> None:
     two_standby(switcher)
-    future = switcher.submit("slow", slow_inputs(1.0))
+    future = switcher.submit("slow", slow_inputs(4.0))
     until(lambda: bool(pids(switcher, "running")))
     (pid,) = pids(switcher, "running")
     os.kill(pid, signal.SIGKILL)
@@ -124,12 +124,8 @@ def test_a_request_that_kills_every_worker_ends_in_an_error(switcher: Switcher) 
             PeerLostError, match=f"{reason}.* while it ran model 'faulty'; tried 2 times"
         ):
             switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(what)})
-    assert switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(0)})[
-        "output"
-    ].shape == (
-        1,
-        4,
-    )
+    fine = switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(0)})
+    assert fine["output"].shape == (1, 4)
 
 
 def test_a_model_that_kills_whoever_builds_it_fails_to_load(
@@ -148,10 +144,10 @@ def test_a_model_that_kills_whoever_builds_it_fails_to_load(
 
 def test_training_survives_the_death_of_its_worker(switcher: Switcher) -> None:
     two_standby(switcher)
-    alone = switcher.train("alone", models.Training, steps=60, seed=5).result(WAIT_S)
-    kwargs = {"pace_s": 0.02}
+    alone = switcher.train("alone", models.Training, steps=30, seed=5).result(WAIT_S)
+    kwargs = {"pace_s": 0.15}  # far from its end when it is killed
     handle = switcher.train(
-        "killed", models.Training, kwargs=kwargs, steps=60, seed=5, save_every=5
+        "killed", models.Training, kwargs=kwargs, steps=30, seed=5, save_every=5
     )
     until(lambda: bool(pids(switcher, "training")) and handle.step >= 5)
     os.kill(pids(switcher, "training")[0], signal.SIGKILL)
@@ -190,7 +186,7 @@ def test_a_copy_that_fails_is_an_error_and_the_next_request_is_served(
         with pytest.raises(SegmentError, match="the link is down"):
             switcher.infer("chain", {"x": X})
     assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
-    assert switcher.status()["worker_deaths"] >= 0 and pids(switcher, "standby")
+    assert pids(switcher, "standby")
 
 
 def test_an_error_in_the_daemon_ends_every_wait(
@@ -204,7 +200,7 @@ def test_an_error_in_the_daemon_ends_every_wait(
             raise ValueError("a mistake in the daemon")
 
         monkeypatch.setattr(switcher._daemon.loop, "_after_each", fail)
-        # Who came before the end is told why; who comes after it, that the switcher is closed.
+        # Calls before the end get the reason, later ones that the switcher is closed.
         message = r"failed: ValueError: a mistake in the daemon|the switcher is closed"
         with pytest.raises(UnavailableError, match=message):
             switcher.load("slow", timeout_s=WAIT_S)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import switching_models as models
-from torchrelay.errors import CapacityError, PeerLostError
+from torchrelay.errors import CapacityError, ModelError, PeerLostError
 from torchrelay.switching import ModelStore, Switcher
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -24,7 +25,7 @@ def switcher() -> Iterator[Switcher]:
     with ModelStore() as store:
         for seed, name in enumerate(NAMES):
             kwargs = {"width": WIDTH, "depth": DEPTH}
-            inputs = {"x": (torch.float32, (-1, WIDTH))}
+            inputs: dict[str, Any] = {"x": (torch.float32, (-1, WIDTH))}
             store.add(name, models.chain, kwargs=kwargs, inputs=inputs, seed=seed)
         inputs = {"x": (torch.float32, (1, 4)), "what": (torch.int64, ())}
         store.add("faulty", models.faulty, inputs=inputs)
@@ -58,6 +59,8 @@ def test_random_switches_have_the_bits_of_unswitched_models(switcher: Switcher) 
 def test_a_killed_worker_is_replaced_and_a_large_model_refused(switcher: Switcher) -> None:
     with pytest.raises(PeerLostError, match="SIGKILL"):
         switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(2)})
+    with pytest.raises(ModelError):  # it writes to its weights, which breaks the worker's context
+        switcher.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(3)})
     x = {"x": torch.ones(1, 4), "what": torch.tensor(0)}
     assert switcher.infer("faulty", x)["output"].shape == (1, 4)
     with pytest.raises(CapacityError, match="larger arena"):

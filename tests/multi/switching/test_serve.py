@@ -5,9 +5,9 @@ browser.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,13 +19,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import switching_models as models
+from torchrelay.cli import app
 from torchrelay.errors import (
     ArgumentError,
     ModelError,
@@ -34,9 +37,8 @@ from torchrelay.errors import (
     PeerLostError,
     UnsupportedError,
 )
-from torchrelay.switching import Client
-from torchrelay.switching._bench import print_table
-from torchrelay.switching._models_file import ModelsFile
+from torchrelay.switching import Client, _switcher
+from torchrelay.switching._host import HostLink
 
 # The first test of the file starts three processes that import torch: minutes where many others
 # run.
@@ -79,8 +81,15 @@ inputs = [
 """
 
 
+class Server(NamedTuple):
+    """A running `torchrelay serve`."""
+
+    url: str
+    pid: int
+
+
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serve")
     shutil.copy(MODELS, folder / "models.py")
     (folder / "models.toml").write_text(FILE)
@@ -91,23 +100,28 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "serve",
         str(folder / "models.toml"),
     ]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        assert server.stdout is not None
-        lines = [server.stdout.readline() for _ in range(4)]
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
         for line, name in zip(lines, ("chain", "mixed", "slow"), strict=False):
             assert line.startswith(f"{name}: "), lines
         address = lines[3].split()[-1]
-        yield address
+        yield Server(address, process.pid)
         with ThreadPoolExecutor(1) as pool:  # SIGTERM finishes what runs
             answer = pool.submit(post, address, "/v2/models/slow/infer", slow_request(1.0))
             until(lambda: bool(running(address)))
-            server.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
             assert answer.result()[0] == 200
-        assert server.wait(100) == 0
+        assert process.wait(100) == 0
     finally:
-        server.kill()
-        server.communicate()
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def url(server: Server) -> str:
+    return server.url
 
 
 def get(url: str, path: str) -> tuple[int, bytes]:
@@ -288,7 +302,8 @@ def test_json_over_plain_http(url: str) -> None:
     ]
 
 
-def test_clients_that_send_half_a_request_or_vanish_harm_nobody(url: str) -> None:
+def test_clients_that_send_half_a_request_or_vanish_harm_nobody(server: Server) -> None:
+    url, before = server.url, connections(server)
     host, port = url.removeprefix("http://").split(":")
     for sent in (
         b"",
@@ -300,19 +315,54 @@ def test_clients_that_send_half_a_request_or_vanish_harm_nobody(url: str) -> Non
     slow = [socket.create_connection((host, int(port)), timeout=100) for _ in range(20)]
     for raw in slow:
         raw.sendall(b"POST /v2/models/chain/infer HTTP/1.1\r\nContent-Le")
-    results: list[int] = []
-
-    def call() -> None:
-        results.append(post(url, "/v2/models/chain/infer", json.dumps({"inputs": [X]}).encode())[0])
-
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert calls(url, 8) == [200] * 8
     for raw in slow:
         raw.close()
-    assert results == [200] * 8
+    until(lambda: connections(server) <= before)
+
+
+def test_clients_that_read_nothing_harm_nobody(server: Server) -> None:
+    url, before = server.url, connections(server)
+    host, port = url.removeprefix("http://").split(":")
+    x = {"name": "x", "datatype": "FP32", "shape": [1500, 64], "data": [1.0] * 96_000}
+    body = json.dumps({"inputs": [x]}).encode()  # the answer takes about 2 MB
+    head = f"POST /v2/models/chain/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    served = value(url, "torchrelay_served_total")
+    deaf = []
+    for _ in range(6):
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect((host, int(port)))
+        raw.sendall(head.encode() + body)
+        deaf.append(raw)
+    until(lambda: value(url, "torchrelay_served_total") >= served + 6)
+    assert calls(url, 8) == [200] * 8
+    for raw in deaf:
+        raw.close()
+    until(lambda: connections(server) <= before)
+
+
+def calls(url: str, count: int) -> list[int]:
+    """The status codes of so many requests at once."""
+    body = json.dumps({"inputs": [X]}).encode()
+    with ThreadPoolExecutor(count) as pool:
+        answers = [pool.submit(post, url, "/v2/models/chain/infer", body) for _ in range(count)]
+        return [answer.result()[0] for answer in answers]
+
+
+def connections(server: Server) -> int:
+    """The sockets of the server's process, with those of its workers."""
+    found = 0
+    for descriptor in Path(f"/proc/{server.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += os.readlink(descriptor).startswith("socket:")
+    return found
+
+
+def value(url: str, name: str) -> float:
+    """The sum of the metrics whose names start so."""
+    lines = get(url, "/metrics")[1].decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 WAITING_CLIENT = """
@@ -396,66 +446,121 @@ def test_clients_that_are_killed_while_they_compute_or_wait_free_their_places(ur
     assert again.result()[0] == 200
 
 
-def test_bench_prints_a_row_for_each_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_prints_a_row_for_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    links: list[float] = []
+
+    class Link(HostLink):
+        def __init__(self, arena: torch.Tensor, *, gbytes_per_s: float = 0.0) -> None:
+            links.append(gbytes_per_s)
+            super().__init__(arena, gbytes_per_s=gbytes_per_s)
+
+    monkeypatch.setattr(_switcher, "HostLink", Link)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
     shutil.copy(MODELS, tmp_path / "models.py")
-    (tmp_path / "models.toml").write_text(
-        FILE.replace("[models.slow]", "[models.slow]\nload = false")
-    )
-    file = ModelsFile.read(tmp_path / "models.toml")
-    print_table(dataclasses.replace(file, server=dataclasses.replace(file.server, workers=1)), 2)
-    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    text = FILE.replace("[models.slow]", "[models.slow]\nload = false")
+    text = text.replace("arena_bytes = 4_000_000", "arena_bytes = 100_000\nworkers = 1")  # not both
+    (tmp_path / "models.toml").write_text(text)
+    arguments = ["serve", str(tmp_path / "models.toml"), "--bench", "--rounds", "2"]
+    done = CliRunner().invoke(app, [*arguments, "--link-gbps", "0.5"], catch_exceptions=False)
+    assert done.exit_code == 0 and links == [0.5]
+    rows = [line.split("│")[1:-1] for line in done.output.splitlines() if "│" in line]
     assert [row[0].strip() for row in rows] == ["chain", "mixed"]
-    assert all(float(cell) >= 0 for row in rows for cell in row[1:5])
+    assert all(float(cell) > 0 for row in rows for cell in row[1:5])
+    assert list((tmp_path / "cache/torchrelay/switching").glob("*.json")), "profiles are kept"
 
 
 def test_metrics_count_what_was_served(url: str) -> None:
-    def value(name: str) -> float:
-        lines = get(url, "/metrics")[1].decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-    before = value("torchrelay_served_total")
+    before = value(url, "torchrelay_served_total")
     post(url, "/v2/models/chain/infer", json.dumps({"inputs": [X]}).encode())
-    assert value("torchrelay_served_total") == before + 1
-    assert value("torchrelay_compute_seconds_count") >= 1
-    assert value("torchrelay_arena_bytes") >= 3_999_000
-    assert value('torchrelay_model_resident{model="chain"}') == 1.0
+    assert value(url, "torchrelay_served_total") == before + 1
+    assert value(url, "torchrelay_compute_seconds_count") >= 1
+    assert value(url, "torchrelay_arena_bytes") >= 3_999_000
+    assert value(url, 'torchrelay_model_resident{model="chain"}') == 1.0
 
 
-def test_the_status_page_in_a_browser(url: str, tmp_path: Path) -> None:
+# The status page in a frame as wide as a phone, whose width is then written to the document.
+PHONE = """<!doctype html><meta charset="utf-8"><body>
+<iframe src="/page" style="width: 390px; height: 844px; border: 0"></iframe>
+<script>
+setTimeout(() => {
+  const page = frames[0].document.documentElement;
+  document.body.dataset.width = page.scrollWidth;
+  document.body.dataset.rows = frames[0].document.querySelectorAll("#switches td").length;
+  document.body.dataset.font = frames[0].getComputedStyle(frames[0].document.body).fontSize;
+}, 3000);
+</script>"""
+
+
+@contextlib.contextmanager
+def phone(url: str) -> Iterator[str]:
+    """Serve `PHONE`, and the status page of `url` as /page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            pages = {"/": lambda: (200, PHONE.encode()), "/page": lambda: get(url, "/")}
+            code, body = pages.get(self.path, lambda: get(url, self.path))()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{proxy.server_port}/"
+        proxy.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def show(tmp_path: Path) -> Callable[[str], str]:
+    """Return a page as a browser without internet shows it."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs chromium")
-    assert b"http" not in get(url, "/")[1].replace(b"http://www.w3.org/2000/svg", b""), (
-        "no external resources"
-    )
-    with Client(url, timeout_s=100) as client:
-        client.infer("chain", {"x": torch.ones(1, 64)})
-    options = [
+    command = [
+        browser,
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
         f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
     ]
-    done = subprocess.run(
-        [
-            browser,
-            *options,
-            "--window-size=390,844",
-            "--virtual-time-budget=5000",
-            "--dump-dom",
-            url,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    page = done.stdout
-    assert "requests served" in page and "<td>chain</td>" in page and "<rect" in page, done.stderr[
-        -2000:
-    ]
+
+    def run(page: str) -> str:
+        done = subprocess.run(
+            [*command, page], capture_output=True, text=True, check=False, timeout=110
+        )
+        assert "<body" in done.stdout, done.stderr[-2000:]
+        return done.stdout
+
+    return run
+
+
+def test_the_status_page_in_a_browser(url: str, show: Callable[[str], str]) -> None:
+    source = get(url, "/")[1].replace(b"http://www.w3.org/2000/svg", b"")
+    assert b"http" not in source, "no external resources"
+    with Client(url, timeout_s=100) as client:
+        client.infer("chain", {"x": torch.ones(1, 64)})
+    page = show(url)
+    assert "requests served" in page and "<td>chain</td>" in page and "<rect" in page
     assert '<div id="lost" role="alert"></div>' in page, (
         "the page reports that the server does not answer"
     )
+
+
+def test_the_status_page_fits_a_phone(url: str, show: Callable[[str], str]) -> None:
+    with Client(url, timeout_s=100) as client:
+        client.infer("chain", {"x": torch.ones(1, 64)})
+    with phone(url) as address:
+        page = show(address)
+    found = dict(re.findall(r'data-(\w+)="(\d+)', page))
+    assert int(found["rows"]) > 0, "the page was measured before it showed anything"
+    assert int(found["width"]) <= 390, "the page scrolls sideways"
+    assert int(found["font"]) >= 14

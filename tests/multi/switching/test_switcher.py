@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from torchrelay.errors import (
     OverloadedError,
     UnavailableError,
 )
-from torchrelay.switching import ModelStore, Switcher
+from torchrelay.switching import ModelStore, Switcher, _request_buffer
 
 # The first test of the file starts three processes that import torch: minutes where many others
 # run.
@@ -116,15 +119,14 @@ def test_outputs_over_a_thousand_random_switches_have_the_bits_of_unswitched_mod
         references = {name: eager(name) for name in NAMES}
         draw = random.Random(0)
         kinds = {"cold": 0, "resident": 0}
-        pending: list[tuple[str, dict[str, torch.Tensor], Any]] = []
-        for _ in range(1000):
+        pending: deque[tuple[str, dict[str, torch.Tensor], Any]] = deque()
+        for count in range(1000):
             name = draw.choice(NAMES)
             given = inputs_of(name, draw)
             pending.append((name, given, switcher.submit(name, given)))
-            while len(pending) > draw.randint(
-                0, 3
-            ):  # several in the queue: prefetch has something to do
-                name, given, future = pending.pop(0)
+            # Several in the queue, so that prefetch has something to do; at the end none.
+            while len(pending) > (draw.randint(0, 3) if count < 999 else 0):
+                name, given, future = pending.popleft()
                 reply = future.result(WAIT_S)
                 with torch.inference_mode():
                     expected = references[name](**given)
@@ -134,11 +136,10 @@ def test_outputs_over_a_thousand_random_switches_have_the_bits_of_unswitched_mod
                     torch.equal(value, reply.outputs[key]) for key, value in expected.items()
                 )
                 kinds["cold" if reply.copied_bytes else "resident"] += 1
-        for *_, future in pending:
-            future.result(WAIT_S)
     finally:
         torch.set_num_threads(before)
     status = switcher.status()
+    assert sum(kinds.values()) == 1000
     assert kinds["cold"] > 100 and kinds["resident"] > 100 and status["counts"]["prefetches"] > 10
     assert not any(model["pinned"] for model in status["models"])
 
@@ -186,29 +187,46 @@ def test_a_model_that_fails_gets_its_own_error_and_harms_nobody(switcher: Switch
     assert switcher.status()["worker_deaths"] == deaths
 
 
+@contextmanager
+def stopped_worker(switcher: Switcher) -> Iterator[None]:
+    """A request that computes until the end of the block: its worker is stopped."""
+
+    def computing() -> list[int]:
+        return [one["pid"] for one in switcher.status()["workers"] if one["state"] == "running"]
+
+    running = switcher.submit("slow", slow_inputs(4.0))
+    until(lambda: bool(computing()))
+    (pid,) = computing()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+        assert not running.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    running.result(WAIT_S)
+
+
 def test_priority_deadline_quota_and_cancelling(switcher: Switcher) -> None:
-    running = switcher.submit("slow", slow_inputs(2.0))
-    until(lambda: any(worker["state"] == "running" for worker in switcher.status()["workers"]))
-    done: list[str] = []
-    ones = {"x": torch.ones(1, 64)}
-    low = switcher.submit("chain0", ones)
-    low.add_done_callback(lambda _: done.append("low"))
-    high = switcher.submit("chain1", ones, priority=5)
-    high.add_done_callback(lambda _: done.append("high"))
-    late = switcher.submit("chain2", ones, deadline_s=0.01)
-    cancelled = switcher.submit("chain3", ones)
-    assert cancelled.cancel()
-    with pytest.raises(OperationTimeoutError, match="missed its deadline"):
-        late.result(WAIT_S)
-    mine = [switcher.submit("chain0", ones, client="me") for _ in range(4)]
-    with pytest.raises(OverloadedError, match="client 'me' has 3 requests waiting"):
-        mine[-1].result(WAIT_S)
-    assert mine[0].cancel()  # as for a client that has gone: its place is free at once
-    mine = [*mine[1:-1], switcher.submit("chain0", ones, client="me")]
-    many = [switcher.submit("chain0", ones) for _ in range(8)]
-    with pytest.raises(OverloadedError, match="requests are waiting, the limit"):
-        many[-1].result(WAIT_S)
-    assert not running.done()
+    with stopped_worker(switcher):
+        done: list[str] = []
+        ones = {"x": torch.ones(1, 64)}
+        low = switcher.submit("chain0", ones)
+        low.add_done_callback(lambda _: done.append("low"))
+        high = switcher.submit("chain1", ones, priority=5)
+        high.add_done_callback(lambda _: done.append("high"))
+        late = switcher.submit("chain2", ones, deadline_s=0.01)
+        cancelled = switcher.submit("chain3", ones)
+        assert cancelled.cancel()
+        with pytest.raises(OperationTimeoutError, match="missed its deadline"):
+            late.result(WAIT_S)
+        mine = [switcher.submit("chain0", ones, client="me") for _ in range(4)]
+        with pytest.raises(OverloadedError, match="client 'me' has 3 requests waiting"):
+            mine[-1].result(WAIT_S)
+        assert mine[0].cancel()  # as for a client that has gone: its place is free at once
+        mine = [*mine[1:-1], switcher.submit("chain0", ones, client="me")]
+        many = [switcher.submit("chain0", ones) for _ in range(8)]
+        with pytest.raises(OverloadedError, match="requests are waiting, the limit"):
+            many[-1].result(WAIT_S)
     for future in (low, high, *mine):
         future.result(WAIT_S)
     assert done == ["high", "low"]
@@ -253,6 +271,20 @@ def test_requests_leave_no_memory_behind(switcher: Switcher) -> None:
     run(300)
     grown = [after - start for after, start in zip(anonymous_bytes(), before, strict=True)]
     assert max(grown) < 60 * travels, "more than a fifth of what has passed is still there"
+
+
+def test_replies_that_are_kept_stay_as_they_were(switcher: Switcher) -> None:
+    """Large outputs lie in memory shared with the worker, which later requests must not touch."""
+    rows = [torch.full((1300 + turn, 64), float(turn)) for turn in range(12)]
+    kept = [switcher.infer("chain0", {"x": x})["output"] for x in rows]
+    copies = [output.clone() for output in kept]
+    assert all(output.nbytes > _request_buffer._LEND_BYTES for output in kept)
+    for name in NAMES[:4]:
+        for x in rows:
+            switcher.infer(name, {"x": x})
+    for x, output, copy in zip(rows, kept, copies, strict=True):
+        assert torch.equal(output, copy)
+        assert torch.equal(output, switcher.infer("chain0", {"x": x})["output"])
 
 
 def test_compiled_and_autocast_models_keep_their_bits_over_switches(
@@ -311,22 +343,51 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.timeout(600)
 def test_training_preempted_fifty_times_ends_with_the_bits_of_an_uninterrupted_run(
-    switcher: Switcher,
+    switcher: Switcher, tmp_path: Path
 ) -> None:
-    steps = 260
+    # The task keeps its pace until it was preempted fifty times, and then runs without pauses.
+    steps, pacing = 1500, tmp_path / "pacing"
+    pacing.touch()
     uninterrupted = switcher.train("alone", models.Training, steps=steps, seed=5).result(WAIT_S)
-    handle = switcher.train("shared", models.Training, kwargs={"pace_s": 0.02}, steps=steps, seed=5)
+    kwargs = {"pace_s": 0.05, "while_exists": str(pacing)}
+    handle = switcher.train("shared", models.Training, kwargs=kwargs, steps=steps, seed=5)
     ones = {"x": torch.ones(1, 64)}
     for count in range(50):
-        until(lambda: bool(switcher.status()["training"]) or handle.done)
+        until(lambda: bool(switcher.status()["training"]))
         switcher.infer("chain0", ones)
-        until(lambda count=count: handle.preemptions > count or handle.done)  # type: ignore[misc]
-    assert handle.preemptions >= 50
+        until(lambda count=count: handle.preemptions > count)  # type: ignore[misc]
+    assert not handle.done and handle.step < steps
+    pacing.unlink()
     assert same(handle.result(WAIT_S), uninterrupted)
+    assert handle.preemptions >= 50
     with pytest.raises(ModelError, match="step 2 of broken failed: ValueError: no more data"):
         switcher.train("broken", models.BrokenTraining, steps=5).result(WAIT_S)
     with pytest.raises(ArgumentError, match="without step"):
         switcher.train("wrong", models.chain, steps=5).result(WAIT_S)
+
+
+def test_closing_answers_what_is_queued_and_refuses_what_comes_later(store: ModelStore) -> None:
+    switcher = Switcher(store, arena_bytes=1 << 20, threads=1, start_timeout_s=WAIT_S)
+    switcher.load("slow", timeout_s=WAIT_S)
+    queued = [switcher.submit("slow", slow_inputs(seconds)) for seconds in (1.0, 0.0, 0.0)]
+    closing = threading.Thread(target=switcher.close, kwargs={"grace_s": WAIT_S})
+    closing.start()
+    until(lambda: switcher._daemon._draining_until is not None)
+    with pytest.raises(UnavailableError, match=r"shutting down|closed"):
+        switcher.infer("slow", slow_inputs(0.0))
+    for future in queued:
+        assert future.result(WAIT_S).outputs["output"].shape == (1, 8)
+    closing.join()
+
+
+def test_closing_without_grace_ends_what_computes(store: ModelStore) -> None:
+    switcher = Switcher(store, arena_bytes=1 << 20, threads=1, start_timeout_s=WAIT_S)
+    switcher.load("slow", timeout_s=WAIT_S)
+    computing, waiting = (switcher.submit("slow", slow_inputs(600.0)) for _ in range(2))
+    switcher.close(grace_s=0.0)
+    for future in (computing, waiting):
+        with pytest.raises(UnavailableError, match="closed before it was done"):
+            future.result(WAIT_S)
 
 
 def test_nothing_is_left_and_a_closed_switcher_says_so(store: ModelStore) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import switching_models as models
-from torchrelay.errors import ArgumentError, SegmentError
+from torchrelay.errors import ArgumentError, ModelError, SegmentError
 from torchrelay.switching import ModelStore, Switcher, _process
 
 driver_module = pytest.importorskip("cuda.bindings.driver", reason="needs the [cuda] extra")
@@ -131,6 +131,21 @@ def check_failed_copies(switcher: Switcher, driver: Any) -> None:
         with pytest.raises(SegmentError, match=f"{call} failed with CUDA_ERROR_LAUNCH_FAILED"):
             call_all(switcher)
         check_outputs(switcher, 6)
+
+
+def test_a_worker_whose_device_is_broken_is_replaced(driver: Any, store: ModelStore) -> None:
+    inputs = {"x": (torch.float32, (1, 4)), "what": (torch.int64, ())}
+    store.add("faulty", models.faulty, inputs=inputs)
+    options: dict[str, Any] = {"threads": 1, "workers": 1, "start_timeout_s": WAIT_S}
+    with Switcher(store, arena_bytes=ARENA_BYTES, device="cuda", **options) as switcher:
+        switcher.load("faulty", timeout_s=WAIT_S)
+        x = torch.ones(1, 4)
+        for what, message in ((1, "asked to fail"), (6, "illegal memory access")):
+            with pytest.raises(ModelError, match=message):
+                switcher.infer("faulty", {"x": x, "what": torch.tensor(what)})
+            fine = switcher.infer("faulty", {"x": x, "what": torch.tensor(0)})
+            assert fine["output"].shape == (1, 4)
+        assert switcher.status()["worker_deaths"] == 1
 
 
 def test_an_emulated_link_on_cuda_is_refused_and_nothing_is_left(

@@ -29,7 +29,7 @@ def install(fake: FakeDriver, patch: Any = setattr) -> None:
     ) -> torch.Tensor:
         assert device == torch.device("cuda", 0)
         block = (ctypes.c_uint8 * size_bytes).from_address(address)
-        block.owner = owner
+        block.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(block, dtype=torch.uint8)
 
     patch(_cuda, "load_driver", lambda: fake)

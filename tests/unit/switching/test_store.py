@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from torchrelay.switching._store import StoredModel
 TOKENS = torch.arange(24).reshape(2, 12)
 
 
-def bound(model: StoredModel) -> torch.nn.Module:
+def bound(model: StoredModel) -> Any:
     """A skeleton over the model's bytes, as a worker makes it."""
     layout = Layout.from_json(model.layout.to_json())
     binding = Binding(model.factory.build_skeleton().eval(), layout)
@@ -62,7 +63,7 @@ def test_ties_and_dtypes_are_kept_and_each_storage_is_kept_once() -> None:
 
 
 def test_views_of_one_storage_stay_views() -> None:
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     whole = torch.arange(12.0).reshape(3, 4)
     module.register_buffer("whole", whole)
     module.register_buffer("column", whole[:, 1])
@@ -103,7 +104,11 @@ def test_weights_come_from_a_checkpoint(tmp_path: Path) -> None:
     other = models.mixed().eval()
     checkpoint.save({"model": other}, tmp_path / "saved")
     with ModelStore() as store:
-        add = {"inputs": {"tokens": TOKENS}, "weights": tmp_path / "saved", "seed": 9}
+        add: dict[str, Any] = {
+            "inputs": {"tokens": TOKENS},
+            "weights": tmp_path / "saved",
+            "seed": 9,
+        }
         model = store.add("mixed", models.mixed, weights_prefix="model.", **add)
         with torch.inference_mode():
             assert torch.equal(other(TOKENS)["logits"], bound(model)(TOKENS)["logits"])
@@ -113,7 +118,7 @@ def test_weights_come_from_a_checkpoint(tmp_path: Path) -> None:
 
 def test_wrong_models_are_refused_in_a_sentence() -> None:
     with ModelStore() as store:
-        cases = [
+        cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
             (lambda: torch.nn.Linear(1, 1), {}, ArgumentError, "top level"),
             (models.not_a_module, {}, ArgumentError, "must return a torch.nn.Module, not int"),
             (models.failing, {}, ModelError, "ValueError: cannot be built"),

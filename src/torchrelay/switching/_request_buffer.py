@@ -1,0 +1,158 @@
+"""The memory in which the daemon and one worker exchange the tensors of a request."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchrelay.buffers import Segment
+from torchrelay.switching._contract import ALIGNMENT_BYTES, align
+
+__all__ = ["BufferPool", "RequestBuffer"]
+
+_HEADER_BYTES = ALIGNMENT_BYTES
+# Copying less than this takes less time than lending it out and using another buffer.
+_LEND_BYTES = 256 << 10
+# Of one worker. The outputs are copied while replies that callers keep hold the other buffers.
+_MAX_BUFFERS = 4
+
+
+class RequestBuffer:
+    """The inputs of one request and, behind them, its outputs. The two sides use it in turn.
+
+    Tensors move by `memmove`: after a long forward pass the processor's caches hold none of the
+    code, and a copy by torch runs through more of it than the whole protocol does.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._started: memoryview[int] = _view_of(segment).cast("B")[:8].cast("q")
+        self._tensors = segment.tensor((1,), torch.uint8).data_ptr() + _HEADER_BYTES
+        self.size_bytes = segment.size_bytes - _HEADER_BYTES
+
+    @classmethod
+    def create(cls, size_bytes: int) -> RequestBuffer:
+        """Create a buffer for `size_bytes` of inputs and outputs."""
+        return cls(Segment.create(_HEADER_BYTES + size_bytes, "torchrelay-requests"))
+
+    @classmethod
+    def open(cls, descriptor: int) -> RequestBuffer:
+        """Map the buffer of the other side and close `descriptor`."""
+        try:
+            return cls(Segment.from_fd(descriptor))
+        finally:
+            os.close(descriptor)
+
+    @property
+    def descriptor(self) -> int:
+        """The buffer's file descriptor, which stays the buffer's own."""
+        return self._segment.fd
+
+    @property
+    def started(self) -> int:
+        """The id of the last request that the worker started; it outlives the worker."""
+        return self._started[0]
+
+    @started.setter
+    def started(self, request_id: int) -> None:
+        self._started[0] = request_id
+
+    def write(self, tensors: Mapping[str, torch.Tensor], start: int) -> list[dict[str, Any]]:
+        """Write `tensors` from the aligned byte `start`, and return where they are, for JSON.
+
+        The caller has checked that they fit.
+        """
+        described, offset = [], start
+        for name, tensor in tensors.items():
+            plain = tensor.resolve_conj().resolve_neg().contiguous()
+            ctypes.memmove(self._tensors + offset, plain.data_ptr(), plain.nbytes)
+            described.append(
+                {
+                    "name": name,
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "shape": list(tensor.shape),
+                    "offset": offset,
+                }
+            )
+            offset += align(plain.nbytes)
+        return described
+
+    def read(self, described: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors that :meth:`write` described."""
+        tensors = {}
+        for one in described:
+            tensor = torch.empty(one["shape"], dtype=getattr(torch, one["dtype"]))
+            ctypes.memmove(tensor.data_ptr(), self._tensors + one["offset"], tensor.nbytes)
+            tensors[one["name"]] = tensor
+        return tensors
+
+    def lend(
+        self, described: list[dict[str, Any]], ended: Callable[[], object]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors themselves; `ended` is called, in any thread, when all are gone."""
+        # Each tensor's storage keeps the view, and the view the mapping.
+        view = _view_of(self._segment)
+        weakref.finalize(view, ended).atexit = False
+        return {one["name"]: _tensor_in(view, one) for one in described}
+
+
+class BufferPool:
+    """The buffers of one worker, in the daemon: one in use, the others free or lent out."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.current = RequestBuffer.create(size_bytes)
+        self._all = [self.current]
+        self._free: deque[RequestBuffer] = deque()  # callers' threads append
+        self._announced = 1  # the worker inherits the first
+
+    def announce(self) -> tuple[int, list[int]]:
+        """Return the current buffer's index, and its descriptor unless the worker knows it."""
+        index = self._all.index(self.current)
+        is_new = index >= self._announced
+        self._announced = max(self._announced, index + 1)
+        return index, [self.current.descriptor] if is_new else []
+
+    def take(self, described: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the outputs in the current buffer; the next request may use another buffer.
+
+        Large outputs are not copied: their buffer is used again when the caller has dropped them.
+        """
+        is_large = sum(map(_size_bytes, described)) >= _LEND_BYTES
+        spare = self._spare() if is_large else None
+        if spare is None:
+            return self.current.read(described)
+        lent, self.current, free = self.current, spare, self._free
+        return lent.lend(described, lambda: free.append(lent))
+
+    def _spare(self) -> RequestBuffer | None:
+        if self._free:
+            return self._free.popleft()
+        if len(self._all) == _MAX_BUFFERS:
+            return None
+        self._all.append(RequestBuffer.create(self.current.size_bytes))
+        return self._all[-1]
+
+
+def _view_of(segment: Segment) -> memoryview[int]:
+    return memoryview(segment.memory)  # type: ignore[arg-type] # a buffer since before PEP 688
+
+
+def _size_bytes(one: dict[str, Any]) -> int:
+    dtype: torch.dtype = getattr(torch, one["dtype"])
+    count: int = math.prod(one["shape"])
+    return count * dtype.itemsize
+
+
+def _tensor_in(view: memoryview[int], one: dict[str, Any]) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, one["dtype"])
+    count, offset = math.prod(one["shape"]), _HEADER_BYTES + one["offset"]
+    if not count:
+        return torch.empty(one["shape"], dtype=dtype)
+    return torch.frombuffer(view, dtype=dtype, count=count, offset=offset).view(one["shape"])
