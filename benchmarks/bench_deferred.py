@@ -1,9 +1,9 @@
-"""Deferred initialisation of gpt2-xl: building, materializing whole, a shard, and on four ranks under
+"""Deferred initialisation of gpt2-xl: building, materializing whole, a shard, on four ranks under
 FSDP2.
 
-    python benchmarks/bench_deferred.py                        # gpt2-xl: about 10 minutes, 9 GB of memory
-    python benchmarks/bench_deferred.py --model gpt2-medium    # 1.4 GB, for a quick look; writes nothing
-    python benchmarks/bench_deferred.py --smoke                # a tiny model, one iteration; writes nothing
+    python benchmarks/bench_deferred.py                      # about 10 minutes, 9 GB of memory
+    python benchmarks/bench_deferred.py --model gpt2-medium  # 1.4 GB; writes nothing
+    python benchmarks/bench_deferred.py --smoke              # a tiny model, once; writes nothing
 
 Each materialization runs in a fresh process, which reports its time and its peak memory: the most
 resident memory after imports (VmHWM) less what was resident then. It also reports a digest of each
@@ -58,7 +58,6 @@ def builder(model: str) -> Callable[[], nn.Module]:
 
 
 # --- In fresh processes
-# -----------------------------------------------------------------------------------------
 
 
 def measured(work: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
@@ -242,7 +241,6 @@ WORKS = {
 
 
 # --- The main process
-# -------------------------------------------------------------------------------------------
 
 
 def start(

@@ -146,7 +146,7 @@ def _constructor(
 
 def transformers_types() -> list[str]:
     """The names of all configurations."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
     return sorted(CONFIG_MAPPING_NAMES)
 
@@ -204,7 +204,7 @@ def _elements(fresh: Callable[[], Callable[[], nn.Module]]) -> int:
 def _config_class(name: str) -> type:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[name]  # type: ignore[no-any-return]
+    return CONFIG_MAPPING[name]
 
 
 def _model_class(config_cls: type, name: str) -> type[nn.Module]:
@@ -212,7 +212,7 @@ def _model_class(config_cls: type, name: str) -> type[nn.Module]:
     from transformers import AutoModel, PreTrainedModel
     from transformers.models.auto import modeling_auto
 
-    mapped = AutoModel._model_mapping.get(config_cls, None)
+    mapped: Any = AutoModel._model_mapping.get(config_cls, None)
     if mapped is not None:
         return mapped[0] if isinstance(mapped, tuple) else mapped
     for attribute in sorted(vars(modeling_auto)):

@@ -107,7 +107,7 @@ def check_shard(
 
     for target in order:
         materialize_module(target, check_fn=lambda one, target=target: one is target, shard=shard)  # type: ignore[misc]
-    expected = {**dict(reference.named_parameters(remove_duplicate=False))}
+    expected: dict[str, torch.Tensor] = {**dict(reference.named_parameters(remove_duplicate=False))}
     expected.update(reference.named_buffers(remove_duplicate=False))
     for name, tensor in [
         *module.named_parameters(remove_duplicate=False),
@@ -115,7 +115,7 @@ def check_shard(
     ]:
         whole = expected[name]
         part = whole
-        uninitialized = isinstance(whole, nn.parameter.UninitializedTensorMixin)
+        uninitialized = isinstance(whole, nn.parameter.UninitializedTensorMixin)  # type: ignore[attr-defined]
         if name not in given and not uninitialized and whole.dim():
             part = whole[_part(len(whole), count, index)]
         _compare(name, tensor, part, layout=False)
@@ -146,7 +146,7 @@ def _groups(module: nn.Module, key: Callable[[torch.Tensor], Any]) -> list[list[
 
 def _storage(tensor: torch.Tensor) -> int:
     if (
-        isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+        isinstance(tensor, nn.parameter.UninitializedTensorMixin)  # type: ignore[attr-defined]
         or tensor.layout is not torch.strided
     ):
         return id(tensor)
@@ -156,7 +156,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _facts(tensor: torch.Tensor, layout: bool) -> dict[str, Any]:
     facts = {"class": type(tensor), "dtype": tensor.dtype, "device": tensor.device}
     facts.update(requires_grad=tensor.requires_grad, leaf=tensor.is_leaf)
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):  # type: ignore[attr-defined]
         return facts
     facts.update(shape=tensor.shape)
     if layout:

@@ -51,6 +51,7 @@ __all__ = [
     "has_fsdp2",
     "inner_tensors",
     "is_dcp_loading",
+    "is_plain",
     "is_setting_timeout",
     "is_transformed",
     "lazy_caller",
@@ -172,9 +173,23 @@ def fake_mode_active() -> bool:
 
 
 _modes: Any = torch._C._len_torch_dispatch_stack
-_pre_dispatch_modes: Any = torch._ops._len_torch_dispatch_stack_pre_dispatch
+_pre_dispatch_modes: Any = torch._ops._mode_stack_state_for_pre_dispatch.count
 _inference_mode: Any = torch._C._InferenceMode
 _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+_autocast_enabled: Any = torch._C._is_any_autocast_enabled
+_without_autocast: Any = torch._C._DisableAutocast
+
+
+def is_plain() -> bool:
+    """Whether operations on tensors without gradients do what their name says: no dispatch mode,
+    no inference mode, no autocast. Checked on 2.13.
+    """
+    return not (
+        _modes()
+        or _pre_dispatch_modes()
+        or torch.is_inference_mode_enabled()
+        or _autocast_enabled()
+    )
 
 
 class plain_torch:  # noqa: N801
@@ -185,13 +200,17 @@ class plain_torch:  # noqa: N801
     ``contextmanager`` and torch's own contexts cost many times as much.
     """
 
-    __slots__ = ("_grad", "_inference", "_modes")
+    __slots__ = ("_autocast", "_grad", "_inference", "_modes")
 
     def __enter__(self) -> None:
         self._modes: Any = None
+        self._autocast: Any = None
         if _modes() or _pre_dispatch_modes():
             self._modes = _python_dispatch._disable_current_modes()
             self._modes.__enter__()
+        if _autocast_enabled():
+            self._autocast = _without_autocast()
+            self._autocast.__enter__()
         self._grad = torch.is_grad_enabled()
         self._inference = _inference_mode(False)
         self._inference.__enter__()
@@ -200,6 +219,8 @@ class plain_torch:  # noqa: N801
     def __exit__(self, *error: object) -> None:
         self._inference.__exit__(None, None, None)
         torch._C._set_grad_enabled(self._grad)
+        if self._autocast is not None:
+            self._autocast.__exit__(None, None, None)
         if self._modes is not None:
             self._modes.__exit__(None, None, None)
 

@@ -80,10 +80,10 @@ def test_disabled_torch_function_leaves_only_dispatch() -> None:
     seen = []
 
     class Wrapped(torch.Tensor):
-        __torch_function__ = _torch.disabled_torch_function
+        __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
 
         @classmethod
-        def __torch_dispatch__(
+        def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             seen.append(func)
@@ -148,7 +148,7 @@ def test_swap_tensors_exchanges_class_values_and_attributes_under_weak_reference
     assert (
         torch.equal(one, torch.zeros(3)) and type(one) is torch.Tensor and not hasattr(one, "tag")
     )
-    assert isinstance(other, torch.nn.Parameter) and other.tag == "one" and other.requires_grad
+    assert isinstance(other, torch.nn.Parameter) and other.tag == "one" and other.requires_grad  # type: ignore[attr-defined]
     assert reference() is one
 
 
@@ -354,7 +354,7 @@ def test_backends_asked_reads_what_c10d_makes() -> None:
         assert _torch.backends_asked() is None
 
     dist.Backend.register_backend("asks", make, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group("cpu:gloo,cuda:asks", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:asks", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     dist.destroy_process_group()
     asked()
     (found,) = seen
@@ -385,15 +385,15 @@ def test_tensor_at_describes_memory_to_the_cuda_array_interface(
 
 
 def test_group_store_is_where_a_group_met_and_gloo_groups_need_no_other(tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert _torch.group_store(dist.group.WORLD) is not None
-        assert _torch.store_host(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
-        assert _torch.store_host(dist.FileStore(str(tmp_path / "store"), 1)) is None
+        assert _torch.store_host(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"  # type: ignore[attr-defined]
+        assert _torch.store_host(dist.FileStore(str(tmp_path / "store"), 1)) is None  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
-    group = _torch.gloo_group(dist.HashStore(), 0, 1, 10.0)
+    group = _torch.gloo_group(dist.HashStore(), 0, 1, 10.0)  # type: ignore[attr-defined]
     gathered = [torch.zeros(2)]
     group.allgather([gathered], [torch.ones(2)]).wait()
     assert torch.equal(gathered[0], torch.ones(2))
@@ -403,12 +403,12 @@ def test_a_timeout_is_set_through_what_stands_for_a_backend() -> None:
     given: list[timedelta] = []
 
     class Group(dist.ProcessGroup):
-        _device_types = (torch.device("cpu"),)
+        _device_types = (torch.device("cpu"),)  # type: ignore[assignment]
 
         def _get_backend(self, _: torch.device) -> Any:
             return _torch.TimeoutOnly(given.append) if _torch.is_setting_timeout() else None
 
-    group = Group(0, 1)
+    group = Group(0, 1)  # type: ignore[call-arg]
     assert group._get_backend(torch.device("cpu")) is None
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
     assert given == [timedelta(seconds=3)]
@@ -422,7 +422,7 @@ def test_model_of_ddp_being_made_is_seen_by_a_module_that_is_asked_for_its_param
 
     seen: list[torch.nn.Module | None] = []
     model = torch.nn.Sequential(Module(2, 2))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         torch.nn.parallel.DistributedDataParallel(model)
     finally:

@@ -12,7 +12,7 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.deferred import _session as sessions
-from torchrelay.deferred._ahead import record_and_run
+from torchrelay.deferred._ahead import compute, read_number, record_and_run
 from torchrelay.deferred._graph import map_tensors
 from torchrelay.deferred._making import (
     FACTORIES,
@@ -55,6 +55,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
         and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
     ):
         return _simple(func, operator, args, kwargs)
+    if operator.makes_one or operator.reads_number:
+        result = _ahead(func, operator, args, kwargs)
+        if result is not NotImplemented:
+            return result
     if func is aten.detach.default and isinstance(args[0], FakeTensor):
         return _detach(args[0])
     if operator.is_factory and func in FACTORIES:
@@ -78,6 +82,21 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
             return _for_real(func, operator, args, kwargs)
         check_device(explicit_device(kwargs), session)
     return _general(func, operator, args, kwargs, fakes)
+
+
+def _ahead(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Execute ``func`` on values that are known, of a program that reads values."""
+    session = sessions.recording()
+    if session is None:
+        return NotImplemented
+    if not operator.reads_number:
+        if not session.replay.has_read:
+            return NotImplemented
+        return compute(func, operator, args, kwargs, session)
+    fake = args[0]
+    if not isinstance(fake, FakeTensor) or fake._history.given is not None:
+        return NotImplemented
+    return read_number(func, fake, session) if fake._region.storage.deferred else NotImplemented
 
 
 def _for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -60,7 +60,7 @@ class History:
         job: who handed it out.
     """
 
-    __slots__ = ("__weakref__", "given", "job", "real", "record", "storage", "version")
+    __slots__ = ("__weakref__", "_seen", "given", "job", "real", "record", "storage", "version")
 
     def __init__(self, storage: Storage, record: Record) -> None:
         self.storage = storage
@@ -69,6 +69,27 @@ class History:
         self.version = 0
         self.given: torch.Tensor | None = None
         self.job = 0
+        self._seen: tuple[Region, torch.UntypedStorage, torch.Tensor] | None = None
+
+    def hold(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Replace the memory by ``memory``, and return it."""
+        self.real, self._seen = memory, None
+        return memory
+
+    def see(self, region: Region, tensor: torch.Tensor) -> None:
+        """Replace the memory by that of ``tensor``, which is ``region`` of it."""
+        self.real = tensor.untyped_storage()
+        self._seen = region, self.real, tensor
+
+    def seen(self, region: Region) -> torch.Tensor:
+        """Return ``region`` of the memory, which must be there; the caller must not reshape it."""
+        assert self.real is not None
+        seen = self._seen
+        if seen is not None and seen[0] is region and seen[1] is self.real:
+            return seen[2]
+        tensor = region.over(self.real)
+        self._seen = region, self.real, tensor
+        return tensor
 
     def holds(self, version: int, job: int) -> bool:
         """Return whether later operations alone lead from the memory to state ``version``."""
@@ -85,11 +106,12 @@ class History:
         """Note that the memory is now that of ``tensor``, which the program may change."""
         self.given = tensor.detach()
         self.job = job
+        self._seen = None
 
     def drop(self) -> None:
         """Free the memory, unless it was handed out."""
         if self.given is None:
-            self.real, self.version = None, 0
+            self.real, self._seen, self.version = None, None, 0
 
 
 class Storage:
@@ -194,6 +216,12 @@ class Region:
                     return False
                 expected *= extent
         return True
+
+    def layout(self) -> tuple[Any, ...]:
+        """Return what results of operations on it depend on, beside the values."""
+        storage = self.storage
+        place = self.offset, storage.size_bytes, storage.device
+        return self.dtype, self.size, self.stride, *place, self.conj, self.neg
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A real tensor: this region of ``storage``."""

@@ -13,18 +13,21 @@ aten = torch.ops.aten
 
 # In-place operations that leave nothing of what was there before.
 _FILLS = {
-    "aten::zero_", "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::copy_", "aten::normal_", "aten::uniform_",
-    "aten::bernoulli_.float", "aten::bernoulli_.Tensor", "aten::exponential_", "aten::log_normal_",
-    "aten::cauchy_", "aten::geometric_", "aten::random_", "aten::random_.from", "aten::random_.to",
+    "aten::zero_", "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::copy_", "aten::normal_",
+    "aten::uniform_", "aten::bernoulli_.float", "aten::bernoulli_.Tensor", "aten::exponential_",
+    "aten::log_normal_", "aten::cauchy_", "aten::geometric_", "aten::random_", "aten::random_.from",
+    "aten::random_.to",
 }  # fmt: skip
 
 # In-place operations with one tensor, whose result has its shape and dtype: no need to ask the meta
 # kernel.
 # The dtype must be floating, so that no kernel would refuse it.
 _SIMPLE = _FILLS - {"aten::copy_", "aten::fill_.Tensor", "aten::bernoulli_.Tensor"} | {
-    "aten::mul_.Scalar", "aten::div_.Scalar", "aten::add_.Scalar", "aten::sub_.Scalar", "aten::erfinv_",
-    "aten::clamp_", "aten::clamp_min_", "aten::clamp_max_", "aten::neg_", "aten::exp_", "aten::log_",
-    "aten::mul_.Tensor", "aten::div_.Tensor", "aten::add_.Tensor", "aten::sub_.Tensor", "aten::sqrt_", "aten::abs_", "aten::tanh_", "aten::sigmoid_", "aten::cos_", "aten::sin_",
+    "aten::mul_.Scalar", "aten::div_.Scalar", "aten::add_.Scalar", "aten::sub_.Scalar",
+    "aten::erfinv_", "aten::clamp_", "aten::clamp_min_", "aten::clamp_max_", "aten::neg_",
+    "aten::exp_", "aten::log_", "aten::mul_.Tensor", "aten::div_.Tensor", "aten::add_.Tensor",
+    "aten::sub_.Tensor", "aten::sqrt_", "aten::abs_", "aten::tanh_", "aten::sigmoid_", "aten::cos_",
+    "aten::sin_",
 }  # fmt: skip
 
 # Operations without a tensor argument are factories; so are these, whose argument only lends its
@@ -48,10 +51,10 @@ _WITH_GENERATOR = {
 # Elementwise operations by IEEE arithmetic or by comparison: an element's result does not depend on
 # its place.
 _ELEMENTWISE = {
-    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min", "clone", "copy_",
-    "div", "eq", "fill", "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
-    "maximum", "minimum", "mul", "ne", "neg", "reciprocal", "relu", "rsub", "sign", "sqrt", "sub", "where",
-    "_to_copy",
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min",
+    "clone", "copy_", "div", "eq", "fill", "ge", "gt", "le", "logical_and", "logical_not",
+    "logical_or", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "reciprocal",
+    "relu", "rsub", "sign", "sqrt", "sub", "where", "_to_copy",
 }  # fmt: skip
 # By approximation: checked before use, see parts.
 _APPROXIMATED = {"cos", "erf", "erfinv", "exp", "expm1", "log", "log1p", "sin", "tanh"}
@@ -75,6 +78,8 @@ class Operator:
         slices: elementwise, and an element's bits do not depend on where it lies.
         creates: it has results that are no alias of an argument.
         needs_values: its result, or the shape of it, depends on values.
+        makes_one: its one result is a new tensor, which its arguments alone decide.
+        reads_number: it returns a number that is in its argument.
         takes_dtype, takes_device: it has an argument of that name.
     """
 
@@ -91,6 +96,8 @@ class Operator:
     slices: bool = False
     creates: bool = False
     needs_values: bool = False
+    makes_one: bool = False
+    reads_number: bool = False
     takes_dtype: bool = False
     takes_device: bool = False
 
@@ -122,25 +129,39 @@ def _describe(func: Any) -> Operator:
         for i, a in enumerate(arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
+    is_view = func.is_view or name in ("aten::_unsafe_view", "aten::lift_fresh", "aten::lift")
+    is_factory = not tensors or schema.name.removeprefix("aten::").endswith(_LIKE)
+    creates = any(r.alias_info is None for r in schema.returns)
+    draws = (
+        takes_generator or torch.Tag.nondeterministic_seeded in func.tags or not _is_tagged(func)
+    )
+    needs_values = bool(
+        {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    )
+    changes_shape = torch.Tag.inplace_view in func.tags
+    composite = _is_composite(func)
     return Operator(
         name=name,
-        is_view=func.is_view or name in ("aten::_unsafe_view", "aten::lift_fresh", "aten::lift"),
+        is_view=is_view,
         is_simple=name in _SIMPLE,
-        is_factory=not tensors or schema.name.removeprefix("aten::").endswith(_LIKE),
-        changes_shape=torch.Tag.inplace_view in func.tags,
-        composite=_is_composite(func),
+        is_factory=is_factory,
+        changes_shape=changes_shape,
+        composite=composite,
         fills=name in _FILLS,
-        draws=takes_generator
-        or torch.Tag.nondeterministic_seeded in func.tags
-        or not _is_tagged(func),
+        draws=draws,
         with_generator=func if takes_generator else _WITH_GENERATOR.get(func),
         written=written,
         slices=_name(schema) in _ELEMENTWISE | _APPROXIMATED
         and not name.endswith((".out", "_out")),
-        creates=any(r.alias_info is None for r in schema.returns),
-        needs_values=bool(
-            {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
-        ),
+        creates=creates,
+        needs_values=needs_values,
+        makes_one=func.namespace == "aten"
+        and not name.startswith("aten::quantize")
+        and [str(r.type) for r in schema.returns] == ["Tensor"]
+        and creates
+        and not (is_view or is_factory or changes_shape or written or draws or needs_values)
+        and not composite,
+        reads_number=func is aten._local_scalar_dense.default,
         takes_dtype=any(a.name == "dtype" for a in arguments),
         takes_device=any(a.name == "device" for a in arguments),
     )

@@ -50,7 +50,8 @@ def materialize_storage(
             values = _Part(flat, END, _Parts(replay, flat.size_bytes)).values()
         except _NotSliceableError:
             return replay.storage(storage)
-        history.real, history.version = values.untyped_storage(), nodes[-1].seq
+        history.hold(values.untyped_storage())
+        history.version = nodes[-1].seq
         for node in nodes:
             node.finish()
     return replay.storage(storage)

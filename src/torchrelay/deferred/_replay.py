@@ -10,7 +10,15 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.deferred._generators import Generators
-from torchrelay.deferred._graph import Constant, External, Node, Region, Storage, map_tensors
+from torchrelay.deferred._graph import (
+    Constant,
+    External,
+    History,
+    Node,
+    Region,
+    Storage,
+    map_tensors,
+)
 from torchrelay.deferred._operators import describe
 from torchrelay.deferred._schedule import END, Schedule
 from torchrelay.errors import UnavailableError, UnsupportedError
@@ -51,7 +59,7 @@ class Replay:
             for node in schedule.nodes:
                 node.finish()
         if history.real is None:  # nothing was ever written
-            history.real = self.empty(storage)
+            return history.hold(self.empty(storage))
         return history.real
 
     def values(self, region: Region, before: int = END) -> torch.Tensor:
@@ -67,10 +75,8 @@ class Replay:
         """
         history = region.storage.history()
         if history.is_current():
-            real = history.real
-            assert real is not None
             self._kept.note([region.storage])
-            return region.over(real)
+            return history.seen(region)
         return self._values(region, END, keep=True)
 
     @property
@@ -84,12 +90,17 @@ class Replay:
         if node.outputs:
             for region, value in zip(node.outputs, _flatten(result), strict=True):
                 if region is not None and value is not None and value.shape == region.size:
-                    memory = _laid_out(node, region, value).untyped_storage()
-                    region.storage.history().real = memory
+                    region.storage.history().see(region, _laid_out(node, region, value))
                     regions.append(region)
         for region in regions:
             region.storage.history().version = node.seq
         self._kept.note([region.storage for region in regions])
+
+    def keep_one(self, node: Node, history: History, region: Region, result: torch.Tensor) -> None:
+        """Do the same as :meth:`keep` for a node whose one effect is ``region``, a new storage."""
+        history.see(region, _laid_out(node, region, result))
+        history.version = node.seq
+        self._kept.note((region.storage,))
 
     def forget(self) -> None:
         """Free what :meth:`read` has left."""
@@ -193,6 +204,14 @@ class _Run:
             found = storage.history().real
         return self._writable(storage) if found is None else found
 
+    def _real(self, region: Region) -> torch.Tensor:
+        storage = region.storage
+        if storage not in self._aside and storage not in self._schedule.afresh:
+            history = storage.history()
+            if history.real is not None:
+                return history.seen(region)
+        return region.over(self.memory(storage))
+
     def _writable(self, storage: Storage) -> torch.UntypedStorage:
         found = self._aside.get(storage)
         if found is not None:
@@ -201,7 +220,7 @@ class _Run:
         afresh = storage in self._schedule.afresh
         if self._keep and not afresh:
             if history.real is None:
-                history.real = self._replay.empty(storage)
+                return history.hold(self._replay.empty(storage))
             return history.real
         fresh = afresh or history.real is None
         self._aside[storage] = self._replay.empty(storage) if fresh else history.real.clone()  # type: ignore
@@ -219,7 +238,8 @@ class _Run:
         if self._keep and storage in self._aside and history.given is None:
             version = self._versions.get(storage, 0)
             if version >= history.version:
-                history.real, history.version = self._aside.pop(storage), version
+                history.hold(self._aside.pop(storage))
+                history.version = version
                 self._schedule.afresh.discard(storage)
 
     def _run(self, node: Node) -> None:
@@ -240,7 +260,7 @@ class _Run:
 
         def real(value: Region | External | Constant) -> torch.Tensor:
             if type(value) is Region:
-                return value.over(self.memory(value.storage))
+                return self._real(value)
             return value.tensor.clone() if type(value) is Constant else value.get(node)  # type: ignore[union-attr]
 
         args, kwargs = map_tensors((node.args, node.kwargs), _ARGUMENTS, real)
@@ -289,11 +309,11 @@ class _Run:
             return
         if not asked and value.shape != region.size:
             return  # workspace of a kernel, of which only its own backward pass knows the size
-        memory = _laid_out(node, region, value).untyped_storage()
+        laid_out = _laid_out(node, region, value)
         if self._keep and not afresh:
-            history.real = memory
+            history.see(region, laid_out)
         else:
-            self._aside[storage] = memory
+            self._aside[storage] = laid_out.untyped_storage()
         self._reached(storage, version)
 
     def _spoil(self, node: Node) -> None:

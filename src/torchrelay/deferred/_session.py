@@ -126,8 +126,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _mode_key = _torch.fake_mode_key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(map(_is_foreign, types)):
-            return NotImplemented  # a tensor subclass takes its own part first
+        for kind in types:
+            if kind is not hooks.fake and _is_foreign(kind):
+                return NotImplemented  # a tensor subclass takes its own part first
         return hooks.dispatch(func, args, kwargs or {})
 
 
@@ -145,7 +146,10 @@ def current() -> Session | None:
 
 def recording() -> Session | None:
     """Return the innermost session of this thread that records."""
-    return next((session for session in reversed(_stack.sessions) if session.deferred), None)
+    for session in reversed(_stack.sessions):
+        if session.deferred:
+            return session
+    return None
 
 
 @contextmanager

@@ -43,9 +43,7 @@ def _key(value: Any, by_kind: bool) -> Any:
     """
     kind = type(value)
     if isinstance(value, FakeTensor):
-        region = value._region
-        place = region.offset, region.storage.size_bytes, region.storage.device
-        return (region.dtype, region.size, region.stride, *place, region.conj, region.neg)
+        return value._region.layout()
     if isinstance(value, torch.Tensor):
         return (value.dtype, tuple(value.shape), value.stride(), value.device)
     if kind in (tuple, list):

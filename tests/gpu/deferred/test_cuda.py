@@ -5,6 +5,7 @@ eager bit for bit.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def from_default_generator() -> nn.Module:
     """Draws of several kinds and sizes, small and uneven ones among them, from the device's default
     generator.
     """
-    module = nn.Sequential(nn.Linear(300, 77), nn.Embedding(1000, 33), nn.Conv2d(3, 8, 3)).to(
+    module: Any = nn.Sequential(nn.Linear(300, 77), nn.Embedding(1000, 33), nn.Conv2d(3, 8, 3)).to(
         "cuda"
     )
     with torch.device("cuda"):
@@ -39,7 +40,9 @@ def from_default_generator() -> nn.Module:
 
 def from_explicit_generator() -> nn.Module:
     generator = torch.Generator(device="cuda").manual_seed(3)
-    module = nn.Sequential(nn.Linear(300, 77, device="cuda"), nn.Linear(77, 40, device="cuda:0"))
+    module: Any = nn.Sequential(
+        nn.Linear(300, 77, device="cuda"), nn.Linear(77, 40, device="cuda:0")
+    )
     nn.init.normal_(module[0].weight, generator=generator)
     nn.init.uniform_(module[1].weight, generator=generator)
     module.register_buffer("drawn", torch.randn(5, 7, device="cuda", generator=generator))

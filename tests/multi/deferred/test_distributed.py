@@ -72,7 +72,7 @@ def assert_same(module: nn.Module, reference: nn.Module) -> None:
 
 @pytest.mark.processes(3)
 def test_dtensors_on_a_line(world: World) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh  # type: ignore[attr-defined]
 
     join(world)
     mesh = init_device_mesh("cpu", (3,))
@@ -105,7 +105,7 @@ def _check_dimensions(mesh: Any) -> None:
         torch.manual_seed(11)
         reference = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7))
         torch.manual_seed(11)
-        module = deferred_init(lambda: nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7)))
+        module: Any = deferred_init(lambda: nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7)))
         materialize_module(module, shard=(mesh, [placement]))
         assert module[0].weight.placements == (Shard(placement.dim % 2),)
         assert module[1].num_batches_tracked.placements[0].is_replicate()
@@ -138,7 +138,7 @@ def _check_empty_shards(mesh: Any) -> None:
 
 @pytest.mark.processes(4)
 def test_dtensors_on_a_plane(world: World) -> None:
-    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh  # type: ignore[attr-defined]
 
     join(world)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -158,7 +158,7 @@ def test_dtensors_on_a_plane(world: World) -> None:
 @pytest.mark.processes(3)
 def test_fully_shard_takes_a_deferred_module(world: World) -> None:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor import init_device_mesh  # type: ignore[attr-defined]
 
     join(world)
     mesh = init_device_mesh("cpu", (3,))
@@ -194,7 +194,7 @@ def test_fully_shard_takes_a_deferred_module(world: World) -> None:
 
 @pytest.mark.processes(2)
 def test_tensor_parallel_plan_takes_a_deferred_module(world: World) -> None:
-    from torch.distributed.tensor import DTensor, init_device_mesh
+    from torch.distributed.tensor import DTensor, init_device_mesh  # type: ignore[attr-defined]
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -210,7 +210,7 @@ def test_tensor_parallel_plan_takes_a_deferred_module(world: World) -> None:
     torch.manual_seed(3)
     reference = build()
     torch.manual_seed(3)
-    module = deferred_init(build)
+    module: Any = deferred_init(build)
     parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     materialize_module(module)
     assert isinstance(module[0].weight, DTensor)
@@ -257,4 +257,4 @@ def test_fsdp1_finds_torchdistx_by_its_name(world: World) -> None:
 def test_a_collective_on_a_deferred_tensor_is_refused(world: World) -> None:
     join(world)
     with pytest.raises(DeferredError, match="Materialize"):
-        dist.broadcast(deferred().scale, 0)
+        dist.broadcast(deferred().scale, 0)  # type: ignore[arg-type]

@@ -6,6 +6,9 @@ import copy
 import doctest
 import pickle
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ without_cuda = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("module", [fake, compat_fake, compat_deferred_init])
-def test_examples_of_the_documentation(module) -> None:
+def test_examples_of_the_documentation(module: ModuleType) -> None:
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(module, optionflags=options, extraglobs={"torch": torch})
     assert result.attempted > 0 and result.failed == 0
@@ -123,7 +126,7 @@ def test_meta_like_has_shape_and_stride() -> None:
         lambda t: t.nonzero(), lambda t: t.data_ptr(), pickle.dumps, materialize_tensor,
     ],
 )  # fmt: skip
-def test_what_needs_values_is_refused(use) -> None:
+def test_what_needs_values_is_refused(use: Callable[[torch.Tensor], object]) -> None:
     with fake.fake_mode():
         tensor = torch.ones(3)
     with pytest.raises(DeferredError):
@@ -160,9 +163,9 @@ def test_a_real_tensor_must_not_change_before_it_is_read() -> None:
 def test_arguments_are_checked() -> None:
     module = deferred_init(nn.Linear, 3, 3)
     for wrong in (
-        lambda: is_deferred(3), lambda: materialize_tensor(3), lambda: materialize_module(3),
-        lambda: deferred_init(3), lambda: materialize_module(module, shard=3),
-        lambda: materialize_module(module, shard=lambda name, tensor: 3),
+        lambda: is_deferred(3), lambda: materialize_tensor(3), lambda: materialize_module(3),  # type: ignore[arg-type]
+        lambda: deferred_init(3), lambda: materialize_module(module, shard=3),  # type: ignore[arg-type]
+        lambda: materialize_module(module, shard=lambda name, tensor: 3),  # type: ignore[arg-type]
         lambda: materialize_module(module, shard=lambda name, tensor: (slice(0, 3, 2),)),
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
@@ -203,13 +206,13 @@ def test_sparse_and_quantized_tensors_are_refused() -> None:
 
 def test_deferred_tensors_can_be_copied() -> None:
     module = deferred_init(nn.Linear, 3, 3)
-    twin = copy.deepcopy(module)
+    duplicate = copy.deepcopy(module)
     alias = copy.copy(module.weight)
     materialize_module(module)
-    materialize_module(twin)
+    materialize_module(duplicate)
     assert (
-        torch.equal(module.weight, twin.weight)
-        and module.weight.data_ptr() != twin.weight.data_ptr()
+        torch.equal(module.weight, duplicate.weight)
+        and module.weight.data_ptr() != duplicate.weight.data_ptr()
     )
     assert torch.equal(materialize_tensor(alias), module.weight)
 
@@ -239,7 +242,7 @@ def test_hooks_and_optimizers_stay_with_the_parameter() -> None:
     assert len(calls) == 1 and torch.equal(module.weight.detach(), before - 1)
 
 
-def test_a_factory_that_reads_values_is_refused(tmp_path) -> None:
+def test_a_factory_that_reads_values_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "values"
     path.write_bytes(bytes(16))
     with fake.fake_mode(), pytest.raises(DeferredError, match="its result"):

@@ -88,7 +88,7 @@ CASES |= {
     "convolution": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)),
     "transformer": lambda: nn.Transformer(32, 4, 2, 2, 64, batch_first=True),
     "lstm": lambda: nn.LSTM(10, 20, 2, bidirectional=True),
-    "channels_last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+    "channels_last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
     "half": changed(nn.Module.half),
     "to_double": changed(lambda m: m.to(torch.float64)),
     "frozen": changed(lambda m: m.requires_grad_(False)),
@@ -103,7 +103,7 @@ CASES |= {
     "orthogonal_parametrization": lambda: parametrizations.orthogonal(nn.Linear(6, 6)),
     "spectral_norm": changed(parametrizations.spectral_norm),
     "old_weight_norm": changed(nn.utils.weight_norm),
-    "old_weight_norm_of_all": changed(lambda m: nn.utils.weight_norm(m, dim=None)),
+    "old_weight_norm_of_all": changed(lambda m: nn.utils.weight_norm(m, dim=None)),  # type: ignore[arg-type]
     "old_weight_norm_removed": changed(
         lambda m: nn.utils.remove_weight_norm(nn.utils.weight_norm(m))
     ),
@@ -115,7 +115,7 @@ CASES |= {
     "dropout": changed(
         lambda m: m.weight.data.copy_(nn.functional.dropout(m.weight.data, 0.5)) is None
     ),
-    "foreach": changed(lambda m: torch._foreach_mul_([m.weight.data, m.bias.data], 2.0) and m),
+    "foreach": changed(lambda m: torch._foreach_mul_([m.weight.data, m.bias.data], 2.0) and m),  # type: ignore[unreachable]
     "buffer_class": changed(lambda m: setattr(m, "extra", nn.Buffer(torch.rand(4)))),
     "randperm": holding(lambda: torch.randperm(1000)),
     "randint": holding(lambda: torch.randint(3, 9, (20,))),
@@ -258,6 +258,8 @@ def lazy() -> nn.Module:
 
 class Tagged(nn.Parameter):
     """A program's own Parameter, with an attribute and a method."""
+
+    tag: int
 
     def __new__(cls, data: torch.Tensor, tag: int = 1) -> Tagged:
         made = super().__new__(cls, data)

@@ -82,7 +82,7 @@ def test_safetensors_stay_real(tmp_path: Path) -> None:
     assert not any(equals_eager(rows))
     assert all(equals_eager(lambda: list(loaded().parameters())))
     assert not any(
-        equals_eager(lambda: torch.asarray(torch.UntypedStorage(8).fill_(3), dtype=torch.uint8))
+        equals_eager(lambda: torch.asarray(torch.UntypedStorage(8).fill_(3), dtype=torch.uint8))  # type: ignore[attr-defined]
     )
     assert all(equals_eager(lambda: [torch.tensor([1.0, 2.0]), torch.asarray([3.0])]))
 
@@ -147,12 +147,19 @@ def test_attention_runs() -> None:
 def _counted(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]) -> tuple[int, int]:
     """How many operations were recorded, and how many run, during ``deferred_init(build)``."""
     recorded, run = [], []
-    link, old, at_once = replays.Node.link, replays._Run._run, _ahead._run
-    monkeypatch.setattr(replays.Node, "link", lambda node: (recorded.append(node), link(node))[1])
+    init, old, at_once = replays.Node.__init__, replays._Run._run, _ahead._call  # type: ignore[attr-defined]
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        recorded.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(replays.Node, "__init__", made)  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        replays._Run, "_run", lambda self, node: (run.append(node), old(self, node))[1]
+        replays._Run,
+        "_run",
+        lambda self, node: (run.append(node), old(self, node))[1],  # type: ignore[func-returns-value]
     )
-    monkeypatch.setattr(_ahead, "_run", lambda *call: (run.append(call), at_once(*call))[1])
+    monkeypatch.setattr(_ahead, "_call", lambda *call: (run.append(call), at_once(*call))[1])  # type: ignore[func-returns-value]
     deferred_init(build)
     return len(recorded), len(run)
 
@@ -176,8 +183,8 @@ def test_reading_runs_each_operation_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_small_operations_that_follow_a_read_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are recorded all the same, and nothing but small operations on known values is run."""
-    ran, at_once = [], _ahead._run
-    monkeypatch.setattr(_ahead, "_run", lambda *call: (ran.append(call[0]), at_once(*call))[1])
+    ran, at_once = [], _ahead._call
+    monkeypatch.setattr(_ahead, "_call", lambda *call: (ran.append(call[0]), at_once(*call))[1])  # type: ignore[func-returns-value]
 
     def build() -> list[Any]:
         known, other = torch.randn(6, 4), torch.randn(4)
@@ -223,7 +230,9 @@ def test_an_operation_that_fails_at_once_is_not_recorded() -> None:
 def test_shapes_of_like_operations_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed, old = [], _shapes._shapes_of
     monkeypatch.setattr(
-        _shapes, "_shapes_of", lambda *call: (computed.append(call[0]), old(*call))[1]
+        _shapes,
+        "_shapes_of",
+        lambda *call: (computed.append(call[0]), old(*call))[1],  # type: ignore[func-returns-value]
     )
     monkeypatch.setattr(_shapes, "_known", {})
     deferred_init(_power_iteration)
@@ -283,3 +292,24 @@ def _memory(module: nn.Module) -> int:
     """Bytes that deferred parameters hold."""
     histories = [parameter._history for parameter in module.parameters()]  # type: ignore[attr-defined]
     return sum(history.storage.size_bytes for history in histories if history.real is not None)
+
+
+def test_autocast_does_not_change_what_is_recorded() -> None:
+    """Reads inside an autocast region, and materialization inside one, give the recorded values."""
+
+    def build() -> list[Any]:
+        weight = torch.randn(20, 20)
+        product = weight @ weight
+        with torch.autocast("cpu", torch.bfloat16):
+            numbers = [float(product.sum()), product.sum().item(), product[0].tolist()]
+            scale = weight.norm().item()
+            lower = weight @ weight / scale
+            return [product, *numbers, lower, lower.sum().item()]
+
+    equals_eager(build)
+    torch.manual_seed(5)
+    deferred = deferred_init(lambda: (one := torch.randn(20, 20)) @ one)
+    torch.manual_seed(5)
+    eager = (one := torch.randn(20, 20)) @ one
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(materialize_tensor(deferred), eager)

@@ -20,7 +20,7 @@ from torchrelay.errors import DeferredError
 Build = Callable[[], nn.Module]
 
 
-def both(build: Build) -> tuple[nn.Module, nn.Module]:
+def both(build: Build) -> tuple[Any, Any]:
     """The eager and the deferred module; the generator ends where it does after eager
     construction.
     """
@@ -91,7 +91,7 @@ def test_readers_of_readers_too() -> None:
 
 def test_every_step_of_a_tensor_that_is_changed_step_by_step() -> None:
     def build() -> nn.Module:
-        module = nn.Module()
+        module: Any = nn.Module()
         module.register_buffer("state", torch.rand(5, 5))
         steps = torch.zeros(6, 5, 5)
         for index in range(6):
@@ -173,7 +173,7 @@ def test_empty_copies(build: Callable[[], torch.Tensor]) -> None:
     torch.manual_seed(5)
     assert torch.equal(materialize_tensor(deferred_init(build)), expected)
     torch.manual_seed(5)
-    module = nn.Module()
+    module: Any = nn.Module()
     module.register_buffer("made", deferred_init(build))
     materialize_module(module, shard=lambda name, tensor: (slice(0, 1),))
     assert torch.equal(module.made, expected[:1])

@@ -24,7 +24,7 @@ class Scaled(torch.Tensor):
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
         super().__init__()
-        self.values, self.scale = values, scale
+        self.values, self.scale = values, scale  # type: ignore[method-assign, assignment]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Scaled:
@@ -47,8 +47,8 @@ class Scaled(torch.Tensor):
         return func(*tree_map_only(Scaled, lambda t: t.values * t.scale, args), **(kwargs or {}))
 
 
-def build() -> nn.Module:
-    module = nn.Sequential(nn.Linear(20, 8), nn.Linear(8, 3))
+def build() -> Any:
+    module: Any = nn.Sequential(nn.Linear(20, 8), nn.Linear(8, 3))
     module[0].weight = nn.Parameter(Scaled.of(module[0].weight.detach()), requires_grad=False)
     module.register_buffer("row", module[0].weight @ torch.ones(20))
     return module
