@@ -1,7 +1,7 @@
 """all_reduce of float32 on one host: ``sml``, Gloo and Open MPI, interleaved in the same processes;
 and DDP.
 
-    python benchmarks/bench_aggregation.py            # 8 B to 256 MiB on 2 and on 4 ranks: about 3 minutes
+    python benchmarks/bench_aggregation.py        # 8 B to 256 MiB, 2 and 4 ranks: about 3 minutes
     python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
 
 The floor is what the memory allows: each rank must read the message's bytes and write as many,

@@ -1,4 +1,4 @@
-"""all_reduce over hosts in network namespaces: ``sml``, plain Gloo over all ranks, and the links' limit.
+"""all_reduce over hosts in network namespaces: ``sml``, Gloo over all ranks, the links' limit.
 
     python benchmarks/bench_hosts.py            # about five minutes
     python benchmarks/bench_hosts.py --smoke    # one round; writes nothing
@@ -188,7 +188,10 @@ def main() -> None:
         "floor: U at the link's rate",
         "of it",
     ]
-    notes = f"all_reduce of {SIZE_BYTES >> 20} MiB float32, median of {rounds}, backends in turn, a barrier at the end."
+    notes = (
+        f"all_reduce of {SIZE_BYTES >> 20} MiB float32, median of {rounds}, backends in turn, "
+        "a barrier at the end."
+    )
     plot(found, Path(os.devnull) if smoke else IMAGE)
     if not smoke:
         write("hosts", "all_reduce between hosts", notes, table(header, rows))

@@ -77,7 +77,7 @@ for backends in common_distributed.DistTestCases.backend_feature.values():
     backends.add("sml")
 
 
-class TestSml(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+class TestSml(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
     """The suite; its base classes do the work."""
 
     def setUp(self) -> None:

@@ -180,7 +180,7 @@ def enable_gro() -> None:
         fcntl.ioctl(sock, 0x8946, request)  # SIOCETHTOOL
 
 
-NETWORKS = {
+NETWORKS: dict[str, Callable[[int], contextlib.AbstractContextManager[Network]]] = {
     "udp": udp_network,
     "xdp-generic": xdp_network,
     "xdp-native": functools.partial(xdp_network, mode="native"),

@@ -104,7 +104,7 @@ class Communicator {
   void join(double timeout_s) {
     Operation operation = begin("joining the group", timeout_s, false);
     parts_->group.join(operation);
-    patience_ = {spin_, parts_->group.crowded() ? yield_ : std::chrono::nanoseconds{0}};
+    patience_ = {spin_, parts_->group.oversubscribed() ? yield_ : std::chrono::nanoseconds{0}};
   }
 
   void close() {

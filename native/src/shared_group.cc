@@ -126,7 +126,7 @@ SharedGroup::SharedGroup(SharedMemory memory, int rank, std::vector<int> names)
     throw Error(Code::kArgument, "rank " + std::to_string(rank) + " does not fit a group of " +
                                      std::to_string(shape_.size) + " ranks");
   at_ = layout(shape_);
-  // It fails where there are more cores than cpu_set_t has bits: the ranks are hardly crowded then.
+  // It fails on machines with more cores than cpu_set_t has bits; all cores are assumed then.
   cpu_set_t& cores = state(rank_).cores;
   if (sched_getaffinity(0, sizeof cores, &cores) != 0) std::memset(&cores, 0xFF, sizeof cores);
   const ProcessId process = ProcessId::current();
@@ -204,7 +204,7 @@ void SharedGroup::require_rank(const char* operation, int rank) const {
 
 void SharedGroup::join(const Operation& operation) { arrive_and_wait(operation); }
 
-bool SharedGroup::crowded() const noexcept {
+bool SharedGroup::oversubscribed() const noexcept {
   cpu_set_t all = state(0).cores;
   for (int r = 1; r < size(); ++r) CPU_OR(&all, &all, &state(r).cores);
   return CPU_COUNT(&all) < size();

@@ -327,7 +327,7 @@ TEST(a_failure_outside_the_group_is_reported_to_all_ranks) {
 }
 
 // The ranks' threads inherit what the test may run on.
-TEST(ranks_that_may_use_one_core_are_crowded) {
+TEST(ranks_that_share_one_core_are_oversubscribed) {
   cpu_set_t before;
   CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
   int core = 0;
@@ -336,11 +336,12 @@ TEST(ranks_that_may_use_one_core_are_crowded) {
   CPU_ZERO(&one);
   CPU_SET(core, &one);
   CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
-  on_ranks(2, [](SharedGroup& group, const Operation&) { CHECK(group.crowded()); });
-  on_ranks(1, [](SharedGroup& group, const Operation&) { CHECK(!group.crowded()); });
+  on_ranks(2, [](SharedGroup& group, const Operation&) { CHECK(group.oversubscribed()); });
+  on_ranks(1, [](SharedGroup& group, const Operation&) { CHECK(!group.oversubscribed()); });
   CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
   const int cores = CPU_COUNT(&before);
-  on_ranks(2, [cores](SharedGroup& group, const Operation&) { CHECK(group.crowded() == (cores < 2)); });
+  on_ranks(2,
+           [cores](SharedGroup& group, const Operation&) { CHECK(group.oversubscribed() == (cores < 2)); });
 }
 
 TEST(ranks_that_do_not_sleep_leave_a_full_core) {

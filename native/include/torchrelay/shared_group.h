@@ -101,7 +101,7 @@ class SharedGroup {
   void join(const Operation& operation);
 
   // Whether more ranks have joined than there are cores for them: then waiting ranks should yield.
-  bool crowded() const noexcept;
+  bool oversubscribed() const noexcept;
 
   // Announces that this rank leaves; operations that wait for it fail. Idempotent.
   void leave() noexcept;

@@ -290,7 +290,6 @@ class Messages:
             self._changed.notify_all()
         for receive in posted:
             receive.completion.finish(error)
-        self._stop_reading()
         body = json.dumps(
             {
                 "text": str(error),
@@ -305,6 +304,7 @@ class Messages:
                 memoryview(body),
                 even_if_failed=True,
             )
+        self._stop_reading()  # then connections end, so what the others are to know is sent before
         self._on_failure(error)
         return error
 
@@ -426,8 +426,10 @@ class Messages:
         try:
             connection = socket.create_connection(self._addresses[to], _CONNECT_S)
         except OSError as error:
-            self._lose(to, f"cannot be reached ({error})")
-            return None
+            arriving = self._arriving(peer)
+            if arriving is None:
+                self._lose(to, f"cannot be reached ({error})")
+            return arriving
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):
@@ -436,12 +438,19 @@ class Messages:
         self._start(self._read, f"from-{self._names[to]}", to, connection)
         return peer.out
 
+    def _arriving(self, peer: _Peer) -> socket.socket | None:
+        """Wait for a connection from a rank that may have sent its last message and left."""
+        with peer.lock:
+            peer.lock.wait_for(lambda: peer.out is not None or self._closed, _RECONNECT_S)
+            return peer.out
+
     def _add(self, rank: int, connection: socket.socket) -> None:
         peer = self._peers[rank]
         with peer.lock:
             peer.connections.add(connection)
             if peer.out is None:
                 peer.out = connection
+                peer.lock.notify_all()
             if self._flushed:
                 _shut(connection)
 
@@ -572,6 +581,8 @@ class Messages:
                 is_last = not peer.connections
             if is_last:
                 self._lose(source, _LEFT if peer.left else _DIED)
+        with peer.lock:  # a failure may still have to be sent
+            peer.lock.wait_for(peer.is_idle, _FLUSH_S if self._failure else 0)
         connection.close()
 
     def _lose(self, rank: int, reason: str) -> None:

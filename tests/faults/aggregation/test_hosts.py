@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ import namespaces
 import torchrelay.aggregation  # noqa: F401 - registers the backend
 from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 _spec = importlib.util.spec_from_file_location(
     "hosts_faults", Path(__file__).with_name("test_failures.py")
@@ -72,7 +75,7 @@ def _lose(world: World, victims: list[int]) -> tuple[tuple[int, ...], str, tuple
 
 @pytest.mark.parametrize("victims", [[1], [2], [2, 3]], ids=["rank", "leader", "host"])
 def test_every_rank_names_those_that_were_killed(
-    victims: list[int], run_processes: Callable[..., Any]
+    victims: list[int], run_processes: RunProcesses
 ) -> None:
     results = run_processes(_lose, 4, victims=victims)
     for rank in range(4):
@@ -87,7 +90,7 @@ def test_every_rank_names_those_that_were_killed(
 def _be_cut_off(world: World, hosts: namespaces.Hosts, path: str) -> tuple[str, tuple[int, ...]]:
     namespaces.enter(hosts.pids[world.rank // 2])
     os.environ.update(TORCHRELAY_HOST_ID=HOSTS[world.rank], TORCHRELAY_AGGREGATION_INTERFACE="eth0")
-    store = dist.FileStore(path, world.size)
+    store = dist.FileStore(path, world.size)  # type: ignore[attr-defined]
     dist.init_process_group(
         "sml", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=3)
     )
@@ -108,7 +111,7 @@ def _be_cut_off(world: World, hosts: namespaces.Hosts, path: str) -> tuple[str, 
 
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "possible")
 def test_an_unplugged_host_is_named_by_all_others(
-    tmp_path: Path, run_processes: Callable[..., Any]
+    tmp_path: Path, run_processes: RunProcesses
 ) -> None:
     with namespaces.switched(2) as hosts:
         results = run_processes(_be_cut_off, 4, hosts=hosts, path=str(tmp_path / "store"))
@@ -127,7 +130,7 @@ AGAIN: list[tuple[str, Callable[[World], None]]] = [
 
 
 @pytest.mark.parametrize("index", range(len(AGAIN)), ids=lambda i: AGAIN[i][1].__name__[5:])
-def test_as_on_one_host(index: int, run_processes: Callable[..., Any]) -> None:
+def test_as_on_one_host(index: int, run_processes: RunProcesses) -> None:
     for result in run_processes(_again, len(AGAIN[index][0]), index=index):
         assert result.ok, result.error
 

@@ -9,9 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +21,9 @@ from torchrelay.aggregation import Options
 from torchrelay.aggregation.switch import SwitchClient
 from torchrelay.errors import ConfigError, OperationTimeoutError, PeerLostError, UnavailableError
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 HOSTS = "aabb"
 
@@ -110,7 +112,7 @@ def _lose_the_switch(world: World) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(kind, message.replace(address, "SWITCH"), ranks) for kind, message, ranks in results]
 
 
-def test_a_lost_switch_is_named_by_every_rank(run_processes: Callable[..., Any]) -> None:
+def test_a_lost_switch_is_named_by_every_rank(run_processes: RunProcesses) -> None:
     for rank, result in enumerate(run_processes(_lose_the_switch, 4)):
         assert result.ok, result.error
         killed, restarted = result.value
@@ -143,7 +145,7 @@ def _lose_ranks(world: World, victims: list[int], address: str) -> tuple[str, st
 
 @pytest.mark.parametrize("victims", [[3], [2], [2, 3]], ids=["rank", "leader", "host"])
 def test_killed_ranks_are_named_while_others_wait_for_the_switch(
-    victims: list[int], run_processes: Callable[..., Any]
+    victims: list[int], run_processes: RunProcesses
 ) -> None:
     switch = Switch()
     try:
@@ -179,7 +181,7 @@ def _fail_to_join(world: World, address: str) -> list[str]:
 
 
 def test_a_switch_that_cannot_be_joined_is_named_by_every_rank(
-    run_processes: Callable[..., Any],
+    run_processes: RunProcesses,
 ) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
@@ -214,7 +216,7 @@ def _be_late(world: World, address: str) -> tuple[str, tuple[int, ...]]:
     return str(caught.value), caught.value.ranks
 
 
-def test_a_leader_that_sends_nothing_is_named(run_processes: Callable[..., Any]) -> None:
+def test_a_leader_that_sends_nothing_is_named(run_processes: RunProcesses) -> None:
     switch = Switch()
     try:
         results = run_processes(_be_late, 4, address=switch.address)

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torchrelay.aggregation import _shm
 from torchrelay.errors import UnavailableError
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 
 def start(world: World, rank: int | None = None, size: int | None = None) -> None:
@@ -41,11 +44,12 @@ def die(*_: object) -> None:
 
 def _die_while_joining(world: World) -> str:
     if world.rank == 1:
-        _shm._open_segment = die  # after it has reported, before it takes its place in the segment
+        # After it has reported, before it takes its place in the segment.
+        _shm._open_segment = die  # type: ignore[assignment]
     return heard(lambda: start(world))
 
 
-def test_a_rank_that_dies_while_joining_is_named(run_processes: Callable[..., Any]) -> None:
+def test_a_rank_that_dies_while_joining_is_named(run_processes: RunProcesses) -> None:
     results = run_processes(_die_while_joining, 3, timeout_s=90)
     assert results[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
@@ -62,7 +66,7 @@ def _die_before_a_new_group(world: World) -> str:
     return heard(lambda: dist.new_group(backend="sml"))
 
 
-def test_a_rank_that_died_before_a_new_group_is_named(run_processes: Callable[..., Any]) -> None:
+def test_a_rank_that_died_before_a_new_group_is_named(run_processes: RunProcesses) -> None:
     results = run_processes(_die_before_a_new_group, 3, timeout_s=90)
     for rank in (0, 1):
         assert results[rank].value.startswith("PeerLostError"), results[rank]
@@ -79,7 +83,7 @@ def _lose_the_store(world: World) -> str:
     return heard(lambda: dist.new_group([1, 2], backend="sml"))
 
 
-def test_a_dead_store_is_a_typed_error(run_processes: Callable[..., Any]) -> None:
+def test_a_dead_store_is_a_typed_error(run_processes: RunProcesses) -> None:
     results = run_processes(_lose_the_store, 3, timeout_s=90)
     for rank in (1, 2):
         assert results[rank].value.startswith("PeerLostError"), results[rank]
@@ -102,7 +106,7 @@ def _be_two_jobs(world: World) -> str:
     return said
 
 
-def test_a_second_process_of_one_rank_is_refused(run_processes: Callable[..., Any]) -> None:
+def test_a_second_process_of_one_rank_is_refused(run_processes: RunProcesses) -> None:
     results = run_processes(_be_two_jobs, 3, timeout_s=90)
     assert [result.value for result in results[:2]] == ["[2.0, 2.0]"] * 2, results
     assert results[2].value.startswith("MismatchError: rank 1 is process"), results[2]
@@ -114,7 +118,7 @@ def _be_of_different_jobs(world: World) -> str:
     return heard(lambda: start(world))
 
 
-def test_ranks_of_different_jobs_are_refused(run_processes: Callable[..., Any]) -> None:
+def test_ranks_of_different_jobs_are_refused(run_processes: RunProcesses) -> None:
     for result in run_processes(_be_of_different_jobs, 2, timeout_s=90):
         assert result.value.startswith("MismatchError"), result
         assert (
@@ -134,7 +138,7 @@ def _meet_again(world: World) -> None:
         dist.destroy_process_group()
 
 
-def test_a_group_can_be_made_again_over_one_store(run_processes: Callable[..., Any]) -> None:
+def test_a_group_can_be_made_again_over_one_store(run_processes: RunProcesses) -> None:
     for result in run_processes(_meet_again, 2, timeout_s=90):
         assert result.ok, result.error
 
@@ -164,7 +168,7 @@ def _fork(world: World) -> None:
 
 
 def test_a_forked_child_is_refused_and_its_parent_goes_on(
-    run_processes: Callable[..., Any],
+    run_processes: RunProcesses,
 ) -> None:
     for result in run_processes(_fork, 2, timeout_s=90):
         assert result.ok, result.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_sparse_tensors_are_added(world: World) -> None:
             counts = [7, 0, 90]
             tensor = sparse(world.rank, dense, dtype, counts[world.rank])
             dist.all_reduce(tensor)
-            want = sum(sparse(r, dense, dtype, counts[r]).to_dense() for r in range(3))
+            want: Any = sum(sparse(r, dense, dtype, counts[r]).to_dense() for r in range(3))
             assert tensor.is_coalesced() and torch.equal(tensor.to_dense(), want)
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
@@ -141,7 +142,9 @@ def test_ddp_trains_a_sparse_embedding(world: World) -> None:
     weights = []
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
         torch.manual_seed(0)
-        plain = torch.nn.Sequential(torch.nn.Embedding(30, 4, sparse=True), torch.nn.Linear(4, 2))
+        plain: Any = torch.nn.Sequential(
+            torch.nn.Embedding(30, 4, sparse=True), torch.nn.Linear(4, 2)
+        )
         module = torch.nn.parallel.DistributedDataParallel(plain, process_group=group)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         for step in range(3):

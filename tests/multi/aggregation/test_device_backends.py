@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_what_pytorch_asks_a_group(world: World) -> None:
     assert group is not None
     assert group._device_types == [CPU, CUDA] and c10d._device_capability(group) == ["cpu", "cuda"]
     assert group._get_backend_name() == "sml" and c10d._get_object_coll_device(group) == "cpu"
-    backend = group._get_backend(CPU)
+    backend: Any = group._get_backend(CPU)
     assert backend.name() == "sml" and backend.rank() == world.rank and backend.size() == 2
     assert not backend.supports_splitting and not backend.supports_coalescing
     assert not isinstance(backend, dist.ProcessGroupGloo)
@@ -37,13 +37,11 @@ def test_what_pytorch_asks_a_group(world: World) -> None:
         group._get_backend(torch.device("xpu"))
     with pytest.raises(ValueError, match="only implemented for GLOO backend"):
         dist.monitored_barrier()  # it compares the backend's name before it asks the group
-    group.monitored_barrier(timedelta(seconds=60))
+    cast(Any, group).monitored_barrier(timedelta(seconds=60))
     c10d._set_pg_timeout(timedelta(seconds=1), group)
     if world.rank == 0:
-        started = time.monotonic()
         with pytest.raises(OperationTimeoutError, match="rank 1"):
             dist.all_reduce(tensor)
-        assert time.monotonic() - started < 60  # of the 30 minutes that it was
         c10d._get_default_store().set("done", "")
     else:
         c10d._get_default_store().wait(["done"])
@@ -60,7 +58,7 @@ def check_both(group: dist.ProcessGroup, world: World, names: tuple[str, str]) -
     assert gathered[1].eq(3).all()
     got = torch.empty(4)
     peer = 1 - world.rank
-    works = [dist.isend(tensor, peer, group=group), dist.irecv(got, peer, group=group)]
+    works: list[Any] = [dist.isend(tensor, peer, group=group), dist.irecv(got, peer, group=group)]
     for work in works:
         work.wait()
     dist.barrier(group)
@@ -79,6 +77,7 @@ def check_both(group: dist.ProcessGroup, world: World, names: tuple[str, str]) -
 def test_several_backends_in_one_group(world: World) -> None:
     store = world.connect(60)
     dist.init_process_group("cpu:sml,cuda:gloo", store=store, rank=world.rank, world_size=2)
+    assert dist.group.WORLD is not None
     assert set(dist.group.WORLD._device_types) == {CPU, CUDA}
     check_both(dist.group.WORLD, world, ("sml", "gloo"))
     for text, names in (

@@ -4,39 +4,40 @@ different hosts.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import torchrelay.aggregation
+from multi.aggregation.collectives import COPIED, DTYPES, FLOATS, VIEWS
 from torchrelay.aggregation._placement import Placement
 from torchrelay.world import World
 
 TESTS = Path(__file__).parents[2]
 
 
+@functools.cache
 def load(name: str) -> Any:
     """A test file, by its path below ``tests``."""
     spec = importlib.util.spec_from_file_location(f"hosts_{Path(name).stem}", TESTS / name)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    if hasattr(module, "SIZES"):
+        module.SIZES = (1, 3001)
     return module
 
 
-COLLECTIVES = load("multi/aggregation/test_collectives.py")
-CALLS = load("multi/aggregation/test_calls.py")
 FAULTS = load("faults/aggregation/test_failures.py")
 TORCH = load("multi/aggregation/test_torch.py")
-COLLECTIVES.SIZES = (1, 3001)
 
 
 def place(world: World, hosts: str) -> None:
@@ -48,16 +49,31 @@ def place(world: World, hosts: str) -> None:
     )
 
 
-@pytest.mark.processes(4)
-def test_reductions_round_robin(world: World) -> None:
-    place(world, "abab")
-    COLLECTIVES.test_reductions_of_every_dtype_and_op(world)
+Case = tuple[Any, ...]  # a file, its test, and the test's parameters
 
 
-@pytest.mark.processes(4)
-def test_copies_block_wise(world: World) -> None:
-    place(world, "aabb")
-    COLLECTIVES.test_copies_of_every_dtype(world)
+def run(case: Case, world: World, hosts: str) -> None:
+    place(world, hosts)
+    file, test, *parameters = case
+    getattr(load(f"multi/aggregation/test_{file}.py"), f"test_{test}")(world, *parameters)
+
+
+def name_of(case: Case) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("file", ["all_reduce", "reduce", "reduce_scatter"])
+@pytest.mark.processes(4, together=True)
+def test_reductions_round_robin(world: World, file: str, dtype: torch.dtype) -> None:
+    run((file, "values", dtype), world, "abab")
+
+
+@pytest.mark.parametrize("dtype", COPIED, ids=str)
+@pytest.mark.parametrize("file", ["broadcast", "all_gather", "gather", "scatter", "all_to_all"])
+@pytest.mark.processes(4, together=True)
+def test_copies_block_wise(world: World, file: str, dtype: torch.dtype) -> None:
+    run((file, "values", dtype), world, "aabb")
 
 
 def test_placements() -> None:
@@ -68,36 +84,47 @@ def test_placements() -> None:
     assert (placement.size, placement.host, placement.local_index(2)) == (5, 0, 1)
 
 
-UNEVEN: list[Callable[[World], None]] = [
-    COLLECTIVES.test_odd_tensors,
-    COLLECTIVES.test_messages,
-    COLLECTIVES.test_objects_and_barriers,
-    CALLS.test_sparse_tensors_are_added,
+UNEVEN: list[Case] = [
+    *[
+        (file, "views", name)
+        for file in ("all_reduce", "all_gather", "send_recv")
+        for name in VIEWS
+    ],
+    ("all_reduce", "odd_tensors"),
+    ("all_gather", "uneven_and_empty_tensors"),
+    *[(file, "empty_tensors") for file in ("broadcast", "all_to_all", "reduce_scatter")],
+    ("send_recv", "values"),
+    ("objects", "objects_and_barriers"),
+    ("calls", "sparse_tensors_are_added"),
 ]
 
 
-@pytest.mark.parametrize("index", range(len(UNEVEN)), ids=lambda i: UNEVEN[i].__name__[5:])
-@pytest.mark.processes(3)
-def test_uneven_hosts(world: World, index: int) -> None:
-    place(world, "aba")
-    UNEVEN[index](world)
+@pytest.mark.parametrize("case", UNEVEN, ids=name_of)
+@pytest.mark.processes(3, together=True)
+def test_uneven_hosts(world: World, case: Case) -> None:
+    run(case, world, "aba")
 
 
-SINGLE: list[Callable[[World], None]] = [
-    COLLECTIVES.test_gloo_gives_the_same,
-    COLLECTIVES.test_premultiplied_sums,
-    COLLECTIVES.test_handles_in_any_order,
-    COLLECTIVES.test_an_async_call_does_not_wait_for_the_others,
-    COLLECTIVES.test_coalesced_forms,
-    COLLECTIVES.test_many_groups_leave_no_descriptors,
+WITH_GLOO = (torch.float32, torch.float64, torch.int32, torch.int64)
+SINGLE: list[Case] = [
+    *[("all_reduce", "gloo_gives_the_same", dtype) for dtype in WITH_GLOO],
+    ("all_to_all", "gloo_gives_the_same_for_uneven_splits"),
+    *[
+        (file, "premultiplied_sums", dtype)
+        for file in ("all_reduce", "reduce_scatter")
+        for dtype in FLOATS
+    ],
+    ("work", "handles_in_any_order"),
+    ("work", "an_async_call_does_not_wait_for_the_others"),
+    *[(file, "coalesced") for file in ("all_reduce", "all_gather", "reduce_scatter", "send_recv")],
+    ("groups", "many_groups_leave_no_descriptors"),
 ]
 
 
-@pytest.mark.parametrize("index", range(len(SINGLE)), ids=lambda i: SINGLE[i].__name__[5:])
-@pytest.mark.processes(2)
-def test_one_rank_per_host(world: World, index: int) -> None:
-    place(world, "ab")
-    SINGLE[index](world)
+@pytest.mark.parametrize("case", SINGLE, ids=name_of)
+@pytest.mark.processes(2, together=True)
+def test_one_rank_per_host(world: World, case: Case) -> None:
+    run(case, world, "ab")
 
 
 @pytest.mark.processes(3)
@@ -131,7 +158,7 @@ def test_large_sums_subgroups_and_statistics(world: World) -> None:
     ]
     torch.testing.assert_close(reference, sum(inputs), rtol=1e-5, atol=1e-5)
 
-    stats = dist.group.WORLD.stats()
+    stats = cast(Any, dist.group.WORLD).stats()
     shm, tcp = stats.links
     assert stats.plane == "hosts" and stats.jobs >= 4
     assert (shm.transport, tcp.transport) == ("shm", "tcp") and "no switch" in tcp.reason

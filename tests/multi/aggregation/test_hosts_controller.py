@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torchrelay.errors import ConfigError, UnavailableError
 from torchrelay.world import World
 
 pytest.importorskip("grpc", reason="needs grpcio: pip install 'torchrelay[switch]'")
-SMALL = {"num_worker_threads": 2, "max_outstanding_packets": 16, "packet_numel": 64}
+SMALL: dict[str, Any] = {"num_worker_threads": 2, "max_outstanding_packets": 16, "packet_numel": 64}
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def test_leaders_form_their_sessions(world: World) -> None:
                 tensor = torch.full((5000,), 10**world.rank, dtype=torch.int32)
                 dist.all_reduce(tensor, group=group)
                 assert tensor.eq(sum(10**rank for rank in ranks)).all()
-                links = (group or dist.group.WORLD).stats().links
+                links = cast(Any, group or dist.group.WORLD).stats().links
                 (switch,) = [link for link in links if link.transport == "switch"]
                 is_leader = world.rank in (ranks[0], 2)
                 assert switch.sent_bytes == (tensor.nbytes if is_leader else 0)
@@ -71,6 +72,8 @@ def test_mistakes_are_raised_on_every_rank(world: World) -> None:
         mine = port if world.rank < 2 else 9  # where nobody listens
         with pytest.raises(UnavailableError, match="could not join its switch: controller"):
             start(world, Options(controller_ip="127.0.0.1", controller_port=mine), timeout_s=2)
-        options = {"controller_ip": "127.0.0.1"} if world.rank else {"switch": "127.0.0.1"}
+        options: dict[str, Any] = (
+            {"controller_ip": "127.0.0.1"} if world.rank else {"switch": "127.0.0.1"}
+        )
         with pytest.raises(ConfigError, match=r"different settings for the switch.*controller"):
             start(world, Options(**options))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import free_port
+from ranks import free_port
 from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
 from torchrelay.demo.code_graph import split_facts
 from torchrelay.demo.options import DemoOptions

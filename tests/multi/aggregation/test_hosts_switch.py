@@ -313,7 +313,7 @@ def test_ddp_reaches_gloos_loss(world: World) -> None:
         for _ in range(30):
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(parallel(inputs), inputs[:, :1])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
         return losses, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -350,7 +350,7 @@ def tensor_parallel() -> list[torch.Tensor]:
     """DTensor's partial sums over all ranks."""
     mesh = init_device_mesh("cpu", (4,))
     whole = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-    columns = distribute_tensor(whole, mesh, [Shard(1)])
+    columns: Any = distribute_tensor(whole, mesh, [Shard(1)])
     rows = distribute_tensor(whole.t().contiguous(), mesh, [Shard(0)])
     product = columns @ rows
     assert product.placements[0].is_partial()
@@ -368,7 +368,7 @@ def test_fsdp2_and_dtensor_equal_gloo(world: World) -> None:
         assert sent[1] > 64 * 64 * 4 or world.rank in (1, 3)
         bits = torch.cat([tensor.reshape(-1) for tensors in ours for tensor in tensors])
         assert_same_on_all(bits, dist.new_group(backend="gloo"))
-    store = dist.PrefixStore("gloo", world.connect(60))
+    store = dist.PrefixStore("gloo", world.connect(60))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=4)
     for got, want in zip(ours, [hybrid_shard(), tensor_parallel()], strict=True):
         # A few sums of values up to 2^7, each within 4 * 2^7 / 2^32 of the exact one.

@@ -5,10 +5,9 @@ kernel.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -20,6 +19,9 @@ from switch_ports import missing_for_xdp, within
 from torchrelay.aggregation import Options
 from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane, XdpDataPlane
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 pytestmark = pytest.mark.skipif(
     bool(namespaces.missing("nft", "tc")), reason=namespaces.missing("nft", "tc") or "possible"
@@ -40,7 +42,7 @@ def _sum(
     os.environ.update(TORCHRELAY_HOST_ID=f"host{host}", TORCHRELAY_AGGREGATION_INTERFACE="eth0")
     dist.init_process_group(
         "sml",
-        store=dist.FileStore(path, world.size),
+        store=dist.FileStore(path, world.size),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=60),
@@ -56,14 +58,14 @@ def _sum(
     error = len(switches) ** 2 * 2.0**largest_exponent / 2**32 / world.size
     assert ((floats - factor / world.size).abs() <= error + floats * 2.0**-23).all()
     dist.barrier()
-    links = {link.transport: link for link in dist.group.WORLD.stats().links}
+    links = {link.transport: link for link in cast(Any, dist.group.WORLD).stats().links}
     dist.destroy_process_group()
     return links["switch"].sent_bytes
 
 
 @pytest.mark.parametrize(("hosts", "ranks"), [(2, 3), (4, 2), (8, 1)])
 def test_sums_over_slow_links_with_losses(
-    hosts: int, ranks: int, tmp_path: Path, run_processes: Callable[..., Any]
+    hosts: int, ranks: int, tmp_path: Path, run_processes: RunProcesses
 ) -> None:
     count = 60_000
     with namespaces.switched(hosts) as network:
@@ -90,7 +92,7 @@ def test_sums_over_slow_links_with_losses(
 
 @pytest.mark.skipif(bool(missing_for_xdp()), reason=missing_for_xdp() or "possible")
 def test_a_switch_in_the_kernel_with_an_address_for_each_host(
-    tmp_path: Path, run_processes: Callable[..., Any]
+    tmp_path: Path, run_processes: RunProcesses
 ) -> None:
     count = 20_000
     with namespaces.star(2) as network:

@@ -37,7 +37,7 @@ def rooted(
 @pytest.mark.processes(2)
 def test_a_root_that_does_not_exist(world: World) -> None:
     dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=2)
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     for size in SIZES:
         tensor = torch.full((size,), 1.0 + world.rank)
         for root in (-1, 2, 1 << 30):
@@ -69,7 +69,7 @@ def test_roots_and_peers_of_a_subgroup(world: World) -> None:
         return
     for form, root in (("src", 2), ("group_src", 1)):
         tensor = torch.full((3,), float(world.rank))
-        dist.broadcast(tensor, group=group, **{form: root})
+        dist.broadcast(tensor, group=group, **{form: root})  # type: ignore[arg-type]
         assert tensor.eq(2).all(), form
     for root in (-1, 0, 3):
         with pytest.raises(ValueError, match="not part of group"):
@@ -88,7 +88,7 @@ def test_sizes_dtypes_devices_and_subclasses(world: World) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=2)
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     tensor = torch.ones(4)
     refused(group._allgather_base, torch.empty(7), tensor, match="7 elements")
     refused(group._reduce_scatter_base, torch.empty(3), tensor, match="4 elements")

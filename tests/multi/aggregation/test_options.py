@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +15,9 @@ import torch.distributed as dist
 from torchrelay import aggregation
 from torchrelay.errors import ConfigError
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 
 def start(world: World, options: aggregation.Options | None = None) -> None:
@@ -44,7 +46,7 @@ def test_the_dummy_plane_answers_alone(world: World) -> None:
     dist.gather(out, outs if world.rank == 0 else None)
     dist.all_to_all(outs, [torch.ones(2), torch.ones(2)])
     dist.reduce(tensor, 0)
-    work = dist.irecv(tensor, 1 - world.rank)
+    work: Any = dist.irecv(tensor, 1 - world.rank)
     if world.rank == 0:
         dist.send(tensor, 1)  # nobody needs to receive
     work.wait()
@@ -95,7 +97,7 @@ def _bad_setting(world: World) -> str:
     return ""
 
 
-def test_settings_come_from_the_environment(run_processes: Callable[..., Any]) -> None:
+def test_settings_come_from_the_environment(run_processes: RunProcesses) -> None:
     environ = {
         "TORCHRELAY_AGGREGATION_SLOT_BYTES": "4096",
         "TORCHRELAY_AGGREGATION_ONE_SHOT_BYTES": "0",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -53,11 +54,12 @@ def ddp(world: World, _: Path) -> list[torch.Tensor]:
 
 def ddp_options(world: World, _: Path) -> list[torch.Tensor]:
     out = []
-    for options in (
+    choices: tuple[dict[str, Any], ...] = (
         {"static_graph": True},
         {"find_unused_parameters": True},
         {"gradient_as_bucket_view": True},
-    ):
+    )
+    for options in choices:
         module = DistributedDataParallel(model(), **options)
         train(module, torch.optim.SGD(module.parameters(), lr=0.1), world.rank)
         out += values(module)
@@ -68,7 +70,7 @@ def ddp_hooks(world: World, _: Path) -> list[torch.Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     out = []
-    hooks = [
+    hooks: list[tuple[Any, Any]] = [
         (None, default_hooks.allreduce_hook),
         (None, default_hooks.fp16_compress_hook),
         (
@@ -132,11 +134,16 @@ def tensor_parallel(world: World, _: Path) -> list[torch.Tensor]:
     whole = torch.arange(24.0).view(6, 4)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     assert isinstance(sharded, DTensor)
-    moved = sharded.redistribute(placements=[Shard(1)])
+    moved: Any = sharded.redistribute(placements=[Shard(1)])
     product = (moved @ distribute_tensor(whole.t(), mesh, [Shard(0)])).redistribute(
         placements=[Replicate()]
     )
-    return [*values(module), moved.full_tensor(), product.to_local(), sharded.sum().full_tensor()]
+    return [
+        *values(module),
+        moved.full_tensor(),
+        product.to_local(),
+        cast(DTensor, sharded.sum()).full_tensor(),
+    ]
 
 
 def mesh(world: World, _: Path) -> list[torch.Tensor]:
@@ -157,12 +164,12 @@ def checkpoint(world: World, folder: Path) -> list[torch.Tensor]:
     module = model()
     fully_shard(module, mesh=init_device_mesh("cpu", (world.size,)))
     saved = values(module)
-    state = {"model": module.state_dict(), "step": 3}
-    dcp.save(state, checkpoint_id=folder / dist.get_backend())
+    state: dict[str, Any] = {"model": module.state_dict(), "step": 3}
+    dcp.save(state, checkpoint_id=folder / dist.get_backend())  # type: ignore[attr-defined]
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    dcp.load(state, checkpoint_id=folder / dist.get_backend())
+    dcp.load(state, checkpoint_id=folder / dist.get_backend())  # type: ignore[attr-defined]
     module.load_state_dict(state["model"])
     loaded = values(module)
     assert all(map(torch.equal, saved, loaded)) and state["step"] == 3
@@ -173,6 +180,7 @@ def functional(world: World, _: Path) -> list[torch.Tensor]:
     from torch.distributed import _functional_collectives as fun
 
     group = dist.group.WORLD
+    assert group is not None
     mine = torch.arange(8.0) + 10 * world.rank
     out = [
         fun.all_reduce(mine, "sum", group),
@@ -206,8 +214,8 @@ def compiled(world: World, _: Path) -> list[torch.Tensor]:
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def step(x: torch.Tensor) -> torch.Tensor:
-        total = fun.all_reduce(x * 2, "sum", dist.group.WORLD)
-        return fun.all_gather_tensor(total + 1, 0, dist.group.WORLD).cos()
+        total = fun.all_reduce(x * 2, "sum", dist.group.WORLD)  # type: ignore[arg-type]
+        return fun.all_gather_tensor(total + 1, 0, dist.group.WORLD).cos()  # type: ignore[arg-type]
 
     module = DistributedDataParallel(model())
     quick = torch.compile(module, backend="aot_eager")
@@ -222,7 +230,7 @@ def joined(world: World, _: Path) -> list[torch.Tensor]:
     """Ranks with uneven input, and batch normalisation over all ranks."""
     module = DistributedDataParallel(model())
     with module.join():
-        for _ in range(2 + world.rank):
+        for _ in range(2 + world.rank):  # type: ignore[assignment]
             module(batch(world.rank)).sum().backward()
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
@@ -242,7 +250,10 @@ def _both(world: World, name: str, folder: Path) -> None:
     results = {}
     for backend in ("gloo", "sml"):
         dist.init_process_group(
-            backend, store=dist.PrefixStore(backend, store), rank=world.rank, world_size=world.size
+            backend,
+            store=dist.PrefixStore(backend, store),  # type: ignore[attr-defined]
+            rank=world.rank,
+            world_size=world.size,
         )
         results[backend] = run(world, folder)
         dist.barrier()

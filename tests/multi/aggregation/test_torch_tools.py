@@ -34,8 +34,8 @@ def calls(world: World) -> dict[str, Callable[[], object]]:
         "alltoall_": lambda: dist.all_to_all(two, [one, one]),
         "alltoall_base_": lambda: dist.all_to_all_single(torch.empty(4), one),
         "barrier": dist.barrier,
-        "send": lambda: dist.isend(one, peer).wait(),
-        "recv_": lambda: dist.irecv(torch.empty(4), peer).wait(),
+        "send": lambda: dist.isend(one, peer).wait(),  # type: ignore[union-attr]
+        "recv_": lambda: dist.irecv(torch.empty(4), peer).wait(),  # type: ignore[union-attr]
     }
 
 
@@ -70,7 +70,7 @@ def test_modes_and_the_profiler_see_every_collective(world: World) -> None:
         dist.all_reduce(tensor)
         dist.all_reduce(tensor, async_op=True).wait()
         dist.broadcast(tensor, 0)
-        torch.distributed._functional_collectives.all_reduce(tensor, "sum", dist.group.WORLD)
+        torch.distributed._functional_collectives.all_reduce(tensor, "sum", dist.group.WORLD)  # type: ignore[arg-type]
     assert tensor.eq(6).all()
     counts = debug.get_comm_counts()
     assert (

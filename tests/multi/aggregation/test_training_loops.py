@@ -78,7 +78,7 @@ def train(kind: str, rank: int, *, scaled: bool, overflow: int = -1) -> list[tor
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(last)
             apart = isinstance(module, nn.parallel.DistributedDataParallel) and not last
-            with module.no_sync() if apart else nullcontext():
+            with module.no_sync() if apart else nullcontext():  # type: ignore[operator]
                 with torch.autocast("cpu", torch.bfloat16, enabled=scaled):
                     loss = module(inputs).square().mean()
                 loss = loss * math.inf if step == overflow and rank == 1 and last else loss
@@ -112,7 +112,10 @@ def test_scalers_clipping_and_accumulation_do_what_they_do_over_gloo(world: Worl
     results: dict[str, dict[str, list[torch.Tensor]]] = {}
     for backend in ("gloo", "sml"):
         dist.init_process_group(
-            backend, store=dist.PrefixStore(backend, store), rank=world.rank, world_size=world.size
+            backend,
+            store=dist.PrefixStore(backend, store),  # type: ignore[attr-defined]
+            rank=world.rank,
+            world_size=world.size,
         )
         results[backend] = {
             f"{kind}, scaled={scaled}, overflow={overflow}": train(

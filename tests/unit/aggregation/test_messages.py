@@ -117,6 +117,38 @@ def test_a_receive_that_is_half_done_ends_with_the_group(rank0: Rank0) -> None:
     assert buffer.count(2) == 0
 
 
+def test_a_failure_is_reported_before_connections_end(
+    rank0: Rank0, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the thread that reports it takes."""
+    dumps = json.dumps
+
+    def dump_late(report: object) -> str:
+        time.sleep(3 * _messages._RECONNECT_S)
+        return dumps(report)
+
+    with rank0.connection_of(1) as peer:
+        wait_until(lambda: bool(rank0.messages._peers[1].connections))
+        monkeypatch.setattr(json, "dumps", dump_late)
+        rank0.messages.fail(PeerLostError("rank 2 has died", ranks=[2]), [1])
+        peer.settimeout(PATIENCE_S)
+        assert peer.recv(1 << 16).endswith(failed("rank 2 has died", 2)[_messages._HEADER.size :])
+
+
+def test_a_message_of_a_rank_that_listens_no_more_arrives(
+    rank0: Rank0, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has sent its last message and left, while rank 0 still tries to connect to it."""
+    monkeypatch.setattr(_messages, "_RECONNECT_S", PATIENCE_S)
+    rank0.listeners[1].close()
+    buffer = bytearray(8)
+    receive = rank0.messages.receive(1, 0, memoryview(buffer))
+    with rank0.connection_of(1) as sender:
+        sender.sendall(frame(0, b"\1" * 8) + frame(_messages._Kind.LEFT, b""))
+        assert receive.completion.wait(PATIENCE_S)
+    assert buffer == b"\1" * 8
+
+
 @pytest.mark.parametrize("bytes_", [frame(2, b"no json"), frame(2, b"[]")], ids=["text", "list"])
 def test_a_peer_that_sends_garbage_is_lost(rank0: Rank0, bytes_: bytes) -> None:
     with rank0.connection_of(1) as sender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import socket
 import sys
@@ -67,7 +68,7 @@ def call(controller: Controller, method: str, data: bytes) -> bytes:
 
     with grpc.insecure_channel(controller.address) as channel:
         name = f"/switchml_proto.{method}"
-        return channel.unary_unary(name)(data, timeout=PATIENCE_S)  # type: ignore[no-any-return]
+        return channel.unary_unary(name)(data, timeout=PATIENCE_S)
 
 
 def in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
@@ -153,8 +154,8 @@ def test_workers_form_sessions_at_the_same_time_and_sum(controller: Controller) 
             client.all_reduce(tensor, PATIENCE_S)
             return session_id, tensor.unique().item()
 
-    jobs = [
-        lambda r=rank, s=size, g=group: work(r, s, g)
+    jobs: list[Callable[[], Any]] = [
+        functools.partial(work, rank, size, group)
         for size, group in ((3, 1), (2, 2))
         for rank in range(size)
     ]
@@ -277,7 +278,8 @@ def test_garbage(controller: Controller) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         call(controller, "Session/RdmaSession", b"")
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    with socket.create_connection(controller.address.split(":")) as sock:
+    host, port = controller.address.split(":")
+    with socket.create_connection((host, int(port))) as sock:
         sock.send(b"\x00garbage\r\n\r\n" * 100)
     first, second = in_threads([lambda: form(controller, 0, 2), lambda: form(controller, 1, 2)])
     assert first == second and isinstance(first, tuple)
