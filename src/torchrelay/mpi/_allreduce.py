@@ -151,8 +151,15 @@ def is_gathered(call: Reduction, x: Tensor) -> bool:
     """Return whether to gather ``x`` and reduce it locally.
 
     This is needed if a derivative is wanted that is not a single communication.
+
+    Raises:
+        ArgumentError: the operation needs an order, which complex numbers lack.
     """
-    return call.op is not Op.SUM and is_differentiated() and call.differentiable(x)
+    if call.op is Op.SUM or not (is_differentiated() and call.differentiable(x)):
+        return False
+    if x.dtype.is_complex and call.op is not Op.PROD:
+        raise ArgumentError(f"MPI_{call.op.value} is not defined for {x.dtype}")
+    return True
 
 
 def reduce_locally(parts: Tensor, op: Op) -> Tensor:

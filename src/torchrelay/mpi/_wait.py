@@ -240,7 +240,7 @@ def listen() -> list[tuple[int, str]]:
         while (message := lease.control.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
             source, text = status.Get_source(), _receive(message)
             if tag == QUESTION:
-                _send(lease, source, ANSWER, _whereabouts())
+                _send(lease, source, ANSWER, _current_call())
             elif tag == ANSWER:
                 answers.append((source, text))
             elif tag == ENDED:
@@ -248,7 +248,7 @@ def listen() -> list[tuple[int, str]]:
             elif tag == PLACE:
                 _compare_place(lease, source, text)
             else:
-                what = f"rank {lease.rank}: {_whereabouts()}, and rank {source} gave up: {text}"
+                what = f"rank {lease.rank}: {_current_call()}, and rank {source} gave up: {text}"
                 raise failed(
                     PeerLostError(what, (source,)) if tag == FAREWELL else MismatchError(what)
                 )
@@ -284,7 +284,7 @@ def _compare_place(lease: SharedState, source: int, text: str) -> None:
         )
 
 
-def _whereabouts() -> str:
+def _current_call() -> str:
     if _has_ended:
         return "no longer there, it has ended"
     if _waiting is None:

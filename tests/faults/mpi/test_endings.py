@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from multi.mpi_runner import LIBRARIES, mpirun, prefix, run_script
+from multi.mpi.runner import LIBRARIES, mpirun, prefix, run_script
 
 pytestmark = pytest.mark.parametrize("library", LIBRARIES)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import pytest
 
-from multi.mpi_runner import LIBRARIES, run_script
+from multi.mpi.runner import LIBRARIES, run_script
 
 
 class Run(Protocol):
@@ -57,9 +57,13 @@ def test_rank_that_does_not_come_is_named(run: Run) -> None:
     output = run(
         """
         if comm.rank == 2:
-            time.sleep(12)
-            sys.exit("rank 2 slept")
-        comm.Allgather(x, 0)
+            wait_until_told(0)
+            wait_until_told(1)
+            sys.exit("rank 2 waited")
+        try:
+            comm.Allgather(x, 0)
+        finally:
+            tell(comm.rank)
         """,
     )
     assert "OperationTimeoutError" in output
@@ -114,8 +118,9 @@ def test_after_a_failure_nothing_is_sent(run: Run) -> None:
                 comm.Send(x, 1)
             except PeerLostError as error:
                 say("refused: " + str(error)[:40])
+            tell("refused")
         else:
-            time.sleep(8)
+            wait_until_told("refused")
         """,
         size=2,
     )

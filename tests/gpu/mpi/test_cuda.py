@@ -6,23 +6,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from multi.mpi_runner import mpi_test
+from grads import grad_of
+from multi.mpi.runner import mpi_test
 from torchrelay import mpi
+from torchrelay.mpi import Communicator
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def leaf(value):
+def leaf(value: float) -> Tensor:
     return torch.full((4,), float(value), device="cuda", requires_grad=True)
 
 
-def on_device(*tensors):
+def on_device(*tensors: Tensor) -> bool:
     return all(t.is_cuda for t in tensors)
 
 
 @mpi_test((1, 2))
-def test_allreduce_and_its_backward(comm):
+def test_allreduce_and_its_backward(comm: Communicator) -> None:
     for op, wanted, slope in (
         (mpi.MPI_SUM, comm.size * (comm.size + 1) / 2, float(comm.size)),
         (mpi.MPI_MAX, float(comm.size), float(comm.size * (comm.rank == comm.size - 1))),
@@ -30,25 +33,25 @@ def test_allreduce_and_its_backward(comm):
         x = leaf(comm.rank + 1)
         y = comm.Allreduce(x, op)
         y.sum().backward()
-        assert on_device(y, x.grad)
-        assert y.tolist() == [wanted] * 4 and x.grad.tolist() == [slope] * 4
+        assert on_device(y, grad_of(x))
+        assert y.tolist() == [wanted] * 4 and grad_of(x).tolist() == [slope] * 4
 
 
 @mpi_test((1, 2))
-def test_ring_and_its_backward(comm):
+def test_ring_and_its_backward(comm: Communicator) -> None:
     x, memory = leaf(comm.rank + 1), torch.empty(4, device="cuda")
     receiving = comm.Irecv(memory, (comm.rank - 1) % comm.size)
     sending = comm.Isend(x, (comm.rank + 1) % comm.size)
     got = comm.Wait(receiving)
     comm.Wait(sending)
     (got * (comm.rank + 1)).sum().backward()
-    assert on_device(got, x.grad)
+    assert on_device(got, grad_of(x))
     assert got.tolist() == [(comm.rank - 1) % comm.size + 1.0] * 4
-    assert x.grad.tolist() == [(comm.rank + 1) % comm.size + 1.0] * 4
+    assert grad_of(x).tolist() == [(comm.rank + 1) % comm.size + 1.0] * 4
 
 
 @mpi_test((1, 2))
-def test_collectives_and_their_backward(comm):
+def test_collectives_and_their_backward(comm: Communicator) -> None:
     n, r = comm.size, comm.rank
     for function, wanted in (
         (lambda x: comm.Allgather(x, 0), [s + 1.0 for s in range(n) for _ in range(4)]),
@@ -60,11 +63,11 @@ def test_collectives_and_their_backward(comm):
         x = leaf(r + 1)
         y = function(x)
         mpi.backward(y.sum())
-        assert on_device(y, x.grad) and y.tolist() == wanted
+        assert on_device(y, grad_of(x)) and y.tolist() == wanted
 
 
 @mpi_test((2,))
-def test_values_are_there_before_they_are_sent(comm):
+def test_values_are_there_before_they_are_sent(comm: Communicator) -> None:
     """What the device still computes when a function is called is what arrives."""
     x = torch.ones(1 << 20, device="cuda")
     with torch.no_grad():

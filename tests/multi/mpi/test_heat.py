@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from multi.mpi_runner import REPOSITORY, mpirun
+from multi.mpi.runner import REPOSITORY, mpirun
 
 
 def test_the_fit_does_not_depend_on_the_number_of_ranks() -> None:

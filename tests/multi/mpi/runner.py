@@ -1,0 +1,322 @@
+"""Tests that run under mpirun, and look like any other test.
+
+A function marked ``@mpi_test(sizes=(1, 2, 3))`` takes a communicator and runs on all ranks. It
+becomes one pytest test for each MPI library, number of ranks and case. Starting ranks takes longer
+than most tests, so mpirun starts once for each library and number of ranks: the first test to need
+it runs all those of the session, and each test reports its own outcome. A test that ends the ranks
+is followed by another start for those after it.
+
+Open MPI is the one beside this Python. MPICH has an environment of its own, since both wheels
+install an ``mpirun``: the one named by ``TORCHRELAY_TEST_MPICH``, or ``build/mpich`` in the
+repository.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+LIBRARIES = ("openmpi", "mpich")
+LAUNCH_S = 480  # for all tests of a number of ranks, with more ranks than cores
+LAUNCHES = 5  # of one library and number of ranks, when tests end the ranks
+STARTED = "started "
+Body = Callable[..., None]
+
+
+@dataclass
+class Finished:
+    """How a job ended: its exit code, and all its output."""
+
+    code: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A library and a number of ranks."""
+
+    library: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A test function of a file with one of its cases, by name."""
+
+    path: str
+    function: str
+    case: str
+
+
+@dataclass
+class MpiTest:
+    """What the ranks need to know of a test function."""
+
+    body: Body
+    launches: list[Launch]
+    cases: dict[str, dict[str, Any]]
+
+
+Outcomes = dict[Call, list[str]]  # each rank's traceback, or ""
+
+_outcomes = pytest.StashKey[dict[Launch, Outcomes]]()
+
+
+def prefix(library: str) -> Path:
+    """Return the environment of an MPI library; skip the test where there is none."""
+    if library == "openmpi":
+        found = Path(sys.prefix)
+    else:
+        found = Path(os.environ.get("TORCHRELAY_TEST_MPICH", REPOSITORY / "build" / "mpich"))
+    if not (found / "bin" / "mpirun").exists():
+        pytest.skip(
+            f"no {library} in {found}; TORCHRELAY_TEST_MPICH names an environment that has mpich"
+        )
+    return found
+
+
+def mpirun(
+    library: str, size: int, *command: str, timeout_s: float = 100, **environ: str
+) -> Finished:
+    """Run ``python command...`` as ``size`` ranks; ranks that outlive ``timeout_s`` are killed."""
+    where = prefix(library)
+    scratch = tempfile.mkdtemp(prefix="mpi", dir="/tmp")  # short: it holds sockets
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": scratch,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        # not /dev/shm, where killed ranks would leave it
+        "OMPI_MCA_btl_sm_backing_directory": scratch,
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        **environ,
+    }
+    arguments = [
+        str(where / "bin" / "mpirun"),
+        "-n",
+        str(size),
+        str(where / "bin" / "python"),
+        *command,
+    ]
+    segments = set(Path("/dev/shm").glob("mpich_shm_*"))
+    process = subprocess.Popen(
+        arguments,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 15)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            output, _ = process.communicate()
+        output += f"\n(killed after {timeout_s:g} s)"
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if (
+            process.returncode and library == "mpich"
+        ):  # killed ranks leave theirs, and MPICH knows no other place
+            for segment in set(Path("/dev/shm").glob("mpich_shm_*")) - segments:
+                segment.unlink(missing_ok=True)
+    return Finished(process.returncode, output)
+
+
+SCRIPT_HEAD = """
+import os, sys, time
+import torch
+from torchrelay import mpi
+comm = mpi.COMM_WORLD
+x = torch.ones(3, requires_grad=True)
+
+def say(text):
+    print(f"rank {comm.rank}: {text}", flush=True)
+
+def tell(what):
+    open(f"{sys.argv[0]}.{what}", "w").close()
+
+def wait_until_told(what):
+    while not os.path.exists(f"{sys.argv[0]}.{what}"):
+        time.sleep(0.05)
+"""
+
+
+def run_script(
+    library: str, folder: Path, body: str, size: int = 3, timeout_s: str = "4", **environ: str
+) -> Finished:
+    """Run a script as ``size`` ranks; it starts with ``SCRIPT_HEAD``, and must end within a
+    minute.
+    """
+    script = folder / "script.py"
+    script.write_text(SCRIPT_HEAD + textwrap.dedent(body))
+    environ["TORCHRELAY_MPI_TIMEOUT_S"] = timeout_s
+    job = mpirun(library, size, str(script), timeout_s=60, **environ)
+    assert "killed after" not in job.output, job.output
+    return job
+
+
+def mpi_test(
+    sizes: tuple[int, ...] = (1, 2, 3),
+    mpich: tuple[int, ...] | None = None,
+    **cases: Iterable[Any],
+) -> Callable[[Body], Callable[..., None]]:
+    """Return a decorator; see the module.
+
+    ``mpich`` are the numbers of ranks under MPICH, if not the same. A further argument, such as
+    ``dtype=(torch.int8, torch.int16)``, makes one test for each of its values.
+    """
+    launches = [Launch("openmpi", size) for size in sizes]
+    launches += [Launch("mpich", size) for size in (sizes if mpich is None else mpich)]
+    assert len(cases) <= 1, "one argument with cases"
+    named = {
+        str(value).removeprefix("torch."): {argument: value}
+        for argument, values in cases.items()
+        for value in values
+    } or {"": {}}
+
+    def decorate(body: Body) -> Callable[..., None]:
+        parameters = [
+            pytest.param(launch, case, id=f"{launch.library}-{launch.size}-{case}".strip("-"))
+            for launch in launches
+            for case in named
+        ]
+
+        @pytest.mark.timeout(LAUNCH_S + 60)
+        @pytest.mark.parametrize(("launch", "case"), parameters)
+        def test(launch: Launch, case: str, request: pytest.FixtureRequest) -> None:
+            prefix(launch.library)
+            every = request.session.stash.setdefault(_outcomes, {})
+            if launch not in every:
+                every[launch] = run(launch, calls(request.session.items, launch))
+            errors = every[launch][Call(str(request.path), body.__name__, case)]
+            failures = [f"--- rank {rank}\n{text}" for rank, text in enumerate(errors) if text]
+            if failures:
+                pytest.fail("\n".join(failures), pytrace=False)
+
+        test.__doc__ = body.__doc__
+        test.mpi_test = MpiTest(body, launches, named)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def calls(items: Iterable[pytest.Item], launch: Launch) -> list[Call]:
+    """Return the tests of a session that run in a launch, file by file."""
+    found = [
+        Call(str(item.path), item.originalname, str(item.callspec.params["case"]))
+        for item in items
+        if isinstance(item, pytest.Function)
+        and hasattr(item.function, "mpi_test")
+        and item.callspec.params["launch"] == launch
+        and item.get_closest_marker("skip") is None
+        and not any(mark.args[0] for mark in item.iter_markers("skipif"))
+    ]
+    return sorted(found, key=lambda call: call.path)  # functions stay in the order of the file
+
+
+def run(launch: Launch, todo: list[Call]) -> Outcomes:
+    """Run tests as the ranks of one launch, or of a few if some end the ranks."""
+    outcomes: Outcomes = {}
+    for _ in range(LAUNCHES):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "calls.json").write_text(json.dumps([vars(call) for call in todo]))
+            job = mpirun(
+                launch.library,
+                launch.size,
+                __file__,
+                folder,
+                timeout_s=LAUNCH_S,
+                TORCHRELAY_MPI_TIMEOUT_S="120",
+            )
+            ranks = [_read(Path(folder, f"{rank}.json"), job) for rank in range(launch.size)]
+        left = "did not get there: " + job.output[-3000:]
+        for position, call in enumerate(todo):
+            outcomes[call] = [errs[position] if position < len(errs) else left for errs in ranks]
+        todo = todo[max(1, *map(len, ranks)) :]
+        if not todo or "killed after" in job.output:
+            break
+    return outcomes
+
+
+def _read(file: Path, job: Finished) -> list[str]:
+    """Return a rank's errors, the last of a test that ended the rank."""
+    ended = json.dumps("the rank ended in it: " + job.output[-3000:])
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line.removeprefix(STARTED) or ended) for line in lines]
+
+
+def _load(path: str) -> ModuleType:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _main(folder: str) -> None:
+    """Run the tests as one of the ranks."""
+    import warnings
+
+    warnings.simplefilter("error")
+    warnings.filterwarnings(
+        "ignore", "`torch.jit.script", DeprecationWarning
+    )  # torch's own use of it
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )  # torch.compile's own look
+    import torch
+
+    from torchrelay import mpi
+    from torchrelay.errors import PeerLostError
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(REPOSITORY / "tests"))
+    sys.modules["multi.mpi.runner"] = sys.modules["__main__"]
+    comm = mpi.COMM_WORLD
+    modules: dict[str, ModuleType] = {}
+    with open(Path(folder) / f"{comm.rank}.json", "a", buffering=1) as results:
+        for call in json.loads(Path(folder, "calls.json").read_text()):
+            path = call["path"]
+            if path not in modules:
+                modules[path] = _load(path)
+            test: MpiTest = getattr(modules[path], call["function"]).mpi_test
+            error = ""
+            results.write(STARTED)
+            results.flush()
+            try:
+                test.body(comm, **test.cases[call["case"]])
+            except BaseException:
+                error = traceback.format_exc()
+            mpi.reset()
+            results.write(json.dumps(error) + "\n")
+            try:
+                comm.Barrier()
+            except PeerLostError:
+                return  # another rank failed inside a communication; what follows cannot match
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,90 @@
+"""Allgather, Iallgather and Iallgatherv."""
+
+# ruff: noqa: B023 - functions made in a loop are called in the same round of it
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multi.mpi.reference import (
+    ALL_DTYPES,
+    DERIVATIVE_SIZES,
+    SIZES,
+    Differentiable,
+    check,
+    check_arguments,
+    check_complex_gradient,
+    check_forward_mode,
+    check_gradient,
+    check_second_derivative,
+    check_transforms,
+    inputs,
+    ragged,
+)
+from multi.mpi.runner import mpi_test
+from torchrelay.mpi import Communicator
+from torchrelay.mpi._settings import changed
+
+
+@mpi_test(SIZES, dtype=ALL_DTYPES)
+def test_values(comm: Communicator, dtype: torch.dtype) -> None:
+    for axis in (0, 1, 2, -1, -3):
+        check(
+            lambda x: comm.Allgather(x, axis),
+            lambda xs: [torch.cat(xs, axis)] * comm.size,
+            inputs(ragged(comm, axis), dtype),
+            comm.rank,
+        )
+
+
+@mpi_test(SIZES)
+def test_large_counts_go_in_pieces(comm: Communicator) -> None:
+    with changed(max_count=3):
+        check(
+            lambda x: comm.Allgather(x, 1),
+            lambda xs: [torch.cat(xs, 1)] * comm.size,
+            inputs([(5, 4)] * comm.size, torch.float64),
+            comm.rank,
+        )
+
+
+def iallgatherv(comm: Communicator, x: Tensor) -> Tensor:
+    counts = [1 + s % 2 for s in range(comm.size)]
+    return comm.Iallgatherv((x * x)[:, : counts[comm.rank]], counts, 1).Wait()
+
+
+FUNCTIONS: dict[str, Differentiable] = {
+    "Allgather": lambda comm, x: comm.Allgather(x * x, 0),
+    "Iallgather": lambda comm, x: comm.Iallgather(x * x, 1).Wait(),
+    "Iallgatherv": iallgatherv,
+}
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_gradient(comm: Communicator, name: str) -> None:
+    check_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_forward_mode(comm: Communicator, name: str) -> None:
+    check_forward_mode(comm, FUNCTIONS[name])
+
+
+@mpi_test((1, 2), name=FUNCTIONS)
+def test_complex_gradient(comm: Communicator, name: str) -> None:
+    check_complex_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=("Allgather",))
+def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
+    check_transforms(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_second_derivative(comm: Communicator, name: str) -> None:
+    check_second_derivative(comm, FUNCTIONS[name])
+
+
+@mpi_test()
+def test_wrong_arguments(comm: Communicator) -> None:
+    check_arguments(lambda: comm.Allgather(torch.ones(2, 2), 2))

@@ -1,0 +1,91 @@
+"""Alltoallv and Ialltoallv."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from multi.mpi.reference import (
+    DERIVATIVE_SIZES,
+    Differentiable,
+    check_arguments,
+    check_complex_gradient,
+    check_forward_mode,
+    check_gradient,
+    check_second_derivative,
+)
+from multi.mpi.runner import mpi_test
+from torchrelay import mpi
+from torchrelay.mpi import Communicator
+
+
+@mpi_test((2, 3))
+def test_values(comm: Communicator) -> None:
+    """Other counts on each rank."""
+    counts = [(comm.rank + peer) % 3 for peer in range(comm.size)]
+    x = torch.arange(sum(counts)).double() + 100 * comm.rank
+    y = comm.Alltoallv(x, counts)
+    wanted = []
+    for peer in range(comm.size):
+        theirs = [(peer + other) % 3 for other in range(comm.size)]
+        start = sum(theirs[: comm.rank])
+        wanted += [100.0 * peer + start + k for k in range(theirs[comm.rank])]
+    assert y.tolist() == wanted
+
+
+@mpi_test((2, 3))
+def test_more_ranks_than_a_header_holds(comm: Communicator) -> None:
+    """Their counts are exchanged apart."""
+    alltoallv: Any = sys.modules["torchrelay.mpi._alltoallv"]
+    counts = [rank + comm.rank for rank in range(comm.size)]
+    x = torch.arange(float(sum(counts))).requires_grad_()
+    expected = comm.Alltoallv(x, counts, 0)
+    known, alltoallv.MAX_DIMS = alltoallv.MAX_DIMS, 1
+    try:
+        found = comm.Alltoallv(x, counts, 0)
+        assert torch.equal(found, expected)
+        mpi.backward(found.square().sum())
+        assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+    finally:
+        alltoallv.MAX_DIMS = known
+
+
+def counts(comm: Communicator, step: int) -> list[int]:
+    """Two elements for one other rank."""
+    return [2 if s == (comm.rank + step) % comm.size else 0 for s in range(comm.size)]
+
+
+FUNCTIONS: dict[str, Differentiable] = {
+    "Alltoallv": lambda comm, x: comm.Alltoallv(x * x, counts(comm, 1), 1),
+    "Ialltoallv": lambda comm, x: comm.Ialltoallv(
+        x * x, counts(comm, 1), counts(comm, -1), 1
+    ).Wait(),
+}
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_gradient(comm: Communicator, name: str) -> None:
+    check_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_forward_mode(comm: Communicator, name: str) -> None:
+    check_forward_mode(comm, FUNCTIONS[name])
+
+
+@mpi_test((1, 2), name=FUNCTIONS)
+def test_complex_gradient(comm: Communicator, name: str) -> None:
+    check_complex_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_second_derivative(comm: Communicator, name: str) -> None:
+    check_second_derivative(comm, FUNCTIONS[name])
+
+
+@mpi_test()
+def test_wrong_arguments(comm: Communicator) -> None:
+    x = torch.ones(2, 2)
+    check_arguments(lambda: comm.Alltoallv(x, [1] * (comm.size + 1)))

@@ -1,0 +1,83 @@
+"""Bcast_, Ibcast and Bcast_init."""
+
+# ruff: noqa: B023 - functions made in a loop are called in the same round of it
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multi.mpi.reference import (
+    ALL_DTYPES,
+    DERIVATIVE_SIZES,
+    SIZES,
+    Differentiable,
+    check,
+    check_arguments,
+    check_complex_gradient,
+    check_forward_mode,
+    check_gradient,
+    check_second_derivative,
+    copy,
+    inputs,
+)
+from multi.mpi.runner import mpi_test
+from torchrelay.mpi import Communicator
+from torchrelay.mpi._settings import changed
+
+
+@mpi_test(SIZES, dtype=ALL_DTYPES)
+def test_values(comm: Communicator, dtype: torch.dtype) -> None:
+    given = inputs([(3, 2)] * comm.size, dtype)
+    for root in range(comm.size):
+        check(
+            lambda x: comm.Bcast_(x, root),
+            lambda xs: [copy(xs[root])] * comm.size,
+            given,
+            comm.rank,
+        )
+
+
+@mpi_test(SIZES)
+def test_large_counts_go_in_pieces(comm: Communicator) -> None:
+    given = inputs([(5, 4)] * comm.size, torch.float64)
+    with changed(max_count=3):
+        check(lambda x: comm.Bcast_(x, 0), lambda xs: [copy(xs[0])] * comm.size, given, comm.rank)
+
+
+def started_twice(comm: Communicator, x: Tensor) -> Tensor:
+    request = comm.Bcast_init(x, comm.size - 1)
+    total = request.Start(x).Wait() + request.Start(2 * x).Wait() ** 2
+    request.Free()
+    return total
+
+
+FUNCTIONS: dict[str, Differentiable] = {
+    "Bcast_": lambda comm, x: comm.Bcast_(x * x, comm.size - 1),
+    "Ibcast": lambda comm, x: comm.Ibcast(x * x, 0).Wait(),
+    "Bcast_init": started_twice,
+}
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_gradient(comm: Communicator, name: str) -> None:
+    check_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_forward_mode(comm: Communicator, name: str) -> None:
+    check_forward_mode(comm, FUNCTIONS[name])
+
+
+@mpi_test((1, 2), name=FUNCTIONS)
+def test_complex_gradient(comm: Communicator, name: str) -> None:
+    check_complex_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_second_derivative(comm: Communicator, name: str) -> None:
+    check_second_derivative(comm, FUNCTIONS[name])
+
+
+@mpi_test()
+def test_wrong_arguments(comm: Communicator) -> None:
+    check_arguments(lambda: comm.Bcast_(torch.ones(2, 2), comm.size))

@@ -1,0 +1,78 @@
+"""Halo_exchange and Neighbor_alltoall."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from multi.mpi.reference import (
+    DERIVATIVE_SIZES,
+    Differentiable,
+    check_arguments,
+    check_complex_gradient,
+    check_forward_mode,
+    check_gradient,
+    check_second_derivative,
+)
+from multi.mpi.runner import mpi_test
+from torchrelay import mpi
+from torchrelay.mpi import Communicator
+
+
+@functools.cache
+def grid(comm: Communicator, periodic: bool) -> mpi.CartCommunicator:
+    cart = comm.Cart([comm.size], [periodic])
+    assert cart is not None
+    return cart
+
+
+@mpi_test((1, 2, 3))
+def test_values(comm: Communicator) -> None:
+    """Corners too."""
+    dims = {1: (1, 1), 2: (2, 1), 3: (1, 3)}[comm.size]
+    cart = comm.Cart(dims, [True, False])
+    assert cart is not None
+    whole = torch.arange(36.0).view(6, 6)
+    rows, columns = 6 // dims[0], 6 // dims[1]
+    top, left = cart.coords[0] * rows, cart.coords[1] * columns
+    padded = torch.cat([whole[-1:], whole, whole[:1]])
+    padded = torch.nn.functional.pad(padded, (1, 1))
+    ours = cart.Halo_exchange(whole[top : top + rows, left : left + columns])
+    assert torch.equal(ours, padded[top : top + rows + 2, left : left + columns + 2])
+
+
+FUNCTIONS: dict[str, Differentiable] = {
+    "Neighbor_alltoall": lambda comm, x: grid(comm, True).Neighbor_alltoall(x * x),
+    "Halo_exchange": lambda comm, x: grid(comm, True).Halo_exchange(x * x, [(1, 2)], axes=[1]),
+    "Halo_exchange at a border": lambda comm, x: grid(comm, False).Halo_exchange(x * x, 1),
+}
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_gradient(comm: Communicator, name: str) -> None:
+    check_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_forward_mode(comm: Communicator, name: str) -> None:
+    check_forward_mode(comm, FUNCTIONS[name])
+
+
+@mpi_test((1, 2), name=FUNCTIONS)
+def test_complex_gradient(comm: Communicator, name: str) -> None:
+    check_complex_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_second_derivative(comm: Communicator, name: str) -> None:
+    check_second_derivative(comm, FUNCTIONS[name])
+
+
+@mpi_test()
+def test_wrong_arguments(comm: Communicator) -> None:
+    x = torch.ones(2, 2)
+    check_arguments(
+        lambda: grid(comm, True).Halo_exchange(x, 3),
+        lambda: grid(comm, True).Halo_exchange(x, [1, 1]),
+    )

@@ -1,0 +1,140 @@
+"""Send, Recv, Sendrecv, Isend, Irecv, Send_init and Recv_init."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from grads import grad_of
+from multi.mpi.reference import (
+    DERIVATIVE_SIZES,
+    Differentiable,
+    check_arguments,
+    check_complex_gradient,
+    check_forward_mode,
+    check_gradient,
+    check_second_derivative,
+    check_transforms,
+)
+from multi.mpi.runner import mpi_test
+from torchrelay import mpi
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi import Communicator
+
+
+@mpi_test((1, 2, 3))
+def test_border_without_a_neighbour(comm: Communicator) -> None:
+    """MPI_PROC_NULL, the usual way to write the ends of a line of ranks, in both directions of
+    autograd.
+    """
+    above = comm.rank + 1 if comm.rank + 1 < comm.size else mpi.MPI_PROC_NULL
+    below = comm.rank - 1 if comm.rank else mpi.MPI_PROC_NULL
+    has_above, has_below = float(above >= 0), float(below >= 0)
+    x = torch.full((3,), comm.rank + 1.0, requires_grad=True)
+    y = comm.Sendrecv(x, above, below)
+    assert y.tolist() == [comm.rank * has_below] * 3
+    z = comm.Recv(torch.zeros(3), below, mpi.MPI_ANY_TAG) if comm.rank % 2 else None
+    handle = comm.Isend(x, above)
+    if z is None:
+        z = comm.Recv(torch.zeros(3), below, mpi.MPI_ANY_TAG)
+    comm.Wait(handle)
+    got = comm.Irecv(torch.zeros(3), below)
+    sent = comm.Isend(x, above)
+    w = comm.Wait(got)
+    comm.Wait(sent)
+    (y + 2 * z + 3 * w).sum().backward()
+    assert grad_of(x).tolist() == [6.0 * has_above] * 3
+
+
+@mpi_test((1, 2, 3))
+def test_sendrecv_receives_what_like_says(comm: Communicator) -> None:
+    above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x = torch.full(
+        (2, 3), comm.rank + 1.0, dtype=torch.float64 if comm.rank == 0 else torch.float32
+    )
+    like = torch.empty(2, 3, dtype=torch.float64 if below == 0 else torch.float32)
+    x.requires_grad_()
+    y = comm.Sendrecv(x, above, below, like=like)
+    assert y.dtype is like.dtype and y.tolist() == [[below + 1.0] * 3] * 2
+    (y * (comm.rank + 1)).sum().backward()
+    assert grad_of(x).dtype is x.dtype and grad_of(x).tolist() == [[above + 1.0] * 3] * 2
+    with pytest.raises(ArgumentError, match="like"):
+        comm.Sendrecv(x, above, below, like=torch.empty(2, dtype=torch.int64))
+    mpi.reset()
+
+
+def neighbors(comm: Communicator) -> tuple[int, int]:
+    """The next and the previous rank of a ring."""
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def sendrecv(comm: Communicator, x: Tensor) -> Tensor:
+    above, below = neighbors(comm)
+    return comm.Sendrecv(x * x, above, below)
+
+
+def ring(comm: Communicator, x: Tensor) -> Tensor:
+    above, below = neighbors(comm)
+    handle = comm.Isend(x * x, above, 3)
+    got = comm.Recv(torch.empty_like(x), below, 3)
+    comm.Wait(handle)
+    return got
+
+
+def irecv(comm: Communicator, x: Tensor) -> Tensor:
+    above, below = neighbors(comm)
+    got, sent = comm.Irecv(torch.empty_like(x), below), comm.Isend(x * x, above)
+    return comm.Wait(got) + 0 * comm.Wait(sent)
+
+
+def persistent(comm: Communicator, x: Tensor) -> Tensor:
+    above, below = neighbors(comm)
+    send, recv = comm.Send_init(x, above, 5), comm.Recv_init(x, below, 5)
+    total = torch.zeros_like(x)
+    for factor in (1, 2):
+        handles = send.Start(factor * x), recv.Start()
+        total = total + comm.Wait(handles[1]) ** factor
+        comm.Wait(handles[0])
+    send.Free()
+    recv.Free()
+    return total
+
+
+FUNCTIONS: dict[str, Differentiable] = {
+    "Sendrecv": sendrecv,
+    "Isend and Recv": ring,
+    "Irecv": irecv,
+    "persistent": persistent,
+}
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_gradient(comm: Communicator, name: str) -> None:
+    check_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=[name for name in FUNCTIONS if name != "persistent"])
+def test_forward_mode(comm: Communicator, name: str) -> None:
+    check_forward_mode(comm, FUNCTIONS[name])
+
+
+@mpi_test((1, 2), name=FUNCTIONS)
+def test_complex_gradient(comm: Communicator, name: str) -> None:
+    check_complex_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=("Sendrecv",))
+def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
+    check_transforms(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_second_derivative(comm: Communicator, name: str) -> None:
+    check_second_derivative(comm, FUNCTIONS[name])
+
+
+@mpi_test()
+def test_wrong_arguments(comm: Communicator) -> None:
+    x = torch.ones(2, 2)
+    check_arguments(lambda: comm.Send(x, comm.size), lambda: comm.Recv(x, comm.size))

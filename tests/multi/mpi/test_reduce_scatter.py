@@ -1,0 +1,120 @@
+"""Reduce_scatter, with equal parts too, Ireduce_scatter and Ireduce_scatterv."""
+
+# ruff: noqa: B023 - functions made in a loop are called in the same round of it
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multi.mpi.reference import (
+    ALL_DTYPES,
+    DERIVATIVE_SIZES,
+    REDUCTIONS,
+    SIZES,
+    Differentiable,
+    check,
+    check_arguments,
+    check_complex_gradient,
+    check_forward_mode,
+    check_gradient,
+    check_second_derivative,
+    check_transforms,
+    for_complex,
+    inputs,
+    ops_of,
+)
+from multi.mpi.runner import mpi_test
+from torchrelay import mpi
+from torchrelay.mpi import Communicator
+from torchrelay.mpi._settings import changed
+
+
+@mpi_test(SIZES, dtype=ALL_DTYPES)
+def test_values(comm: Communicator, dtype: torch.dtype) -> None:
+    wanted = [(r + 1) % 3 for r in range(comm.size)]
+    for axis in (0, -1):
+        shape = [2, 2]
+        shape[axis] = sum(wanted)
+        given = inputs([shape] * comm.size, dtype)
+        for op in ops_of(dtype):
+            check(
+                lambda x: comm.Reduce_scatter(x, op, axis, wanted[comm.rank]),
+                lambda xs: list(REDUCTIONS[op](torch.stack(xs)).split(wanted, axis)),
+                given,
+                comm.rank,
+            )
+
+
+@mpi_test(SIZES)
+def test_large_counts_go_in_pieces(comm: Communicator) -> None:
+    with changed(max_count=3):
+        check(
+            lambda x: comm.Reduce_scatter(x, mpi.MPI_SUM, 1, 2),
+            lambda xs: list(torch.stack(xs).sum(0).split(2, 1)),
+            inputs([(5, 2 * comm.size)] * comm.size, torch.float64),
+            comm.rank,
+        )
+
+
+def equal_parts(comm: Communicator, x: Tensor) -> Tensor:
+    return torch.cat([x] * comm.size)
+
+
+def ireduce_scatterv(comm: Communicator, x: Tensor, op: mpi.Op, axis: int) -> Tensor:
+    counts = [1 + s % 2 for s in range(comm.size)]
+    wide = torch.cat([x * x] * comm.size, axis).narrow(axis, 0, sum(counts))
+    return comm.Ireduce_scatterv(wide, op, counts, axis).Wait()
+
+
+FUNCTIONS: dict[str, Differentiable] = {
+    "Reduce_scatter": lambda comm, x: comm.Reduce_scatter(
+        equal_parts(comm, x * x), mpi.MPI_SUM, 0, 2
+    ),
+    "Reduce_scatter_block MAX": lambda comm, x: comm.Reduce_scatter_block(
+        equal_parts(comm, x * x), mpi.MPI_MAX
+    ),
+    "Ireduce_scatter": lambda comm, x: comm.Ireduce_scatter(
+        equal_parts(comm, x * x), mpi.MPI_SUM
+    ).Wait(),
+    "Ireduce_scatter PROD": lambda comm, x: comm.Ireduce_scatter(
+        equal_parts(comm, x), mpi.MPI_PROD
+    ).Wait(),
+    "Ireduce_scatterv": lambda comm, x: ireduce_scatterv(comm, x, mpi.MPI_SUM, 0),
+    "Ireduce_scatterv MIN": lambda comm, x: ireduce_scatterv(comm, x, mpi.MPI_MIN, 1),
+}
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_gradient(comm: Communicator, name: str) -> None:
+    check_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_forward_mode(comm: Communicator, name: str) -> None:
+    check_forward_mode(comm, FUNCTIONS[name])
+
+
+@mpi_test((1, 2), name=for_complex(FUNCTIONS))
+def test_complex_gradient(comm: Communicator, name: str) -> None:
+    check_complex_gradient(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=("Reduce_scatter",))
+def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
+    check_transforms(comm, FUNCTIONS[name])
+
+
+@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
+def test_second_derivative(comm: Communicator, name: str) -> None:
+    check_second_derivative(comm, FUNCTIONS[name])
+
+
+@mpi_test()
+def test_wrong_arguments(comm: Communicator) -> None:
+    x = torch.ones(2 * comm.size, 2)
+    check_arguments(
+        lambda: comm.Reduce_scatter(x, mpi.MPI_SUM, 2, 2),
+        lambda: comm.Reduce_scatter(x, mpi.MPI_BAND, 0, 2),
+        lambda: comm.Reduce_scatter(x.to(torch.complex64), mpi.MPI_MAX, 0, 2),
+        lambda: comm.Ireduce_scatter(x.to(torch.complex64), mpi.MPI_MAX),
+    )
