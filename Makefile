@@ -13,13 +13,16 @@ MODULES := $(VENV)/modules
 $(shell mkdir -p $(VENV); find src -name '*.py' | sort > $(MODULES).new; \
   cmp -s $(MODULES).new $(MODULES) || cp $(MODULES).new $(MODULES); rm $(MODULES).new)
 
-.PHONY: demo test bench lint docs native clean
+.PHONY: demo test sanitize bench lint docs native clean
 
 demo: $(VENV)/native
 	torchrelay demo $(ARGS)
 
 test: $(VENV)/native
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+sanitize: $(VENV)/native
+	pytest -n $(JOBS) --sanitize tests/unit/test_native.py $(ARGS)
 
 bench: $(VENV)/native
 	for script in benchmarks/bench_*.py; do python $$script $(ARGS) || exit 1; done

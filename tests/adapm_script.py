@@ -1,17 +1,17 @@
 """A script in the style of AdaPM's own example: a scheduler, and nodes with worker threads.
 
 ``python -m torchrelay.compat tests/adapm_script.py NODES [FAULT]``; FAULT is how the last node
-fails: ``worker``, ``main`` or ``killed``.
+fails: ``worker``, ``main`` or ``killed``. ``DMLC_PS_ROOT_PORT`` is a free port.
 """
 
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
+from typing import Any
 
-import adapm
+import adapm  # type: ignore[import-not-found]
 import numpy as np
 import torch
 
@@ -20,7 +20,7 @@ NUM_NODES = int(sys.argv[1])
 FAULT = sys.argv[2] if len(sys.argv) > 2 else ""
 
 
-def run_worker(worker_id, server, sums):
+def run_worker(worker_id: int, server: Any, sums: list[float]) -> None:
     kv = adapm.Worker(worker_id, server)
     keys = torch.LongTensor([1, 2, 3, 4])
     everyone = NUM_NODES * NUM_WORKERS
@@ -60,7 +60,7 @@ def run_worker(worker_id, server, sums):
     sums.append(float(pulled.sum()))
 
 
-def init_node(port):
+def init_node() -> None:
     os.environ["DMLC_ROLE"] = "server"
     adapm.setup(NUM_KEYS, NUM_WORKERS, use_techniques="all")
     server = adapm.Server(value_lengths=torch.ones(NUM_KEYS) * LENGTH)
@@ -68,7 +68,7 @@ def init_node(port):
         scheme="naive", with_replacement=True, distribution="uniform", min=10, max=20
     )
     server.barrier()
-    sums = []
+    sums: list[float] = []
     threads = [
         threading.Thread(target=run_worker, args=(w, server, sums)) for w in range(NUM_WORKERS)
     ]
@@ -87,19 +87,16 @@ def init_node(port):
     print(f"node {server.my_rank()}: {sum(sums):g}\n", end="", flush=True)
 
 
-def main():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def main() -> None:
     os.environ.update(DMLC_NUM_SERVER=str(NUM_NODES), DMLC_PS_ROOT_URI="127.0.0.1")
-    os.environ.update(DMLC_PS_ROOT_PORT=str(port), DMLC_ROLE="scheduler")
+    os.environ["DMLC_ROLE"] = "scheduler"
     scheduler = multiprocessing.Process(target=adapm.scheduler, args=(NUM_KEYS, NUM_WORKERS))
-    processes = [multiprocessing.Process(target=init_node, args=(port,)) for _ in range(NUM_NODES)]
+    processes = [multiprocessing.Process(target=init_node) for _ in range(NUM_NODES)]
     for process in [scheduler, *processes]:
         process.start()
     for process in [scheduler, *processes]:
         process.join()
-    sys.exit(max(abs(process.exitcode) for process in [scheduler, *processes]))
+    sys.exit(max(abs(process.exitcode) for process in [scheduler, *processes]))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

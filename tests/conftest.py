@@ -4,192 +4,34 @@ is left.
 A test marked ``@pytest.mark.processes(n)`` runs in n fresh processes, as ranks 0 to n-1. It asks
 for the fixture ``world`` (a :class:`torchrelay.world.World` whose ``connect()`` gives the store)
 like any other fixture. It fails if any rank fails, and the report shows each failing rank's
-traceback. The fixture ``run_processes`` does the same for a function of the test file, and tells
-how each rank ended: for tests that kill some of them.
+traceback. Tests of a file that are marked ``@pytest.mark.processes(n, together=True)`` run one
+after the other in the same n processes, which are started again only after a failure. The fixture
+``run_processes`` runs a function of the test file, and tells how each rank ended: for tests that
+kill some of them.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import faulthandler
-import functools
-import importlib.util
-import itertools
 import multiprocessing
 import os
+import re
 import signal
-import socket
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import pytest
 
 import namespaces
+from ranks import Job, RankResult, RunProcesses, run_job, run_together
 from torchrelay.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-# One clean process imports torch once; each rank is forked from it in milliseconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torchrelay.buffers"])
 
 _OUTER_MOUNTS = pytest.StashKey[int]()
 _IS_PRIVATE = pytest.StashKey[bool]()
 
 
-@dataclass
-class RankResult:
-    """How one rank ended: its function's value, or its traceback, or the signal that killed it."""
-
-    value: Any = None
-    error: str | None = None
-    exitcode: int | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.error is None and self.exitcode == 0
-
-
-@dataclass
-class Job:
-    """A function of a test file, and what it is called with on every rank."""
-
-    path: str
-    function: str
-    kwargs: dict[str, Any]
-    environ: dict[str, str] = field(default_factory=dict)
-
-
-def _load_function(path: str, name: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return getattr(module, name)  # type: ignore[no-any-return]
-
-
-class _HeldWorld(World):
-    """Keeps the stores it connects until the rank ends: rank 0 serves them to those that are not
-    done yet.
-    """
-
-    stores: ClassVar[list[Store]] = []
-
-    def connect(self, timeout_s: float = 300.0) -> Store:
-        self.stores.append(super().connect(timeout_s))
-        return self.stores[-1]
-
-
-def _rank_main(job: Job, world: World, results: Connection) -> None:
-    import torch
-
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    os.environ.update(job.environ)
-    os.environ.update(
-        RANK=str(world.rank),
-        WORLD_SIZE=str(world.size),
-        LOCAL_RANK=str(world.rank),
-        LOCAL_WORLD_SIZE=str(world.size),
-        MASTER_ADDR=world.master_addr,
-        MASTER_PORT=str(world.master_port),
-    )
-    try:
-        value = _load_function(job.path, job.function)(world=world, **job.kwargs)
-        results.send((value, None))
-        if world.rank == 0:  # it may serve the store, which the others need until they end
-            results.poll(None)
-    except BaseException:
-        results.send((None, traceback.format_exc()))
-        raise SystemExit(1) from None
-    finally:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-@functools.cache
-def _ports() -> Iterator[int]:
-    """Ports that the system gives to nobody who asks for any, and no other test run uses.
-
-    A range belongs to the process that holds its first port, until that process ends.
-    """
-    for first in range(16000, 32000, 500):
-        holder = socket.socket()
-        try:
-            holder.bind(("127.0.0.1", first))
-        except OSError:
-            holder.close()
-            continue
-        atexit.register(holder.close)
-        return itertools.cycle(range(first + 1, first + 500))
-    raise RuntimeError("every range of ports from 16000 to 32000 is held by another test run")
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    while True:
-        port = next(_ports())
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
-
-
-def run_job(job: Job, size: int, timeout_s: float) -> list[RankResult]:
-    """Runs ``job`` as ``size`` ranks and waits; ranks that outlive ``timeout_s`` are killed and say
-    so.
-    """
-    port = free_port()
-    processes, pipes = [], []
-    for rank in range(size):
-        ours, theirs = _context.Pipe()
-        world = _HeldWorld(rank, size, rank, "tests", "127.0.0.1", port)
-        process = _context.Process(target=_rank_main, args=(job, world, theirs), daemon=False)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    results = [RankResult() for _ in range(size)]
-    deadline = time.monotonic() + timeout_s
-    waiting = dict(zip(pipes, range(size), strict=True))
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
-            try:
-                results[rank].value, results[rank].error = pipe.recv()
-            except EOFError:
-                results[rank].error = "ended without a result"
-    pipes[0].close()
-    for rank, process in enumerate(processes):
-        process.join(
-            timeout=max(2.0, deadline - time.monotonic()) if pipes[rank] not in waiting else 0
-        )
-        if process.is_alive():
-            process.kill()
-            process.join()
-            results[rank].error = results[rank].error or f"did not end within {timeout_s:g} s"
-        results[rank].exitcode = process.exitcode
-        pipes[rank].close()
-        process.close()
-    return results
-
-
 @pytest.fixture
-def run_processes(request: pytest.FixtureRequest) -> Callable[..., list[RankResult]]:
+def run_processes(request: pytest.FixtureRequest) -> RunProcesses:
     """``run_processes(function, size, timeout_s=60, environ={}, **kwargs)`` tells how each rank
     ended.
     """
@@ -218,19 +60,46 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     marker = pyfuncitem.get_closest_marker("processes")
     if marker is None:
         return None
-    (size,) = marker.args
-    names = pyfuncitem._fixtureinfo.argnames
-    kwargs = {name: pyfuncitem.funcargs[name] for name in names if name != "world"}
-    job = Job(str(pyfuncitem.path), pyfuncitem.originalname, kwargs)
-    timeout_s = marker.kwargs.get("timeout_s", 100)
-    failures = [
-        f"--- rank {rank} (exit code {result.exitcode})\n{result.error}"
-        for rank, result in enumerate(run_job(job, size, timeout_s))
-        if not result.ok
-    ]
+    if marker.kwargs.get("together"):
+        errors = _outcome_together(pyfuncitem, marker)
+    else:
+        (size,) = marker.args
+        names = pyfuncitem._fixtureinfo.argnames
+        kwargs = {name: pyfuncitem.funcargs[name] for name in names if name != "world"}
+        job = Job(str(pyfuncitem.path), pyfuncitem.originalname, kwargs)
+        errors = [
+            None if result.ok else f"(exit code {result.exitcode})\n{result.error}"
+            for result in run_job(job, size, marker.kwargs.get("timeout_s", 100))
+        ]
+    failures = [f"--- rank {rank} {error}" for rank, error in enumerate(errors) if error]
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)
     return True
+
+
+_TOGETHER = pytest.StashKey[dict[str, list[str | None]]]()
+
+
+def _outcome_together(pyfuncitem: pytest.Function, marker: pytest.Mark) -> list[str | None]:
+    """Return each rank's error, after running all tests of the file that share the ranks."""
+    outcomes = pyfuncitem.session.stash.setdefault(_TOGETHER, {})
+    if pyfuncitem.nodeid not in outcomes:
+        items = [
+            item
+            for item in pyfuncitem.session.items
+            if isinstance(item, pytest.Function)
+            and item.path == pyfuncitem.path
+            and item.get_closest_marker("processes") == marker
+        ]
+        jobs = [
+            Job(str(item.path), item.originalname, item.callspec.params)
+            if hasattr(item, "callspec")
+            else Job(str(item.path), item.originalname, {})
+            for item in items
+        ]
+        errors = run_together(jobs, marker.args[0], marker.kwargs.get("timeout_s", 100))
+        outcomes.update(zip([item.nodeid for item in items], errors, strict=True))
+    return outcomes[pyfuncitem.nodeid]
 
 
 _PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
@@ -238,12 +107,8 @@ _PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
 
 # What takes longest comes first, so that no worker of pytest-xdist has it left at the end.
 _LONGEST = (
+    "multi/mpi",
     "unit/test_native.py",
-    "multi/mpi/test_gradients.py",
-    "multi/mpi/test_compiled.py",
-    "multi/mpi/test_compositions.py",
-    "multi/mpi/test_collectives.py",
-    "multi/mpi/test_order.py",
     "multi/training/test_slowmo.py",
     "multi/demo/test_demo.py",
     "multi/checkpoint/test_layouts.py",
@@ -253,9 +118,44 @@ _LONGEST = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sanitize", action="store_true", help="build the native tests with sanitizers"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sanitizer" in metafunc.fixturenames:
+        sanitizers = (
+            ["address,undefined", "thread"] if metafunc.config.option.sanitize else ["none"]
+        )
+        metafunc.parametrize("sanitizer", sanitizers, scope="module")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {Path(__file__).parent / name: place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
+    folder = Path(__file__).parent
+    longest = [folder / name for name in _LONGEST]
+
+    def place(item: pytest.Item) -> int:
+        return next(
+            (at for at, path in enumerate(longest) if path in (item.path, item.path.parent)),
+            len(longest),
+        )
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Return a scheduler that keeps a file in one worker, and tests whose ranks start together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            launch = re.search(r"\[(openmpi|mpich)-\d+", nodeid)
+            return launch.group() if launch else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,7 +16,7 @@ from torchrelay.parameters import Server, Topology, Worker
 __all__ = ["FAULTY", "SETTINGS", "eventually", "in_threads", "on_nodes", "pulled"]
 
 SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)  # type: ignore[type-var]
-FAULTY = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
+FAULTY: dict[str, Any] = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
 
 
 def in_threads(bodies: list[Callable[[], Any]]) -> list[Any]:
@@ -60,7 +60,7 @@ def on_nodes(
         server.close()
         return result
 
-    return in_threads([lambda node=node: run(node) for node in range(num_nodes)])
+    return in_threads([lambda node=node: run(node) for node in range(num_nodes)])  # type: ignore[misc]
 
 
 def pulled(

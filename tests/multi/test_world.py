@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import torch
 from torchrelay.buffers import Segment
 from torchrelay.errors import OperationTimeoutError
 from torchrelay.world import World, ranks_on_my_host
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 
 @pytest.mark.processes(3)
@@ -41,7 +45,7 @@ def _report_unless_killed(world: World) -> tuple[int, ...]:
     return ()
 
 
-def test_a_missing_rank_is_named(run_processes) -> None:
+def test_a_missing_rank_is_named(run_processes: RunProcesses) -> None:
     results = run_processes(_report_unless_killed, 3)
     assert results[1].exitcode == -signal.SIGKILL
     assert results[0].value == results[2].value == (1,)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -9,7 +11,7 @@ from torchrelay.errors import ConfigError
 
 
 @pytest.fixture
-def sample():
+def sample() -> Iterator[type[Any]]:
     @section
     class Sample(Section):
         name = "sample"
@@ -22,11 +24,11 @@ def sample():
     del SECTIONS["sample"]
 
 
-def test_defaults_without_an_environment(sample) -> None:
+def test_defaults_without_an_environment(sample: type[Any]) -> None:
     assert load(sample, {}) == sample(30.0, "shm", False, 8)
 
 
-def test_the_environment_wins(sample) -> None:
+def test_the_environment_wins(sample: type[Any]) -> None:
     environ = {
         "TORCHRELAY_SAMPLE_TIMEOUT_S": "1.5",
         "TORCHRELAY_SAMPLE_PLANE": "udp",
@@ -49,7 +51,9 @@ def test_the_environment_wins(sample) -> None:
         ("TORCHRELAY_SAMPLE_TIMEOUT", "1", "no such setting; sample has TORCHRELAY_SAMPLE_DEBUG"),
     ],
 )
-def test_bad_values_name_the_variable(sample, key: str, value: str, message: str) -> None:
+def test_bad_values_name_the_variable(
+    sample: type[Any], key: str, value: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load(sample, {key: value})
     assert key in str(caught.value)
@@ -60,14 +64,14 @@ def test_renamed_settings_are_accepted_under_their_old_names_and_warn() -> None:
         loaded = load(TransportSettings, {"TORCHRELAY_TRANSPORT_SILENCE_S": "30"})
     assert loaded.peer_timeout_s == 30
     with pytest.warns(DeprecationWarning, match="silence_s is now peer_timeout_s"):
-        assert loaded.silence_s == 30
+        assert loaded.silence_s == 30  # type: ignore[attr-defined]
     with pytest.warns(DeprecationWarning, match="silence_s of .* is now peer_timeout_s"):
-        assert TransportSettings(silence_s=30) == loaded
+        assert TransportSettings(silence_s=30) == loaded  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="both silence_s and peer_timeout_s"):
-        TransportSettings(silence_s=30, peer_timeout_s=30)
+        TransportSettings(silence_s=30, peer_timeout_s=30)  # type: ignore[call-arg]
 
 
-def test_settings_cannot_be_changed(sample) -> None:
+def test_settings_cannot_be_changed(sample: type[Any]) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load(sample, {}).slots = 3
 
@@ -75,7 +79,7 @@ def test_settings_cannot_be_changed(sample) -> None:
 def test_every_setting_is_documented_and_its_default_is_allowed() -> None:
     for cls in SECTIONS.values():
         load(cls, {})
-        for field in dataclasses.fields(cls):
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             doc = field.metadata["doc"]  # a phrase: it goes into a table
             assert doc, variable(cls, field.name)
             assert not doc.endswith("."), variable(cls, field.name)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import namespaces
-from conftest import free_port
+from ranks import free_port
 
 pytest_plugins = ["pytester"]
 
@@ -103,8 +103,8 @@ def test_while_files_come_and_go(index):
         assert time.monotonic() < deadline, "nobody disturbs"
 
 def test_port(request):
-    import conftest
-    Path(request.config.rootpath, "port").write_text(str(conftest.free_port()))
+    import ranks
+    Path(request.config.rootpath, "port").write_text(str(ranks.free_port()))
 """
 
 

@@ -1,12 +1,14 @@
-"""Builds the native core's own tests, plain and under sanitizers, and runs each."""
+"""Builds the native core's own tests and runs each; with ``--sanitize``, under sanitizers."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,24 +20,34 @@ SOURCES = sorted((ROOT / "native" / "tests").glob("*_test.cc"))
 TOOLS_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-@pytest.fixture(scope="module", params=["address,undefined", "thread"])
-def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def build(sanitizer: str) -> Path:
+    """Return the folder with the programs, built without Python for a sanitizer, or else beside the
+    module, with the same library. Of the test workers that share the folder, one builds at a time.
+    """
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
     cmake, ninja = (shutil.which(name, path=TOOLS_PATH) for name in ("cmake", "ninja"))
     assert cmake and ninja, (
         "cmake and ninja are packages of the dev environment: pip install -e .[dev]"
     )
-    folder = ROOT / "build" / f"native-{request.param.replace(',', '-')}"
+    folder = ROOT / "build" / f"native-{sanitizer.replace(',', '-')}"
+    options = ["-DTORCHRELAY_PYTHON=OFF"]
+    if sanitizer != "none":
+        options.append(f"-DTORCHRELAY_SANITIZE={sanitizer}")
+    elif caches := list(ROOT.glob("build/cp*/CMakeCache.txt")):  # of the editable install
+        folder, options = max(caches, key=lambda path: path.stat().st_mtime).parent, []
     configure = [cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    options = [
-        f"-DTORCHRELAY_SANITIZE={request.param}",
-        "-DTORCHRELAY_PYTHON=OFF",
-        "-DTORCHRELAY_TESTS=ON",
-    ]
-    for command in ([*configure, *options], [cmake, "--build", folder]):
-        result = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout + result.stderr
+    commands: tuple[list[Any], ...] = (
+        [*configure, *options],
+        [cmake, "--build", folder, "--target", "native_tests"],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in commands:
+            result = subprocess.run(command, check=False, capture_output=True, text=True)
+            assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 

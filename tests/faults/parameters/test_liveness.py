@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from torchrelay.errors import PeerLostError
 from torchrelay.parameters import Worker
 from torchrelay.parameters._starting import start
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 KEYS, DIM = 40, 3
 PATIENT = {
@@ -56,17 +59,15 @@ def _exit_as_leader(world: World, nodes: int) -> tuple[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_a_leader_that_exits_is_named_by_all(
-    run_processes: Callable[..., list[object]], nodes: int
-) -> None:
+def test_a_leader_that_exits_is_named_by_all(run_processes: RunProcesses, nodes: int) -> None:
     """In seconds: where connections are refused, nobody waits for the silence to become long."""
     results = run_processes(_exit_as_leader, 4, environ=PATIENT, nodes=nodes)
     leader = 4 // nodes * (nodes - 1)
     for rank, result in enumerate(results):
         if rank == leader:
             continue
-        assert result.ok, result.error  # type: ignore[attr-defined]
-        message, ranks = result.value  # type: ignore[attr-defined]
+        assert result.ok, result.error
+        message, ranks = result.value
         assert ranks == (nodes - 1,), message
         own = rank * nodes // 4 == nodes - 1
         assert (f"which serves node {nodes - 1}, has died" if own else "it died") in message or (
@@ -87,14 +88,14 @@ def _leave_with_an_error(world: World, nodes: int) -> tuple[int, str, tuple[int,
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_process_that_leaves_with_an_error_is_named_at_once(
-    run_processes: Callable[..., list[object]], nodes: int
+    run_processes: RunProcesses, nodes: int
 ) -> None:
     results = run_processes(_leave_with_an_error, 4, environ=PATIENT, timeout_s=180, nodes=nodes)
     for result in results:
-        assert result.ok, result.error  # type: ignore[attr-defined]
-    left_process = results[3].value[0]  # type: ignore[attr-defined]
+        assert result.ok, result.error
+    left_process = results[3].value[0]
     for rank in range(3):
-        _, message, ranks = results[rank].value  # type: ignore[attr-defined]
+        _, message, ranks = results[rank].value
         assert ranks == (nodes - 1,)
         own = f"process {left_process} of node {nodes - 1} has left" in message
         other = f"node {nodes - 1} is lost" in message and "shut down" in message
@@ -132,9 +133,9 @@ def _stop_all(world: World) -> float:
 
 
 def test_a_job_that_is_stopped_for_longer_than_a_peer_may_be_silent_goes_on(
-    run_processes: Callable[..., list[object]],
+    run_processes: RunProcesses,
 ) -> None:
     quick = {"TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.2", "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "3"}
     for result in run_processes(_stop_all, 3, environ=quick):
-        assert result.ok, result.error  # type: ignore[attr-defined]
-        assert result.value == 60  # type: ignore[attr-defined]
+        assert result.ok, result.error
+        assert result.value == 60

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.parameters import Table, optim
 from torchrelay.parameters._starting import start
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 KEYS, DIM = 8, 2
 
@@ -55,6 +58,7 @@ def _call_late(world: World, path: str, nodes: int) -> list[str]:
     said = []
     with Table.create(KEYS, DIM, node_of_rank=node_of_rank) as table:
         store = table.server.topology.store
+        assert store is not None
         for name, call in CALLS.items():
             if world.rank == 0:
                 calls = threading.Thread(target=call, args=(table, f"{path}/{name}"))
@@ -72,7 +76,7 @@ def _call_late(world: World, path: str, nodes: int) -> list[str]:
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_call_of_one_rank_names_the_others_and_goes_on_when_they_come(
-    run_processes: Callable[..., list[Any]], tmp_path: Any, nodes: int
+    run_processes: RunProcesses, tmp_path: Any, nodes: int
 ) -> None:
     results = run_processes(_call_late, 3, timeout_s=200, path=str(tmp_path), nodes=nodes)
     for result in results:
@@ -96,7 +100,7 @@ def _close_early(world: World) -> tuple[str, tuple[int, ...]]:
 
 
 def test_who_closes_the_table_instead_is_an_error_at_once(
-    run_processes: Callable[..., list[Any]],
+    run_processes: RunProcesses,
 ) -> None:
     results = run_processes(_close_early, 4)
     for result in results:
@@ -108,20 +112,22 @@ def test_who_closes_the_table_instead_is_an_error_at_once(
 def _create(world: World) -> tuple[str, tuple[int, ...]]:
     reports = Reports()
     store = world.connect()
+    store.set(f"started/{world.rank}", "")
+    store.wait([f"started/{rank}" for rank in range(world.size)])  # the timeout is short
     if world.rank == 2:
-        store.wait(["reported"])
+        store.wait(["reported/0", "reported/1"])
         return "", ()
     try:
         Table.create(KEYS, DIM, optimizer=optim.sgd(1.0))
     except OperationTimeoutError as error:
         return reports.messages[0], tuple(error.ranks)
     finally:
-        store.set("reported", "")
+        store.set(f"reported/{world.rank}", "")
     return "", ()
 
 
 def test_a_rank_that_does_not_create_the_table_is_named(
-    run_processes: Callable[..., list[Any]],
+    run_processes: RunProcesses,
 ) -> None:
     results = run_processes(_create, 3, environ={"TORCHRELAY_PARAMETERS_TIMEOUT_S": "8"})
     for result in results[:2]:
@@ -148,7 +154,7 @@ def _end(world: World, error: bool) -> tuple[int, str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("error", [True, False])
 def test_a_process_that_ends_without_closing_is_named(
-    run_processes: Callable[..., list[Any]], error: bool
+    run_processes: RunProcesses, error: bool
 ) -> None:
     environ = {"TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "100"}
     results = run_processes(_end, 4, environ=environ, error=error)

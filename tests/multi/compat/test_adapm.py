@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torchrelay.world import World
 
 
-def _train(adapm, world_size: int) -> None:
+def _train(adapm: Any, world_size: int) -> None:
     keys_total, length = 120, 10
     adapm.setup(keys_total, 1, "all", 2)
     server = adapm.Server(torch.ones(keys_total, dtype=torch.int64) * length)

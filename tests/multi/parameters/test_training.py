@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrelay.errors import OperationTimeoutError, UnsupportedError
 from torchrelay.parameters import Embedding, Table, TableWeight, optim
 from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 # Of the references: torch's sparse Adagrad.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -30,7 +32,7 @@ RULES: dict[str, tuple[Any, Any]] = {
 
 
 class Model(nn.Module):
-    def __init__(self, rows: nn.Module) -> None:
+    def __init__(self, rows: Any) -> None:
         super().__init__()
         self.rows = rows
         self.dense = nn.Linear(DIM, 2, dtype=torch.float64)
@@ -47,7 +49,10 @@ def clip(model: nn.Module, limit: float) -> Tensor:
     for parameter in model.parameters():
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-    gradients = [p.grad.values() if p.grad.is_sparse else p.grad for p in model.parameters()]
+    gradients: list[Any] = [
+        p.grad.values() if p.grad.is_sparse else p.grad  # type: ignore[union-attr]
+        for p in model.parameters()
+    ]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     for gradient in gradients:
         gradient.mul_(min(1.0, limit / (float(norm) + 1e-6)))
@@ -114,6 +119,8 @@ def test_gradients_of_processes_are_averaged_or_summed(world: World) -> None:
     sum.
     """
     keys = torch.tensor([1, 2 + world.rank])
+    apply_gradients: Any
+    reduction: Any
     for apply_gradients, reduction, shared, alone in (
         ("step", None, -1.0, -0.5),
         ("step", "mean", -1.0, -0.5),
@@ -144,40 +151,44 @@ def test_wrappers_leave_the_weight_alone(world: World) -> None:
         rows = Embedding(ROWS, DIM, table=table)
         with pytest.raises(UnsupportedError, match="use the model as it is"):
             DistributedDataParallel(rows)
-        sharded = fully_shard(Model(rows), mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+        sharded: Any = fully_shard(Model(rows), mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
         sharded(torch.tensor([world.rank])).backward()
+        assert table.weight.keys is not None
         assert torch.equal(table.weight.keys, torch.tensor([0, 1]))
         assert any(isinstance(p, TableWeight) for p in sharded.parameters())
         optimizer.step()
-        rows.weight = nn.Parameter(torch.zeros(0, DIM))
+        rows.weight = nn.Parameter(torch.zeros(0, DIM))  # type: ignore[assignment]
         with pytest.raises(UnsupportedError, match="ignored_modules"):
             rows(torch.tensor([1]))
         table.sync()
 
 
-def _one_rank_looks_nothing_up(world: World) -> tuple[str, list[int], float]:
+def _one_rank_looks_nothing_up(world: World) -> tuple[str, list[int]]:
+    store = world.connect()
+    store.set(f"started/{world.rank}", "")
+    store.wait([f"started/{rank}" for rank in range(world.size)])  # the timeout is short
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="step") as table:
         module = Embedding(ROWS, DIM, table=table)
         module(torch.tensor([1])).sum().backward()
         table.sync()
-        started_s = time.monotonic()
         try:
-            if world.rank != 2:
-                module(torch.tensor([1])).sum().backward()
-            else:
-                time.sleep(15)
+            if world.rank == 2:
+                store.wait(["named/0", "named/1"])
+                return "", []
+            module(torch.tensor([1])).sum().backward()
         except OperationTimeoutError as error:
-            return str(error), list(error.ranks), time.monotonic() - started_s
+            return str(error), list(error.ranks)
         finally:
+            store.set(f"named/{world.rank}", "")
             table.server.abort()
             table._forget()
-    return "", [], 0.0
+    return "", []
 
 
-def test_a_rank_without_a_backward_pass_is_named(run_processes: Any) -> None:
-    environ = {"TORCHRELAY_PARAMETERS_TIMEOUT_S": "3"}
-    results = run_processes(_one_rank_looks_nothing_up, 3, environ=environ)
+def test_a_rank_without_a_backward_pass_is_named(run_processes: RunProcesses) -> None:
+    environ = {"TORCHRELAY_PARAMETERS_TIMEOUT_S": "8"}
+    results = run_processes(_one_rank_looks_nothing_up, 3, timeout_s=100, environ=environ)
     for result in results[:2]:
         assert result.ok, result.error
-        message, ranks, _ = result.value
+        message, ranks = result.value
         assert ranks == [2] and "same backward passes" in message

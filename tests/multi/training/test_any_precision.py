@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torchrelay.training._any_precision import AnyPrecisionAdamW
 from torchrelay.world import World
 
 
-def _train(model: nn.Module, **options) -> list[torch.Tensor]:
+def _train(model: nn.Module, **options: Any) -> list[torch.Tensor]:
     """Gradients are the same on all ranks, so that averaging two of them is exact."""
     optimizer = AnyPrecisionAdamW(model.parameters(), lr=0.01, weight_decay=0.1, **options)
     for step in range(5):
@@ -38,7 +40,9 @@ def test_fully_sharded_parameters_move_as_whole_ones(world: World) -> None:
     dist.init_process_group("gloo", store=world.connect(30), rank=world.rank, world_size=world.size)
     for dtype, kahan in ((torch.float32, False), (torch.bfloat16, True)):
         whole = _train(_model(dtype), use_kahan_summation=kahan)
-        sharded = _train(fully_shard(_model(dtype)), use_kahan_summation=kahan)
+        sharded_model = _model(dtype)
+        fully_shard(sharded_model)
+        sharded = _train(sharded_model, use_kahan_summation=kahan)
         assert any(isinstance(tensor, DTensor) for tensor in sharded)
         full = [
             tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in sharded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -38,13 +39,17 @@ def _start(backend: str, world: World) -> None:
     )
 
 
-def _state(nodes: list[list[int]], **options) -> GossipGraDState:
+def _state(nodes: list[list[int]], **options: Any) -> GossipGraDState:
     local, _ = dist.new_subgroups_by_enumeration(nodes)
     return GossipGraDState(local_process_group=local, num_nodes=len(nodes), **options)
 
 
 def _reference(
-    grads: list[torch.Tensor], nodes, topology: GossipTopology, iteration: int, seed: int
+    grads: list[torch.Tensor],
+    nodes: list[list[int]],
+    topology: GossipTopology,
+    iteration: int,
+    seed: int,
 ) -> list[torch.Tensor]:
     """What each rank's gradient becomes."""
     import random
@@ -113,7 +118,7 @@ def _backward(model: nn.Module, rank: int, step: int) -> None:
 
 
 def _train_reference(
-    steps: int, nodes, topology: GossipTopology, seed: int
+    steps: int, nodes: list[list[int]], topology: GossipTopology, seed: int
 ) -> list[list[torch.Tensor]]:
     models = [_model() for _ in range(4)]
     for step in range(steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def _backward(model: nn.Module, rank: int, step: int) -> None:
     model(_input(rank, step)).square().mean().backward()
 
 
-def _optimizer(model: nn.Module, **options) -> SlowMomentumOptimizer:
+def _optimizer(model: nn.Module, **options: Any) -> SlowMomentumOptimizer:
     base = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     return SlowMomentumOptimizer(base, FREQ, FACTOR, SLOW_LR, **options)
 
@@ -92,7 +93,9 @@ def _assert_close(model: nn.Module, expected: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 1, 2, 3]]], ids=str)
 @pytest.mark.processes(WORLD)
-def test_ddp_with_the_hook_is_the_algorithm(world: World, backend: str, groups) -> None:
+def test_ddp_with_the_hook_is_the_algorithm(
+    world: World, backend: str, groups: list[list[int]]
+) -> None:
     _start(backend, world)
     subgroup, _ = dist.new_subgroups_by_enumeration(groups)
     model = DistributedDataParallel(_model(), bucket_cap_mb=1e-5)
@@ -158,15 +161,17 @@ def test_fsdp_without_sharding(world: World, backend: str) -> None:
 def test_fully_shard_inside_subgroups_averages_equal_shards(world: World, backend: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     _start(backend, world)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
-    model = fully_shard(_model(), mesh=mesh["shard"])
+    model = _model()
+    fully_shard(model, mesh=mesh["shard"])
     optimizer = _optimizer(model, process_group=mesh["node"].get_group())
     for step in range(7):
         _backward(model, world.rank, step)
         optimizer.step()
-    full = [p.full_tensor().detach() for p in model.parameters()]
+    full = [cast(DTensor, p).full_tensor().detach() for p in model.parameters()]
     torch.testing.assert_close(
         full, _reference(7, [[0, 1], [2, 3]])[world.rank], rtol=1e-12, atol=1e-12
     )
@@ -217,7 +222,8 @@ def test_averaging_any_types_and_sizes(world: World, backend: str) -> None:
 
 def _alone() -> None:
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 @pytest.mark.processes(1)
@@ -261,11 +267,16 @@ def test_a_learning_rate_of_zero_leaves_parameters_alone(world: World) -> None:
 def test_what_cannot_work_is_refused(world: World) -> None:
     _alone()
     base = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    for options in ({"slowmo_freq": 0}, {"slowmo_factor": -1.0}, {"slowmo_lr": -1.0}):
+    wrong: tuple[dict[str, Any], ...] = (
+        {"slowmo_freq": 0},
+        {"slowmo_factor": -1.0},
+        {"slowmo_lr": -1.0},
+    )
+    for options in wrong:
         with pytest.raises(ArgumentError, match=next(iter(options))):
             SlowMomentumOptimizer(base, **options)
     with pytest.raises(ArgumentError, match="no optimizer"):
-        SlowMomentumOptimizer([nn.Parameter(torch.ones(1))])
+        SlowMomentumOptimizer([nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="slowmo_freq, slowmo_factor"):
         SlowMomentumOptimizer(base).load_state_dict(base.state_dict())
     with pytest.raises(UnsupportedError, match="NO_SHARD"):

@@ -50,7 +50,7 @@ def test_doctor_looks_at_everything_and_leaves_nothing() -> None:
 
 
 def test_doctor_survives_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrelay.cli import doctor as command
+    from torchrelay.cli import doctor as command  # type: ignore[attr-defined]
 
     module = sys.modules[command.__module__]
 

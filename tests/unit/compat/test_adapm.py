@@ -53,7 +53,7 @@ def test_lengths_that_make_no_sense_are_refused(wrong: float) -> None:
 @pytest.mark.parametrize("shape", [(2, 4), (8,), (2, 2, 2), (1, 2, 1, 4)])
 @pytest.mark.parametrize("make", [torch.ones, np.ones], ids=["torch", "numpy"])
 def test_values_have_any_rank(shape: tuple[int, ...], make: Any) -> None:
-    server = adapm.Server(lengths=4)
+    server = adapm.Server(lengths=4)  # type: ignore[call-arg]  # the original's name
     worker = adapm.Worker(0, server)
     keys = torch.tensor([1, 2])
     ones = make(shape, dtype=torch.float32 if make is torch.ones else np.float32)

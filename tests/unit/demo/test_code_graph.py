@@ -186,16 +186,16 @@ def test_two_runs_that_fill_the_cache_at_once(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run is done while this one still splits the facts: both get the same folder."""
-    real = launch.code_graph.split_facts
+    real = launch.code_graph.split_facts  # type: ignore[attr-defined]
 
     def split_after_the_other_run(*arguments: Any) -> dict[str, list[Fact]]:
-        monkeypatch.setattr(launch.code_graph, "split_facts", real)
+        monkeypatch.setattr(launch.code_graph, "split_facts", real)  # type: ignore[attr-defined]
         folders.append(launch.cached_code_graph(sources, tmp_path / "cache"))
         return real(*arguments)
 
     folders: list[tuple[Path, bool]] = []
     monkeypatch.setattr(launch, "_FACTS_PER_ENTITY", 1)
-    monkeypatch.setattr(launch.code_graph, "split_facts", split_after_the_other_run)
+    monkeypatch.setattr(launch.code_graph, "split_facts", split_after_the_other_run)  # type: ignore[attr-defined]
     folders.append(launch.cached_code_graph(sources, tmp_path / "cache"))
     assert folders[0] == folders[1]
     assert list((tmp_path / "cache").iterdir()) == [folders[0][0]]
@@ -203,5 +203,5 @@ def test_two_runs_that_fill_the_cache_at_once(
 
 def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(launch.UnavailableError, match="set XDG_CACHE_HOME"):
+    with pytest.raises(launch.UnavailableError, match="set XDG_CACHE_HOME"):  # type: ignore[attr-defined]
         launch.cached_code_graph(sources, tmp_path / "file" / "cache")

@@ -71,7 +71,7 @@ def test_scores_are_the_real_part_of_the_complex_product(model: ComplEx) -> None
 def test_loss_with_all_entities_is_the_full_softmax_plus_n3(
     model: ComplEx, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
-    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: fast)  # type: ignore[attr-defined]
     triples = torch.tensor([[0, 1, 2], [3, 5, 3], [7, 0, 0]])
     s, r, o = triples.unbind(1)
     cross_entropy = torch.nn.functional.cross_entropy(reference_scores(model)[s, r], o)
@@ -89,7 +89,7 @@ def test_loss_with_all_entities_is_the_full_softmax_plus_n3(
 def test_loss_gradients_match_those_of_the_full_softmax(
     model: ComplEx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)  # type: ignore[attr-defined]
     triples = torch.tensor([[0, 1, 2], [3, 5, 3], [0, 0, 2]])
     s, r, o = triples.unbind(1)
     model(triples, torch.arange(ENTITIES), 0.0).backward()
@@ -104,7 +104,7 @@ def test_loss_gradients_match_those_of_the_full_softmax(
 def test_entities_in_a_table_give_the_same_loss_and_get_the_same_gradients(
     model: ComplEx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)  # type: ignore[attr-defined]
     triples, negatives = torch.tensor([[0, 1, 2], [3, 5, 3], [0, 0, 2]]), torch.tensor([1, 2, 7, 3])
     plain = copy.deepcopy(model)
     with Table.create(
@@ -136,7 +136,7 @@ def test_sampled_softmax_estimates_the_full_one(
     """The sum over wrong entities is estimated without bias; here its mean over all samples of one
     size.
     """
-    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(model_module._torch, "has_fast_bfloat16", lambda: False)  # type: ignore[attr-defined]
     triples = torch.tensor([[4, 2, 5]])
     scores = reference_scores(model)[4, 2]
     right = scores[5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,10 +227,10 @@ def test_state_dict_carries_rows_and_optimizer_state(create: Callable[..., Table
     filled(first)
     model = nn.Sequential(Embedding(ROWS, DIM, table=first), nn.Linear(DIM, 2))
     model(torch.arange(ROWS)).sum().backward()
-    twin = nn.Sequential(Embedding(ROWS, DIM, table=second), nn.Linear(DIM, 2))
-    twin.load_state_dict(model.state_dict())
+    duplicate = nn.Sequential(Embedding(ROWS, DIM, table=second), nn.Linear(DIM, 2))
+    duplicate.load_state_dict(model.state_dict())
     keys = torch.tensor([4, 4, 9])
-    for module in (model, twin):
+    for module in (model, duplicate):
         module(keys).square().sum().backward()
     assert torch.equal(everything(first), everything(second))
     other = create(optim.sgd(0.1), name="other")
@@ -238,10 +239,10 @@ def test_state_dict_carries_rows_and_optimizer_state(create: Callable[..., Table
             model.state_dict()
         )
     with pytest.raises(RuntimeError, match=r"Missing key.*0\.rows"):
-        twin.load_state_dict({})
+        duplicate.load_state_dict({})
 
 
-def test_checkpoints(create: Callable[..., Table], tmp_path) -> None:
+def test_checkpoints(create: Callable[..., Table], tmp_path: Path) -> None:
     first, second = create(optim.adam(), name="first"), create(optim.adam(), name="second")
     filled(first)
     Embedding(ROWS, DIM, table=first)(torch.arange(20)).sum().backward()

@@ -51,7 +51,8 @@ def test_what_makes_no_sense_is_refused() -> None:
             with pytest.raises(ArgumentError, match="of a new table"):
                 Embedding(ROWS, DIM, table=table, **option)
         Embedding(ROWS, DIM, table=table, device="cpu", dtype=torch.float32, sparse=True)
-    for option in ({"apply_gradients": "never"}, {"reduction": "max"}):
+    unknown: tuple[dict[str, Any], ...] = ({"apply_gradients": "never"}, {"reduction": "max"})
+    for option in unknown:
         with pytest.raises(ArgumentError, match="the choices are"):
             Table.create(ROWS, DIM, **option)
 
@@ -104,14 +105,14 @@ def test_shards_are_staged_and_pickled(tmp_path: Any) -> None:
 
 
 def test_distributed_checkpoints_own_functions_find_the_rows() -> None:
-    model = nn.Sequential(Embedding(ROWS, DIM, optimizer=optim.adam()), nn.Linear(DIM, 1))
+    model: Any = nn.Sequential(Embedding(ROWS, DIM, optimizer=optim.adam()), nn.Linear(DIM, 1))
     optimizer = model[0].table.optimizer()
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     rows = model[0].table.rows()
     state, _ = get_state_dict(model, [optimizer])
-    assert torch.equal(state["0.rows"], rows) and rows.shape == (ROWS, 3 * DIM + 1)
+    assert torch.equal(state["0.rows"], rows) and rows.shape == (ROWS, 3 * DIM + 1)  # type: ignore[arg-type]
     model[0].reset_parameters()
     set_model_state_dict(model, state)
     assert torch.equal(model[0].table.rows(), rows)
@@ -119,7 +120,7 @@ def test_distributed_checkpoints_own_functions_find_the_rows() -> None:
 
 
 def test_copies_and_pickles_say_what_to_do(tmp_path: Any) -> None:
-    model = nn.Sequential(Embedding(ROWS, DIM, optimizer=optim.sgd(1.0)), nn.Linear(DIM, 1))
+    model: Any = nn.Sequential(Embedding(ROWS, DIM, optimizer=optim.sgd(1.0)), nn.Linear(DIM, 1))
     table = model[0].table
     for attempt in (
         lambda: copy.deepcopy(model),
@@ -200,7 +201,9 @@ def test_compiled_models_have_one_graph(apply_gradients: Any) -> None:
     with Table.create(
         ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients
     ) as table:
-        model = nn.Sequential(Embedding(ROWS, DIM, padding_idx=2, table=table), nn.Linear(DIM, 1))
+        model: Any = nn.Sequential(
+            Embedding(ROWS, DIM, padding_idx=2, table=table), nn.Linear(DIM, 1)
+        )
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for keys in (torch.tensor([[1, 2, 1]]), torch.tensor([[3, 4, 2, 3]])):
             before = table.pull(keys)
@@ -232,6 +235,7 @@ def test_bags_scale_gradients_by_frequency() -> None:
     theirs(keys).sum(1).square().sum().backward()
     ours(keys.flatten(), torch.tensor([0, 3], dtype=torch.int32)).square().sum().backward()
     optimizer.step()
+    assert theirs.weight.grad is not None
     torch.testing.assert_close(ours.table.pull(torch.arange(ROWS)), weight - theirs.weight.grad)
     ours.close()
 

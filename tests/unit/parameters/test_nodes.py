@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_other_dtypes_over_nodes(dtype: torch.dtype) -> None:
 def test_optimizers_step_at_the_owner(kind: str) -> None:
     """Nodes take turns, with wait_sync between: the same as one node, replicas or not."""
     rule = UpdateRule(kind, lr=0.1, eps=1e-8)
-    table = {"keys": 9, "length": 4, "dtype": torch.float64, "rule": rule}
+    table: dict[str, Any] = {"keys": 9, "length": 4, "dtype": torch.float64, "rule": rule}
     keys = torch.arange(9)
     gradients = torch.randn(
         12, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -293,7 +294,7 @@ def test_a_node_that_does_not_start_is_named() -> None:
 
 def test_a_dead_node_is_named_by_all_others() -> None:
     network = _native.MemoryNetwork()
-    transport = config.TransportSettings(heartbeat_s=0.05, peer_timeout_s=1.0)
+    transport = config.TransportSettings(heartbeat_s=0.05, peer_timeout_s=1.0)  # type: ignore[call-arg]
     keys = torch.arange(30)
     dead = threading.Event()
 

@@ -191,7 +191,7 @@ def test_wrong_tables_and_workers() -> None:
         {"init": KeyInit("magic")},
     ):
         with pytest.raises(ArgumentError):
-            Server(10, **fields)  # type: ignore[arg-type]
+            Server(10, **fields)
     with pytest.raises(ArgumentError, match="float32 or float64"):
         Server(10, dtype=torch.float16, rule=UpdateRule("adam"))
     with pytest.raises(ArgumentError, match="techniques"):

@@ -228,7 +228,7 @@ def test_torchs_optimizers_refuse_the_weight(make: Callable[[Any], torch.optim.O
 
 
 def test_several_tables_have_one_optimizer_which_is_saved() -> None:
-    model = nn.ModuleList(
+    model: Any = nn.ModuleList(
         [
             Embedding(ROWS, DIM, optimizer=optim.adam(0.1)),
             EmbeddingBag(ROWS, DIM, optimizer=optim.sgd(1.0), mode="sum"),
@@ -275,4 +275,5 @@ def test_second_derivatives() -> None:
         x = torch.ones(1, DIM, requires_grad=True)
         (slope,) = torch.autograd.grad((module(torch.tensor([1])) * x).sum(), x, create_graph=True)
         slope.square().sum().backward()
+        assert table.weight.grad is not None
         assert torch.equal(table.weight.grad, torch.full((1, DIM), 4.0))

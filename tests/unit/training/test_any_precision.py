@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,22 +26,34 @@ def _gradients(steps: int, size: int = 1000) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) * scale for _ in range(steps)]
 
 
-def _reference(value, gradients, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+def _reference(
+    value: torch.Tensor,
+    gradients: list[torch.Tensor],
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.Tensor:
     """AdamW in float64 by its definition, written without torch."""
-    value = value.double().numpy().copy()
-    m, v = np.zeros_like(value), np.zeros_like(value)
+    out = value.double().numpy().copy()
+    m, v = np.zeros_like(out), np.zeros_like(out)
     for t, gradient in enumerate(gradients, start=1):
         g = gradient.double().numpy()
         m = betas[0] * m + (1 - betas[0]) * g
         v = betas[1] * v + (1 - betas[1]) * g * g
         adam = (m / (1 - betas[0] ** t)) / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
-        value = value - lr * weight_decay * value - lr * adam
-    return torch.from_numpy(value)
+        out = out - lr * weight_decay * out - lr * adam
+    return torch.from_numpy(out)
 
 
-def _run(value: torch.Tensor, gradients, optimizer=AnyPrecisionAdamW, **options) -> torch.Tensor:
+def _run(
+    value: torch.Tensor,
+    gradients: list[torch.Tensor],
+    kind: Any = AnyPrecisionAdamW,
+    **options: Any,
+) -> torch.Tensor:
     param = nn.Parameter(value.clone())
-    optimizer = optimizer([param], **options)
+    optimizer = kind([param], **options)
     for gradient in gradients:
         param.grad = gradient.to(param.dtype)
         optimizer.step()
@@ -49,7 +62,9 @@ def _run(value: torch.Tensor, gradients, optimizer=AnyPrecisionAdamW, **options)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_full_precision_equals_torch_adamw_bit_for_bit(dtype, weight_decay) -> None:
+def test_full_precision_equals_torch_adamw_bit_for_bit(
+    dtype: torch.dtype, weight_decay: float
+) -> None:
     value, gradients = torch.randn(1000).to(dtype), _gradients(30)
     ours = _run(
         value, gradients, weight_decay=weight_decay, momentum_dtype=dtype, variance_dtype=dtype
@@ -142,7 +157,11 @@ def test_a_checkpoint_goes_on_where_it_stopped() -> None:
     it.
     """
     gradients = _gradients(20, 64)
-    options = {"use_kahan_summation": True, "compensation_buffer_dtype": torch.float32, **FULL}
+    options: dict[str, Any] = {
+        "use_kahan_summation": True,
+        "compensation_buffer_dtype": torch.float32,
+        **FULL,
+    }
     whole = _run(torch.ones(64, dtype=torch.bfloat16), gradients, **options)
 
     param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
@@ -165,9 +184,11 @@ def test_a_checkpoint_goes_on_where_it_stopped() -> None:
 
 def test_groups_have_their_own_types() -> None:
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = AnyPrecisionAdamW(
-        [{"params": [first]}, {"params": [second], "momentum_dtype": torch.bfloat16}]
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [first]},
+        {"params": [second], "momentum_dtype": torch.bfloat16},
+    ]
+    optimizer = AnyPrecisionAdamW(groups)
     first.grad, second.grad = torch.ones(3), torch.ones(3)
     optimizer.step()
     assert optimizer.state[first]["exp_avg"].dtype == torch.float32
@@ -187,7 +208,9 @@ def test_a_scheduler_and_a_closure_work() -> None:
 
     losses = []
     for _ in range(60):
-        losses.append(optimizer.step(closure).item())
+        loss = optimizer.step(closure)
+        assert loss is not None
+        losses.append(loss.item())
         scheduler.step()
     assert losses[0] == 25.0
     assert losses[-1] < 0.1
@@ -204,7 +227,7 @@ def test_a_scheduler_and_a_closure_work() -> None:
         {"momentum_dtype": torch.int32},
     ],
 )
-def test_bad_options_are_refused(options) -> None:
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(options))):
         AnyPrecisionAdamW([nn.Parameter(torch.ones(1))], **options)
 

@@ -1,0 +1,24 @@
+"""Keys and values on a CUDA device: a table takes both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrelay.parameters import Table
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device here"
+)
+
+ROWS, DIM = 6, 2
+
+
+def test_keys_and_values_on_a_device() -> None:
+    keys, ones = torch.tensor([1, 4], device="cuda"), torch.ones(2, DIM, device="cuda")
+    with Table.create(ROWS, DIM) as table:
+        table.set(keys, ones)
+        table.push(keys, 2 * ones)
+        table.push(keys.cpu(), ones)
+        assert torch.equal(table.pull(keys).cpu(), torch.full((2, DIM), 4.0))
+        assert table.pull(torch.arange(ROWS)).sum() == 2 * DIM * 4
