@@ -1,7 +1,7 @@
 """The demo as a user runs it: ``torchrelay demo`` on the code graph, or on WN18RR.
 
     python benchmarks/bench_demo.py                   # the code graph of the standard library
-    python benchmarks/bench_demo.py --wn18rr FOLDER   # folder with WN18RR's train.txt, valid.txt, test.txt
+    python benchmarks/bench_demo.py --wn18rr FOLDER  # with train.txt, valid.txt, test.txt
     python benchmarks/bench_demo.py --smoke           # one epoch of the code graph; writes nothing
 
 Each run replaces its own section of ``benchmarks/results/demo.md`` by the command, its time, and

@@ -12,14 +12,15 @@ from report import table, write
 TORCH = "import torch"
 CASES = {
     "torchrelay": "import torchrelay",
-    "the foundation": "import torchrelay.buffers, torchrelay.world, torchrelay.config, torchrelay.telemetry",
+    "the foundation": "from torchrelay import buffers, config, telemetry, world",
 }
 PROGRAM = """
 import sys, time
 {first}
 start = time.perf_counter()
 {second}
-print(time.perf_counter() - start, any(name.startswith("torch.distributed") for name in sys.modules))
+taken = time.perf_counter() - start
+print(taken, any(name.startswith("torch.distributed") for name in sys.modules))
 """
 
 

@@ -1,8 +1,8 @@
-"""ComplEx trained on two nodes of one worker, four ways: what stays local, what is sent, how long an
+"""ComplEx on two nodes of one worker, four ways: what stays local, what is sent, how long an
 epoch takes.
 
-    python benchmarks/bench_parameters_wn18rr.py --data WN18RR    # folder with train.txt, valid.txt, test.txt
-    python benchmarks/bench_parameters_wn18rr.py --smoke          # a tiny model of the code graph, one way
+    python benchmarks/bench_parameters_wn18rr.py --data WN18RR  # a folder with train.txt etc.
+    python benchmarks/bench_parameters_wn18rr.py --smoke        # a tiny model of the code graph
 
 Writes ``results/parameters_wn18rr.md``. Two processes of this machine are the two nodes; they run
 ``examples/parameters_kge.py``. A run whose test MRR is not several times the baseline's fails.
@@ -30,7 +30,10 @@ WAYS = {
     "replication only": ["--techniques", "replication_only"],
 }
 EPOCHS, DIM, ROUNDS, TIMES_BASELINE = 2, 100, 3, 3.0
-EPOCH_LINE = r"(?P<seconds>[\d.]+) s, (?P<local>[\d.]+)% local, (?P<sent>[\d.]+) MB out, [\d.]+ MB in, (?P<moved>\d+) moved"
+EPOCH_LINE = (
+    r"(?P<seconds>[\d.]+) s, (?P<local>[\d.]+)% local, (?P<sent>[\d.]+) MB out, [\d.]+ MB in, "
+    r"(?P<moved>\d+) moved"
+)
 
 
 @dataclass(frozen=True)
@@ -152,13 +155,15 @@ def main() -> None:
     )
 
 
-NOTES = """What a step does: 512 facts of the node's own subjects, each asked in both directions against 512 negatives that the
-steps' questions share; it pulls each row it needs once, and pushes each once. Facts about one object are put into the
-same batch, eight at a time. Negatives are drawn by the scheme `local`, one step before their use, and announced. A
-row is 800 bytes of value and 800 of Adagrad's state; moving a key sends both, serving it remotely sends the value and
-its gradient. So where a key is used once a stay, moving it saves the wait and no bytes. Without intents a step waits
-for every eighth key, which costs little where the network is this machine's own memory, as here; and its negatives are
-always the same half of the entities, which may be what its MRR shows."""
+NOTES = """Each step takes 512 facts whose subjects belong to the node and asks both directions
+against 512 negatives, which all questions of the step share. It pulls each row that it needs once,
+and pushes each once. Facts about one object are put into one batch, eight at a time. Negatives are
+drawn by the scheme `local` and announced one step before they are used. A row is 800 bytes of value
+and 800 of Adagrad state. Relocating a key sends both; serving it remotely sends the value and its
+gradient. So for a key that is used once per stay, relocation saves waiting but no bytes. Without
+intents, a step waits for every eighth key, which costs little here, where the network is this
+machine's own memory; its negatives always come from the same half of the entities, which may
+explain its MRR."""
 
 
 if __name__ == "__main__":
