@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING
 from torchrelay.errors import OperationTimeoutError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
-__all__ = ["nothing_to_check", "read_key", "wait_for_others"]
+__all__ = ["listed", "nothing_to_check", "read_key", "wait_for_others"]
 
 _logger = logging.getLogger("torchrelay")
 _POLL_FIRST_S, _POLL_LAST_S = 0.0005, 0.01
 # To see who is missing costs messages to the store: the longer a wait, the rarer.
 _FIRST_LOOK_S, _FIRST_REPORT_S = 1.0, 4.0
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def nothing_to_check() -> None:

@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from torchrelay import _native
 from torchrelay._deprecation import old_keywords
 from torchrelay._resource import Resource
-from torchrelay._waiting import read_key
+from torchrelay._waiting import listed, read_key
 from torchrelay.aggregation.switch import _messages as messages
 from torchrelay.aggregation.switch._data_plane import SessionShape
 from torchrelay.aggregation.switch._messages import Kind
@@ -303,7 +303,4 @@ class SwitchClient(Resource):
         ranks = messages.decode_ranks(answer.body)
         if not ranks:
             return f"{message}; no worker is missing, so results are lost on their way here", []
-        return (
-            f"{message}; it waits for worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}",
-            ranks,
-        )
+        return f"{message}; it waits for {listed('worker', ranks)}", ranks

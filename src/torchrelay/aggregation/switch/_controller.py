@@ -20,6 +20,7 @@ from typing import Any
 
 from torchrelay._addresses import DISCARD_PORT, address_of_device, address_towards
 from torchrelay._resource import Resource
+from torchrelay._waiting import listed
 from torchrelay.aggregation.switch._controller_messages import (
     MAX_BYTES,
     NUMEL_OF_SIZE,
@@ -233,8 +234,8 @@ class Controller(Resource):
         except asyncio.TimeoutError:  # or that of another worker, which result() raises again
             missing = gathering.missing
             error = OperationTimeoutError(
-                f"{key[0]}: worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
-                f"{gathering.num_workers} did not come within {timeout_s:.3g} s",
+                f"{key[0]}: {listed('worker', missing)} of {gathering.num_workers} did not come "
+                f"within {timeout_s:.3g} s",
                 missing,
             )
             self._end(key, gathering, error)  # all that wait get the same error

@@ -1,0 +1,142 @@
+"""A running `torchrelay serve` with the models of `switching_models`, and requests to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import switching_models as models
+
+MODELS = Path(models.__file__)
+FILE = """
+[server]
+port = 0
+arena_bytes = 4_000_000
+request_bytes = 1_000_000
+threads = 1
+client_limit = 2
+run_timeout_s = 600
+
+[models.chain]
+factory = "models.py:chain"
+kwargs = { depth = 3 }
+seed = 4
+inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]
+
+[models.mixed]
+factory = "models.py:mixed"
+inputs = [{ name = "tokens", datatype = "INT64", shape = [-1, -1] }]
+
+[models.slow]
+factory = "models.py:slow"
+inputs = [
+  { name = "x", datatype = "FP32", shape = [1, 8] },
+  { name = "seconds", datatype = "FP32", shape = [] },
+]
+
+[models.faulty]
+factory = "models.py:faulty"
+load = false
+inputs = [
+  { name = "x", datatype = "FP32", shape = [1, 4] },
+  { name = "what", datatype = "INT64", shape = [] },
+]
+"""
+
+
+X = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
+
+
+class Server(NamedTuple):
+    """A running `torchrelay serve`."""
+
+    url: str
+    pid: int
+
+
+def serve(folder: Path) -> Iterator[Server]:
+    """Serve from a folder; then check that a SIGTERM lets a running request finish."""
+    shutil.copy(MODELS, folder / "models.py")
+    (folder / "models.toml").write_text(FILE)
+    command = [
+        sys.executable,
+        "-c",
+        "from torchrelay.cli import main; main()",
+        "serve",
+        str(folder / "models.toml"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        for line, name in zip(lines, ("chain", "mixed", "slow"), strict=False):
+            assert line.startswith(f"{name}: "), lines
+        address = lines[3].split()[-1]
+        yield Server(address, process.pid)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(post, address, "/v2/models/slow/infer", slow_request(1.0))
+            until(lambda: bool(running(address)))
+            process.send_signal(signal.SIGTERM)
+            assert answer.result()[0] == 200
+        assert process.wait(100) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def get(url: str, path: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url + path, timeout=100) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def post(
+    url: str, path: str, body: bytes, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
+    request = urllib.request.Request(url + path, body, headers or {}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=100) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def slow_request(seconds: float, client: str = "") -> bytes:
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": [1, 8], "data": [1.0] * 8},
+        {"name": "seconds", "datatype": "FP32", "shape": [], "data": [seconds]},
+    ]
+    return json.dumps({"inputs": inputs, "parameters": {"client": client}}).encode()
+
+
+def running(url: str) -> list[int]:
+    """The processes that compute a request."""
+    workers = json.loads(get(url, "/status.json")[1])["workers"]
+    return [worker["pid"] for worker in workers if worker["state"] == "running"]
+
+
+def value(url: str, name: str) -> float:
+    """The sum of the metrics whose names start so."""
+    lines = get(url, "/metrics")[1].decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.02)
