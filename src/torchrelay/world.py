@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrelay import config
-from torchrelay._waiting import wait_for_others
+from torchrelay._waiting import listed, wait_for_others
 from torchrelay.errors import ConfigError, MismatchError, OperationTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 __all__ = ["Meeting", "Process", "World", "host_identity", "ranks_on_my_host"]
 
@@ -99,7 +99,7 @@ class World:
 
         timeout = timedelta(seconds=timeout_s)
         if self.size == 1:
-            return dist.HashStore()  # type: ignore[attr-defined]
+            return dist.HashStore()
         if self.master_port is None:
             raise ConfigError(
                 f"{self.size} processes were started by {self.launcher}, but MASTER_PORT is not "
@@ -108,7 +108,7 @@ class World:
             )
         try:
             served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return dist.TCPStore(  # type: ignore[attr-defined]
+            return dist.TCPStore(
                 self.master_addr,
                 self.master_port,
                 self.size,
@@ -217,7 +217,7 @@ class Meeting:
         self._processes = dict(known or {})
         me = Process.current()
         try:
-            self.store = dist.PrefixStore(f"torchrelay/{self._turn(me)}", store)  # type: ignore[attr-defined]
+            self.store = dist.PrefixStore(f"torchrelay/{self._turn(me)}", store)
             self.announce("rank", json.dumps(asdict(me)))
             found = [Process(**json.loads(text)) for text in self.wait("rank", timeout_s)]
         except dist.DistNetworkError as error:
@@ -308,9 +308,9 @@ class Meeting:
     def _check_jobs(self) -> None:
         jobs = {process.job: name for name, process in self.by_name.items() if process.job}
         if len(jobs) > 1:
-            listed = ", ".join(f"rank {name} to {job}" for job, name in jobs.items())
+            found = ", ".join(f"rank {name} to {job}" for job, name in jobs.items())
             raise MismatchError(
-                f"{self._me}: the ranks belong to different jobs ({listed}); give each job a "
+                f"{self._me}: the ranks belong to different jobs ({found}); give each job a "
                 "MASTER_PORT of its own"
             )
 
@@ -328,10 +328,9 @@ class Meeting:
                 )
 
     def _late(self, names: Sequence[int], elapsed_s: float) -> str:
-        listed = ("rank " if len(names) == 1 else "ranks ") + ", ".join(map(str, names))
         return (
-            f"{self._me}: {listed} did not join the group within {elapsed_s:.1f} s; are they "
-            "running, and do they make the same groups in the same order?"
+            f"{self._me}: {listed('rank', names)} did not join the group within {elapsed_s:.1f} s; "
+            "are they running, and do they make the same groups in the same order?"
         )
 
     def _store_lost(self, error: Exception) -> PeerLostError:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from torchrelay._waiting import listed
 from torchrelay.aggregation._dtypes import name_of
 from torchrelay.aggregation._executor import Completion
 from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError
@@ -257,9 +258,8 @@ class Messages:
         with self._changed:  # or they ended because they knew, and their report is on its way here
             if self._changed.wait_for(lambda: self._failure is not None, _REPORT_S):
                 return error
-        listed = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
         return type(error)(
-            f"{error}; nor can {listed} of its host be reached",
+            f"{error}; nor can {listed('rank', others)} of its host be reached",
             ranks=sorted([*error.ranks, *others]),
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from torchrelay._waiting import listed
 from torchrelay.aggregation._exchange import Call
 from torchrelay.aggregation._executor import Completion, Executor
 from torchrelay.aggregation._inter_host import divide
@@ -251,5 +252,4 @@ class SwitchTransport:
 
 def _with_ranks(error: TorchRelayError, ranks: Sequence[int]) -> OperationTimeoutError:
     """The error of a switch's workers, which are also named as ``ranks``."""
-    text = f"{error}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    return OperationTimeoutError(text, ranks=ranks)
+    return OperationTimeoutError(f"{error}: {listed('rank', ranks)}", ranks=ranks)
