@@ -80,7 +80,7 @@ def rank_main(
     import torchrelay.aggregation  # noqa: F401, PLC0415 - registers the backend
 
     torch.set_num_threads(1)
-    store = dist.FileStore(path, len(placement))  # type: ignore[attr-defined]
+    store = dist.FileStore(path, len(placement))
     dist.init_process_group("sml", store=store, rank=rank, world_size=len(placement))
     gloo = dist.new_group(backend="gloo")
     tensor = torch.ones(SIZE_BYTES // 4)
@@ -118,7 +118,7 @@ def run(case: Case, rounds: int) -> dict[str, list[float]]:
             hosts.limit(case.mbit)
         path = f"{folder}/store"
         arguments = (case.placement, hosts, path, rounds, switch, case.window)
-        mp.spawn(rank_main, arguments, len(case.placement))  # type: ignore[attr-defined,no-untyped-call]
+        mp.spawn(rank_main, arguments, len(case.placement))  # type: ignore[no-untyped-call]
         return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]
 
 

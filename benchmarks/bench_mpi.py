@@ -104,7 +104,7 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     bare = MPI.COMM_WORLD.Dup()
     folder = Path(bare.bcast(str(arguments.worker)))
-    store = dist.FileStore(str(folder / "store"), bare.size)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(folder / "store"), bare.size)
     dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.size)
     wanted = (8, 1024) if arguments.smoke else arguments.sizes or SIZES
     rounds = 1 if arguments.smoke else ROUNDS

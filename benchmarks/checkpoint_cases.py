@@ -94,12 +94,12 @@ def save_ways(folder: str, rows: int) -> dict[str, Way]:
         return Way(lambda: run(path), before=lambda: _fresh(path))
 
     def by_dcp(path: str, threads: int) -> None:
-        writer = dcp.FileSystemWriter(path, thread_count=threads)  # type: ignore[attr-defined]
-        dcp.save(state, storage_writer=writer)  # type: ignore[attr-defined]
+        writer = dcp.FileSystemWriter(path, thread_count=threads)
+        dcp.save(state, storage_writer=writer)
 
     def by_hugging_face(path: str) -> None:
-        writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)  # type: ignore[attr-defined]
-        dcp.save(state, storage_writer=writer)  # type: ignore[attr-defined]
+        writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
+        dcp.save(state, storage_writer=writer)
 
     ways = {"torchrelay": way("ours", lambda path: save(state, path))}
     for threads in (1, 2, 4):
@@ -157,7 +157,7 @@ def load_ways(folder: str, rows: int, *, dim: int, cold: bool) -> dict[str, Way]
         'torchrelay, verify="header"': Way(
             lambda: load(state, f"{folder}/ours", verify="header"), before
         ),
-        "DCP FileSystemReader": Way(lambda: dcp.load(state, checkpoint_id=f"{folder}/dcp"), before),  # type: ignore[attr-defined]
+        "DCP FileSystemReader": Way(lambda: dcp.load(state, checkpoint_id=f"{folder}/dcp"), before),
     }
     if dim == 0 and size == 2:  # each rank's shard is what one rank saved
         ways["torch.load(mmap=True) and copy"] = Way(by_torch, before)
@@ -248,7 +248,7 @@ def stall_ways(folder: str, rows: int) -> dict[str, Way]:
         path = f"{folder}/async-{name}"
 
         def run() -> Any:
-            return dcp.async_save(state, checkpoint_id=path, **options)  # type: ignore[attr-defined]
+            return dcp.async_save(state, checkpoint_id=path, **options)
 
         return Way(run, lambda: _fresh(path), lambda saving: saving.result())
 
@@ -337,7 +337,7 @@ def run_rank(rank: int, ranks: int, names: list[str], folder: str, rows: int, re
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{os.getppid()}-{ranks}", ranks)  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{folder}/store-{os.getppid()}-{ranks}", ranks)
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's writer processes meet
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for name in names:

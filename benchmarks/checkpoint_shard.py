@@ -20,7 +20,7 @@ def save_model(model: str, folder: str) -> dict[str, Any]:
     torch.manual_seed(SEED)
     state = builder(model)().state_dict()
     save(state, f"{folder}/model")
-    dcp.save(state, checkpoint_id=f"{folder}/model-dcp", no_dist=True)  # type: ignore[attr-defined]
+    dcp.save(state, checkpoint_id=f"{folder}/model-dcp", no_dist=True)
     torch.save(
         {key: value[part(value, SHARDS) or ...] for key, value in state.items()},
         f"{folder}/shard.pt",
@@ -47,7 +47,7 @@ def load_eager(model: str, folder: str) -> dict[str, Any]:
 
     def work() -> torch.nn.Module:
         module = build()
-        dcp.load(module.state_dict(), checkpoint_id=f"{folder}/model-dcp", no_dist=True)  # type: ignore[attr-defined]
+        dcp.load(module.state_dict(), checkpoint_id=f"{folder}/model-dcp", no_dist=True)
         return module
 
     module, figures = measured(work)

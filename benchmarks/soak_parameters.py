@@ -69,12 +69,12 @@ class Plan:
     def size(self) -> int:
         return self.nodes * self.members
 
-    def store(self, *, master: bool = False) -> dist.Store:  # type: ignore[name-defined]
+    def store(self, *, master: bool = False) -> dist.Store:
         timeout = timedelta(seconds=TIMEOUT_S)
-        return dist.TCPStore("127.0.0.1", self.port, is_master=master, timeout=timeout)  # type: ignore[attr-defined]
+        return dist.TCPStore("127.0.0.1", self.port, is_master=master, timeout=timeout)
 
-    def topology(self, rank: int, store: dist.Store) -> Topology:  # type: ignore[name-defined]
-        settings = config.Parameters(timeout_s=TIMEOUT_S, max_unfinished=MOST_UNFINISHED)  # type: ignore[call-arg]
+    def topology(self, rank: int, store: dist.Store) -> Topology:
+        settings = config.Parameters(timeout_s=TIMEOUT_S, max_unfinished=MOST_UNFINISHED)
         world = World(rank, self.size, rank, "soak", "127.0.0.1", self.port)
         topology = topology_of(
             world, store, node_of_rank=lambda other: other // self.members, settings=settings

@@ -15,7 +15,7 @@ from torchrelay.parameters import Server, Topology, Worker
 
 __all__ = ["FAULTY", "SETTINGS", "eventually", "in_threads", "on_nodes", "pulled"]
 
-SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)  # type: ignore[type-var]
+SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)
 FAULTY: dict[str, Any] = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
 
 

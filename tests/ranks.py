@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 from torchrelay.world import World
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 # One clean process imports torch once; each rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -92,7 +92,7 @@ class _HeldWorld(World):
             self.stores.append(super().connect(timeout_s))
         if not self.prefix:
             return self.stores[-1]
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore
 
         return PrefixStore(self.prefix, self.stores[0])
 

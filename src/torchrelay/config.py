@@ -12,6 +12,8 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from typing_extensions import dataclass_transform
+
 from torchrelay import _deprecation
 from torchrelay.errors import ConfigError
 
@@ -74,6 +76,7 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclass_transform(frozen_default=True)
 def section(cls: type[S]) -> type[S]:
     """Make a class a frozen dataclass and register it in :data:`SECTIONS`."""
     frozen = dataclasses.dataclass(frozen=True)(cls)

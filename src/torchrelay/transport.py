@@ -16,7 +16,7 @@ from torchrelay.config import TransportSettings
 from torchrelay.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 __all__ = [
     "TransportSettings",

@@ -354,7 +354,7 @@ def test_backends_asked_reads_what_c10d_makes() -> None:
         assert _torch.backends_asked() is None
 
     dist.Backend.register_backend("asks", make, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group("cpu:gloo,cuda:asks", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("cpu:gloo,cuda:asks", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
     asked()
     (found,) = seen
@@ -385,15 +385,15 @@ def test_tensor_at_describes_memory_to_the_cuda_array_interface(
 
 
 def test_group_store_is_where_a_group_met_and_gloo_groups_need_no_other(tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert _torch.group_store(dist.group.WORLD) is not None
-        assert _torch.store_host(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"  # type: ignore[attr-defined]
-        assert _torch.store_host(dist.FileStore(str(tmp_path / "store"), 1)) is None  # type: ignore[attr-defined]
+        assert _torch.store_host(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
+        assert _torch.store_host(dist.FileStore(str(tmp_path / "store"), 1)) is None
     finally:
         dist.destroy_process_group()
-    group = _torch.gloo_group(dist.HashStore(), 0, 1, 10.0)  # type: ignore[attr-defined]
+    group = _torch.gloo_group(dist.HashStore(), 0, 1, 10.0)
     gathered = [torch.zeros(2)]
     group.allgather([gathered], [torch.ones(2)]).wait()
     assert torch.equal(gathered[0], torch.ones(2))
@@ -422,7 +422,7 @@ def test_model_of_ddp_being_made_is_seen_by_a_module_that_is_asked_for_its_param
 
     seen: list[torch.nn.Module | None] = []
     model = torch.nn.Sequential(Module(2, 2))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.nn.parallel.DistributedDataParallel(model)
     finally:

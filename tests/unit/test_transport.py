@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore
 
 from torchrelay import _native
 from torchrelay.errors import (
@@ -22,7 +22,7 @@ from torchrelay.transport import (
     zmq_library_path,
 )
 
-SETTINGS = TransportSettings(heartbeat_s=0.2, peer_timeout_s=30)  # type: ignore[call-arg]
+SETTINGS = TransportSettings(heartbeat_s=0.2, peer_timeout_s=30)
 TOKEN = bytes(16)
 
 
@@ -49,7 +49,7 @@ def test_key_files(tmp_path: Path) -> None:
 
 def test_plain_sockets_and_keys_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="do not encrypt"):
-        plain_network(TransportSettings(key_file="keys"), token=TOKEN)  # type: ignore[call-arg]
+        plain_network(TransportSettings(key_file="keys"), token=TOKEN)
 
 
 def test_the_token_is_drawn_by_node_0() -> None:

@@ -104,14 +104,14 @@ def test_a_store_that_is_not_there_times_out() -> None:
 
 
 def test_ranks_on_other_hosts_are_left_out() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     far = Process("another kernel", 1, 1, "")
     store.set("torchrelay/1/rank/1", json.dumps(asdict(far)))
     assert ranks_on_my_host(store, 0, 2, 5.0) == (0,)
 
 
 def test_ranks_as_threads() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     found: list[tuple[int, ...]] = []
     threads = [
         threading.Thread(target=lambda r=rank: found.append(ranks_on_my_host(store, r, 3, 10)))
@@ -128,7 +128,7 @@ def test_a_missing_rank_is_named() -> None:
     with pytest.raises(
         OperationTimeoutError, match=r"rank 1 did not join the group within 0\.\d s"
     ) as caught:
-        ranks_on_my_host(dist.HashStore(), 0, 2, 0.2)  # type: ignore[attr-defined]
+        ranks_on_my_host(dist.HashStore(), 0, 2, 0.2)
     assert caught.value.ranks == (1,)
 
 
@@ -142,12 +142,12 @@ def test_a_process_that_has_ended_is_told_from_a_later_one_of_its_id() -> None:
 
 
 def test_a_store_that_is_lost_is_named_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = Meeting(dist.HashStore(), 0, 1, 60)  # type: ignore[attr-defined]
+    meeting = Meeting(dist.HashStore(), 0, 1, 60)
 
     def lost(*_: object) -> None:
         raise dist.DistNetworkError("reset")
 
-    monkeypatch.setattr(dist.PrefixStore, "set", lost)  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist.PrefixStore, "set", lost)
     with pytest.raises(
         PeerLostError, match="rank 0: the store through which the ranks meet is gone"
     ):

@@ -107,7 +107,7 @@ def _store_of(names: Sequence[int], store: Any) -> Any:
     if list(names) == list(range(len(names))):
         return store
     digest = hashlib.blake2b(str(list(names)).encode(), digest_size=8).hexdigest()
-    return dist.PrefixStore(f"ranks/{digest}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"ranks/{digest}", store)
 
 
 def _known_processes() -> dict[int, Process]:

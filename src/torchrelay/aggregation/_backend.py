@@ -60,7 +60,7 @@ def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
         UnsupportedError: a backend other than Gloo and NCCL comes after ``sml``.
     """
     for device, name in asked.missing.items():
-        store = dist.PrefixStore(f"{device}/", asked.store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"{device}/", asked.store)
         if name == "gloo":
             backend: Any = dist.ProcessGroupGloo(
                 store, given.group_rank, given.group_size, given.timeout

@@ -25,7 +25,7 @@ from torchrelay.errors import ArgumentError
 from torchrelay.world import Process
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 __all__ = ["LIVING", "SmlGroup"]
 
@@ -33,7 +33,7 @@ _AllreduceOptions = dist.AllreduceOptions
 
 # c10d declares each method with overloads; here one method takes all forms.
 _ProcessGroup: Any = dist.ProcessGroup
-_AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
+_AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 
 LIVING: weakref.WeakSet[SmlGroup] = weakref.WeakSet()
 

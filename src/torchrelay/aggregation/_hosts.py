@@ -57,7 +57,7 @@ from torchrelay.errors import OperationTimeoutError, PeerLostError, TorchRelayEr
 from torchrelay.world import Meeting
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
     from torchrelay._native import Transfer
 
@@ -556,6 +556,6 @@ def _copy_row(rows: torch.Tensor, rank: int, into: torch.Tensor) -> None:
 
 def _meeting_here(meeting: Meeting, at: Placement, timeout_s: float) -> Meeting:
     """Return the rendezvous of the ranks of this host."""
-    store = dist.PrefixStore(f"host/{at.host}", meeting.store)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"host/{at.host}", meeting.store)
     names = [meeting.names[rank] for rank in at.local]
     return Meeting(store, at.local_index(at.rank), len(names), timeout_s, names, meeting.by_name)

@@ -11,7 +11,7 @@ from torchrelay._addresses import address_of_device, address_towards
 from torchrelay.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 __all__ = ["listen"]
 

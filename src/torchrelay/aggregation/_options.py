@@ -21,7 +21,7 @@ from torchrelay.errors import ConfigError
 
 __all__ = ["Options", "configuration_files", "resolve"]
 
-_FIELDS = {field.name: field for field in dataclasses.fields(Aggregation)}  # type: ignore[arg-type]
+_FIELDS = {field.name: field for field in dataclasses.fields(Aggregation)}
 
 # Keys of the original's file, and the setting of each. Those with a type instead are only checked:
 # torch knows the ranks.

@@ -147,7 +147,7 @@ def _write_dcp(state: dict[str, Any], target: str) -> None:
         warnings.filterwarnings(
             "ignore", "torch.distributed is disabled, unavailable or uninitialized"
         )
-        dcp.save(state, checkpoint_id=target, no_dist=True)  # type: ignore[attr-defined]
+        dcp.save(state, checkpoint_id=target, no_dist=True)
 
 
 def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) -> None:

@@ -15,7 +15,7 @@ __all__ = ["changed", "settings"]
 class _Settings:
     """Attribute access to the loaded :class:`torchrelay.config.Mpi`."""
 
-    __slots__ = tuple(field.name for field in dataclasses.fields(config.Mpi))  # type: ignore[arg-type]
+    __slots__ = tuple(field.name for field in dataclasses.fields(config.Mpi))
 
     timeout_s: float
     grace_s: float

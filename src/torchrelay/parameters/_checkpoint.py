@@ -20,7 +20,7 @@ from torchrelay import _torch
 from torchrelay.errors import MismatchError, TorchRelayError, UnavailableError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader, StorageWriter  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint import StorageReader, StorageWriter
 
     from torchrelay.parameters._table import Table
 
@@ -175,7 +175,7 @@ def save(table: Table, path: str, storage_writer: StorageWriter | None) -> None:
     state = {"table": table.state_dict()}
     group = table.process_group
     with _coordinated(table):
-        dcp.save(state, checkpoint_id=path, storage_writer=storage_writer, process_group=group)  # type: ignore[attr-defined]
+        dcp.save(state, checkpoint_id=path, storage_writer=storage_writer, process_group=group)
 
 
 def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
@@ -191,8 +191,8 @@ def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
     group = table.process_group
     try:
         with _coordinated(table):
-            dcp.load(state, checkpoint_id=path, storage_reader=storage_reader, process_group=group)  # type: ignore[attr-defined]
-    except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+            dcp.load(state, checkpoint_id=path, storage_reader=storage_reader, process_group=group)
+    except dcp.CheckpointException as error:
         raise MismatchError(
             f"the checkpoint in {path} does not fit a table of {table.num_keys} rows of "
             f"{table.row_length} elements with optimizer '{table.rule.kind}': "
@@ -224,7 +224,7 @@ def _coordinated(table: Table) -> Iterator[None]:
         )
         try:
             yield
-        except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+        except dcp.CheckpointException as error:
             for failure, _ in error.failures.values():
                 if isinstance(failure, TorchRelayError):
                     raise failure from error

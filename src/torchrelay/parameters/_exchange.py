@@ -13,7 +13,7 @@ from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.parameters._weight import sum_by_key
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 __all__ = ["GradientExchange"]
 

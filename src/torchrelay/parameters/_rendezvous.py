@@ -14,7 +14,7 @@ from torchrelay.parameters._topology import Topology
 from torchrelay.world import World, host_identity
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 __all__ = ["interface_towards", "node_network", "topology_of"]
 

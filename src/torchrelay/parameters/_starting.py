@@ -18,7 +18,7 @@ from torchrelay.parameters._worker import Worker
 from torchrelay.world import World
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroup, Store
 
 __all__ = ["Participant", "start"]
 
@@ -107,11 +107,11 @@ def start(
     if world is None:
         world, found = _job(process_group, settings.timeout_s)
         store = store or found
-    shared = dist.PrefixStore(name, store or world.connect(settings.timeout_s))  # type: ignore[attr-defined]
+    shared = dist.PrefixStore(name, store or world.connect(settings.timeout_s))
     # A table may be made, closed and made again; the second must not meet in what the first has
     # left.
     use = shared.add(f"made/{world.rank}", 1)
-    shared = dist.PrefixStore(str(use), shared)  # type: ignore[attr-defined]
+    shared = dist.PrefixStore(str(use), shared)
     topology = topology_of(
         world, shared, node_of_rank=node_of_rank, techniques=techniques, settings=settings
     )

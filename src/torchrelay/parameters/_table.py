@@ -25,7 +25,7 @@ from torchrelay.parameters._worker import Worker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint import StorageReader, StorageWriter  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 __all__ = ["Table"]
 

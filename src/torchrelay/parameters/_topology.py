@@ -25,7 +25,7 @@ from torchrelay.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 __all__ = ["Topology"]
 
@@ -80,7 +80,7 @@ class Topology:
         import torch.distributed as dist  # noqa: PLC0415 - importing it takes long, and one process needs none of it
 
         shared = network or _native.MemoryNetwork()
-        store = dist.HashStore()  # type: ignore[attr-defined]
+        store = dist.HashStore()
         return [
             cls(node, num_nodes, store=store, network=lambda: shared, **fields)
             for node in range(num_nodes)

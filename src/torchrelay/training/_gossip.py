@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket
 
 from torchrelay.errors import ArgumentError
 from torchrelay.training._comm_hooks import finished, refuse_sharded

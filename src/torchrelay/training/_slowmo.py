@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 

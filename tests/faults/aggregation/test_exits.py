@@ -45,7 +45,7 @@ store.wait(["ended"])
 
 @pytest.mark.timeout(200)
 def test_a_rank_that_ends_before_its_collectives_does_not_abort() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(store.port), str(rank), "sml"],

@@ -90,7 +90,7 @@ def test_every_rank_names_those_that_were_killed(
 def _be_cut_off(world: World, hosts: namespaces.Hosts, path: str) -> tuple[str, tuple[int, ...]]:
     namespaces.enter(hosts.pids[world.rank // 2])
     os.environ.update(TORCHRELAY_HOST_ID=HOSTS[world.rank], TORCHRELAY_AGGREGATION_INTERFACE="eth0")
-    store = dist.FileStore(path, world.size)  # type: ignore[attr-defined]
+    store = dist.FileStore(path, world.size)
     dist.init_process_group(
         "sml", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=3)
     )

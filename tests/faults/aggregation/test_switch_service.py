@@ -93,7 +93,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_session_id_comes_from_torchs_store() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     ids = [session_from_store(store, "switch", rank) for rank in range(3)]
     assert len(set(ids)) == 1
     assert 0 <= ids[0] < 1 << 64

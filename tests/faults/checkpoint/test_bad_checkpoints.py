@@ -132,8 +132,8 @@ def test_dcp_reports_our_errors() -> None:
     for name in ("data-bit-flipped", "manifest-bit-flipped", "version-newer", "data-missing"):
         _, kind, message = MADE.CASES[name]
         state = _blank()
-        with pytest.raises(dcp.CheckpointException, match=message) as caught:  # type: ignore[attr-defined]
-            dcp.load(state, storage_reader=Reader(FOLDER / name))  # type: ignore[attr-defined]
+        with pytest.raises(dcp.CheckpointException, match=message) as caught:
+            dcp.load(state, storage_reader=Reader(FOLDER / name))
         ((error, _),) = caught.value.failures.values()
         assert isinstance(error, getattr(errors, kind))
         assert _unchanged(state)
@@ -144,10 +144,10 @@ def test_dcp_saves_no_value_that_json_cannot_hold(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     with pytest.raises(
-        dcp.CheckpointException,  # type: ignore[attr-defined]
+        dcp.CheckpointException,
         match=r"key: a checkpoint holds tensors and plain values",
     ):
-        dcp.save({"key": {1, 2}}, storage_writer=Writer(tmp_path / "set"))  # type: ignore[attr-defined]
+        dcp.save({"key": {1, 2}}, storage_writer=Writer(tmp_path / "set"))
     assert not (tmp_path / "set").exists()
     assert not list(tmp_path.glob("*.safetensors"))
 

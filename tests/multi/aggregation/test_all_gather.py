@@ -62,7 +62,7 @@ def test_coalesced(world: World) -> None:
     with groups(world):
         n, me = world.size, world.rank
         outs = [torch.empty(n * k) for k in (3, 5)]
-        with dist._coalescing_manager():  # type: ignore[attr-defined]
+        with dist._coalescing_manager():
             for out, k in zip(outs, (3, 5), strict=True):
                 dist.all_gather_into_tensor(out, torch.full((k,), float(me)))
         assert all(c.eq(r).all() for out in outs for r, c in enumerate(out.chunk(n)))

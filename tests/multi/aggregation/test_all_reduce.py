@@ -80,7 +80,7 @@ def test_odd_tensors(world: World) -> None:
 def test_premultiplied_sums(world: World, dtype: torch.dtype) -> None:
     with groups(world):
         mine = torch.full((7,), 2.0, dtype=dtype)
-        dist.all_reduce(mine, dist._make_nccl_premul_sum(0.5 + world.rank))  # type: ignore[attr-defined]
+        dist.all_reduce(mine, dist._make_nccl_premul_sum(0.5 + world.rank))
         assert mine.eq(2 * 0.5 + 2 * 1.5).all()
 
 
@@ -88,7 +88,7 @@ def test_premultiplied_sums(world: World, dtype: torch.dtype) -> None:
 def test_coalesced(world: World) -> None:
     with groups(world):
         tensors = [torch.full((k,), float(world.rank)) for k in (3, 40_000, 1)]
-        with dist._coalescing_manager(async_ops=True) as manager:  # type: ignore[attr-defined]
+        with dist._coalescing_manager(async_ops=True) as manager:
             for tensor in tensors:
                 dist.all_reduce(tensor)
         manager.wait()
@@ -122,7 +122,7 @@ def test_wrong_arguments_fail_before_anything_is_sent(world: World) -> None:
             dist.all_reduce(torch.ones(2, dtype=torch.bool), ReduceOp.AVG)
         with pytest.raises(UnsupportedError, match="float8"):
             dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))
-        op = dist._make_nccl_premul_sum(0.5 + world.rank)  # type: ignore[attr-defined]
+        op = dist._make_nccl_premul_sum(0.5 + world.rank)
         with pytest.raises(ArgumentError, match="floating"):
             dist.all_reduce(torch.ones(2, dtype=torch.int32), op)
         tensor = torch.ones(2)

@@ -368,7 +368,7 @@ def test_fsdp2_and_dtensor_equal_gloo(world: World) -> None:
         assert sent[1] > 64 * 64 * 4 or world.rank in (1, 3)
         bits = torch.cat([tensor.reshape(-1) for tensors in ours for tensor in tensors])
         assert_same_on_all(bits, dist.new_group(backend="gloo"))
-    store = dist.PrefixStore("gloo", world.connect(60))  # type: ignore[attr-defined]
+    store = dist.PrefixStore("gloo", world.connect(60))
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=4)
     for got, want in zip(ours, [hybrid_shard(), tensor_parallel()], strict=True):
         # A few sums of values up to 2^7, each within 4 * 2^7 / 2^32 of the exact one.

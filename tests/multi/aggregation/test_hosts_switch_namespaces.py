@@ -42,7 +42,7 @@ def _sum(
     os.environ.update(TORCHRELAY_HOST_ID=f"host{host}", TORCHRELAY_AGGREGATION_INTERFACE="eth0")
     dist.init_process_group(
         "sml",
-        store=dist.FileStore(path, world.size),  # type: ignore[attr-defined]
+        store=dist.FileStore(path, world.size),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=60),

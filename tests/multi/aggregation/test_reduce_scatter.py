@@ -48,7 +48,7 @@ def test_premultiplied_sums(world: World, dtype: torch.dtype) -> None:
     with groups(world):
         source = torch.full((14,), 2.0, dtype=dtype)
         out = torch.empty(7, dtype=dtype)
-        dist.reduce_scatter_tensor(out, source, dist._make_nccl_premul_sum(0.5 + world.rank))  # type: ignore[attr-defined]
+        dist.reduce_scatter_tensor(out, source, dist._make_nccl_premul_sum(0.5 + world.rank))
         assert out.eq(4).all() and source.eq(2).all()
 
 
@@ -56,7 +56,7 @@ def test_premultiplied_sums(world: World, dtype: torch.dtype) -> None:
 def test_coalesced(world: World) -> None:
     with groups(world):
         outs = [torch.empty(k) for k in (3, 5)]
-        with dist._coalescing_manager():  # type: ignore[attr-defined]
+        with dist._coalescing_manager():
             for out in outs:
                 dist.reduce_scatter_tensor(out, torch.ones(world.size * out.numel()))
         assert all(out.eq(world.size).all() for out in outs)

@@ -78,7 +78,7 @@ def test_views(world: World, name: str) -> None:
 def test_coalesced(world: World) -> None:
     with groups(world):
         me = world.rank
-        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:  # type: ignore[attr-defined]
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
             got = torch.empty(4)
             dist.isend(torch.full((4,), float(me)), 1 - me)
             dist.irecv(got, 1 - me)

@@ -86,11 +86,11 @@ def fsdp1_optimizer(folder: Path) -> list[torch.Tensor]:
             "model": module.state_dict(),
             "optim": FullyShardedDataParallel.optim_state_dict(module, optimizer),
         }
-        dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
+        dcp.save(state, checkpoint_id=folder)
         read = dcp.optimizer.load_sharded_optimizer_state_dict(
             state["model"],
             "optim",
-            dcp.FileSystemReader(folder),  # type: ignore[attr-defined]
+            dcp.FileSystemReader(folder),
         )
         loaded = FullyShardedDataParallel.optim_state_dict_to_load(module, optimizer, read["optim"])
         optimizer.load_state_dict(loaded)
@@ -103,12 +103,12 @@ def checkpoints(folder: Path) -> list[torch.Tensor]:
     """An asynchronous save, read into a module on the meta device."""
     module = wrapped("fsdp2", seed=3)
     saved = tensors(module.state_dict())
-    dcp.async_save({"model": module.state_dict()}, checkpoint_id=folder).result()  # type: ignore[attr-defined, union-attr]
+    dcp.async_save({"model": module.state_dict()}, checkpoint_id=folder).result()  # type: ignore[union-attr]
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
     fully_shard(empty, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     state = {"model": empty.state_dict()}
-    dcp.load(state, checkpoint_id=folder)  # type: ignore[attr-defined]
+    dcp.load(state, checkpoint_id=folder)
     loaded = tensors(state["model"])
     assert len(saved) == 4 and all(map(torch.equal, saved, loaded))
     return loaded
@@ -121,7 +121,7 @@ def test_state_dicts_are_those_of_gloo(world: World, tmp_path: Path) -> None:
     for backend in ("gloo", "sml"):
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(backend, store),  # type: ignore[attr-defined]
+            store=dist.PrefixStore(backend, store),
             rank=world.rank,
             world_size=world.size,
         )

@@ -165,11 +165,11 @@ def checkpoint(world: World, folder: Path) -> list[torch.Tensor]:
     fully_shard(module, mesh=init_device_mesh("cpu", (world.size,)))
     saved = values(module)
     state: dict[str, Any] = {"model": module.state_dict(), "step": 3}
-    dcp.save(state, checkpoint_id=folder / dist.get_backend())  # type: ignore[attr-defined]
+    dcp.save(state, checkpoint_id=folder / dist.get_backend())
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    dcp.load(state, checkpoint_id=folder / dist.get_backend())  # type: ignore[attr-defined]
+    dcp.load(state, checkpoint_id=folder / dist.get_backend())
     module.load_state_dict(state["model"])
     loaded = values(module)
     assert all(map(torch.equal, saved, loaded)) and state["step"] == 3
@@ -251,7 +251,7 @@ def _both(world: World, name: str, folder: Path) -> None:
     for backend in ("gloo", "sml"):
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(backend, store),  # type: ignore[attr-defined]
+            store=dist.PrefixStore(backend, store),
             rank=world.rank,
             world_size=world.size,
         )

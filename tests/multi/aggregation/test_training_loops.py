@@ -113,7 +113,7 @@ def test_scalers_clipping_and_accumulation_do_what_they_do_over_gloo(world: Worl
     for backend in ("gloo", "sml"):
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(backend, store),  # type: ignore[attr-defined]
+            store=dist.PrefixStore(backend, store),
             rank=world.rank,
             world_size=world.size,
         )

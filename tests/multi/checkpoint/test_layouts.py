@@ -140,9 +140,9 @@ def test_two_ranks_save_in_every_layout(tmp_path: Path, world: World) -> None:
     for layout in ("rows", "columns", "replicated", "plain"):
         state = _state(mesh, layout)
         save(state, tmp_path / f"save-{layout}")
-        dcp.save(state, storage_writer=Writer(tmp_path / f"dcp-{layout}"))  # type: ignore[attr-defined]
+        dcp.save(state, storage_writer=Writer(tmp_path / f"dcp-{layout}"))
         through_dcp, through_load = _blank(state), _blank(state)
-        dcp.load(through_dcp, storage_reader=Reader(tmp_path / f"save-{layout}"))  # type: ignore[attr-defined]
+        dcp.load(through_dcp, storage_reader=Reader(tmp_path / f"save-{layout}"))
         load(through_load, tmp_path / f"dcp-{layout}")
         _assert_same(through_dcp, state)
         _assert_same(through_load, state)
@@ -184,7 +184,7 @@ def _check_one_rank_alone(world: World, tmp_path: Path) -> None:
 def _check_sharded_tensors(world: World, mesh: Any, tmp_path: Path) -> None:
     """The predecessor of DTensor is saved and loaded like it, and one as the other."""
     from torch.distributed._shard.metadata import ShardMetadata
-    from torch.distributed._shard.sharded_tensor import Shard as LocalShard  # type: ignore[attr-defined]
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
     from torch.distributed.tensor import Shard
 
@@ -215,13 +215,13 @@ def test_checkpoints_that_dcp_wrote_on_two_ranks(tmp_path: Path, world: World) -
     _start(world)
     mesh = init_device_mesh("cpu", (2,))
     for saved in ("rows", "columns", "replicated", "plain"):
-        dcp.save(_state(mesh, saved), checkpoint_id=tmp_path / saved)  # type: ignore[attr-defined]
+        dcp.save(_state(mesh, saved), checkpoint_id=tmp_path / saved)
         for layout in ("rows", "columns", "replicated", "plain"):
             expected = _state(mesh, layout)
             through_load, through_dcp = _blank(expected), _blank(expected)
             load(through_load, tmp_path / saved)
             _assert_same(through_load, expected)
-            dcp.load(through_dcp, storage_reader=Reader(tmp_path / saved))  # type: ignore[attr-defined]
+            dcp.load(through_dcp, storage_reader=Reader(tmp_path / saved))
             _assert_same(through_dcp, expected)
 
 
@@ -245,8 +245,8 @@ def test_safetensors_files_that_dcp_wrote_on_two_ranks(tmp_path: Path, world: Wo
         "replicated": (_values(torch.int64, 7), Replicate()),
     }
     state = {key: _sharded(values, mesh, [at]) for key, (values, at) in whole.items()}
-    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"), save_distributed=True)  # type: ignore[attr-defined]
-    dcp.save(state, storage_writer=writer)  # type: ignore[attr-defined]
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"), save_distributed=True)
+    dcp.save(state, storage_writer=writer)
     found = {key: torch.zeros_like(values) for key, (values, _) in whole.items()}
     load(found, tmp_path / "hf")
     for key, (values, _) in whole.items():
@@ -274,7 +274,7 @@ def test_an_asynchronous_save_of_dcp(tmp_path: Path, world: World) -> None:
     whole = _values(torch.float32, 4000, 300)
     state = {"w": _sharded(whole, mesh, [Shard(0)]), "plain": whole.clone()}
     for step in range(2):
-        saving: Any = dcp.async_save(state, storage_writer=Writer(tmp_path / f"step-{step}"))  # type: ignore[attr-defined]
+        saving: Any = dcp.async_save(state, storage_writer=Writer(tmp_path / f"step-{step}"))
         for value in state.values():
             _local(value).add_(1)
         saving.result()
@@ -485,8 +485,8 @@ def test_an_error_on_one_rank_is_raised_on_every_rank(tmp_path: Path, world: Wor
     found = {"w": _sharded(torch.zeros(8, 4), mesh, [Shard(0)]), "b": torch.zeros(3)}
     with pytest.raises(CorruptionError, match="data-00001-00000"):
         load(found, tmp_path / "good")
-    with pytest.raises(dcp.CheckpointException, match="data-00001-00000"):  # type: ignore[attr-defined]
-        dcp.load(found, storage_reader=Reader(tmp_path / "good"))  # type: ignore[attr-defined]
+    with pytest.raises(dcp.CheckpointException, match="data-00001-00000"):
+        dcp.load(found, storage_reader=Reader(tmp_path / "good"))
     assert not found["w"].to_local().any() and not found["b"].any()
     with pytest.raises(CorruptionError):
         verify(tmp_path / "good")

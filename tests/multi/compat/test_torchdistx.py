@@ -19,7 +19,7 @@ from torchrelay.world import World
 @pytest.mark.processes(2)
 def test_the_readme_lines_run(tmp_path: Path, world: World) -> None:
     import torch.distributed as dist
-    from torch.distributed._shard import shard_parameter  # type: ignore[attr-defined]
+    from torch.distributed._shard import shard_parameter
     from torch.distributed._shard.sharded_tensor import state_dict_hook
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 

@@ -72,7 +72,7 @@ def assert_same(module: nn.Module, reference: nn.Module) -> None:
 
 @pytest.mark.processes(3)
 def test_dtensors_on_a_line(world: World) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh  # type: ignore[attr-defined]
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
     join(world)
     mesh = init_device_mesh("cpu", (3,))
@@ -138,7 +138,7 @@ def _check_empty_shards(mesh: Any) -> None:
 
 @pytest.mark.processes(4)
 def test_dtensors_on_a_plane(world: World) -> None:
-    from torch.distributed.tensor import Replicate, Shard, init_device_mesh  # type: ignore[attr-defined]
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     join(world)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -158,7 +158,7 @@ def test_dtensors_on_a_plane(world: World) -> None:
 @pytest.mark.processes(3)
 def test_fully_shard_takes_a_deferred_module(world: World) -> None:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import init_device_mesh  # type: ignore[attr-defined]
+    from torch.distributed.tensor import init_device_mesh
 
     join(world)
     mesh = init_device_mesh("cpu", (3,))
@@ -194,7 +194,7 @@ def test_fully_shard_takes_a_deferred_module(world: World) -> None:
 
 @pytest.mark.processes(2)
 def test_tensor_parallel_plan_takes_a_deferred_module(world: World) -> None:
-    from torch.distributed.tensor import DTensor, init_device_mesh  # type: ignore[attr-defined]
+    from torch.distributed.tensor import DTensor, init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,

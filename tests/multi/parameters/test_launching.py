@@ -33,7 +33,7 @@ def spawned(rank: int, port: int, folder: str) -> None:
 
 
 def test_spawned_processes_share_a_table(tmp_path: Path) -> None:
-    mp.spawn(spawned, args=(free_port(), str(tmp_path)), nprocs=2)  # type: ignore[attr-defined]
+    mp.spawn(spawned, args=(free_port(), str(tmp_path)), nprocs=2)
     for rank in range(2):
         rows = torch.load(tmp_path / f"{rank}.pt")
         assert rows[:, 0].tolist() == [0, -2, -1, -1, 0, 0]

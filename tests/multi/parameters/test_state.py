@@ -89,12 +89,12 @@ def test_distributed_checkpoints(world: World, tmp_path: Path) -> None:
     other = fresh()
     for form in ("table", "module", "sharded module"):
         path = str(tmp_path / form)
-        dcp.async_save(_state(model[0], form), checkpoint_id=path).result()  # type: ignore[attr-defined, union-attr]
+        dcp.async_save(_state(model[0], form), checkpoint_id=path).result()  # type: ignore[union-attr]
         dist.barrier()
         for read in ("table", "module", "sharded module"):
             other.reset_parameters()
             state = _state(other, read)
-            dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
+            dcp.load(state, checkpoint_id=path)
             (other.table if read == "table" else other).load_state_dict(state)
             assert torch.equal(other.table.rows(), rows), (form, read)
             dist.barrier()  # the other process reads all rows too, before they are drawn anew

@@ -126,7 +126,7 @@ def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_options_have_a_field_for_every_setting() -> None:
-    fields = dataclasses.fields(Aggregation)  # type: ignore[arg-type]
+    fields = dataclasses.fields(Aggregation)
     settings = {f.name: f"{type(f.default).__name__} | None" for f in fields}
     assert {field.name: field.type for field in dataclasses.fields(Options)} == settings
     assert all(f"        {name}: " in str(Options.__doc__) for name in settings)

@@ -50,7 +50,7 @@ def test_there_and_back_by_every_format(tmp_path: Path) -> None:
     assert torch.equal(again["model"]["weight"], state["model"]["weight"])
     assert again["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
     found = {"model": {key: torch.zeros_like(value) for key, value in state["model"].items()}}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp")  # type: ignore[attr-defined]
+    dcp.load(found, checkpoint_id=tmp_path / "dcp")
     assert torch.equal(found["model"]["weight"], state["model"]["weight"])
     assert read_state(str(tmp_path / "start"))["optimizer"]["state"].keys() == {0, 1}
 

@@ -112,9 +112,9 @@ def test_writers_and_readers_are_pickled_and_used_again(tmp_path: Path) -> None:
     writer: Writer = pickle.loads(pickle.dumps(Writer(tmp_path / "a", threads=1)))
     reader: Reader = pickle.loads(pickle.dumps(Reader(verify="header")))
     for step, path in enumerate(("a", "b")):
-        dcp.save({"step": step}, storage_writer=writer, checkpoint_id=tmp_path / path)  # type: ignore[attr-defined]
+        dcp.save({"step": step}, storage_writer=writer, checkpoint_id=tmp_path / path)
         found = {"step": None}
-        dcp.load(found, storage_reader=reader, checkpoint_id=tmp_path / path)  # type: ignore[attr-defined]
+        dcp.load(found, storage_reader=reader, checkpoint_id=tmp_path / path)
         assert found == {"step": step}
     pickle.dumps((writer, reader))  # nothing of a save or load is left in them
 

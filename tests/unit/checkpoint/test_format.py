@@ -367,19 +367,19 @@ def test_dcp_checkpoint_id_and_keep(tmp_path: Path) -> None:
 
     writer = Writer(keep=1)
     for step in range(2):
-        dcp.save(  # type: ignore[attr-defined]
+        dcp.save(
             {"w": torch.full((3,), step)},
             storage_writer=writer,
             checkpoint_id=tmp_path / f"step-{step}",
         )
     assert os.listdir(tmp_path) == ["step-1"]
     state = {"w": torch.zeros(3, dtype=torch.int64)}
-    dcp.load(state, storage_reader=Reader(), checkpoint_id=tmp_path / "step-1")  # type: ignore[attr-defined]
+    dcp.load(state, storage_reader=Reader(), checkpoint_id=tmp_path / "step-1")
     assert state["w"].tolist() == [1, 1, 1]
-    with pytest.raises(dcp.CheckpointException, match="has no path"):  # type: ignore[attr-defined]
-        dcp.save({"w": 1}, storage_writer=Writer())  # type: ignore[attr-defined]
-    with pytest.raises(dcp.CheckpointException, match="tensor 'w' is int64"):  # type: ignore[attr-defined]
-        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path / "step-1"))  # type: ignore[attr-defined]
+    with pytest.raises(dcp.CheckpointException, match="has no path"):
+        dcp.save({"w": 1}, storage_writer=Writer())
+    with pytest.raises(dcp.CheckpointException, match="tensor 'w' is int64"):
+        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path / "step-1"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -399,10 +399,10 @@ def test_checkpoints_of_dcp_are_read_and_their_pickles_not_run(tmp_path: Path) -
         "step": torch.tensor(3),
         "values": [1, "two"],
     }
-    dcp.save(state, checkpoint_id=tmp_path / "dcp")  # type: ignore[attr-defined]
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
     for read in (
         lambda found: load(found, tmp_path / "dcp"),
-        lambda found: dcp.load(found, storage_reader=Reader(tmp_path / "dcp")),  # type: ignore[attr-defined]
+        lambda found: dcp.load(found, storage_reader=Reader(tmp_path / "dcp")),
     ):
         found: dict[str, Any] = {
             "model": {key: torch.zeros_like(value) for key, value in state["model"].items()},

@@ -43,7 +43,7 @@ def test_the_slow_step_comes_where_torchdistx_has_it() -> None:
 
     from torchrelay.compat.torchdistx.slowmo.slowmo_optimizer import SlowMomentumOptimizer
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         param = torch.nn.Parameter(torch.zeros(1))
         optimizer = SlowMomentumOptimizer(
@@ -87,7 +87,7 @@ def test_attributes_that_scripts_for_torchdistx_use() -> None:
             seen.append(param.item())
         return seen
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         param, optimizer = made()
         assert (

@@ -77,7 +77,7 @@ def test_garbage_is_counted_and_ends_nothing() -> None:
 
 
 def test_a_peer_of_another_version_is_a_protocol_error_of_every_operation() -> None:
-    patient = dataclasses.replace(config.load(config.TransportSettings), peer_timeout_s=100.0)  # type: ignore[type-var]
+    patient = dataclasses.replace(config.load(config.TransportSettings), peer_timeout_s=100.0)
 
     def body(server: Server, worker: Worker) -> None:
         worker.barrier()

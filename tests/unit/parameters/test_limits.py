@@ -18,7 +18,7 @@ from torchrelay.parameters import KeyInit, Metrics, Server, Worker
 
 
 def test_unfinished_operations_are_bounded_and_a_further_one_waits() -> None:
-    settings = dataclasses.replace(SETTINGS, max_unfinished=4)  # type: ignore[type-var]
+    settings = dataclasses.replace(SETTINGS, max_unfinished=4)
     network = _native.MemoryNetwork(max_delay_s=0.02, seed=1)
 
     def body(server: Server, worker: Worker) -> None:
@@ -35,7 +35,7 @@ def test_unfinished_operations_are_bounded_and_a_further_one_waits() -> None:
 
 
 def test_a_push_that_finds_no_room_in_time_has_changed_nothing() -> None:
-    settings = dataclasses.replace(SETTINGS, max_unfinished=2, timeout_s=3.0)  # type: ignore[type-var]
+    settings = dataclasses.replace(SETTINGS, max_unfinished=2, timeout_s=3.0)
     network = _native.MemoryNetwork()
     done = threading.Event()
 
@@ -138,7 +138,7 @@ def test_time_in_rounds_and_staleness_are_measured() -> None:
     """Ten rounds a second: what a replica gets has waited for a tenth at most, and not for
     nothing.
     """
-    settings = dataclasses.replace(SETTINGS, max_rounds_per_s=10.0)  # type: ignore[type-var]
+    settings = dataclasses.replace(SETTINGS, max_rounds_per_s=10.0)
     key = torch.tensor([0])
 
     def body(server: Server, worker: Worker) -> Metrics:

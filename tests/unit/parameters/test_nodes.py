@@ -285,7 +285,7 @@ def test_nodes_that_make_different_tables_are_told() -> None:
 
 
 def test_a_node_that_does_not_start_is_named() -> None:
-    settings = dataclasses.replace(SETTINGS, timeout_s=0.3)  # type: ignore[type-var]
+    settings = dataclasses.replace(SETTINGS, timeout_s=0.3)
     topologies = Topology.in_memory(3, settings=settings)
     with pytest.raises(OperationTimeoutError, match=r"nodes \[1, 2\]") as caught:
         Server(10, topology=topologies[0])
@@ -294,7 +294,7 @@ def test_a_node_that_does_not_start_is_named() -> None:
 
 def test_a_dead_node_is_named_by_all_others() -> None:
     network = _native.MemoryNetwork()
-    transport = config.TransportSettings(heartbeat_s=0.05, peer_timeout_s=1.0)  # type: ignore[call-arg]
+    transport = config.TransportSettings(heartbeat_s=0.05, peer_timeout_s=1.0)
     keys = torch.arange(30)
     dead = threading.Event()
 
@@ -318,7 +318,7 @@ def test_a_dead_node_is_named_by_all_others() -> None:
 
 
 def test_a_barrier_that_somebody_misses_times_out() -> None:
-    settings = dataclasses.replace(SETTINGS, timeout_s=0.5)  # type: ignore[type-var]
+    settings = dataclasses.replace(SETTINGS, timeout_s=0.5)
     done = threading.Event()
 
     def body(server: Server, worker: Worker) -> None:

@@ -70,7 +70,7 @@ def setup(
         raise ConfigError("DMLC_ROLE=scheduler: this process must call scheduler(), not setup()")
     settings = config.load(config.Parameters)
     if num_channels > 0:
-        settings = dataclasses.replace(settings, num_channels=num_channels)  # type: ignore[type-var]
+        settings = dataclasses.replace(settings, num_channels=num_channels)
     _Setup.num_keys = num_keys
     _Setup.topology = of_servers(num_threads, techniques, settings)
 
@@ -87,7 +87,7 @@ def scheduler(num_keys: int, num_threads: int) -> None:
 
     num_nodes, address, port = dmlc_variables()
     timeout = timedelta(seconds=config.load(config.Parameters).timeout_s)
-    store = dist.TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
     give_up_s = math.inf
     while store.add(_SHUT_DOWN, 0) < num_nodes and time.monotonic() < give_up_s:
         if give_up_s == math.inf and store.check([_LOST]):

@@ -36,7 +36,7 @@ def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -
             settings=settings,
         )
     num_nodes, address, port = dmlc_variables()
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         address,
         port,
         is_master=False,

@@ -43,7 +43,7 @@ def save_state_dict(
     """
     _check_coordinator(coordinator_rank)
     with _alone_without_warning():
-        dcp.save(  # type: ignore[attr-defined]
+        dcp.save(
             state_dict, storage_writer=storage_writer, process_group=process_group, no_dist=no_dist
         )
 
@@ -64,7 +64,7 @@ def load_state_dict(
     """
     _check_coordinator(coordinator_rank)
     with _alone_without_warning():
-        dcp.load(  # type: ignore[attr-defined]
+        dcp.load(
             state_dict, storage_reader=storage_reader, process_group=process_group, no_dist=no_dist
         )
 
