@@ -43,9 +43,8 @@ def record(graph: Graph, nodes: int, steps: int) -> Trace:
     """The distinct keys of each node's steps."""
     trace: Trace = []
     for node in range(nodes):
-        batches = parameters_kge.Batches(
-            graph, node, nodes, epochs=steps
-        )  # of each epoch, at least one step
+        # Of each epoch, at least one step.
+        batches = parameters_kge.Batches(graph, node, nodes, epochs=steps)
         keys = [
             np.unique(batch.keys().numpy()) for _, batch in zip(range(steps), batches, strict=False)
         ]

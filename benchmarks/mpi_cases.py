@@ -137,10 +137,8 @@ def _rooted(comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tensor)
         x.numel() // n,
         None if theirs is None else theirs.COMM_WORLD,
     )
-    memory, same = (
-        torch.zeros_like(x),
-        np.full_like(a, 0),
-    )  # pages that are there: zeros_like has none yet
+    # Pages that are there: zeros_like has none yet.
+    memory, same = torch.zeros_like(x), np.full_like(a, 0)
     nothing, zeros = x[:0], torch.zeros_like(x)
 
     def bare_reduce() -> None:

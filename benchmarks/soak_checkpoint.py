@@ -98,9 +98,8 @@ def _kill_one(folder: str, mode: str, first: int, draws: random.Random) -> int:
         victim = int(reports.readline())
         start, saves = time.perf_counter(), draws.randint(1, 3)
         last = [int(reports.readline()) for _ in range(saves)][-1]
-        time.sleep(
-            draws.random() * 1.2 * (time.perf_counter() - start) / saves
-        )  # within a save, or the next
+        # Within a save, or the next.
+        time.sleep(draws.random() * 1.2 * (time.perf_counter() - start) / saves)
         os.kill(victim, signal.SIGKILL)
         # Ends when a writer process that outlives its trainer does too.
         reported = [int(line) for line in reports.read().split()]

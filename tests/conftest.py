@@ -167,9 +167,8 @@ def pytest_configure(config: pytest.Config) -> None:
     what a killed test run leaves there ends with it. It takes root; without it, see
     :func:`_left_behind`.
     """
-    if (
-        "PYTEST_XDIST_WORKER" in os.environ
-    ):  # it ignores interrupts, which processes of the tests would inherit
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # It ignores interrupts, which processes of the tests would inherit.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_OUTER_MOUNTS] = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     if os.geteuid() == 0:

@@ -64,9 +64,8 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         self._others: Any = _ProcessGroup(store, rank, size) if others is None else others
         self._devices = frozenset(devices)
         self._has_cpu = "cpu" in devices
-        self.processes: dict[
-            int, Process
-        ] = {}  # those of its ranks, by global rank, while it is in use
+        # Those of its ranks, by global rank, while it is in use.
+        self.processes: dict[int, Process] = {}
         self._backend = SmlBackend(self)
         self._store = store
         self._rank = rank

@@ -37,9 +37,8 @@ TOKEN_BYTES = 16
 
 _PREAMBLE = struct.Struct(f"<4sHHI{TOKEN_BYTES}s")  # magic, version, reserved, rank, token
 _MAGIC, _VERSION = b"TRLA", 1
-_HEADER = struct.Struct(
-    "<BBxxIqQ"
-)  # kind, code of the dtype, tag in shared memory, tag, bytes that follow
+# Kind, code of the dtype, tag in shared memory, tag, bytes that follow.
+_HEADER = struct.Struct("<BBxxIqQ")
 _ASIDE_BYTES = 64 * 1024  # up to so many bytes nobody needs to wait for to let the next frame come
 _INLINE_BYTES = 256 * 1024  # up to so many bytes the caller tries to send
 _RECONNECT_S = 0.5  # how long a peer without a connection may have another on its way

@@ -84,9 +84,8 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, Callable[[], Manifest]]
         raise StorageError(errno.ENOENT, f"{local}: there is no checkpoint here")
     folder = LocalFolder(local)
     names = folder.names()
-    if (
-        MANIFEST in names or folder.replaced
-    ):  # then its files are being removed, and reading is tried again
+    if MANIFEST in names or folder.replaced:
+        # Then its files are being removed, and reading is tried again.
         return folder, lambda: _catalog.read_manifest(folder)
     if ".metadata" in names:
         from torchrelay.checkpoint._foreign_dcp import manifest_of_dcp  # noqa: PLC0415 - needs torch

@@ -124,9 +124,8 @@ class _Part:
     name: str  # the key in the state, empty for the state itself
     state: Any
     deferred: frozenset[str] = frozenset()  # names of deferred tensors that the checkpoint has
-    slices: dict[str, Box] = field(
-        default_factory=dict
-    )  # which part of a tensor a plain one will be
+    # Which part of a tensor a plain one will be.
+    slices: dict[str, Box] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:

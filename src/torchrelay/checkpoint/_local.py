@@ -435,9 +435,8 @@ def sweep(parent: str, spare: str = "") -> None:
         if _TEMPORARY.fullmatch(name):
             if name != spare:
                 _remove_if_abandoned(path)
-        elif (
-            path / MANIFEST
-        ).exists():  # its saver may have been killed right before or after the commit
+        elif (path / MANIFEST).exists():
+            # Its saver may have been killed right before or after the commit.
             _tidy(path)
 
 

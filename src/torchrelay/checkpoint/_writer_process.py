@@ -94,9 +94,8 @@ def main(fd: int) -> None:
                 answer = {"error": describe(error)}
             try:
                 send(sock, answer)
-            except (
-                ConnectionError
-            ):  # the trainer is gone; the checkpoint is committed or discarded all the same
+            except ConnectionError:
+                # The trainer is gone; the checkpoint is committed or discarded all the same.
                 return
 
 

@@ -59,9 +59,8 @@ def install(*modules: str) -> None:
         _finder.installed.add(name)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    if (
-        not modules or "pipeswitch" in modules
-    ):  # a patch of torch.cuda in the original, not a module
+    if not modules or "pipeswitch" in modules:
+        # A patch of torch.cuda in the original, not a module.
         importlib.import_module(f"{__name__}.pipeswitch").install_functions()
 
 

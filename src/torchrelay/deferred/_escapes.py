@@ -24,9 +24,8 @@ from torchrelay.deferred._tensor import FakeTensor, Life
 
 __all__ = ["found", "note"]
 
-_lives: list[
-    weakref.ref[Life]
-] = []  # of tensors that are not in the result of their initialisation
+# Of tensors that are not in the result of their initialisation.
+_lives: list[weakref.ref[Life]] = []
 
 # How many containers deep a cache is looked into.
 _DEPTH = 3

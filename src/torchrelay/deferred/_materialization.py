@@ -102,8 +102,7 @@ def materialize_module(
         shard: the part that this process keeps. Either a function of the qualified name and the
             fake tensor that returns a tuple of slices, or None for all of it; or a pair
             ``(device_mesh, placements)``, of which the parameter becomes a DTensor and only the
-                local
-            part is computed. The placements may be a function of name and tensor, too.
+            local part is computed. The placements may be a function of name and tensor, too.
         uninitialized: qualified names of tensors that get memory but no values, because the caller
             will fill them. Values that depend on them are computed from the recorded ones.
 

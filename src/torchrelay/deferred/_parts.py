@@ -217,9 +217,8 @@ class _Part:
     def _elementwise(self, node: Node, target: Region, cut: _Cut, mine: torch.Tensor) -> None:
         own = target if node.writes else None
         contiguous = mine.contiguous()
-        if (
-            not target.size
-        ):  # whether a tensor has dimensions decides the type in which it is computed with
+        if not target.size:
+            # Whether a tensor has dimensions decides the type in which it is computed with.
             contiguous = contiguous.reshape(())
 
         def real(value: Region | External | Constant) -> torch.Tensor:

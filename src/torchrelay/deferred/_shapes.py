@@ -88,9 +88,8 @@ def _row_by_row(result: torch.Tensor) -> torch.Tensor:
 
 
 # The meta kernels of these keep the strides of their argument; those of the CPU do not. Found by
-# comparing the two
-# over torch's database of operators. It matters: random numbers are drawn in the order of the
-# strides.
+# comparing the two over torch's database of operators. It matters: random numbers are drawn in the
+# order of the strides.
 _LAID_OUT_IN_ROWS = {
     "aten::_batch_norm_with_update", "aten::_native_batch_norm_legit", "aten::native_batch_norm",
     "aten::_standard_gamma", "aten::log_sigmoid_forward", "aten::normal.Tensor_Tensor",

@@ -69,8 +69,7 @@ def trace_of(name: str, tensor: torch.Tensor) -> Trace:
     Raises:
         DeferredError: it was not made by ``deferred_init``, its making read real tensors from
             outside, or it has been changed since it was materialized, as by training: its values
-            are more than its
-                recipe.
+            are more than its recipe.
     """
     if isinstance(tensor, FakeTensor):
         if not tensor._region.storage.deferred:

@@ -171,9 +171,8 @@ def reduce_locally(parts: Tensor, op: Op) -> Tensor:
 
 def product_of_others(comm: Comm, x: Tensor, y: Tensor) -> Tensor:
     """Return the product of all other ranks' ``x``, given that of all, ``y``."""
-    if (
-        torch.is_grad_enabled()
-    ):  # differentiated again: let torch.prod, which is safe at zeros, do it
+    if torch.is_grad_enabled():
+        # Differentiated again: let torch.prod, which is safe at zeros, do it.
         every = allgather(comm.replace(convention="sum"), x.unsqueeze(0), 0)
         return torch.cat([every[: comm.rank], every[comm.rank + 1 :]]).prod(0)
     is_zero = x == 0

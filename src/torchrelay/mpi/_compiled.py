@@ -75,8 +75,7 @@ def communicate(call: Traceable, x: Tensor, eager: Callable[[Any, Tensor], Tenso
     """Run ``call`` on ``x`` as a traceable operator, or ``eager(call, x)`` outside of the graph.
 
     It runs outside if a shape depends on other ranks' arguments, if the sender is unknown, or
-    inside a
-    ``torch.func`` transform, which operators of ``torch.library`` do not support.
+    inside a ``torch.func`` transform, which operators of ``torch.library`` do not support.
     """
     if _torch.transforms_active():
         _torch.graph_break("a communication inside of a torch.func transform")

@@ -34,8 +34,7 @@ class Moving(NamedTuple):
 
 
 # If all ranks are ``there`` (they have just exchanged their lengths), these may block in MPI. All
-# ranks
-# take the same decision, from the sizes of all.
+# ranks take the same decision, from the sizes of all.
 
 
 def allgather_blocks(call: Waiting, block: Tensor, layout: Layout, there: bool) -> Moving:

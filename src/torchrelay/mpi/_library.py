@@ -43,10 +43,8 @@ if _is_alone:
 
 try:
     from mpi4py import MPI
-except (
-    ImportError,
-    RuntimeError,
-) as error:  # RuntimeError: mpi4py is there, but finds no MPI library
+except (ImportError, RuntimeError) as error:
+    # RuntimeError: mpi4py is there, but finds no MPI library.
     raise UnavailableError(
         "torchrelay.mpi needs mpi4py and an MPI library: pip install 'torchrelay[mpi]' brings Open "
         f"MPI, and pip install mpi4py mpich brings MPICH ({error})"

@@ -349,9 +349,8 @@ def _record(call: Call, x: Tensor) -> Tensor:
         _check.compare(call, x)
     if call.everyone:
         call.comm.history.begin(x)
-    if not (
-        is_grad_enabled() or transforms_active() or forward_mode_active()
-    ):  # backward passes too
+    if not (is_grad_enabled() or transforms_active() or forward_mode_active()):
+        # Backward passes too.
         return call.forward(x)
     if transforms_active():
         return _record_under_transform(call, x)

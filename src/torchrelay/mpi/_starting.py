@@ -43,9 +43,8 @@ def iallreduce(comm: Comm, x: Tensor, op: Op) -> CollectiveHandle:
     call = Allreduce(comm, op)
     if not is_gathered(call, x):
         return _reduction(call, x, op)
-    every = Allgather(
-        comm, 0, [1] * comm.size
-    )  # under its convention: all ranks reduce to the same
+    # Under its convention: all ranks reduce to the same.
+    every = Allgather(comm, 0, [1] * comm.size)
     return start(every, x.unsqueeze(0), lambda parts: reduce_locally(parts, op))
 
 

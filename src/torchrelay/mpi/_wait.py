@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torchrelay._waiting import listed
 from torchrelay.errors import (
     MismatchError,
     OperationTimeoutError,
@@ -52,8 +53,7 @@ __all__ = [
 ]
 
 # Tests in a tight loop, about 0.3 us each, before yielding the core. A rank that shares its core
-# delays
-# the message it waits for; one that does not would lose a time slice by yielding.
+# delays the message it waits for; one that does not would lose a time slice by yielding.
 SPINS = 3000 if MPI.COMM_WORLD.size <= len(os.sched_getaffinity(0)) else 50
 TESTS = max(1, SPINS // 10)  # tests between two yields; testing makes progress
 YIELD_S = 1.0  # then yield, but continue to test
@@ -62,14 +62,8 @@ LISTEN_S = 0.02  # interval at which a waiting rank checks for control messages
 
 ENDING_S = 1.0  # how long a rank waits at exit before it notifies the others
 
-QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, PLACE = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-)  # tags on the control communicator
+# Tags on the control communicator.
+QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, PLACE = range(1, 7)
 MESSAGE_BYTES = 1024
 
 
@@ -101,9 +95,8 @@ class Comparable(Waiting, Protocol):
 
 
 _leases: weakref.WeakSet[SharedState] = weakref.WeakSet()
-_abandoned: list[
-    Any
-] = []  # requests that may never complete; freeing their memory would corrupt it
+# Requests that may never complete, with memory whose freeing would corrupt it.
+_abandoned: list[Any] = []
 _endings = MPI.COMM_WORLD.Dup()  # for the barrier at exit
 _broken: str | None = None
 _is_rank = True
@@ -293,9 +286,6 @@ def _current_call() -> str:
     return f"waiting in {call.describe()} on {call.comm.name} for {time.monotonic() - start:.1f} s"
 
 
-_STUCK = "all ranks take part, but no message moves"
-
-
 def _give_up(request: Testable, call: Waiting, start: float) -> bool:
     """Ask all ranks for their state, then raise; return True if it completed meanwhile."""
     comm, peers = call.comm, _peers(call)
@@ -305,16 +295,15 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
     what = f"{call.describe()} on {comm.name}"
     missing = [rank for rank in peers if what not in answers.get(rank, "")]
     places = [f"rank {rank} is {answers.get(rank, 'in no communication')}" for rank in peers]
-    who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+    cause = (
+        f"{listed('rank', missing)} did not take part"
+        if missing
+        else "all ranks take part, but no message moves"
+    )
     raise failed(
         OperationTimeoutError(
             f"rank {comm.rank}: {what} did not end within {time.monotonic() - start:.1f} s; "
-            + (
-                f"{who} did not take part "
-                if missing
-                else "all ranks take part, but no message moves "
-            )
-            + f"({'; '.join(places)}). Do all ranks make the same calls in the same order? "
+            f"{cause} ({'; '.join(places)}). Do all ranks make the same calls in the same order? "
             "TORCHRELAY_MPI_DEBUG=1 compares them before each call, TORCHRELAY_MPI_TIMEOUT_S sets "
             "the time",
             missing,
@@ -340,11 +329,10 @@ def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
     what = f"{call.describe()} on {comm.name}"
     if any(what not in answers.get(rank, "") for rank in others):
         return False
-    who = f"{'rank' if len(ended) == 1 else 'ranks'} {', '.join(map(str, ended))}"
     raise failed(
         PeerLostError(
-            f"rank {comm.rank}: {what} cannot complete, because {who} ended without taking part: "
-            "the end of the script, or sys.exit",
+            f"rank {comm.rank}: {what} cannot complete, because {listed('rank', ended)} ended "
+            "without taking part: the end of the script, or sys.exit",
             ended,
         )
     )

@@ -24,10 +24,8 @@ class UpdateRule:
 
     Args:
         kind: ``add`` (value += pushed), or an optimizer as in torch.optim, applied to the pushed
-            gradient:
-            ``sgd``, ``adagrad``, ``rowwise_adagrad`` (one accumulator per row: the mean of the
-                squared
-            gradient), ``adam`` (steps counted per row).
+            gradient: ``sgd``, ``adagrad``, ``rowwise_adagrad`` (one accumulator per row: the mean
+            of the squared gradient), ``adam`` (steps counted per row).
         lr: learning rate; ``server.set_learning_rate`` changes it.
         weight_decay: added to the gradient as ``weight_decay * value``.
         initial_accumulator: initial value of Adagrad's accumulators.

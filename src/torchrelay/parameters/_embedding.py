@@ -464,9 +464,8 @@ class EmbeddingBag(_TableModule):
         rows = self._rows(input).reshape(-1, self.embedding_dim)
         index = torch.arange(len(rows), device=input.device).view(input.shape)
         padding = None
-        if (
-            self.padding_idx is not None
-        ):  # padding has no place in a bag: all of it becomes one row to skip
+        if self.padding_idx is not None:
+            # Padding has no place in a bag: all of it becomes one row to skip.
             padding = len(rows)
             index = torch.where(input == self.padding_idx, padding, index)
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])

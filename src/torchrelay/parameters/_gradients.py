@@ -126,9 +126,8 @@ class Gradients:
             return
         self._table.server.set_learning_rate(lr)
         self._table.server.store.set_step(step)
-        if (
-            self._table.server.num_nodes > 1
-        ):  # an owner must have the rate before another node's push
+        if self._table.server.num_nodes > 1:
+            # An owner must have the rate before another node's push.
             self._table.worker.barrier()
         self._configured = (lr, step)
 

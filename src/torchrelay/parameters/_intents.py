@@ -18,9 +18,8 @@ __all__ = ["IntentLoader"]
 Batch = TypeVar("Batch")
 
 # The automatic lookahead starts here, doubles when a batch came too early, and stops growing there.
-# It shrinks by a
-# quarter after so many steps in a row that found all keys, but not to what was too short within so
-# many steps.
+# It shrinks by a quarter after so many steps in a row that found all keys, but not to what was too
+# short within so many steps.
 FIRST_LOOKAHEAD = 4
 LARGEST_LOOKAHEAD = 256
 CALM_STEPS, REMEMBERED_STEPS = 64, 1024
@@ -50,9 +49,8 @@ class IntentLoader(Generic[Batch]):
             shape, or only the keys if ``table`` is given.
         lookahead: batches announced ahead, at least 1. ``auto`` starts with 4, doubles it up to 256
             while steps still find remote keys, and shrinks it while they do not. The manager
-            decides
-                itself how
-            early it acts: announcing too early costs memory for keys, not traffic.
+            decides itself how early it acts: announcing too early costs memory for keys, not
+            traffic.
         table: the table whose keys ``keys_of`` returns.
     """
 

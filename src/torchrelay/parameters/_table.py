@@ -104,12 +104,9 @@ class Table(Resource):
                 when its :meth:`optimizer` steps, accumulated until then. ``backward``: as soon as
                 they are computed, by each process separately; this excludes gradient scaling,
                 clipping and accumulation. Default: ``step`` once there is an optimizer; until then
-                ``backward``,
-                    with
-                a DeprecationWarning.
+                ``backward``, with a DeprecationWarning.
             reduction: of the gradients of several processes, ``mean`` or ``sum``; default: ``mean``
-                for
-                ``step`` and ``sum`` for ``backward``.
+                for ``step`` and ``sum`` for ``backward``.
 
         Raises:
             ArgumentError: a size, dtype, rule, technique or option is not supported, or the name is
@@ -360,8 +357,7 @@ class Table(Resource):
         Args:
             state: from :meth:`state_dict`; or all rows, ``{"rows": (num_keys, row_length)}``; or
                 the state dict of an ``nn.Embedding``, ``{"weight": (num_keys, dim)}``, which keeps
-                optimizer
-                    state.
+                optimizer state.
 
         Raises:
             MismatchError: the state is of a table with other keys, dimensions, dtype or optimizer,

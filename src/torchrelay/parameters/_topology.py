@@ -279,9 +279,8 @@ class Topology:
         """
         if participants == 1 or self.store is None:
             return
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store is gone: so is whoever would have waited
+        with contextlib.suppress(RuntimeError):
+            # The store is gone: so is whoever would have waited.
             gone = self.store.add(f"{name}/left", 1)
             deadline_s = time.monotonic() + _LONGEST_PARTING_S
             while (

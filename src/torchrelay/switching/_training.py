@@ -86,8 +86,7 @@ def _asked_to_pause(channel: Channel, request_id: int) -> bool:
 
 
 def _send_state(channel: Channel, message: Message, task: TrainingTask, index: int) -> None:
-    """Write the state to an anonymous file and send the file, so that it arrives whole or not at
-    all."""
+    """Send the state in an anonymous file, so that it arrives whole or not at all."""
     descriptor = os.memfd_create("torchrelay-training", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:

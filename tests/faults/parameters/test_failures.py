@@ -80,9 +80,8 @@ def test_a_process_that_died_before_a_barrier_is_named(
         result = results[rank]
         assert result.ok, result.error
         message, ranks = result.value
-        own_leader_left = (
-            rank == 1 and "node 0 has been shut down" in message
-        )  # when it heard of node 1
+        # When it heard of node 1.
+        own_leader_left = rank == 1 and "node 0 has been shut down" in message
         assert ranks == (1,) or own_leader_left, message
     assert "workers [1] of node 1 have died" in results[2].value[0]
 

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from ranks import RunProcesses
 
 KEYS, DIM = 40, 3
-PATIENT = {
-    "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "100"
-}  # what is noticed sooner is not noticed by silence
+# What is noticed sooner is not noticed by silence.
+PATIENT = {"TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "100"}
 
 
 def _push_for_ever(worker: Worker, keys: torch.Tensor) -> None:

@@ -162,9 +162,8 @@ def test_large_sums_subgroups_and_statistics(world: World) -> None:
     shm, tcp = stats.links
     assert stats.plane == "hosts" and stats.jobs >= 4
     assert (shm.transport, tcp.transport) == ("shm", "tcp") and "no switch" in tcp.reason
-    sends = (
-        world.rank in (0, 2) or world.rank == 1
-    )  # leaders, and those that gather for another host
+    # Leaders, and those that gather for another host.
+    sends = world.rank in (0, 2) or world.rank == 1
     assert not sends or tcp.sent_bytes > 0
     assert tcp.busy_s > 0 or world.rank == 3
 

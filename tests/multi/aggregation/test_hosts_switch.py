@@ -26,11 +26,8 @@ from torchrelay.world import World
 
 ReduceOp = dist.ReduceOp
 HOSTS = 2
-SMALL = {
-    "num_worker_threads": 2,
-    "max_outstanding_packets": 16,
-    "packet_numel": 64,
-}  # pieces of 128 KiB
+# Pieces of 128 KiB.
+SMALL = {"num_worker_threads": 2, "max_outstanding_packets": 16, "packet_numel": 64}
 COUNT = 100_003  # several pieces of float32, and no multiple of anything
 
 
@@ -199,9 +196,8 @@ def test_numbers_that_cannot_be_quantized(world: World) -> None:
             mine = torch.linspace(-1, 1, 6400) * scale
             got = mine.clone()
             dist.all_reduce(got)
-            error = (
-                4 * 2.0**3 * scale / 2**32 + 4 * 2.0**-149
-            )  # the smallest denormal, rounded in each step
+            # The smallest denormal, rounded in each step.
+            error = 4 * 2.0**3 * scale / 2**32 + 4 * 2.0**-149
             exact = 4 * mine.double()
             assert ((got.double() - exact).abs() <= error + exact.abs() * 2.0**-22).all(), scale
 

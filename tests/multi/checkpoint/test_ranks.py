@@ -103,10 +103,8 @@ def test_damage_is_found_whoever_verifies_it(tmp_path: Path, world: World) -> No
     from torchrelay.checkpoint import load, save
 
     _start(world)
-    rows, columns = (
-        40,
-        1 << 18,
-    )  # a block of the checkpoint in each row; each rank reads a third of all rows
+    # A block of the checkpoint in each row; each rank reads a third of all rows.
+    rows, columns = 40, 1 << 18
     if world.rank == 0:
         save({"w": torch.ones(rows, columns)}, tmp_path / "whole", no_dist=True, fsync=False)
     mesh = init_device_mesh("cpu", (3,))

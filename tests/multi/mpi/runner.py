@@ -134,9 +134,8 @@ def mpirun(
         output += f"\n(killed after {timeout_s:g} s)"
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        if (
-            process.returncode and library == "mpich"
-        ):  # killed ranks leave theirs, and MPICH knows no other place
+        if process.returncode and library == "mpich":
+            # Killed ranks leave theirs, and MPICH knows no other place.
             for segment in set(Path("/dev/shm").glob("mpich_shm_*")) - segments:
                 segment.unlink(missing_ok=True)
     return Finished(process.returncode, output)
@@ -281,12 +280,10 @@ def _main(folder: str) -> None:
     import warnings
 
     warnings.simplefilter("error")
-    warnings.filterwarnings(
-        "ignore", "`torch.jit.script", DeprecationWarning
-    )  # torch's own use of it
-    warnings.filterwarnings(
-        "ignore", "The .grad attribute of a Tensor that is not a leaf"
-    )  # torch.compile's own look
+    # torch's own use of it.
+    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+    # torch.compile's own look.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     import torch
 
     from torchrelay import mpi

@@ -114,9 +114,8 @@ def test_bytes_are_protobufs() -> None:
         encode(UdpSessionRequest(rank=1, packet_size=3, joins=1)) == b"\x10\x01\x38\x03\x88\x01\x01"
     )
     assert encode(BarrierRequest()) == b"" and decode(BarrierRequest, b"") == BarrierRequest()
-    others = (
-        b"\x7a\x02hi\x79" + bytes(8) + b"\x7d" + bytes(4) + b"\x08\x96\x01"
-    )  # of other types and numbers
+    # Of other types and numbers.
+    others = b"\x7a\x02hi\x79" + bytes(8) + b"\x7d" + bytes(4) + b"\x08\x96\x01"
     assert decode(BroadcastResponse, others) == BroadcastResponse(150)
 
 

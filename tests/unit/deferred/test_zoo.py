@@ -14,9 +14,8 @@ from torchrelay.world import World
 CALLS = 6
 
 # Text, vision, audio, several of these; encoders, decoders, both; attention, convolution,
-# recurrence, state space,
-# experts; learned, rotary and relative positions; tied weights; initialisations that draw until
-# they are content.
+# recurrence, state space, experts; learned, rotary and relative positions; tied weights;
+# initialisations that draw until they are content.
 CONFIGURATIONS = (
     "albert", "bamba", "bark", "bart", "beit", "bert", "big_bird", "blip", "bloom", "canine",
     "clip", "clvp", "codegen", "convbert", "convnext", "cvt", "dac", "data2vec-audio",

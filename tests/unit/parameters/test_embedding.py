@@ -165,9 +165,8 @@ def test_training_follows_torchs_optimizers(create: Callable[..., Table], name: 
     reference = nn.Embedding.from_pretrained(weight.clone(), freeze=False)
     ours = Embedding(ROWS, DIM, table=table)
     optimizer = make(reference.parameters())
-    keys = torch.arange(ROWS).repeat(2)[
-        torch.randperm(2 * ROWS)
-    ]  # all rows: torch's dense step moves all
+    # All rows: torch's dense step moves all.
+    keys = torch.arange(ROWS).repeat(2)[torch.randperm(2 * ROWS)]
     target = torch.randn(2 * ROWS, DIM)
     for _ in range(10):
         optimizer.zero_grad()

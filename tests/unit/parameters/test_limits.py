@@ -125,9 +125,8 @@ def test_traffic_is_that_with_other_nodes_and_counts_workers() -> None:
             spent = Metrics.from_statistics(server.statistics()) - before
             assert spent.remote_pulls == len(keys)
             assert len(keys) * 16 < spent.sent_bytes < len(keys) * 24  # key, counter and position
-            assert (
-                len(keys) * 32 < spent.received_bytes < len(keys) * 64
-            )  # the value, counter and position
+            # The value, counter and position.
+            assert len(keys) * 32 < spent.received_bytes < len(keys) * 64
             assert spent.sent_messages < 10
         worker.barrier()
 

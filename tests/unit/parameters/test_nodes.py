@@ -52,9 +52,8 @@ def test_a_key_moves_to_the_only_node_that_wants_it() -> None:
             worker.advance_clock()
         worker.barrier()
         time.sleep(0.05)
-        assert len(worker.owned_keys()) == (
-            20 if server.node == 0 else 0
-        )  # it stays with the last owner
+        # It stays with the last owner.
+        assert len(worker.owned_keys()) == (20 if server.node == 0 else 0)
 
     on_nodes(2, body, table={"keys": 20})
 

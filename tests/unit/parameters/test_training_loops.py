@@ -42,9 +42,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Embedding, nn.Embeddi
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
-        keys = torch.randint(
-            ROWS // 2, (6,), generator=generator
-        )  # with repeats; half of the rows get none
+        # With repeats; half of the rows get none.
+        keys = torch.randint(ROWS // 2, (6,), generator=generator)
         yield keys, torch.randn(6, DIM, dtype=torch.float64, generator=generator)
 
 
