@@ -7,6 +7,7 @@ Tensor subclasses and dispatch modes of ``deferred`` use some private names dire
 from __future__ import annotations
 
 import datetime
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ __all__ = [
     "dispatches_itself",
     "fake_mode_active",
     "fake_mode_key",
+    "find_torchdistx",
     "forward_mode_active",
     "gloo_group",
     "grad_asked",
@@ -323,6 +325,16 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     names, _ = wrapper.__tensor_flatten__()
     return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+
+
+def find_torchdistx() -> None:
+    """Let FSDP1 find ``torchdistx`` if there was none when it was imported. Checked on 2.13."""
+    fsdp1: Any = sys.modules.get("torch.distributed.fsdp._init_utils")
+    if fsdp1 is None or fsdp1._TORCHDISTX_AVAIL:
+        return
+    for name in ("deferred_init", "fake"):
+        setattr(fsdp1, name, importlib.import_module(f"torchdistx.{name}"))
+    fsdp1._TORCHDISTX_AVAIL = True
 
 
 def has_fsdp2(module: torch.nn.Module) -> bool:

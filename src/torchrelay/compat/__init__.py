@@ -37,8 +37,8 @@ def install(*modules: str) -> None:
     """Let ``import <name>`` find ``torchrelay.compat.<name>`` in this process, and its submodules.
 
     A module is loaded when it is first imported, so the requirements of unused ones need not be
-    installed.
-    ``pipeswitch`` puts its functions on `torch.cuda` at once, because scripts look for them there.
+    installed. Two act at once: ``pipeswitch`` puts its functions on `torch.cuda`, because scripts
+    look for them there, and FSDP1 finds ``torchdistx`` even if it is imported already.
 
     Args:
         modules: which; none means all.
@@ -62,6 +62,10 @@ def install(*modules: str) -> None:
     if not modules or "pipeswitch" in modules:
         # A patch of torch.cuda in the original, not a module.
         importlib.import_module(f"{__name__}.pipeswitch").install_functions()
+    if (not modules or "torchdistx" in modules) and "torch.distributed.fsdp" in sys.modules:
+        from torchrelay import _torch  # noqa: PLC0415 - imports torch
+
+        _torch.find_torchdistx()
 
 
 def install_in_children() -> None:

@@ -32,6 +32,22 @@ def test_install_puts_ours_in_the_originals_place() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
+@pytest.mark.parametrize("order", ["fsdp first", "install first"])
+def test_fsdp1_finds_torchdistx(order: str) -> None:
+    steps = [
+        "import torch.distributed.fsdp._init_utils as fsdp1",
+        "from torchrelay.compat import install; install('torchdistx')",
+    ]
+    if order == "install first":
+        steps.reverse()
+    checks = [
+        "import torchrelay.compat.torchdistx.fake as ours",
+        "assert fsdp1._TORCHDISTX_AVAIL and fsdp1.fake is ours",
+        "assert fsdp1.deferred_init.materialize_module",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(steps + checks)], check=True, timeout=100)
+
+
 def test_an_original_that_is_imported_already_stays() -> None:
     program = (
         "import sys, types; sys.modules['torch_switchml'] = types.ModuleType('torch_switchml');"
