@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Test files that run at once, 0 to run them in pytest's own process (for --pdb); each starts a few processes.
-JOBS   ?= 2
+# Test files that run at once, 0 to run them in pytest's own process (for --pdb); each starts a few processes,
+# and many wait for timeouts.
+JOBS   ?= 4
 NATIVE := $(shell find native -name '*.cc' -o -name '*.h' -o -name '*.c') CMakeLists.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
