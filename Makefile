@@ -23,7 +23,7 @@ test: $(VENV)/native
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sanitize: $(VENV)/native
-	pytest -n $(JOBS) --sanitize tests/unit/test_native.py $(ARGS)
+	pytest --sanitize tests/unit/test_native.py $(ARGS)
 
 bench: $(VENV)/native
 	for script in benchmarks/bench_*.py; do python $$script $(ARGS) || exit 1; done

@@ -105,15 +105,26 @@ def _outcome_together(pyfuncitem: pytest.Function, marker: pytest.Mark) -> list[
 _PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
 
 
-# What takes longest comes first, so that no worker of pytest-xdist has it left at the end.
-_LONGEST = (
-    "multi/mpi",
-    "faults/mpi",
-    "faults/switching/test_kills.py",
+# Parts of the ids of tests that come first: those that take longest, so that no worker has one left
+# at the end, in an order in which few of those that run at once start ranks by mpirun.
+_FIRST = (
+    "[openmpi-3",
     "unit/deferred/test_zoo.py",
+    "faults/mpi/test_endings.py",
     "multi/demo/test_demo.py",
     "multi/test_printed_examples.py",
-    "unit/test_native.py",
+    "[openmpi-2",
+    "faults/switching/test_kills.py",
+    "multi/compat/test_adapm_script.py",
+    "[mpich-3",
+    "multi/switching/test_switcher.py",
+    "faults/mpi/test_failures.py",
+    "faults/parameters/test_missing_calls.py",
+    "[mpich-2",
+    "faults/aggregation/test_hosts_switch.py",
+    "[openmpi-5",
+    "[mpich-5",
+    "multi/mpi",
 )
 
 
@@ -132,14 +143,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = Path(__file__).parent
-    longest = [folder / name for name in _LONGEST]
-
     def place(item: pytest.Item) -> int:
-        return next(
-            (at for at, path in enumerate(longest) if path in (item.path, item.path.parent)),
-            len(longest),
-        )
+        return next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST))
 
     items.sort(key=place)
 

@@ -18,8 +18,7 @@ from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 
 __all__ = [
     "FACTORIES", "SETS", "check_device", "constant_fake", "device_of", "explicit_device", "factory",
-    "new_fake",
-    "reshape_in_place", "set_memory", "view_of",
+    "new_fake", "reshape_in_place", "set_memory", "view_of",
 ]  # fmt: skip
 
 aten = torch.ops.aten

@@ -93,8 +93,7 @@ def _row_by_row(result: torch.Tensor) -> torch.Tensor:
 _LAID_OUT_IN_ROWS = {
     "aten::_batch_norm_with_update", "aten::_native_batch_norm_legit", "aten::native_batch_norm",
     "aten::_standard_gamma", "aten::log_sigmoid_forward", "aten::normal.Tensor_Tensor",
-    "aten::normal.float_Tensor",
-    "aten::poisson", "aten::rrelu_with_noise",
+    "aten::normal.float_Tensor", "aten::poisson", "aten::rrelu_with_noise",
 }  # fmt: skip
 
 

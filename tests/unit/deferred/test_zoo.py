@@ -18,13 +18,13 @@ CALLS = 6
 # initialisations that draw until they are content.
 CONFIGURATIONS = (
     "albert", "bamba", "bark", "bart", "beit", "bert", "big_bird", "blip", "bloom", "canine",
-    "clip", "clvp", "codegen", "convbert", "convnext", "cvt", "dac", "data2vec-audio",
-    "deberta-v2", "deepseek_v3", "detr", "dinov2", "dpt", "efficientnet", "encodec", "falcon",
-    "falcon_mamba", "fnet", "focalnet", "funnel", "gemma3", "gpt2", "gpt_neo", "gpt_oss", "hiera",
-    "ibert", "jamba", "levit", "llama", "longt5", "lxmert", "mamba2", "mask2former", "mimi",
-    "mixtral", "mobilevit", "mpnet", "nystromformer", "perceiver", "qwen3_next", "recurrent_gemma",
-    "reformer", "regnet", "rwkv", "sam", "segformer", "speecht5", "swin", "t5", "tapas", "univnet",
-    "vit", "vits", "wav2vec2", "whisper", "xlnet", "xlstm", "yolos", "zamba2",
+    "clip", "clvp", "codegen", "convbert", "convnext", "cvt", "dac", "data2vec-audio", "deberta-v2",
+    "deepseek_v3", "detr", "dinov2", "dpt", "efficientnet", "encodec", "falcon", "falcon_mamba",
+    "fnet", "focalnet", "funnel", "gemma3", "gpt2", "gpt_neo", "gpt_oss", "hiera", "ibert", "jamba",
+    "levit", "llama", "longt5", "lxmert", "mamba2", "mask2former", "mimi", "mixtral", "mobilevit",
+    "mpnet", "nystromformer", "perceiver", "qwen3_next", "recurrent_gemma", "reformer", "regnet",
+    "rwkv", "sam", "segformer", "speecht5", "swin", "t5", "tapas", "univnet", "vit", "vits",
+    "wav2vec2", "whisper", "xlnet", "xlstm", "yolos", "zamba2",
 )  # fmt: skip
 
 
