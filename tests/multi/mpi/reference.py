@@ -7,7 +7,7 @@ outputs. Autograd through the model gives the reference gradients of the sum of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from grads import grad_of
+from multi.mpi.runner import mpi_test
 from torchrelay import mpi
 from torchrelay.errors import ArgumentError
 
@@ -222,6 +223,33 @@ def check_complex_gradient(comm: mpi.Communicator, function: Differentiable) -> 
 def check_second_derivative(comm: mpi.Communicator, function: Differentiable) -> None:
     whole = as_one_process(lambda x: function(comm, x), comm)
     assert gradgradcheck(whole, stacked(comm, torch.float64), fast_mode=True)
+
+
+def derivative_tests(
+    functions: Mapping[str, Differentiable], reverse_only: Collection[str] = ()
+) -> tuple[Callable[..., None], ...]:
+    """Return the four tests that the functions of a file have in common, each by its own name.
+
+    Those named in ``reverse_only`` have no forward mode.
+    """
+
+    @mpi_test(DERIVATIVE_SIZES, name=functions)
+    def test_gradient(comm: mpi.Communicator, name: str) -> None:
+        check_gradient(comm, functions[name])
+
+    @mpi_test(DERIVATIVE_SIZES, name=[name for name in functions if name not in reverse_only])
+    def test_forward_mode(comm: mpi.Communicator, name: str) -> None:
+        check_forward_mode(comm, functions[name])
+
+    @mpi_test((1, 2), name=for_complex(functions))
+    def test_complex_gradient(comm: mpi.Communicator, name: str) -> None:
+        check_complex_gradient(comm, functions[name])
+
+    @mpi_test(DERIVATIVE_SIZES, name=functions)
+    def test_second_derivative(comm: mpi.Communicator, name: str) -> None:
+        check_second_derivative(comm, functions[name])
+
+    return test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative
 
 
 def check_transforms(comm: mpi.Communicator, function: Differentiable) -> None:

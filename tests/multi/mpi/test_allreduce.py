@@ -17,13 +17,9 @@ from multi.mpi.reference import (
     as_one_process,
     check,
     check_arguments,
-    check_complex_gradient,
-    check_forward_mode,
-    check_gradient,
-    check_second_derivative,
     check_transforms,
     close,
-    for_complex,
+    derivative_tests,
     inputs,
     ops_of,
 )
@@ -121,19 +117,9 @@ FUNCTIONS: dict[str, Differentiable] = {
 }
 
 
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_gradient(comm: Communicator, name: str) -> None:
-    check_gradient(comm, FUNCTIONS[name])
-
-
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_forward_mode(comm: Communicator, name: str) -> None:
-    check_forward_mode(comm, FUNCTIONS[name])
-
-
-@mpi_test((1, 2), name=for_complex(FUNCTIONS))
-def test_complex_gradient(comm: Communicator, name: str) -> None:
-    check_complex_gradient(comm, FUNCTIONS[name])
+test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative = derivative_tests(
+    FUNCTIONS
+)
 
 
 @mpi_test(
@@ -146,11 +132,6 @@ def test_complex_gradient(comm: Communicator, name: str) -> None:
 )
 def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
     check_transforms(comm, FUNCTIONS[name])
-
-
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_second_derivative(comm: Communicator, name: str) -> None:
-    check_second_derivative(comm, FUNCTIONS[name])
 
 
 @mpi_test(DERIVATIVE_SIZES)

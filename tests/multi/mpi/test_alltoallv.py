@@ -8,13 +8,9 @@ from typing import Any
 import torch
 
 from multi.mpi.reference import (
-    DERIVATIVE_SIZES,
     Differentiable,
     check_arguments,
-    check_complex_gradient,
-    check_forward_mode,
-    check_gradient,
-    check_second_derivative,
+    derivative_tests,
 )
 from multi.mpi.runner import mpi_test
 from torchrelay import mpi
@@ -65,24 +61,9 @@ FUNCTIONS: dict[str, Differentiable] = {
 }
 
 
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_gradient(comm: Communicator, name: str) -> None:
-    check_gradient(comm, FUNCTIONS[name])
-
-
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_forward_mode(comm: Communicator, name: str) -> None:
-    check_forward_mode(comm, FUNCTIONS[name])
-
-
-@mpi_test((1, 2), name=FUNCTIONS)
-def test_complex_gradient(comm: Communicator, name: str) -> None:
-    check_complex_gradient(comm, FUNCTIONS[name])
-
-
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_second_derivative(comm: Communicator, name: str) -> None:
-    check_second_derivative(comm, FUNCTIONS[name])
+test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative = derivative_tests(
+    FUNCTIONS
+)
 
 
 @mpi_test()

@@ -13,11 +13,8 @@ from multi.mpi.reference import (
     Differentiable,
     check,
     check_arguments,
-    check_complex_gradient,
-    check_forward_mode,
-    check_gradient,
-    check_second_derivative,
     check_transforms,
+    derivative_tests,
     inputs,
     ragged,
 )
@@ -62,29 +59,14 @@ FUNCTIONS: dict[str, Differentiable] = {
 }
 
 
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_gradient(comm: Communicator, name: str) -> None:
-    check_gradient(comm, FUNCTIONS[name])
-
-
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_forward_mode(comm: Communicator, name: str) -> None:
-    check_forward_mode(comm, FUNCTIONS[name])
-
-
-@mpi_test((1, 2), name=FUNCTIONS)
-def test_complex_gradient(comm: Communicator, name: str) -> None:
-    check_complex_gradient(comm, FUNCTIONS[name])
+test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative = derivative_tests(
+    FUNCTIONS
+)
 
 
 @mpi_test(DERIVATIVE_SIZES, name=("Gather",))
 def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
     check_transforms(comm, FUNCTIONS[name])
-
-
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_second_derivative(comm: Communicator, name: str) -> None:
-    check_second_derivative(comm, FUNCTIONS[name])
 
 
 @mpi_test()

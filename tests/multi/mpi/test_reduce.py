@@ -8,17 +8,12 @@ from torch import Tensor
 
 from multi.mpi.reference import (
     ALL_DTYPES,
-    DERIVATIVE_SIZES,
     REDUCTIONS,
     SIZES,
     Differentiable,
     check,
     check_arguments,
-    check_complex_gradient,
-    check_forward_mode,
-    check_gradient,
-    check_second_derivative,
-    for_complex,
+    derivative_tests,
     inputs,
     ops_of,
 )
@@ -68,24 +63,9 @@ FUNCTIONS: dict[str, Differentiable] = {
 }
 
 
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_gradient(comm: Communicator, name: str) -> None:
-    check_gradient(comm, FUNCTIONS[name])
-
-
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_forward_mode(comm: Communicator, name: str) -> None:
-    check_forward_mode(comm, FUNCTIONS[name])
-
-
-@mpi_test((1, 2), name=for_complex(FUNCTIONS))
-def test_complex_gradient(comm: Communicator, name: str) -> None:
-    check_complex_gradient(comm, FUNCTIONS[name])
-
-
-@mpi_test(DERIVATIVE_SIZES, name=FUNCTIONS)
-def test_second_derivative(comm: Communicator, name: str) -> None:
-    check_second_derivative(comm, FUNCTIONS[name])
+test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative = derivative_tests(
+    FUNCTIONS
+)
 
 
 @mpi_test()
