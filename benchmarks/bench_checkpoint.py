@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.multiprocessing.spawn import start_processes
 
-from torchrelay.checkpoint._assemble import Description, assemble, record_of
+from torchrelay.checkpoint._assemble import Description, TensorDescription, assemble, record_of
 from torchrelay.checkpoint._load import MAX_BUFFER_BYTES
 from torchrelay.checkpoint._manifest import from_bytes
 from torchrelay.checkpoint._plan import Held, deal
@@ -126,11 +126,11 @@ def plan_ours(ranks: int, tensors: int) -> Plan:
     ]
     others = [record_of(part) for part in parts[1:]]
     held = [Held((name,), size_bytes, (0,), name) for name in names]
-    everyone = [Description(dict.fromkeys(names, ("float32", shape, "")), {}, {})]
+    everyone = [Description(dict.fromkeys(names, TensorDescription("float32", shape)), {}, {})]
 
     def plan_save() -> bytes:
         deal(held, 0)
-        return assemble(everyone, [record_of(parts[0]), *others])[0]
+        return assemble(everyone, [record_of(parts[0]), *others], name="step-1")[0]
 
     save_s, data = seconds_of(plan_save)
     read_s, manifest = seconds_of(lambda: from_bytes(data, "the manifest"))

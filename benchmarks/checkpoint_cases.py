@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torchrelay.aggregation  # noqa: F401 - the backend "sml"
 from torchrelay.checkpoint import async_save, load, save
-from torchrelay.checkpoint._state import byte_view
+from torchrelay.checkpoint._tensors import byte_view
 
 __all__ = ["CASES", "COLUMNS", "TENSORS", "Figures", "run_rank"]
 

@@ -55,7 +55,7 @@ def _save_until_killed(folder: str, mode: str, first: int) -> None:
         if mode.startswith("async"):
             async_save(_values(step), _path(folder, mode, step), keep=2).result()
         else:  # where many are removed at once, most kills fall into the removal
-            keep = None if mode == "retention of many" and step % 8 else 2
+            keep = None if mode == "replace" or (mode == "retention of many" and step % 8) else 2
             save(_values(step), _path(folder, mode, step), keep=keep)
         _report(step)
         if mode == "async, writer killed" and _state.ready().pid != victim:
@@ -124,7 +124,9 @@ def _soak_mode(mode: str, kills: int, draws: random.Random) -> str:
         if _newest(folder) != newest + 1:
             raise SystemExit(f"{mode}: the save after the kills is not the newest")
         left = [
-            str(path) for path in Path(folder).rglob("*") if path.name.startswith((".", "part-"))
+            str(path)
+            for path in Path(folder).rglob("*")
+            if path.name.startswith((".", "torchrelay-"))
         ]
         if left or len(os.listdir(folder)) > 2:
             raise SystemExit(f"{mode}: left behind: {left or os.listdir(folder)}")

@@ -1,8 +1,9 @@
 """Sharded checkpoints: safetensors files, committed in one step, verified, read by byte range into
 any layout.
 
-Public: :func:`save`, :func:`async_save`, :func:`load`, :func:`latest`, :func:`verify`, and
-:class:`Writer` and :class:`Reader`, the storage layer for ``torch.distributed.checkpoint``.
+Public: :func:`save`, :func:`async_save`, :class:`Keep`, :func:`load`, :func:`latest`,
+:func:`verify`, and :class:`Writer` and :class:`Reader`, the storage layer for
+``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -12,16 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint._async import SaveHandle, async_save
-    from torchrelay.checkpoint._catalog import latest
+    from torchrelay.checkpoint._catalog import Keep, latest
     from torchrelay.checkpoint._dcp import Reader, Writer
-    from torchrelay.checkpoint._load import load, verify
+    from torchrelay.checkpoint._load import LoadResult, load, verify
     from torchrelay.checkpoint._save import save
 
-__all__ = ["Reader", "SaveHandle", "Writer", "async_save", "latest", "load", "save", "verify"]
+__all__ = [
+    "Keep",
+    "LoadResult",
+    "Reader",
+    "SaveHandle",
+    "Writer",
+    "async_save",
+    "latest",
+    "load",
+    "save",
+    "verify",
+]
 
 # Loaded when first used: the writer process and the command line need neither torch nor its
 # checkpoints.
 _HOMES = {
+    "Keep": "_catalog",
+    "LoadResult": "_load",
     "Reader": "_dcp",
     "SaveHandle": "_async",
     "Writer": "_dcp",

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchrelay.checkpoint import _manifest
@@ -19,21 +19,46 @@ from torchrelay.checkpoint._types import Box, DataFile, StatePath
 from torchrelay.checkpoint._write import Part
 from torchrelay.errors import MismatchError
 
-__all__ = ["ChunkRecord", "Description", "PartRecord", "assemble", "record_of"]
+__all__ = ["ChunkRecord", "Description", "PartRecord", "TensorDescription", "assemble", "record_of"]
+
+
+class TensorDescription(NamedTuple):
+    """A tensor of a rank. ``layout`` and ``mesh`` are those of its state."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str = ""
+    mesh: tuple[int, ...] = ()
+
+    @property
+    def comparable(self) -> tuple[str, tuple[int, ...], str]:
+        """Return what must be the same on all ranks."""
+        return self.dtype, self.shape, self.layout
 
 
 @dataclass(frozen=True)
 class Description:
-    """An inventory without its data: the ranks compare it, and the manifest is made from it."""
+    """An inventory without its data: the ranks compare it, and the manifest is made from it.
 
-    tensors: Mapping[str, tuple[str, tuple[int, ...], str]]  # dtype, shape, layout
+    ``owners`` gives the first key of a tensor that has several; it is empty if no element of the
+    tensor is on this rank.
+    """
+
+    tensors: Mapping[str, TensorDescription]
     objects: Mapping[str, Any]  # encoded
     paths: Mapping[str, StatePath]
+    owners: Mapping[str, str] = field(default_factory=dict)
 
     def fingerprint(self) -> bytes:
-        """Equal for two ranks exactly if their descriptions are."""
-        text = json.dumps([dict(self.tensors), dict(self.objects), dict(self.paths)])
+        """Equal for two ranks exactly if their descriptions are, apart from empty owners."""
+        owners = {key: owner for key, owner in self.owners.items() if owner}
+        parts = (self.tensors, self.objects, self.paths, owners)
+        text = json.dumps([dict(part) for part in parts])
         return hashlib.sha256(text.encode()).digest()
+
+    def owner(self, key: str) -> str | None:
+        """Return the first key of the tensor at ``key``; None if nothing of it is here."""
+        return (self.owners.get(key, key) or None) if key in self.tensors else None
 
 
 class ChunkRecord(NamedTuple):
@@ -66,13 +91,18 @@ def record_of(part: Part) -> PartRecord:
 
 
 def assemble(
-    everyone: Sequence[Description], records: Sequence[PartRecord], *, save_id: str | None = None
+    everyone: Sequence[Description],
+    records: Sequence[PartRecord],
+    *,
+    name: str,
+    save_id: str | None = None,
 ) -> tuple[bytes, dict[str, int]]:
     """Return the manifest of a checkpoint whose parts are written, and the sizes of its files.
 
     Args:
         everyone: the descriptions of the ranks; one description if it is the same for all.
         records: the parts of all ranks.
+        name: the last part of the checkpoint's path.
         save_id: the checkpoint's id; by default a random one.
 
     Raises:
@@ -91,7 +121,7 @@ def assemble(
     for description in everyone:
         objects.update(description.objects)
         paths.update(description.paths)
-        for key, (dtype, shape, _) in description.tensors.items():
+        for key, (dtype, shape, *_) in description.tensors.items():
             if key not in tensors:
                 found = sorted(chunks[key].items())
                 fault = tiling_fault(shape, [box for box, _ in found])
@@ -103,6 +133,7 @@ def assemble(
                 tensors[key] = _manifest.tensor_text(dtype, shape, [text for _, text in found])
     data = _manifest.to_bytes(
         save_id=save_id or secrets.token_hex(8),
+        name=name,
         saved_at_ns=time.time_ns(),
         world_size=len(records),
         files=files,

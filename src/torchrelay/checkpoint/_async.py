@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import select
 import socket
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torchrelay import config
+from torchrelay import _native, config
+from torchrelay._python import module_command
+from torchrelay.checkpoint._catalog import Keep, check_keep
 from torchrelay.checkpoint._failures import rebuild
 from torchrelay.checkpoint._group import group_of
 from torchrelay.checkpoint._inventory import sources_of
 from torchrelay.checkpoint._save import check_count, gather_inventory
 from torchrelay.checkpoint._staging import Staging
-from torchrelay.checkpoint._storage import open_transaction
+from torchrelay.checkpoint._storage import Path, open_transaction
 from torchrelay.checkpoint._write import Source, default_threads
 from torchrelay.checkpoint._writer_process import receive, send
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError
@@ -77,9 +77,7 @@ class _Writer:
             os.set_inheritable(theirs.fileno(), True)
             self._process = subprocess.Popen(
                 [
-                    sys.executable,
-                    "-m",
-                    "torchrelay.checkpoint._writer_process",
+                    *module_command("torchrelay.checkpoint._writer_process"),
                     str(theirs.fileno()),
                 ],
                 pass_fds=[theirs.fileno()],
@@ -91,7 +89,7 @@ class _Writer:
         self.staging = Staging()
         self._handle: SaveHandle | None = None
         self._lock = threading.Lock()
-        self._owner = os.getpid()
+        self._origin = _native.Origin()
         self.pid = self._process.pid
 
     @property
@@ -107,9 +105,10 @@ class _Writer:
 
     def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
         """Wait for the result of ``handle``; return whether it has arrived."""
-        if self._owner != os.getpid():
+        if self._origin.is_forked:
             raise ArgumentError(
-                f"{handle.path}: process {self._owner} started the save; only it can wait for it"
+                f"{handle.path}: process {self._origin.pid} started the save; only it can "
+                "wait for it"
             )
         with self._lock:
             if handle is not self._handle:
@@ -185,9 +184,9 @@ os.register_at_fork(after_in_child=_state.forget)
 
 def async_save(
     state: Any,
-    path: str | os.PathLike[str],
+    path: Path,
     *,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     threads: int | None = None,
     fsync: bool = True,
     checksum: bool = True,
@@ -206,8 +205,7 @@ def async_save(
     Args:
         state: as for :func:`save`.
         path: the folder to write, or any fsspec URL.
-        keep: remove all but the newest ``keep`` checkpoints around ``path``, once this one is
-            committed.
+        keep: which older checkpoints of its series to keep, as for :func:`save`.
         threads: how many write at once; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk before it is committed.
         checksum: whether to store CRC32C checksums.
@@ -223,7 +221,7 @@ def async_save(
             ended the previous save, unless its handle has raised it.
     """
     threads = check_count("threads", threads, default_threads())
-    check_count("keep", keep, 1)
+    rule = check_keep(keep, path)
     check_count("max_staging_bytes", max_staging_bytes, 1)
     ranks = group_of(group, no_dist)
     mine, everyone = gather_inventory(state, ranks, before=_state.finish_last)
@@ -231,18 +229,15 @@ def async_save(
     transaction = open_transaction(path, fsync=fsync)
     path = transaction.location
 
+    save_id = ranks.coordinate(transaction.begin)
     staged: list[tuple[_Writer, list[int], bool]] = []
 
     def stage() -> None:
         _check_size(sources, max_staging_bytes, ranks.global_rank)
+        transaction.join(save_id)
         writer = _state.ready()
         staged.append((writer, *writer.staging.copy(sources)))
 
-    def begin() -> str:
-        transaction.begin()
-        return secrets.token_hex(8)
-
-    save_id = ranks.coordinate(begin)
     try:
         ranks.together(stage)
         ((writer, starts, is_new),) = staged
@@ -250,7 +245,7 @@ def async_save(
         if ranks.is_coordinator:
             transaction.discard()
         raise
-    token, fds = transaction.hand_over() if ranks.is_coordinator else ("", ())
+    fds = transaction.hand_over() if ranks.is_coordinator else ()
     job = {
         "path": path,
         "fsync": fsync,
@@ -258,12 +253,11 @@ def async_save(
         "index": ranks.rank,
         "rank": ranks.global_rank,
         "ranks": ranks.ranks,
-        "keep": keep,
+        "keep": None if rule is None else asdict(rule),
         "threads": threads,
         "checksum": checksum,
         "timeout_s": config.load(config.Checkpoint).commit_timeout_s,
         "new_staging": is_new,
-        "token": token,
         "everyone": [asdict(one) for one in everyone] if ranks.is_coordinator else [],
         "sources": [
             _source_json(source, start) for source, start in zip(sources, starts, strict=True)

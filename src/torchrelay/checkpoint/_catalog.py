@@ -4,14 +4,84 @@ no torch.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
 
-from torchrelay.checkpoint import _manifest
-from torchrelay.checkpoint._storage import Folder, local_path, open_folder, split
+from torchrelay.checkpoint import _local, _manifest, _remote
+from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._storage import (
+    Folder,
+    Path,
+    local_path,
+    open_folder,
+    split,
+    text_of,
+)
 from torchrelay.checkpoint._types import MANIFEST, Manifest
-from torchrelay.errors import CorruptionError, StorageError
+from torchrelay.errors import ArgumentError, CorruptionError, StorageError, UnsupportedError
 
-__all__ = ["committed", "latest", "read_manifest", "retain"]
+__all__ = ["Keep", "check_keep", "latest", "newest_inside", "read_manifest", "retain"]
+
+_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A rule for which checkpoints of a series to keep; ``keep=3`` is short for ``Keep(3)``.
+
+    A series is the set of checkpoints in one folder whose names differ in their last number
+    only, such as ``step-100`` and ``step-200``. A save with ``keep=`` removes those of its own
+    series that the rule does not keep. It leaves everything else alone: other series, names
+    without a number, symbolic links and the checkpoints that links beside them point to,
+    checkpoints that were copied or renamed, and files that were added to one.
+
+    Args:
+        last: how many of the newest to keep, by the time of their commit.
+        every: whether to keep those whose number is a multiple of it, too.
+        names: names to keep, too.
+
+    Raises:
+        ArgumentError: a number is less than 1, or ``names`` is not a collection of names.
+    """
+
+    last: int = 1
+    every: int | None = None
+    names: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("last", self.last), ("every", self.every)):
+            if value is not None and value < 1:
+                raise ArgumentError(f"keep: {name} must be at least 1, not {value}")
+        if isinstance(self.names, str):
+            raise ArgumentError(f"keep: names is a collection of names, not {self.names!r}")
+
+    def names_one(self, name: str) -> bool:
+        """Return whether a checkpoint with a numbered name is kept even if it is old."""
+        number = _NUMBERED.fullmatch(name)
+        assert number is not None
+        return name in self.names or (self.every is not None and int(number[2]) % self.every == 0)
+
+
+def check_keep(keep: int | Keep | None, path: Path) -> Keep | None:
+    """Return the rule that ``keep=`` means for a save to ``path``.
+
+    Raises:
+        ArgumentError: it is out of range, or ``path`` belongs to no series.
+    """
+    if keep is None:
+        return None
+    rule = keep if isinstance(keep, Keep) else Keep(keep)
+    _, name = split(path)
+    if not _NUMBERED.fullmatch(name):
+        raise ArgumentError(
+            f"keep= removes older checkpoints of a series, such as step-100 and step-200, and the "
+            f"name {name!r} has no number; save under a numbered name, or without keep="
+        )
+    return rule
 
 
 def read_manifest(folder: Folder) -> Manifest:
@@ -21,82 +91,94 @@ def read_manifest(folder: Folder) -> Manifest:
         CorruptionError: it is missing, damaged or contradicts itself.
         UnsupportedError: another version of the format.
     """
-    return _manifest.from_bytes(_manifest_bytes(folder), f"{folder.location}/{MANIFEST}")
+    return _manifest.from_bytes(*_manifest.all_bytes(folder))
 
 
-def _manifest_bytes(folder: Folder) -> bytes:
-    size = folder.size_bytes(MANIFEST)
-    if size > _manifest.MAX_MANIFEST_BYTES:
-        raise CorruptionError(
-            f"{folder.location}/{MANIFEST}: {size} bytes, more than a manifest may have "
-            f"({_manifest.MAX_MANIFEST_BYTES})"
-        )
-    data = bytearray(size)
-    folder.read(MANIFEST, 0, memoryview(data))
-    return bytes(data)
-
-
-def committed(parent: str | os.PathLike[str]) -> list[str]:
-    """Return the paths of the committed checkpoints directly inside ``parent``, oldest first."""
-    times = {path: _committed_at_ns(path) for path in _children(parent)}
-    found = [(time, path) for path, time in times.items() if time is not None]
-    return [path for _, path in sorted(found)]
-
-
-def _committed_at_ns(path: str) -> int | None:
-    """Return when the checkpoint at ``path`` was committed; None if there is no complete one."""
-    while True:
-        folder = open_folder(path)
-        try:
-            return _manifest.saved_at_ns(_manifest_bytes(folder), f"{folder.location}/{MANIFEST}")
-        except (CorruptionError, StorageError):
-            if not folder.replaced:
-                return None
-        finally:
-            folder.close()
-
-
-def _children(parent: str | os.PathLike[str]) -> list[str]:
-    local = local_path(parent)
-    if local is None:
-        from torchrelay.checkpoint import _remote  # noqa: PLC0415
-
-        return _remote.children(os.fspath(parent))
-    try:
-        names = os.listdir(local)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(error.errno or 0, f"{local}: {error.strerror}") from error
-    return [os.path.join(local, name) for name in names if not name.startswith(".")]
-
-
-def latest(parent: str | os.PathLike[str]) -> str:
+def latest(parent: Path) -> str:
     """Return the path of the checkpoint in ``parent`` that was committed last; interrupted saves do
     not count.
 
     Raises:
         StorageError: there is none.
     """
-    found = committed(parent)
-    if not found:
-        raise StorageError(f"{os.fspath(parent)}: there is no committed checkpoint in this folder")
-    return found[-1]
+    for path in _newest_first(_heads(parent)):
+        if _is_whole(path):
+            return path
+    raise StorageError(
+        errno.ENOENT, f"{text_of(parent)}: there is no committed checkpoint in this folder"
+    )
 
 
-def retain(path: str | os.PathLike[str], keep: int) -> None:
-    """Remove all but the newest ``keep`` committed checkpoints beside ``path``; never ``path``
+def newest_inside(path: Path) -> str | None:
+    """Return the name of the newest checkpoint in a folder of checkpoints; None if ``path`` is
+    something else, such as a checkpoint.
+    """
+    local = local_path(path)
+    if local is None:
+        is_folder = not _remote.has_manifest(text_of(path))
+    else:
+        with _local.storage_errors(f"listing {local}"):
+            is_folder = os.path.isdir(local) and not any(
+                name in (MANIFEST, ".metadata") or name.endswith(".safetensors")
+                for name in os.listdir(local)
+            )
+    for found in _newest_first(_heads(path)) if is_folder else ():
+        if _is_whole(found):
+            return split(found)[1]
+    return None
+
+
+def _heads(parent: Path) -> dict[str, Head]:
+    local = local_path(parent)
+    return _remote.heads(text_of(parent)) if local is None else _local.heads(local)
+
+
+def _newest_first(heads: dict[str, Head]) -> list[str]:
+    return sorted(heads, key=lambda path: heads[path].saved_at_ns, reverse=True)
+
+
+def _is_whole(path: str) -> bool:
+    """Return whether the manifest at ``path`` is undamaged."""
+    while True:
+        folder = open_folder(path)
+        try:
+            _manifest.check_whole(*_manifest.all_bytes(folder))
+        except (CorruptionError, StorageError):
+            if not folder.replaced:
+                return False
+        else:
+            return True
+        finally:
+            folder.close()
+
+
+def retain(path: Path, keep: Keep) -> None:
+    """Remove the checkpoints of the series of ``path`` that ``keep`` does not keep; never ``path``
     itself.
     """
     parent, name = split(path)
-    for old in committed(parent)[:-keep]:
-        if os.path.basename(old) == name:
-            continue
-        if local_path(old) is None:
-            from torchrelay.checkpoint import _remote  # noqa: PLC0415
+    is_local = local_path(path) is not None
+    spared = _local.linked(parent) if is_local else frozenset()
+    heads = {
+        old: head
+        for old, head in _heads(parent).items()
+        # a copy or a renamed one has another name than when it was saved
+        if split(old)[1] == head.name and _series(head.name) == _series(name)
+    }
+    newest = 0
+    for old in _newest_first(heads):
+        old_name = heads[old].name
+        if newest < keep.last:
+            newest += _is_whole(old)
+        elif old_name != name and old not in spared and not keep.names_one(old_name):
+            with suppress(
+                CorruptionError, UnsupportedError
+            ):  # no manifest of ours claims its files
+                (_local if is_local else _remote).remove(old)
+    if not is_local:
+        _remote.sweep(parent)
 
-            _remote.remove(old)
-        else:
-            from torchrelay.checkpoint import _local  # noqa: PLC0415
 
-            _local.remove(old)
+def _series(name: str) -> tuple[str, str] | None:
+    found = _NUMBERED.fullmatch(name)
+    return (found[1], found[3]) if found else None

@@ -1,7 +1,8 @@
 """The layout of a data file: a plain safetensors file whose tensors begin at multiples of 64 bytes.
 
 safetensors allows no gaps between tensors, so padding is a tensor of bytes itself, named
-``__padding__``, a dot and a number. Big tensors come first; few of them leave a remainder.
+``__padding__``, a dot and a number, and the file's metadata name its writer. Big tensors come
+first; few of them leave a remainder.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torchrelay.errors import CorruptionError
 __all__ = [
     "MAX_HEADER_BYTES",
     "PADDING",
+    "WRITER",
     "Layout",
     "StoredTensor",
     "Wanted",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 PADDING = "__padding__"
+WRITER = {"writer": "torchrelay"}  # in the metadata of a file that has padding
 _ALIGNMENT = 64
 MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length
 
@@ -65,10 +68,10 @@ class StoredTensor:
     end: int
 
 
-def lay_out(wanted: Sequence[Wanted], metadata: dict[str, str]) -> Layout:
+def lay_out(wanted: Sequence[Wanted]) -> Layout:
     """Return the layout of a file with these tensors, whose names must differ."""
     order = sorted(range(len(wanted)), key=lambda i: (wanted[i].size_bytes % _ALIGNMENT != 0, i))
-    entries: dict[str, Any] = {"__metadata__": metadata}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **WRITER}}
     starts = [0] * len(wanted)
     paddings: list[tuple[int, int]] = []
     position = 0
@@ -138,11 +141,12 @@ def parse_header(
 
     try:
         entries = json.loads(header[8:], object_pairs_hook=unique)
-        metadata = entries.pop("__metadata__", None)
+        metadata = entries.pop("__metadata__", None) or {}
+        is_ours = WRITER.items() <= metadata.items()
         found = {
             name: _stored(entry, len(header))
             for name, entry in entries.items()
-            if not name.startswith(PADDING)
+            if not (is_ours and name.startswith(PADDING))
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptionError(f"{where}: the safetensors header is damaged ({error})") from None
@@ -152,7 +156,7 @@ def parse_header(
                 f"{where}: tensor {name!r} ends at byte {tensor.end} of a file of {file_bytes} "
                 "bytes; the file is cut short"
             )
-    return found, metadata if isinstance(metadata, dict) else {}
+    return found, metadata
 
 
 _ITEM_BYTES = {dtype.code: dtype.itemsize // dtype.width for dtype in DTYPES.values()}

@@ -8,8 +8,8 @@ unpickled.
 from __future__ import annotations
 
 import io
-import os
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,24 +34,42 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay import _torch
-from torchrelay.checkpoint._assemble import ChunkRecord, Description, PartRecord, assemble
-from torchrelay.checkpoint._catalog import retain
+from torchrelay.checkpoint._assemble import (
+    ChunkRecord,
+    Description,
+    PartRecord,
+    TensorDescription,
+    assemble,
+)
+from torchrelay.checkpoint._catalog import Keep, check_keep, retain
+from torchrelay.checkpoint._choice import check_same
 from torchrelay.checkpoint._foreign import open_checkpoint
 from torchrelay.checkpoint._load import MAX_BUFFER_BYTES, check_verify
 from torchrelay.checkpoint._manifest import chunk_text
 from torchrelay.checkpoint._progress import Progress, tracking
-from torchrelay.checkpoint._read import ChunkReader, Segment
+from torchrelay.checkpoint._read import ChunkReader, Segment, warn_without_checksums
 from torchrelay.checkpoint._save import check_count
-from torchrelay.checkpoint._state import dtype_of, source_data
-from torchrelay.checkpoint._storage import Folder, Transaction, open_transaction, split
+from torchrelay.checkpoint._storage import (
+    Folder,
+    Path,
+    Transaction,
+    open_transaction,
+    split,
+    text_of,
+)
+from torchrelay.checkpoint._tensors import (
+    check_memory,
+    check_target,
+    dtype_of,
+    memory_of,
+    source_data,
+)
 from torchrelay.checkpoint._types import Box, DataFile, Manifest
 from torchrelay.checkpoint._values import decode, encode
 from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Source, default_threads, write_part
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["Reader", "Writer"]
-
-Path = str | os.PathLike[str]
 
 
 class Writer(StorageWriter):
@@ -63,8 +81,7 @@ class Writer(StorageWriter):
         threads: how many write at once; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk when the save returns.
         checksum: whether to store CRC32C checksums.
-        keep: remove all but the newest ``keep`` checkpoints around ``path``, once this one is
-            committed.
+        keep: which older checkpoints of its series to keep, as for :func:`save`.
         max_staging_bytes: host memory for copies of tensors that are not contiguous in host memory.
         progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in
             all).
@@ -80,17 +97,18 @@ class Writer(StorageWriter):
         threads: int | None = None,
         fsync: bool = True,
         checksum: bool = True,
-        keep: int | None = None,
+        keep: int | Keep | None = None,
         max_staging_bytes: int = MAX_STAGING_BYTES,
         progress: Progress = False,
     ) -> None:
         super().__init__()
-        self._path = path
+        self._path = None if path is None else text_of(path)
         self._threads = check_count("threads", threads, default_threads())
         self._fsync = fsync
         self._checksum = checksum
-        check_count("keep", keep, 1)
         self._keep = keep
+        if keep is not None and path is not None:
+            check_keep(keep, path)
         self._max_staging_bytes = check_count("max_staging_bytes", max_staging_bytes, 1)
         self._progress = progress
         self._transaction: Transaction | None = None
@@ -98,7 +116,7 @@ class Writer(StorageWriter):
         self._rank = 0
 
     @property
-    def checkpoint_id(self) -> Path | None:
+    def checkpoint_id(self) -> str | None:
         """Return the path, for DCP's log."""
         return self._path
 
@@ -114,7 +132,7 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """Start a save. Discards one that failed before its commit."""
         if checkpoint_id is not None:
-            self._path = checkpoint_id
+            self._path = text_of(checkpoint_id)
         self._discard()
 
     def _discard(self) -> None:
@@ -135,6 +153,7 @@ class Writer(StorageWriter):
         """
         if self._path is None:
             raise ArgumentError("Writer() has no path: give it one, or dcp.save() a checkpoint_id")
+        self._rule = check_keep(self._keep, self._path)
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
                 "a Writer needs use_collectives=True: rank 0 commits for all ranks"
@@ -215,17 +234,20 @@ class Writer(StorageWriter):
                     objects[result.index.fqn] = data
             records.append(record)
         tensors = {
-            key: (str(found.properties.dtype).removeprefix("torch."), tuple(found.size), "")
+            key: TensorDescription(
+                str(found.properties.dtype).removeprefix("torch."), tuple(found.size)
+            )
             for key, found in metadata.state_dict_metadata.items()
             if isinstance(found, TensorStorageMetadata)
         }
         description = Description(tensors, objects, dict(metadata.planner_data or {}))
         try:
-            self._transaction.commit(*assemble([description], records))
+            _, name = split(self._path)
+            self._transaction.commit(*assemble([description], records, name=name))
         finally:
             self._discard()
-        if self._keep is not None:
-            retain(self._path, self._keep)
+        if self._rule is not None:
+            retain(self._path, self._rule)
 
 
 class _Written(NamedTuple):
@@ -238,21 +260,15 @@ class _Written(NamedTuple):
 
 def _sources(items: list[WriteItem], planner: SavePlanner) -> list[tuple[Source, list[WriteItem]]]:
     """Return what to write, and the items that each source serves: several for tied tensors."""
-    by_memory: dict[Any, tuple[list[WriteItem], torch.Tensor]] = {}
+    by_memory: dict[object, tuple[list[WriteItem], torch.Tensor]] = {}
     for number, item in enumerate(items):
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor) and item.tensor_data is not None
         dtype_of(item.index.fqn, tensor)
-        memory: Any = (
-            tensor.data_ptr(),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tuple(item.tensor_data.size),
-            tuple(item.tensor_data.chunk.offsets),
-        )
-        if not tensor.numel() or not tensor.data_ptr():
-            memory = number
+        check_memory(item.index.fqn, tensor)
+        at = memory_of(tensor)
+        place = (tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
+        memory = (at, *place) if at is not None else number
         by_memory.setdefault(memory, ([], tensor))[0].append(item)
     found = []
     for same, tensor in by_memory.values():
@@ -306,7 +322,7 @@ class Reader(StorageReader):
     ) -> None:
         super().__init__()
         check_verify(verify)
-        self._path = path
+        self._path = None if path is None else text_of(path)
         self._verify = verify
         self._threads = check_count("threads", threads, default_threads())
         self._max_buffer_bytes = check_count("max_buffer_bytes", max_buffer_bytes, 1)
@@ -314,7 +330,7 @@ class Reader(StorageReader):
         self._failure: Exception | None = None
 
     @property
-    def checkpoint_id(self) -> Path | None:
+    def checkpoint_id(self) -> str | None:
         """Return the path, for DCP's log."""
         return self._path
 
@@ -326,7 +342,7 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """Start a load."""
         if checkpoint_id is not None:
-            self._path = checkpoint_id
+            self._path = text_of(checkpoint_id)
         self._close()
         self._failure = None
 
@@ -387,11 +403,20 @@ class Reader(StorageReader):
         if self._verify != "none":
             chunks.check_files(segment.chunk.file for segment in segments)
         if self._verify == "data":
+            warn_without_checksums(self._open().manifest, str(self._path))
             chunks.verify(segments)
-        return plan
+        opened = (str(self._path), self._open().manifest.fingerprint)
+        return replace(plan, storage_data=opened)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
+        """Check that all ranks have opened the same checkpoint; return the plans unchanged.
+
+        Raises:
+            MismatchError: they have not.
+        """
+        opened = [plan.storage_data for plan in plans]
+        if all(opened):  # a custom planner may have replaced them
+            check_same(tuple(range(len(plans))), opened)
         return plans
 
     def _segment(self, item: ReadItem) -> Segment:
@@ -421,6 +446,7 @@ class Reader(StorageReader):
                         f"{self._path}: tensor {segment.key!r} is {segment.entry.dtype.name} in "
                         f"the checkpoint and {target.dtype} here"
                     )
+                check_target(segment.key, target)
                 if segment.inner.numel:
                     targets.append((item, segment, target))
         self._open().chunks.fill([(segment, target) for _, segment, target in targets])

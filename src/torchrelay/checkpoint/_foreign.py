@@ -15,7 +15,7 @@ from torchrelay.checkpoint import _catalog
 from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._data_file import StoredTensor, header_size, parse_header
 from torchrelay.checkpoint._local import LocalFolder
-from torchrelay.checkpoint._storage import Folder, local_path, open_folder
+from torchrelay.checkpoint._storage import Folder, Path, local_path, open_folder
 from torchrelay.checkpoint._types import (
     DTYPES,
     MANIFEST,
@@ -39,7 +39,7 @@ _ATTEMPTS = 10  # for a reader of a checkpoint that savers replace again and aga
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str],
+    path: Path,
     check: Callable[[Folder, Manifest], None] = lambda folder, manifest: None,
 ) -> tuple[Folder, Manifest]:
     """Return the folder of a checkpoint and its manifest, made from headers for safetensors files.
@@ -71,7 +71,7 @@ def open_checkpoint(
     raise AssertionError("unreachable")
 
 
-def _find(path: str | os.PathLike[str]) -> tuple[Folder, Callable[[], Manifest]]:
+def _find(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
     """Return the folder at ``path``, and a function that reads or makes its manifest."""
     local = local_path(path)
     if local is None:
@@ -81,7 +81,9 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, Callable[[], Manifest]]
         single = LocalFolder(os.path.dirname(local) or ".", follow_links=True)
         return single, lambda: _manifest_of(single, [os.path.basename(local)])
     if not os.path.isdir(local):
-        raise StorageError(errno.ENOENT, f"{local}: there is no checkpoint here")
+        newest = _catalog.newest_inside(os.path.dirname(os.path.abspath(local)))
+        hint = f"; retention (keep=) may have removed it: the newest is {newest}" if newest else ""
+        raise StorageError(errno.ENOENT, f"{local}: there is no checkpoint here{hint}")
     folder = LocalFolder(local)
     names = folder.names()
     if MANIFEST in names or folder.replaced:

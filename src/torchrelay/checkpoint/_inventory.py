@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint._assemble import Description
+from torchrelay.checkpoint._assemble import Description, TensorDescription
 from torchrelay.checkpoint._group import Group
 from torchrelay.checkpoint._plan import Held, deal
-from torchrelay.checkpoint._state import (
-    Index,
+from torchrelay.checkpoint._state import Index, Leaf, Subclass, expand
+from torchrelay.checkpoint._tensors import (
+    Shard,
     TensorState,
-    as_state,
-    flatten,
+    check_memory,
+    memory_of,
     source_data,
     tensor_state,
 )
@@ -25,17 +26,14 @@ from torchrelay.checkpoint._values import encode
 from torchrelay.checkpoint._write import Source
 from torchrelay.errors import ArgumentError, MismatchError
 
-__all__ = ["Inventory", "agree", "sources_of", "take_inventory"]
+__all__ = ["Inventory", "agree", "encoded", "sources_of", "take_inventory", "ties"]
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """A rank's tensors by key, and the description of its state. ``tied`` gives a key's further
-    keys.
-    """
+    """A rank's tensors by key, and the description of its state."""
 
     tensors: Mapping[str, TensorState]
-    tied: Mapping[str, tuple[str, ...]]
     description: Description
 
 
@@ -44,19 +42,37 @@ def take_inventory(state: Any) -> Inventory:
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold.
+        DeferredError: a tensor without values.
         UnsupportedError: a tensor that it cannot hold.
     """
     tensors: dict[str, TensorState] = {}
     objects: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
-    for key, leaf in flatten(as_state(state)).items():
+    for key, leaf in expand(state).items():
         paths[key] = tuple(_path_item(key, item) for item in leaf.path)
         if isinstance(leaf.value, torch.Tensor):
-            tensors[key] = tensor_state(key, leaf.value)
+            tensors[key] = _checked(key, leaf.value)
         else:
-            objects[key] = encode(key, leaf.value)
-    described = {key: (t.dtype.name, t.shape, t.layout) for key, t in tensors.items()}
-    return Inventory(tensors, _tied(tensors), Description(described, objects, paths))
+            objects[key] = encoded(key, leaf)
+    described = {
+        key: TensorDescription(t.dtype.name, t.shape, t.layout, t.mesh)
+        for key, t in tensors.items()
+    }
+    blank = (key for key, t in tensors.items() if not any(s.box.numel for s in t.shards))
+    owners = {**ties(tensors), **dict.fromkeys(blank, "")}
+    return Inventory(tensors, Description(described, objects, paths, owners))
+
+
+def _checked(key: str, tensor: torch.Tensor) -> TensorState:
+    state = tensor_state(key, tensor)
+    for shard in state.shards:
+        check_memory(key, shard.tensor)
+    return state
+
+
+def encoded(key: str, leaf: Leaf) -> Any:
+    """Return the value of a leaf as JSON."""
+    return encode(key, leaf.value.value if isinstance(leaf.value, Subclass) else leaf.value)
 
 
 def _path_item(key: str, item: Any) -> str | int | tuple[int]:
@@ -71,25 +87,16 @@ def _path_item(key: str, item: Any) -> str | int | tuple[int]:
     return item
 
 
-def _tied(tensors: Mapping[str, TensorState]) -> dict[str, tuple[str, ...]]:
-    """Return the keys whose tensors share memory, by the first of them."""
+def ties(tensors: Mapping[str, TensorState]) -> dict[str, str]:
+    """Return, for each tensor that is the same in memory as earlier ones, the key of the first."""
     first: dict[Any, str] = {}
-    tied: dict[str, tuple[str, ...]] = {}
+    tied: dict[str, str] = {}
     for key, state in tensors.items():
-        if not any(shard.box.numel for shard in state.shards) or not all(
-            shard.tensor.data_ptr() for shard in state.shards
-        ):
-            tied[key] = ()
-            continue
-        memory = tuple(
-            (shard.box, shard.tensor.data_ptr(), shard.tensor.stride(), str(shard.tensor.device))
-            for shard in state.shards
-        )
-        owner = first.setdefault((state.dtype, state.shape, state.layout, memory), key)
-        if owner == key:
-            tied[key] = ()
-        else:
-            tied[owner] = (*tied[owner], key)
+        memory = [(shard.box, memory_of(shard.tensor)) for shard in state.shards]
+        if all(at for _, at in memory) and memory:
+            owner = first.setdefault((state.shape, state.layout, state.mesh, *memory), key)
+            if owner != key:
+                tied[key] = owner
     return tied
 
 
@@ -104,7 +111,8 @@ def agree(mine: Description, fingerprints: Sequence[bytes], ranks: Group) -> lis
     everyone = ranks.all_gather(mine)
     seen: dict[str, tuple[int, Any]] = {}
     for rank, description in zip(ranks.ranks, everyone, strict=True):
-        for key, what in [*description.tensors.items(), *description.objects.items()]:
+        comparable = {key: what.comparable for key, what in description.tensors.items()}
+        for key, what in [*comparable.items(), *description.objects.items()]:
             other, before = seen.setdefault(key, (rank, what))
             if before != what:
                 raise MismatchError(
@@ -125,33 +133,54 @@ def _shown(what: Any) -> str:
 def sources_of(mine: Inventory, everyone: Sequence[Description], ranks: Group) -> list[Source]:
     """Return the chunks that this rank writes. Pure."""
     held = []
-    members = set(ranks.ranks)
-    for key, more in mine.tied.items():
-        state = mine.tensors[key]
-        everywhere = _having(key, everyone, ranks)
+    for keys in _tied_everywhere(mine, everyone):
+        state = mine.tensors[keys[0]]
         for shard in state.shards:
-            if not shard.box.numel:
-                continue
-            holders = everywhere if shard.holders is None else shard.holders or (ranks.global_rank,)
-            source = Source(
-                (key, *more),
-                state.dtype,
-                state.shape,
-                shard.box,
-                *source_data(shard.tensor),
-                shard.tensor,
-            )
-            name = (key, shard.box.offsets)
-            held.append(
-                Held(name, source.size_bytes, tuple(h for h in holders if h in members), source)
-            )
+            if shard.box.numel:
+                source = Source(
+                    keys,
+                    state.dtype,
+                    state.shape,
+                    shard.box,
+                    *source_data(shard.tensor),
+                    shard.tensor,
+                )
+                holders = _holders(keys[0], shard, everyone, ranks)
+                held.append(Held((keys[0], shard.box.offsets), source.size_bytes, holders, source))
     return deal(held, ranks.global_rank)
 
 
-def _having(key: str, everyone: Sequence[Description], ranks: Group) -> tuple[int, ...]:
-    """Return the ranks whose state has ``key``."""
+def _tied_everywhere(mine: Inventory, everyone: Sequence[Description]) -> list[tuple[str, ...]]:
+    """Return this rank's keys in groups; those of a group are one tensor on every rank.
+
+    Their order is the same on all ranks.
+    """
+    together: dict[Any, list[str]] = {}
+    for key in {key: None for described in everyone for key in described.tensors}:
+        if key in mine.tensors:
+            owners = tuple(described.owner(key) for described in everyone)
+            apart = key if not any(owners) else None
+            together.setdefault((owners, apart), []).append(key)
+    return [tuple(keys) for keys in together.values()]
+
+
+def _holders(
+    key: str, shard: Shard, everyone: Sequence[Description], ranks: Group
+) -> tuple[int, ...]:
+    """Return the ranks of the group that have the same block, ascending."""
+    if shard.positions == ():
+        return (ranks.global_rank,)
     if len(everyone) == 1:
-        return tuple(sorted(ranks.ranks))
-    return tuple(
-        sorted(rank for rank, d in zip(ranks.ranks, everyone, strict=True) if key in d.tensors)
-    )
+        having = dict.fromkeys(ranks.ranks, everyone[0].tensors[key])
+    else:
+        having = {
+            rank: described.tensors[key]
+            for rank, described in zip(ranks.ranks, everyone, strict=True)
+            if key in described.tensors
+        }
+    if shard.positions is None:
+        return tuple(sorted(having))
+    # Meshes of other ranks hold the same blocks in the same places.
+    meshes = {described.mesh for described in having.values()}
+    found = {mesh[position] for mesh in meshes for position in shard.positions}
+    return tuple(sorted(found & having.keys()))

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from torchrelay import _torch
+from torchrelay.checkpoint._choice import open_same
 from torchrelay.checkpoint._foreign import open_checkpoint
 from torchrelay.checkpoint._group import Group, group_of
-from torchrelay.checkpoint._optimizers import start_state
+from torchrelay.checkpoint._inventory import encoded
+from torchrelay.checkpoint._optimizers import fitted, may_lack
 from torchrelay.checkpoint._plan import deal_blocks
 from torchrelay.checkpoint._progress import Progress, tracking
-from torchrelay.checkpoint._read import VERIFY, ChunkReader, Segment, segments_of, whole_segments
+from torchrelay.checkpoint._read import (
+    VERIFY,
+    ChunkReader,
+    Segment,
+    segments_of,
+    warn_without_checksums,
+    whole_segments,
+)
 from torchrelay.checkpoint._save import check_count
 from torchrelay.checkpoint._state import (
+    SUBCLASS,
     Leaf,
-    dtype_of,
+    Subclass,
+    check_put,
     flatten,
     is_stateful,
-    is_waiting,
+    key_of,
     put,
+)
+from torchrelay.checkpoint._storage import Folder, Path
+from torchrelay.checkpoint._tensors import (
+    check_target,
+    dtype_of,
+    is_waiting,
+    memory_of,
     tensor_state,
 )
-from torchrelay.checkpoint._storage import Folder
 from torchrelay.checkpoint._types import Box, Manifest
 from torchrelay.checkpoint._values import decode
 from torchrelay.checkpoint._write import default_threads
@@ -39,18 +56,32 @@ from torchrelay.errors import ArgumentError, MismatchError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["MAX_BUFFER_BYTES", "check_verify", "load", "verify"]
+__all__ = ["MAX_BUFFER_BYTES", "LoadResult", "check_verify", "load", "verify"]
 
 MAX_BUFFER_BYTES = 256 << 20
 _SHOWN = 3  # keys that an error lists
 
 
+class LoadResult(NamedTuple):
+    """The keys that a checkpoint and the state of this rank did not have in common, as
+    ``Module.load_state_dict`` returns them.
+
+    The names are those in the checkpoint. ``missing_keys`` also has what was initialised instead,
+    but no second name of a tied tensor that was read under its first. ``unexpected_keys`` has only
+    keys that begin with ``prefix``.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 def load(
     state: Any,
-    path: str | os.PathLike[str],
+    path: Path,
     *,
     prefix: str = "",
     strict: bool = True,
+    initialize_missing: bool = False,
     verify: str = "data",
     threads: int | None = None,
     max_buffer_bytes: int = MAX_BUFFER_BYTES,
@@ -59,25 +90,32 @@ def load(
     shard: DeferredShard | None = None,
     group: ProcessGroup | None = None,
     no_dist: bool = False,
-) -> None:
+) -> LoadResult:
     """Read a checkpoint into ``state``. Collective over ``group``.
 
     Each rank reads the byte ranges of its own shards, straight into the tensors, which may be cut
-    otherwise than the saved ones. All that this rank needs is verified before the first tensor is
-    changed: a checkpoint that is damaged or does not fit leaves the state as it was, on every rank.
+    otherwise than the saved ones. All that this rank needs is verified, and all its tensors are
+    checked, before the first one is changed: a checkpoint that is damaged or does not fit leaves
+    the state as it was, on every rank.
 
     Args:
         state: as for :func:`save`. Tensors are filled in place; other values of a dictionary are
-            replaced. An optimizer that has not stepped gets its state tensors first, by a step with
-            gradients and learning rates of zero. Of a module with deferred tensors, those in the
-            checkpoint get memory and are read, and only the others are initialised.
+            replaced. An optimizer gets the state that the checkpoint has, as by its
+            ``load_state_dict()``, whether it has stepped or not; options of its groups that the
+            checkpoint lacks stay. Of a module with deferred tensors, those in the checkpoint get
+            memory and are read.
         path: what :func:`save` wrote, what ``torch.distributed.checkpoint`` wrote, a
-            ``.safetensors`` file, or a folder of them.
+            ``.safetensors`` file, or a folder of them. Of a folder that holds checkpoints of ours,
+            the newest is read, which one rank chooses for all.
         prefix: what the keys of ``state`` begin with in the checkpoint, such as ``"model."``.
         strict: whether every key of the state must be in the checkpoint, and for modules and other
-            stateful objects every key of the checkpoint in the state.
-        verify: ``"data"``: the checksums of all that is read; ``"header"``: the headers of the
-            files; ``"none"``.
+            stateful objects every key of the checkpoint in the state. Otherwise, what the
+            checkpoint lacks stays as it is; deferred tensors stay deferred.
+        initialize_missing: whether deferred tensors of modules that the checkpoint lacks are
+            initialised, as eager ones would be, also with ``strict``.
+        verify: ``"data"``: the checksums of all that is read (files of other libraries have none;
+            for a checkpoint saved with ``checksum=False`` a warning says so); ``"header"``: the
+            headers of the files; ``"none"``.
         threads: how many read at once; by default the usable cores, at most 4.
         max_buffer_bytes: memory for what cannot be read straight into its tensor.
         progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in
@@ -88,10 +126,17 @@ def load(
             alone.
         no_dist: whether this process is alone, although there is a process group.
 
+    Returns:
+        the keys that only the state or only the checkpoint has.
+
     Raises:
+        ArgumentError: a tensor of the state cannot be filled: it is on the meta device, say, or
+            expanded. On every rank.
         CorruptionError: the checkpoint is damaged; the message names file, tensor and byte. On
             every rank.
-        MismatchError: it does not fit the state: a key, shape or dtype. On every rank.
+        DeferredError: a tensor outside a module, or a parameter of an optimizer, is deferred.
+        MismatchError: it does not fit the state: a key, shape or dtype; or the ranks read
+            different checkpoints. On every rank.
         StorageError: it is not there or cannot be read.
         UnsupportedError: another version of the format.
     """
@@ -99,16 +144,16 @@ def load(
     threads = check_count("threads", threads, default_threads())
     check_count("max_buffer_bytes", max_buffer_bytes, 1)
     ranks = group_of(group, no_dist)
-    loading = _Loading(state, prefix, strict, device, shard)
+    loading = _Loading(state, _Options(prefix, strict, initialize_missing, device, shard))
     with closing(loading):
-        ranks.together(lambda: loading.open(path, threads, max_buffer_bytes, verify))
+        open_same(ranks, path, lambda here: loading.open(here, threads, max_buffer_bytes, verify))
         if verify == "data":
             loading.verify(ranks)
         with tracking(
             progress, loading.size_bytes, "loading", shown=ranks.is_coordinator
         ) as advance:
             ranks.together(lambda: loading.fill(advance))
-        loading.finish()
+    return loading.result()
 
 
 def check_verify(verify: str) -> None:
@@ -116,73 +161,91 @@ def check_verify(verify: str) -> None:
         raise ArgumentError(f"verify = {verify!r}: it must be one of {', '.join(VERIFY)}")
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of :func:`load` that determine what is loaded into what."""
+
+    prefix: str
+    strict: bool
+    initialize_missing: bool
+    device: torch.device | str | None
+    shard: DeferredShard | None
+
+
 class _Part:
     """A stateful object (module, optimizer) of the state; without an owner, the rest of it."""
 
-    owner: Any
-    name: str  # the key in the state, empty for the state itself
-    state: Any
-    deferred: frozenset[str] = frozenset()  # names of deferred tensors that the checkpoint has
-    # Which part of a tensor a plain one will be.
-    slices: dict[str, Box] = field(default_factory=dict)
+    def __init__(self, owner: Any, name: str, state: Any) -> None:
+        self.owner = owner
+        self.state = state
+        self.start = f"{name}." if name else ""  # what its keys begin with in the whole state
+        self.leaves = flatten(state) if owner is not None else {}
+        # For deferred tensors that become plain ones: their part of the saved tensor.
+        self.slices: dict[str, Box] = {}
 
-    @property
-    def prefix(self) -> str:
-        return f"{self.name}." if self.name else ""
-
-    @classmethod
-    def of(cls, owner: Any, name: str) -> _Part:
-        if isinstance(owner, torch.nn.Module):
-            return cls(owner, name, owner.state_dict(keep_vars=True))
-        return cls(owner, name, owner.state_dict())
-
-    def leaves(self) -> dict[str, Leaf]:
-        return flatten(self.state)
+    def renew(self) -> None:
+        """Read the state of a module again, whose tensors are materialised now."""
+        self.state = self.owner.state_dict(keep_vars=True)
+        self.leaves = flatten(self.state)
 
     def finish(self) -> None:
         """Load the state into its owner, unless its own tensors were filled."""
         if self.owner is None:
             return
         if isinstance(self.owner, torch.nn.Module):
-            own = {id(t) for t in (*self.owner.parameters(), *self.owner.buffers())}
-            if all(id(leaf.value) in own for leaf in self.leaves().values()):
+            own = {
+                id(inner)
+                for tensor in (*self.owner.parameters(), *self.owner.buffers())
+                for inner in (tensor, *_torch.inner_tensors(tensor))
+            }
+            if all(
+                id(leaf.value) in own or isinstance(leaf.value, Subclass)
+                for leaf in self.leaves.values()
+            ):
                 return
         self.owner.load_state_dict(self.state)
 
 
 def _parts(state: Any) -> list[_Part]:
+    """Return the stateful objects at any depth of a state, and the rest of it."""
     if is_stateful(state):
-        return [_Part.of(state, "")]
-    if not isinstance(state, MutableMapping):
+        found, rest = [((), state)], _Part(None, "", {})
+    elif isinstance(state, MutableMapping):
+        leaves = flatten(state)
+        found = [(leaf.path, leaf.value) for leaf in leaves.values() if is_stateful(leaf.value)]
+        rest = _Part(None, "", state)
+        rest.leaves = {key: leaf for key, leaf in leaves.items() if not is_stateful(leaf.value)}
+    else:
         raise ArgumentError(
             f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
         )
-    rest = {name: value for name, value in state.items() if not is_stateful(value)}
-    parts = [_Part.of(value, str(name)) for name, value in state.items() if is_stateful(value)]
-    return [*parts, _Part(None, "", rest)]
+    return [*(_part(owner, key_of(path)) for path, owner in found), rest]
+
+
+def _part(owner: Any, name: str) -> _Part:
+    if isinstance(owner, torch.nn.Module):
+        return _Part(owner, name, owner.state_dict(keep_vars=True))
+    return _Part(owner, name, owner.state_dict())
 
 
 class _Loading:
     """One load: which bytes go to which tensor."""
 
-    def __init__(self, state: Any, prefix: str, strict: bool, device: Any, shard: Any) -> None:
+    def __init__(self, state: Any, options: _Options) -> None:
         self._root = state
-        self._prefix = prefix
-        self._strict = strict
-        self._device = device
-        self._shard = shard
+        self._options = options
         self._parts: list[_Part] = []
         self._objects: list[tuple[_Part, Leaf, Any]] = []
         self._segments: list[Segment] = []
         self._files = ExitStack()
-        self._started: list[torch.optim.Optimizer] = []
+        self._missing: dict[str, tuple[_Part, Leaf]] = {}
+        self._unexpected: list[str] = []
 
-    def open(
-        self, path: str | os.PathLike[str], threads: int, max_buffer_bytes: int, verify: str
-    ) -> None:
-        """Read the manifest and compare it with the state; changes nothing."""
-        self._parts = _parts(self._root)
+    def open(self, path: Path, threads: int, max_buffer_bytes: int, verify: str) -> str:
+        """Read the manifest and compare it with the state; changes nothing.
+
+        Returns the fingerprint of the checkpoint.
+        """
 
         def check(folder: Folder, manifest: Manifest) -> None:
             self._folder, self._manifest = folder, manifest
@@ -190,82 +253,125 @@ class _Loading:
             self._reader = ChunkReader(
                 folder, manifest, threads=threads, max_buffer_bytes=max_buffer_bytes
             )
+            self._parts = _parts(self._root)
             self._objects, self._segments = [], []
             self._match()
             if verify != "none":
                 self._reader.check_files(segment.chunk.file for segment in self._segments)
 
         open_checkpoint(path, check)
+        return self._manifest.fingerprint
 
     def close(self) -> None:
-        """Close the files; undo what a failed load has started."""
         self._files.close()
-        for optimizer in self._started:
-            optimizer.state.clear()
 
     @property
     def size_bytes(self) -> int:
         return sum(s.inner.numel * s.entry.dtype.itemsize for s in self._segments)
 
+    def result(self) -> LoadResult:
+        return LoadResult([*self._missing], self._unexpected)
+
     def _match(self) -> None:
-        missing: list[str] = []
-        for part in self._parts:
-            part.deferred = self._deferred(part)
-            self._start(part)
-            leaves = part.leaves()
-            for key, leaf in leaves.items():
-                if not self._match_leaf(part, key, leaf):
-                    missing.append(self._prefix + part.prefix + key)
-            if self._strict and part.owner is not None:
-                self._check_extra(part, leaves)
-        if missing and self._strict:
-            raise MismatchError(
-                f"{self._folder.location}: the checkpoint lacks {_listed(missing)}, which the "
-                "state has; prefix= names what its keys begin with, strict=False leaves them as "
-                "they are"
-            )
+        """Find what to read for each leaf, and compare the keys.
 
-    def _deferred(self, part: _Part) -> frozenset[str]:
-        if not isinstance(part.owner, torch.nn.Module):
-            return frozenset()
-        return frozenset(
-            name
-            for name, value in part.state.items()
-            if is_waiting(value) and self._prefix + part.prefix + name in self._manifest.tensors
-        )
-
-    def _start(self, part: _Part) -> None:
-        """Create the state of an optimizer that has none, if the checkpoint has it."""
-        owner = part.owner
-        if not isinstance(owner, torch.optim.Optimizer) or owner.state:
-            return
-        start = f"{self._prefix}{part.prefix}state."
-        if any(key.startswith(start) for key in self._manifest.tensors) and start_state(owner):
-            self._started.append(owner)
-            part.state = owner.state_dict()
-
-    def _match_leaf(self, part: _Part, name: str, leaf: Leaf) -> bool:
-        """Record what to read for a leaf; return whether the checkpoint has it, or it can be
-        initialised instead.
+        Raises:
+            MismatchError: the checkpoint does not fit the state.
         """
-        key = self._prefix + part.prefix + name
-        if isinstance(leaf.value, torch.Tensor):
-            if key in self._manifest.tensors:
-                for box in self._boxes(part, name, key, leaf.value):
-                    self._segments += segments_of(key, self._manifest.tensors[key], box)
-                return True
-            kind = "a tensor"
-        else:
-            if key in self._manifest.objects:
-                self._objects.append((part, leaf, decode(key, self._manifest.objects[key])))
-                return True
-            kind = "a value"
-        if key in self._manifest.tensors or key in self._manifest.objects:
-            other = "a value" if kind == "a tensor" else "a tensor"
+        known: dict[str, _Part] = {}
+        lacking: dict[str, tuple[_Part, Leaf]] = {}
+        filled: set[Any] = set()  # the memory of the tensors that are read
+        for part in self._parts:
+            self._fit_optimizer(part)
+            for name, leaf in part.leaves.items():
+                key = self._key(part, name)
+                if key in known:
+                    raise ArgumentError(f"two values of the state have the key {key!r}")
+                known[key] = part
+                if self._match_leaf(part, name, key, leaf):
+                    filled |= _identities(leaf)
+                else:
+                    lacking[key] = part, leaf
+        # The second name of a tied tensor is filled by its first one.
+        self._missing = {
+            key: found for key, found in lacking.items() if not _identities(found[1]) & filled
+        }
+        held = (*self._manifest.tensors, *self._manifest.objects)
+        self._unexpected = [
+            key for key in held if key.startswith(self._options.prefix) and key not in known
+        ]
+        if self._options.strict:
+            self._check_missing()
+            self._check_unexpected()
+
+    def _key(self, part: _Part, name: str) -> str:
+        return self._options.prefix + part.start + name
+
+    def _fit_optimizer(self, part: _Part) -> None:
+        """Make the state dict of an optimizer as the checkpoint has it."""
+        owner, state = part.owner, part.state
+        if (
+            isinstance(owner, torch.optim.Optimizer)
+            and isinstance(state.get("state"), dict)
+            and isinstance(state.get("param_groups"), list)
+        ):
+            part.state = fitted(owner, state, self._manifest, self._key(part, ""))
+            part.leaves = flatten(part.state)
+
+    def _check_missing(self) -> None:
+        bad = [key for key, (part, leaf) in self._missing.items() if self._is_bad(key, part, leaf)]
+        if bad:
+            waiting = any(is_waiting(self._missing[key][1].value) for key in bad)
             raise MismatchError(
-                f"{self._folder.location}: {key!r} is {other} in the checkpoint and {kind} here"
+                f"{self._folder.location}: the checkpoint lacks {_listed(bad)}, which the state "
+                "has; prefix= names what its keys begin with, strict=False leaves them as they are"
+                + (", initialize_missing=True initialises deferred ones" if waiting else "")
             )
-        return is_waiting(leaf.value)
+
+    def _is_bad(self, key: str, part: _Part, leaf: Leaf) -> bool:
+        """Return whether a strict load needs a key that the checkpoint lacks."""
+        if is_waiting(leaf.value):
+            return not self._options.initialize_missing
+        if isinstance(part.owner, torch.optim.Optimizer):
+            return not may_lack(part.owner, key, self._manifest, self._key(part, ""))
+        return True
+
+    def _check_unexpected(self) -> None:
+        for part in self._parts:
+            start = self._key(part, "")
+            extra = [key for key in self._unexpected if key.startswith(start)]
+            if part.owner is not None and extra:
+                raise MismatchError(
+                    f"{self._folder.location}: the checkpoint has {_listed(extra)}, which this "
+                    f"{type(part.owner).__name__} lacks; prefix= names what its keys begin with, "
+                    "strict=False ignores the rest"
+                )
+
+    def _match_leaf(self, part: _Part, name: str, key: str, leaf: Leaf) -> bool:
+        """Record what to read for a leaf; return whether the checkpoint has it."""
+        is_tensor = isinstance(leaf.value, torch.Tensor)
+        if key in (self._manifest.objects if is_tensor else self._manifest.tensors):
+            here, there = ("a tensor", "a value") if is_tensor else ("a value", "a tensor")
+            raise MismatchError(
+                f"{self._folder.location}: {key!r} is {there} in the checkpoint and {here} here"
+            )
+        if is_tensor and key in self._manifest.tensors:
+            for box in self._boxes(part, name, key, leaf.value):
+                self._segments += segments_of(key, self._manifest.tensors[key], box)
+            return True
+        if key not in self._manifest.objects:
+            return False
+        value = self._manifest.objects[key]
+        if not isinstance(leaf.value, Subclass):
+            check_put(part.state, leaf.path)
+            self._objects.append((part, leaf, decode(key, value)))
+        elif value != encoded(key, leaf):
+            raise MismatchError(
+                f"{self._folder.location}: {key.removesuffix(f'.{SUBCLASS}')!r} is of another "
+                f"tensor class in the checkpoint than here, or has other parameters: {value} and "
+                f"{encoded(key, leaf)}"
+            )
+        return True
 
     def _boxes(self, part: _Part, name: str, key: str, tensor: torch.Tensor) -> Iterator[Box]:
         entry, dtype = self._manifest.tensors[key], dtype_of(key, tensor)
@@ -275,9 +381,18 @@ class _Loading:
                 f"{list(entry.shape)} in the checkpoint, and {dtype.name} of shape "
                 f"{list(tensor.shape)} here"
             )
-        slices = local_slices(self._shard, name, tensor) if is_deferred(tensor) else None
+        is_module = isinstance(part.owner, torch.nn.Module)
+        will_be_made = is_module and is_waiting(tensor)
+        slices = (
+            local_slices(self._options.shard, name, tensor)
+            if will_be_made and is_deferred(tensor)
+            else None
+        )
         if slices is None:
-            yield from (shard.box for shard in tensor_state(key, tensor).shards)
+            for shard in tensor_state(key, tensor).shards:
+                if not will_be_made:
+                    check_target(key, shard.tensor)
+                yield shard.box
             return
         full = (*slices, *(slice(None),) * (tensor.ndim - len(slices)))
         ranges = [range(*item.indices(size)) for item, size in zip(full, tensor.shape, strict=True)]
@@ -285,25 +400,10 @@ class _Loading:
         part.slices[name] = box
         yield box
 
-    def _check_extra(self, part: _Part, leaves: Mapping[str, Leaf]) -> None:
-        start = self._prefix + part.prefix
-        known = {start + name for name in leaves}
-        held = (*self._manifest.tensors, *self._manifest.objects)
-        extra = [key for key in held if key.startswith(start) and key not in known]
-        if extra:
-            what = type(part.owner).__name__
-            advice = (
-                "this optimizer has a state only after its first step"
-                if isinstance(part.owner, torch.optim.Optimizer)
-                else "prefix= names what its keys begin with, strict=False ignores the rest"
-            )
-            raise MismatchError(
-                f"{self._folder.location}: the checkpoint has {_listed(extra)}, which this {what} "
-                f"lacks; {advice}"
-            )
-
     def verify(self, ranks: Group) -> None:
         """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
+        if ranks.is_coordinator:
+            warn_without_checksums(self._manifest, self._folder.location)
         wanted = ranks.together(
             lambda: (self._folder.identity, self._reader.blocks_of(self._segments))
         )
@@ -317,19 +417,32 @@ class _Loading:
         ranks.together(lambda: self._reader.verify_blocks(blocks))
 
     def fill(self, advance: Callable[[int], None] | None) -> None:
-        """Materialise the deferred tensors and read everything."""
+        """Materialise the deferred tensors, read everything, and set the values."""
         targets: list[tuple[Segment, torch.Tensor]] = []
         for part in self._parts:
             if isinstance(part.owner, torch.nn.Module) and is_deferred(part.owner):
-                materialize_module(
-                    part.owner, device=self._device, shard=self._shard, uninitialized=part.deferred
-                )
-                part.state = part.owner.state_dict(keep_vars=True)
-            for name, leaf in part.leaves().items():
-                key = self._prefix + part.prefix + name
+                self._materialize(part)
+            for name, leaf in part.leaves.items():
+                key = self._key(part, name)
                 if isinstance(leaf.value, torch.Tensor) and key in self._manifest.tensors:
                     targets += self._targets(key, leaf.value, part.slices.get(name))
         self._reader.fill(targets, advance)
+        for part, leaf, value in self._objects:
+            put(part.state, leaf.path, value)
+        for part in self._parts:
+            part.finish()
+
+    def _materialize(self, part: _Part) -> None:
+        names = {name: self._key(part, name) for name in part.leaves}
+        missing = [name for name, key in names.items() if key in self._missing]
+        materialize_module(
+            part.owner,
+            device=self._options.device,
+            shard=self._options.shard,
+            uninitialized=[name for name, key in names.items() if key not in self._missing],
+            leave_deferred=() if self._options.initialize_missing else missing,
+        )
+        part.renew()
 
     def _targets(
         self, key: str, tensor: torch.Tensor, part: Box | None
@@ -339,7 +452,7 @@ class _Loading:
         """
         entry = self._manifest.tensors[key]
         shards = tensor_state(key, tensor).shards
-        if part is not None and shards[0].holders is None:
+        if part is not None and shards[0].positions is None:
             shards = (replace(shards[0], box=part),)
         for shard in shards:
             for segment in segments_of(key, entry, shard.box):
@@ -350,15 +463,16 @@ class _Loading:
                         inner.offsets, shard.box.offsets, inner.sizes, strict=True
                     )
                 )
-                yield segment, shard.tensor[within]
+                yield segment, shard.tensor.as_subclass(torch.Tensor)[within]
 
-    def finish(self) -> None:
-        """Set the values, and load what was read into its owners."""
-        for part, leaf, value in self._objects:
-            put(part.state if part.owner is not None else self._root, leaf.path, value)
-        for part in self._parts:
-            part.finish()
-        self._started.clear()
+
+def _identities(leaf: Leaf) -> set[Any]:
+    """Return what two leaves have in common if they are one tensor."""
+    if not isinstance(leaf.value, torch.Tensor):
+        return set()
+    local = getattr(leaf.value, "_local_tensor", leaf.value)
+    memory = memory_of(local) if _torch.sharding_of(local) == "plain" else None
+    return {id(leaf.value), memory or id(leaf.value)}
 
 
 def _listed(keys: list[str]) -> str:
@@ -366,10 +480,13 @@ def _listed(keys: list[str]) -> str:
     return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"
 
 
-def verify(
-    path: str | os.PathLike[str], *, threads: int | None = None, progress: Progress = False
-) -> None:
+def verify(path: Path, *, threads: int | None = None, progress: Progress = False) -> bool:
     """Check every byte of a checkpoint against its manifest, headers and checksums.
+
+    Returns:
+        True if every byte is as it was written. False if the checkpoint has no checksums, because
+        it was saved with ``checksum=False`` or by another library: sizes and headers are as they
+        should be, and the values of tensors were not checked.
 
     Raises:
         CorruptionError: the first damage found; the message names file, tensor and byte.
@@ -386,4 +503,7 @@ def verify(
     with closing(folder):
         size_bytes = sum(file.size_bytes for file in manifest.files.values())
         with tracking(progress, size_bytes, "verifying") as advance:
-            reader_of(folder, manifest).verify(whole_segments(manifest), advance)
+            reader = reader_of(folder, manifest)
+            reader.verify(whole_segments(manifest), advance)
+            reader.verify_padding()
+    return manifest.has_checksums

@@ -3,6 +3,9 @@
 A save to ``ckpt/step-1`` writes into ``ckpt/.step-1.torchrelay-saving``, which holds a locked file
 while the saver lives, and becomes ``step-1`` by one rename. Whatever kills the saver, its lock is
 gone with it, and the next save into ``ckpt`` removes what is left.
+
+Files are removed one by one: those that a manifest of ours lists, and those whose names only we
+use, in folders whose names only we use. Whatever else is there is somebody else's and stays.
 """
 
 from __future__ import annotations
@@ -17,20 +20,28 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from torchrelay import _native
+from torchrelay._addresses import boot_id
 from torchrelay.checkpoint import _linux, _manifest
-from torchrelay.checkpoint._types import MANIFEST
-from torchrelay.errors import CorruptionError, PeerLostError, StorageError
+from torchrelay.checkpoint._failures import not_shared, removed_error
+from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME
+from torchrelay.errors import CorruptionError, PeerLostError, StorageError, UnsupportedError
 
-__all__ = ["LocalFolder", "LocalTransaction", "remove", "sweep"]
+__all__ = ["LocalFolder", "LocalTransaction", "heads", "linked", "remove", "sweep"]
 
-LOCK = ".lock"
+LOCK = ".torchrelay-lock"
 _SAVING, _NEW, _TRASH = "torchrelay-saving", "torchrelay-new", "torchrelay-trash"
-_TEMPORARY = re.compile(rf"\..+\.({_SAVING}|{_NEW}|{_TRASH})")
+_TEMPORARY = re.compile(rf"\.(.+)\.({_SAVING}|[0-9a-f]{{8}}\.(?:{_NEW}|{_TRASH}))", re.DOTALL)
+# What a saver needs beside the checkpoint's own files.
+_WORKING = re.compile(rf"{re.escape(LOCK)}(\.[0-9a-f]{{8}})?|{NOTE_NAME.pattern}(\.new)?")
+T = TypeVar("T")
+
 _NOTE_END = b"\n"
 _ATTEMPTS = 100  # a save that starts while others are cleaned up tries again
 
@@ -62,7 +73,9 @@ class LocalFolder:
 
     def __init__(self, path: str, *, follow_links: bool = False) -> None:
         self.location = path
-        self._flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+        # O_NONBLOCK: opening a FIFO must not wait for its writer
+        self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        self._flags |= 0 if follow_links else os.O_NOFOLLOW
         self._folder_fd = -1
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -83,6 +96,8 @@ class LocalFolder:
                     f"{path}: a symbolic link, which a checkpoint never holds"
                 ) from None
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                if self.removed:
+                    raise removed_error(self.location) from None
                 raise CorruptionError(f"{path}: the file is missing") from None
             raise StorageError(error.errno or errno.EIO, f"{path}: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -109,11 +124,15 @@ class LocalFolder:
             return False
 
     @property
+    def removed(self) -> bool:
+        """Return whether the folder existed and has been removed."""
+        return self._folder_fd >= 0 and not os.path.lexists(self.location)
+
+    @property
     def identity(self) -> str:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         with self._lock:
             found = os.fstat(self._here())
-        return f"{boot_id}/{found.st_dev}/{found.st_ino}"
+        return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
 
     def size_bytes(self, name: str) -> int:
         return os.fstat(self._fd(name)).st_size
@@ -238,15 +257,15 @@ class LocalTransaction:
         self._fsync = fsync
         self._lock_fd = -1
 
-    def hand_over(self) -> tuple[str, tuple[int, ...]]:
-        return "", (self._lock_fd,)
+    def hand_over(self) -> tuple[int, ...]:
+        return (self._lock_fd,)
 
     def release(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def take_over(self, token: str, fds: Sequence[int]) -> None:
+    def take_over(self, save_id: str, fds: Sequence[int]) -> None:
         (self._lock_fd,) = fds
 
     def open_note(self, name: str) -> _LocalNote:
@@ -276,37 +295,53 @@ class LocalTransaction:
             return False
 
     def committed_id(self) -> str | None:
-        try:
-            with open(self._final / MANIFEST, "rb") as file:
-                return _manifest.id_of(file.readline(4096), str(self._final / MANIFEST))
-        except (FileNotFoundError, NotADirectoryError, CorruptionError):
-            return None
+        head = _head(self._final)
+        return head and head.id
 
-    def begin(self) -> None:
+    def begin(self) -> str:
         with storage_errors(f"beginning to save {self._final}"):
             self._check_target()
             self._final.parent.mkdir(parents=True, exist_ok=True)
             sweep(str(self._final.parent), spare=self._saving.name)
             for _ in range(_ATTEMPTS):
                 if self._claim():
-                    return
+                    save_id = secrets.token_hex(8)
+                    os.write(self._lock_fd, save_id.encode())
+                    return save_id
         raise StorageError(
             errno.EBUSY, f"{self._saving}: other processes remove it again and again"
         )
 
-    def _check_target(self) -> None:
+    def _check_target(self) -> bool:
+        """Return whether there is a checkpoint of ours, which may be replaced.
+
+        Raises:
+            StorageError: there is something else, or something else beside it.
+        """
         if not self._final.exists() and not self._final.is_symlink():
-            return
+            return False
         if not self._final.is_dir() or self._final.is_symlink():
             raise StorageError(
                 errno.EEXIST, f"{self._final}: there is something that is not a folder"
             )
-        if any(self._final.iterdir()) and not (self._final / MANIFEST).exists():
+        if not os.listdir(self._final):
+            return False
+        try:
+            files, names = _claims(self._final)
+        except (CorruptionError, UnsupportedError, StorageError) as error:
             raise StorageError(
                 errno.EEXIST,
-                f"{self._final}: the folder holds files that are not a TorchRelay checkpoint; save "
-                "elsewhere",
+                f"{self._final}: the folder holds files that are not a TorchRelay checkpoint, or "
+                f"not a whole one ({error}); it is left alone: save elsewhere",
+            ) from None
+        foreign = [name for name in names if not _is_ours(name, files)]
+        if foreign:
+            raise StorageError(
+                errno.EEXIST,
+                f"{self._final}: the checkpoint is not replaced, because {min(foreign)!r} in its "
+                "folder is not part of it; move that, or save elsewhere",
             )
+        return True
 
     def _claim(self) -> bool:
         """Return whether the folder for saving is now ours; False: try again."""
@@ -335,6 +370,17 @@ class LocalTransaction:
             return False
         self._lock_fd = lock_fd
         return True
+
+    def join(self, save_id: str) -> None:
+        try:
+            found = (self._saving / LOCK).read_bytes()
+        except OSError as error:
+            code, reason = error.errno or errno.EIO, error.strerror
+        else:
+            if found == save_id.encode():
+                return
+            code, reason = errno.EBUSY, "it belongs to another save"
+        raise StorageError(code, f"{self._saving}: {reason}; {not_shared(self.location)}")
 
     def create(self, name: str) -> _LocalSink:
         return _LocalSink(str(self._saving / name), self._fsync)
@@ -365,7 +411,7 @@ class LocalTransaction:
                 )
 
     def _publish(self) -> None:
-        if (self._final / MANIFEST).exists():
+        if self._check_target():
             self._replace()
             return
         os.rename(self._saving, self._final)
@@ -422,20 +468,88 @@ class LocalTransaction:
             self.release()
 
 
+def heads(parent: str) -> dict[str, Head]:
+    """Return the first line of each manifest of ours directly inside ``parent``, by path.
+
+    Folders come before symbolic links to folders.
+    """
+    try:
+        with os.scandir(parent) as entries:
+            found = [entry for entry in entries if not entry.name.startswith(".")]
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise StorageError(error.errno or 0, f"{parent}: {error.strerror}") from error
+    found.sort(key=lambda entry: (entry.is_symlink(), entry.name))
+    all_heads = {os.path.join(parent, entry.name): _head(Path(entry.path)) for entry in found}
+    return {path: head for path, head in all_heads.items() if head is not None}
+
+
+def linked(parent: str) -> frozenset[str]:
+    """Return the paths in ``parent`` of its symbolic links, and of what they point to."""
+    with storage_errors(f"listing {parent}"), os.scandir(parent) as entries:
+        links = [entry.path for entry in entries if entry.is_symlink()]
+    real = os.path.realpath(parent)
+    targets = [os.path.split(os.path.realpath(link)) for link in links]
+    there = [os.path.join(parent, name) for folder, name in targets if folder == real]
+    return frozenset([*links, *there])
+
+
+def _head(path: Path) -> Head | None:
+    """Return the first line of the manifest in a folder; None if there is none of ours."""
+    with contextlib.suppress(CorruptionError, StorageError):
+        return _read(path, lambda folder: _manifest.head_of(*_manifest.first_bytes(folder)))
+    return None
+
+
+def _claims(path: Path) -> tuple[frozenset[str], list[str]]:
+    """Return the data files of a checkpoint of ours, and the names of all files in its folder.
+
+    Raises:
+        CorruptionError, UnsupportedError, StorageError: there is no whole one.
+    """
+    return _read(path, lambda folder: (_manifest.claims_of(folder), folder.names()))
+
+
+def _read(path: Path, read: Callable[[LocalFolder], T]) -> T:
+    """Return what ``read`` finds in a folder; again if another has replaced it meanwhile."""
+    while True:
+        with contextlib.closing(LocalFolder(str(path))) as folder:
+            try:
+                return read(folder)
+            except (CorruptionError, StorageError):
+                if not folder.replaced:
+                    raise
+
+
+def _is_ours(name: str, files: frozenset[str]) -> bool:
+    """Return whether a file in a checkpoint of ours, whose data files are ``files``, is its own."""
+    return name == MANIFEST or name in files or _WORKING.fullmatch(name) is not None
+
+
 def remove(path: str) -> None:
-    """Remove a checkpoint; others see it whole or not at all."""
+    """Remove a checkpoint; others see it whole or not at all. Files of others in it stay.
+
+    Raises:
+        CorruptionError, UnsupportedError: it is not a checkpoint of ours.
+        StorageError: it cannot be removed.
+    """
+    folder = Path(path)
+    _claims(folder)
     with storage_errors(f"removing {path}"):
-        _throw_away(Path(path))
+        _throw_away(folder)
 
 
 def sweep(parent: str, spare: str = "") -> None:
     """Remove what killed savers have left in ``parent``, except the name ``spare``."""
-    for name in os.listdir(parent):
-        path = Path(parent, name)
-        if _TEMPORARY.fullmatch(name):
-            if name != spare:
-                _remove_if_abandoned(path)
-        elif (path / MANIFEST).exists():
+    with os.scandir(parent) as entries:
+        folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for path in folders:
+        if _TEMPORARY.fullmatch(path.name):
+            if path.name != spare:
+                with contextlib.suppress(OSError):  # another user's: that user's next save can
+                    _remove_if_abandoned(path)
+        elif _head(path) is not None:
             # Its saver may have been killed right before or after the commit.
             _tidy(path)
 
@@ -444,9 +558,16 @@ def _tidy(path: Path) -> None:
     """Remove what its saver needed from a committed checkpoint. Others may do so at the same
     time.
     """
-    for pattern in (f"{LOCK}*", "part-*.json*"):
-        for left in path.glob(pattern):
-            left.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            if _WORKING.fullmatch(name):
+                _unlink(path / name)
+
+
+def _unlink(path: Path) -> None:
+    # a folder of that name is not ours
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        os.unlink(path)
 
 
 def _remove_if_abandoned(path: Path) -> bool:
@@ -455,7 +576,7 @@ def _remove_if_abandoned(path: Path) -> bool:
     A folder for saving always holds its owner's lock: only the holder of the lock may rename it.
     """
     try:
-        fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         if not path.name.endswith(_SAVING):
             _throw_away(path)
@@ -473,10 +594,31 @@ def _remove_if_abandoned(path: Path) -> bool:
 
 
 def _throw_away(path: Path) -> None:
-    """Rename a folder, so that no process sees half of it, and remove it."""
+    """Rename a folder of ours, so that no process sees half of it, and remove our files in it.
+
+    If files of others are left, the folder gets its name back.
+    """
     trash = path
     if not path.name.endswith(_TRASH):
         trash = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.{_TRASH}")
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        if not _empty(trash):
+            original = _TEMPORARY.fullmatch(trash.name)
+            with contextlib.suppress(OSError):  # the name is in use again
+                os.rename(trash, trash.with_name(original[1] if original else trash.name))
+            return
+        os.rmdir(trash)
+
+
+def _empty(folder: Path) -> bool:
+    """Remove our files in a folder whose name is ours; return whether it is empty now."""
+    try:
+        files, _ = _claims(folder)
+    except (CorruptionError, UnsupportedError, StorageError):
+        files = frozenset(filter(DATA_NAME.fullmatch, os.listdir(folder)))
+    ours = [name for name in os.listdir(folder) if _is_ours(name, files)]
+    for name in sorted(ours, key=MANIFEST.__eq__):  # it lists our files, so it goes last
+        _unlink(folder / name)
+    return not os.listdir(folder)

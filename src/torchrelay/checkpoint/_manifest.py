@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import tiling_fault
@@ -25,6 +25,7 @@ from torchrelay.checkpoint._data_file import MAX_HEADER_BYTES
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
     DTYPES,
+    MANIFEST,
     Box,
     Chunk,
     DataFile,
@@ -34,19 +35,28 @@ from torchrelay.checkpoint._types import (
 )
 from torchrelay.errors import CorruptionError, UnsupportedError
 
+if TYPE_CHECKING:
+    from torchrelay.checkpoint._storage import Folder
+
 __all__ = [
+    "HEAD_BYTES",
     "MAX_MANIFEST_BYTES",
     "VERSION",
+    "Head",
+    "all_bytes",
+    "check_whole",
     "chunk_text",
+    "claims_of",
+    "first_bytes",
     "from_bytes",
-    "id_of",
-    "saved_at_ns",
+    "head_of",
     "tensor_text",
     "to_bytes",
 ]
 
 FORMAT, VERSION = "torchrelay-checkpoint", 1
 MAX_MANIFEST_BYTES = 1 << 30
+HEAD_BYTES = 8192  # at least as long as any first line
 _MAX_INT = (1 << 63) - 1
 _MAX_DIMS = 64
 _MAX_BLOCK_BYTES = 1 << 30
@@ -56,9 +66,22 @@ _TAIL = ',\n"crc32c":"{:08x}"}}\n'
 _TAIL_BYTES = len(_TAIL.format(0))
 
 
+class Head(NamedTuple):
+    """The first line of a manifest: which checkpoint it is of.
+
+    ``name`` is the last part of the path that it was saved to; a copy or a renamed folder has
+    another. ``saved_at_ns`` is by the clock of the rank that committed it.
+    """
+
+    id: str
+    name: str
+    saved_at_ns: int
+
+
 def to_bytes(
     *,
     save_id: str,
+    name: str,
     saved_at_ns: int,
     world_size: int,
     files: Mapping[str, DataFile],
@@ -74,6 +97,7 @@ def to_bytes(
         "version": VERSION,
         "saved_at_ns": saved_at_ns,
         "id": save_id,
+        "name": name,
         "world_size": world_size,
         "block_bytes": BLOCK_BYTES,
     }
@@ -118,24 +142,81 @@ def _file_json(file: DataFile) -> dict[str, Any]:
     }
 
 
-def saved_at_ns(data: bytes, where: str) -> int:
-    """Return when the checkpoint was committed, by its saver's clock, from the first line.
+def head_of(data: bytes, where: str) -> Head:
+    """Return the first line of a manifest of ours from its first bytes; it is not verified.
 
     Raises:
-        CorruptionError: it is damaged, or of another format.
+        CorruptionError: it is not a manifest of ours.
     """
-    _check_tail(data, where)
-    head = _parse(data.partition(b",\n")[0] + b"}", where)
-    return _Reader(where).integer(head, "saved_at_ns")
+    record = _parse(data.partition(b",\n")[0] + b"}", where)
+    reader = _Reader(where)
+    reader.check_format(record)
+    return Head(
+        reader.field(record, "id", str),
+        reader.field(record, "name", str),
+        reader.integer(record, "saved_at_ns"),
+    )
 
 
-def id_of(first_line: bytes, where: str) -> str:
-    """Return the id in a manifest's first line, which is not verified.
+def check_whole(data: bytes, where: str) -> None:
+    """Compare a manifest with its checksum.
 
     Raises:
-        CorruptionError: the manifest is of another format.
+        CorruptionError: they differ.
     """
-    return str(_Reader(where).field(_parse(first_line.rstrip(b",\n") + b"}", where), "id", str))
+    body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
+    if tail != _TAIL.format(_native.crc32c(body)).encode():
+        raise CorruptionError(
+            f"{where}: the manifest is damaged or cut short (its checksum does not match)"
+        )
+
+
+def first_bytes(folder: Folder, most: int = HEAD_BYTES) -> tuple[bytes, str]:
+    """Return the first ``most`` bytes of the manifest in a folder, and its path.
+
+    Raises:
+        CorruptionError: it is missing.
+        StorageError: it cannot be read.
+    """
+    data = bytearray(min(folder.size_bytes(MANIFEST), most))
+    folder.read(MANIFEST, 0, memoryview(data))
+    return bytes(data), f"{folder.location}/{MANIFEST}"
+
+
+def all_bytes(folder: Folder) -> tuple[bytes, str]:
+    """Return the bytes of the manifest in a folder, and its path.
+
+    Raises:
+        CorruptionError: it is missing or too large.
+        StorageError: it cannot be read.
+    """
+    data, where = first_bytes(folder, MAX_MANIFEST_BYTES + 1)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptionError(
+            f"{where}: more bytes than a manifest may have ({MAX_MANIFEST_BYTES})"
+        )
+    return data, where
+
+
+def claims_of(folder: Folder) -> frozenset[str]:
+    """Return the names of the data files that the manifest in a folder claims as its own.
+
+    Whatever else lies beside it belongs to somebody else.
+
+    Raises:
+        CorruptionError: it is missing, damaged, or not a manifest of ours.
+        UnsupportedError: a version of TorchRelay wrote it that this one does not know.
+        StorageError: it cannot be read.
+    """
+    data, where = all_bytes(folder)
+    reader = _Reader(where)
+    start, *rest = data.split(b",\n", 2)
+    head = _parse(start + b"}", where)
+    reader.check_format(head)
+    check_whole(data, where)
+    reader.check_version(head)
+    files = reader.field(_parse(b"{" + rest[0] + b"}", where), "files", dict)
+    return frozenset(filter(_FILE_NAME.fullmatch, files))
 
 
 def from_bytes(data: bytes, where: str) -> Manifest:
@@ -167,29 +248,10 @@ def _no_collection() -> Iterator[None]:
 def _from_bytes(data: bytes, where: str) -> Manifest:
     document = _parse(data, where)
     reader = _Reader(where)
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        reader.fail("it is not the manifest of a TorchRelay checkpoint")
-    version = reader.integer(document, "version")
-    if version != VERSION:
-        raise UnsupportedError(
-            f"{where}: the checkpoint has format version {version}, this TorchRelay reads version "
-            f"{VERSION}; "
-            + (
-                "update TorchRelay"
-                if version > VERSION
-                else "convert it with the version that wrote it"
-            )
-        )
-    _check_tail(data, where)
+    reader.check_format(document)
+    reader.check_version(document)
+    check_whole(data, where)
     return reader.manifest(document)
-
-
-def _check_tail(data: bytes, where: str) -> None:
-    body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
-    if tail != _TAIL.format(_native.crc32c(body)).encode():
-        raise CorruptionError(
-            f"{where}: the manifest is damaged or cut short (its checksum does not match)"
-        )
 
 
 def _parse(data: bytes, where: str) -> Any:
@@ -215,6 +277,23 @@ class _Reader:
 
     def fail(self, what: str) -> NoReturn:
         raise CorruptionError(f"{self._where}: {what}")
+
+    def check_format(self, document: Any) -> None:
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            self.fail("it is not the manifest of a TorchRelay checkpoint")
+
+    def check_version(self, document: Any) -> None:
+        version = self.integer(document, "version")
+        if version != VERSION:
+            raise UnsupportedError(
+                f"{self._where}: the checkpoint has format version {version}, this TorchRelay "
+                f"reads version {VERSION}; "
+                + (
+                    "update TorchRelay"
+                    if version > VERSION
+                    else "convert it with the version that wrote it"
+                )
+            )
 
     def field(self, record: Any, name: str, kind: type, what: str = "the manifest") -> Any:
         if not isinstance(record, dict) or name not in record:

@@ -8,6 +8,7 @@ cache.
 from __future__ import annotations
 
 import threading
+import warnings
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +23,20 @@ from numpy.typing import NDArray
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
 from torchrelay.checkpoint._data_file import header_size, parse_header
-from torchrelay.checkpoint._state import byte_view
 from torchrelay.checkpoint._storage import Folder
+from torchrelay.checkpoint._tensors import byte_view
 from torchrelay.checkpoint._types import Box, Chunk, Manifest, TensorEntry
 from torchrelay.errors import CorruptionError
 
-__all__ = ["VERIFY", "Blocks", "ChunkReader", "Segment", "segments_of", "whole_segments"]
+__all__ = [
+    "VERIFY",
+    "Blocks",
+    "ChunkReader",
+    "Segment",
+    "segments_of",
+    "warn_without_checksums",
+    "whole_segments",
+]
 
 Blocks = dict[str, NDArray[np.bool_]]  # of each file, whether a block is meant
 Task = tuple[Callable[..., None], tuple[object, ...]]
@@ -216,7 +225,7 @@ class ChunkReader:
                 for chunk in entry.chunks:
                     chunks[chunk.file].append((key, chunk, entry.chunk_bytes(chunk)))
             self._files = {file: _FileBlocks.of(found) for file, found in chunks.items()}
-        return self._files[name]
+        return self._files.get(name) or _FileBlocks.of([])
 
     def _verify_range(
         self,
@@ -244,6 +253,35 @@ class ChunkReader:
         if progress is not None:
             progress(end - start)
 
+    def verify_padding(self) -> None:
+        """Check that all bytes of the data files that belong to no tensor are zero.
+
+        Raises:
+            CorruptionError: some are not; the message names file and bytes.
+        """
+        if self._manifest.id:  # other writers may leave anything there
+            self._run([(self._verify_gaps, (name,)) for name in self._manifest.files])
+
+    def _verify_gaps(self, name: str) -> None:
+        file = self._manifest.files[name]
+        end = file.header_bytes
+        for _, chunk, size in self._file_blocks(name).chunks:
+            self._verify_zeros(name, end, chunk.start)
+            end = max(end, chunk.start + size)
+        self._verify_zeros(name, end, file.size_bytes)
+
+    def _verify_zeros(self, name: str, start: int, end: int) -> None:
+        while start < end:
+            size = min(end - start, self._limit_bytes)
+            piece = bytearray(size)
+            self._folder.read(name, start, memoryview(piece))
+            if any(piece):
+                raise CorruptionError(
+                    f"{self._folder.location}/{name}: the padding between bytes {start} and "
+                    f"{start + size} is damaged: it is not zero"
+                )
+            start += size
+
     def _buffer(self, size: int) -> memoryview:
         """Return the reused buffer of this thread."""
         held = getattr(self._local, "buffer", None)
@@ -265,7 +303,8 @@ class ChunkReader:
         tasks: list[Task] = []
         for segment, target in targets:
             if _is_direct(segment, target):
-                torch.autograd.graph.increment_version(target)
+                if not target.is_inference():  # such tensors have no version
+                    torch.autograd.graph.increment_version(target)
                 view, chunk = byte_view(target), segment.chunk
                 start = chunk.start + _span(segment.entry, chunk, segment.inner)[0]
                 tasks += [
@@ -306,7 +345,7 @@ class ChunkReader:
             slice(a - b, a - b + size)
             for a, b, size in zip(part.offsets, segment.inner.offsets, part.sizes, strict=True)
         )
-        with torch.no_grad():
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
             target[within].copy_(found)
         if progress is not None:
             progress(part.numel * segment.entry.dtype.itemsize)
@@ -356,6 +395,16 @@ def _ranges(numbers: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1 or i - first == longest:
             yield numbers[first], numbers[i - 1] + 1
             first = i
+
+
+def warn_without_checksums(manifest: Manifest, location: str) -> None:
+    """Warn about a checkpoint of ours whose data ``verify="data"`` cannot verify."""
+    if manifest.id and not manifest.has_checksums:
+        warnings.warn(
+            f"{location}: saved with checksum=False, so verify='data' checks sizes and headers "
+            "only; to silence this warning, load it with verify='header'",
+            stacklevel=4,
+        )
 
 
 def whole_segments(manifest: Manifest) -> Iterator[Segment]:

@@ -1,7 +1,10 @@
 """Checkpoints at fsspec URLs: object stores without rename, where putting one object is atomic.
 
-The manifest is the commit marker: it is put last. A marker object named ``saving.json`` holds the
-id of the save in progress, so that of two savers at most one commits.
+The manifest is the commit marker: it is put last. A marker object named ``torchrelay-saving.json``
+holds the id of the save in progress, so that of two savers at most one commits; while a checkpoint
+is being removed, the marker records that instead. Objects are removed one by one: those that a
+manifest of ours lists, and beside a marker of ours those whose names a save uses. Whatever else is
+there is somebody else's.
 """
 
 from __future__ import annotations
@@ -9,17 +12,22 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torchrelay import _native
 from torchrelay.checkpoint import _manifest
-from torchrelay.checkpoint._types import MANIFEST
+from torchrelay.checkpoint._failures import not_shared, removed_error
+from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME
 from torchrelay.errors import CorruptionError, StorageError, TorchRelayError, UnavailableError
 
-__all__ = ["RemoteFolder", "RemoteTransaction", "children", "remove"]
+__all__ = ["RemoteFolder", "RemoteTransaction", "has_manifest", "heads", "remove", "sweep"]
 
-_MARKER = "saving.json"
+_MARKER = "torchrelay-saving.json"
+_REMOVING = b"removing"  # in a marker, instead of the id of a save
+_REMOVERS = 8  # requests at once
 
 
 def open_url(url: str) -> tuple[Any, str]:
@@ -31,9 +39,7 @@ def open_url(url: str) -> tuple[Any, str]:
     try:
         import fsspec  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
     except ImportError:
-        raise UnavailableError(
-            f"{url}: needs fsspec; pip install 'torchrelay[checkpoint]'"
-        ) from None
+        raise UnavailableError(f"{url}: needs fsspec; pip install fsspec") from None
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -64,16 +70,34 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         self.location = url.rstrip("/")
         self._fs, self._root = open_url(url)
+        self._fs.invalidate_cache()  # what other processes wrote
+        self._was_read = False
+
+    @property
+    def removed(self) -> bool:
+        return self._was_read and _content(self._fs, f"{self._root}/{MANIFEST}", 1) is None
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            with remote_errors(what):
+                yield
+        except CorruptionError:
+            if self.removed:
+                raise removed_error(self.location) from None
+            raise
 
     def size_bytes(self, name: str) -> int:
-        with remote_errors(f"{self.location}/{name}"):
-            return int(self._fs.info(f"{self._root}/{name}")["size"])
+        with self._errors(f"{self.location}/{name}"):
+            size = int(self._fs.info(f"{self._root}/{name}")["size"])
+        self._was_read = True
+        return size
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
         if not len(into):
             return
         where = f"{self.location}/{name}"
-        with remote_errors(f"reading {where} at byte {offset}"):
+        with self._errors(f"reading {where} at byte {offset}"):
             data = self._fs.cat_file(f"{self._root}/{name}", start=offset, end=offset + len(into))
         if len(data) != len(into):
             raise CorruptionError(
@@ -129,20 +153,42 @@ class RemoteTransaction:
         self._fs, self._root = open_url(url)
         self._id = ""
 
-    def begin(self) -> None:
+    def begin(self) -> str:
         with remote_errors(f"beginning to save {self.location}"):
             self._fs.invalidate_cache()
-            if self._fs.exists(f"{self._root}/{MANIFEST}"):
-                raise StorageError(
-                    errno.EEXIST,
-                    f"{self.location}: there is a checkpoint already, and an object store cannot "
-                    "replace it in one step; save under another name",
-                )
-            if self._fs.exists(self._root):
-                self._fs.rm(self._root, recursive=True)
+            names = _names(self._fs, self._root)
+            self._check_target(names)
+            _remove_objects(self._fs, self._root, names)
             self._fs.makedirs(self._root, exist_ok=True)
             self._id = secrets.token_hex(8)
             self._fs.pipe_file(f"{self._root}/{_MARKER}", self._id.encode())
+            return self._id
+
+    def join(self, save_id: str) -> None:
+        with remote_errors(f"reading {self.location}/{_MARKER}"):
+            if _content(self._fs, f"{self._root}/{_MARKER}") != save_id.encode():
+                raise StorageError(errno.ENOENT, not_shared(self.location))
+
+    def _check_target(self, names: list[str]) -> None:
+        """Check that there is nothing, or what an interrupted save has left.
+
+        Raises:
+            StorageError: there is something else.
+        """
+        if MANIFEST in names and _head(self._fs, self._root) is not None:
+            raise StorageError(
+                errno.EEXIST,
+                f"{self.location}: there is a checkpoint already, and an object store cannot "
+                "replace it in one step; save under another name",
+            )
+        ours = _of_a_save(names) if _MARKER in names else []
+        foreign = [name for name in names if name not in ours]
+        if foreign:
+            raise StorageError(
+                errno.EEXIST,
+                f"{self.location}: there are objects that are not of a TorchRelay checkpoint, "
+                f"such as {min(foreign)!r}; they are left alone: save elsewhere",
+            )
 
     def create(self, name: str) -> _RemoteSink:
         return _RemoteSink(self._fs, f"{self._root}/{name}", f"{self.location}/{name}")
@@ -155,54 +201,51 @@ class RemoteTransaction:
                     errno.EIO, f"{self.location}/{name}: not the {size_bytes} bytes written"
                 )
         with remote_errors(f"committing {self.location}"):
-            marker = f"{self._root}/{_MARKER}"
-            if not self._fs.exists(marker) or self._fs.cat_file(marker) != self._id.encode():
+            if not self._is_ours():
                 self._id = ""
                 raise StorageError(
                     errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
                 )
             self._fs.pipe_file(f"{self._root}/{MANIFEST}", manifest)
             self._id = ""
-            for name in self._fs.ls(self._root, detail=False):
-                if name.endswith(f"/{_MARKER}") or "/part-" in name:
-                    self._fs.rm_file(name)
+            working = [name for name in _names(self._fs, self._root) if _is_working(name)]
+            _remove_objects(self._fs, self._root, working)
+
+    def _is_ours(self) -> bool:
+        """Return whether no other save to this path has begun."""
+        return _content(self._fs, f"{self._root}/{_MARKER}") == self._id.encode()
 
     def discard(self) -> None:
         if self._id:
-            self._id = ""
             with remote_errors(f"discarding {self.location}"):
-                if self._fs.exists(self._root):
-                    self._fs.rm(self._root, recursive=True)
+                if self._is_ours():
+                    left = _of_a_save(_names(self._fs, self._root))
+                    _remove_objects(self._fs, self._root, left)
+            self._id = ""
 
-    def hand_over(self) -> tuple[str, tuple[int, ...]]:
-        return self._id, ()
+    def hand_over(self) -> tuple[int, ...]:
+        return ()
 
     def release(self) -> None:
         self._id = ""
 
-    def take_over(self, token: str, fds: Sequence[int]) -> None:
-        self._id = token
+    def take_over(self, save_id: str, fds: Sequence[int]) -> None:
+        self._id = save_id
 
     def open_note(self, name: str) -> _RemoteNote:
         return _RemoteNote(self._fs, f"{self._root}/{name}", f"{self.location}/{name}")
 
     def read_note(self, name: str) -> bytes | None:
         with remote_errors(f"reading {self.location}/{name}"):
-            self._fs.invalidate_cache()
-            path = f"{self._root}/{name}"
-            return self._fs.cat_file(path) if self._fs.exists(path) else None
+            return _content(self._fs, f"{self._root}/{name}")
 
     def under_way(self, note: str) -> bool:
         return self.read_note(note) is not None and self.committed_id() is None
 
     def committed_id(self) -> str | None:
         with remote_errors(f"reading {self.location}/{MANIFEST}"):
-            self._fs.invalidate_cache()
-            path = f"{self._root}/{MANIFEST}"
-            if not self._fs.exists(path):
-                return None
-            first = self._fs.cat_file(path, start=0, end=4096).partition(b"\n")[0]
-            return _manifest.id_of(first, f"{self.location}/{MANIFEST}")
+            head = _head(self._fs, self._root)
+        return head and head.id
 
 
 class _RemoteNote:
@@ -216,20 +259,127 @@ class _RemoteNote:
             self._fs.pipe_file(self._path, content)
 
 
-def children(url: str) -> list[str]:
-    """Return the URLs of the entries directly inside ``url``."""
+def heads(url: str) -> dict[str, Head]:
+    """Return the first line of each manifest of ours directly inside ``url``, by URL."""
     fs, root = open_url(url)
     with remote_errors(f"listing {url}"):
         fs.invalidate_cache()
-        if not fs.exists(root):
-            return []
-        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in fs.ls(root, detail=True)]
-    return [f"{url.rstrip('/')}/{name}" for name in names]
+        names = _folders(fs, root)
+        paths = [f"{root}/{name}/{MANIFEST}" for name in names]
+        firsts = fs.cat_ranges(paths, 0, _manifest.HEAD_BYTES, on_error="return") if paths else []
+    found = {}
+    for name, first in zip(names, firsts, strict=True):
+        where = f"{url.rstrip('/')}/{name}"
+        if isinstance(first, bytes):
+            with suppress(CorruptionError):
+                found[where] = _manifest.head_of(first, f"{where}/{MANIFEST}")
+        elif not isinstance(first, FileNotFoundError | PermissionError):
+            with remote_errors(f"reading {where}/{MANIFEST}"):
+                _content(fs, f"{root}/{name}/{MANIFEST}", 1)  # raises, unless it is empty
+    return found
+
+
+def has_manifest(url: str) -> bool:
+    """Return whether ``url`` is a checkpoint, and not a folder of them."""
+    fs, root = open_url(url)
+    with remote_errors(f"reading {url}"):
+        return _content(fs, f"{root}/{MANIFEST}", 1) is not None
 
 
 def remove(url: str) -> None:
-    """Remove a checkpoint: its manifest first, so that the rest is not a checkpoint."""
+    """Remove a checkpoint: its manifest first, so that the rest is not a checkpoint. Objects of
+    others in it stay.
+
+    Raises:
+        CorruptionError, UnsupportedError: it is not a checkpoint of ours.
+        StorageError: it cannot be removed.
+    """
+    files = _manifest.claims_of(RemoteFolder(url))
     fs, root = open_url(url)
     with remote_errors(f"removing {url}"):
+        # If this process is killed, the marker lets another one go on.
+        fs.pipe_file(f"{root}/{_MARKER}", _REMOVING)
         fs.rm_file(f"{root}/{MANIFEST}")
-        fs.rm(root, recursive=True)
+        names = _names(fs, root)
+        _remove_objects(fs, root, [name for name in names if name in files or _is_working(name)])
+
+
+def sweep(url: str) -> None:
+    """Finish the removals in ``url`` whose processes were killed."""
+    fs, root = open_url(url)
+    with remote_errors(f"listing {url}"):
+        fs.invalidate_cache()
+        for name in _folders(fs, root):
+            folder = f"{root}/{name}"
+            if _content(fs, f"{folder}/{_MARKER}") == _REMOVING:
+                names = _names(fs, folder)
+                if MANIFEST not in names:
+                    _remove_objects(fs, folder, _of_a_save(names))
+
+
+def _content(fs: Any, path: str, most: int | None = None) -> bytes | None:
+    """Return the first bytes of an object; None if there is none. Asks the server."""
+    end = {} if most is None else {"start": 0, "end": most}
+    try:
+        content: bytes = fs.cat_file(path, **end)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        if not end or fs.info(path)["size"]:
+            raise
+        return b""  # which has no range
+    return content
+
+
+def _head(fs: Any, root: str) -> Head | None:
+    """Return the first line of the manifest in a folder; None if there is none of ours."""
+    first = _content(fs, f"{root}/{MANIFEST}", _manifest.HEAD_BYTES)
+    with suppress(CorruptionError):
+        return None if first is None else _manifest.head_of(first, f"{root}/{MANIFEST}")
+    return None
+
+
+def _names(fs: Any, root: str) -> list[str]:
+    """Return the names directly inside a folder."""
+    return [name for name, _ in _entries(fs, root)]
+
+
+def _folders(fs: Any, root: str) -> list[str]:
+    return sorted(name for name, kind in _entries(fs, root) if kind == "directory")
+
+
+def _entries(fs: Any, root: str) -> list[tuple[str, str]]:
+    """Return the name and type of each entry of a folder, as the server has them now."""
+    fs.invalidate_cache()
+    try:
+        entries = fs.ls(root, detail=True)
+    except FileNotFoundError:
+        return []
+    found = [(entry["name"].rstrip("/"), entry["type"], entry.get("size")) for entry in entries]
+    # The folder itself may be listed too, where an empty object marks it.
+    return [(name.rpartition("/")[2], kind) for name, kind, size in found if name != root or size]
+
+
+def _is_working(name: str) -> bool:
+    """Return whether an object is one that a saver needs beside the checkpoint's own."""
+    return name == _MARKER or NOTE_NAME.fullmatch(name) is not None
+
+
+def _of_a_save(names: list[str]) -> list[str]:
+    """Return the names that a save uses before its commit."""
+    return [name for name in names if DATA_NAME.fullmatch(name) or _is_working(name)]
+
+
+def _remove_objects(fs: Any, root: str, names: list[str]) -> None:
+    """Remove objects, the marker last, and their folder if it is empty then."""
+
+    def remove_object(name: str) -> None:
+        with suppress(FileNotFoundError):
+            fs.rm_file(f"{root}/{name}")
+
+    with ThreadPoolExecutor(_REMOVERS, "torchrelay-checkpoint") as pool:
+        list(pool.map(remove_object, [name for name in names if name != _MARKER]))
+    if _MARKER in names:
+        remove_object(_MARKER)
+    with suppress(OSError, NotImplementedError):  # not empty, or the store has no folders
+        fs.rmdir(root)

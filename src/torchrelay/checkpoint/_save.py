@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint._assemble import Description, PartRecord, assemble, record_of
-from torchrelay.checkpoint._catalog import retain
+from torchrelay.checkpoint._catalog import Keep, check_keep, retain
 from torchrelay.checkpoint._group import Group, group_of
 from torchrelay.checkpoint._inventory import Inventory, agree, sources_of, take_inventory
 from torchrelay.checkpoint._progress import Progress, tracking
-from torchrelay.checkpoint._storage import open_transaction
+from torchrelay.checkpoint._storage import Path, open_transaction, split
 from torchrelay.checkpoint._write import MAX_STAGING_BYTES, default_threads, write_part
 from torchrelay.errors import ArgumentError
 
@@ -23,9 +22,9 @@ __all__ = ["check_count", "gather_inventory", "save"]
 
 def save(
     state: Any,
-    path: str | os.PathLike[str],
+    path: Path,
     *,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     threads: int | None = None,
     fsync: bool = True,
     checksum: bool = True,
@@ -45,8 +44,9 @@ def save(
             ShardedTensor), plain values, modules and optimizers. A tensor that is not sharded, and
             a value, is taken to be the same on all ranks that have its key.
         path: the folder to write, or any fsspec URL; all ranks must see the same.
-        keep: remove all but the newest ``keep`` checkpoints in the folder around ``path``, once
-            this one is committed.
+        keep: once this checkpoint is committed, remove older ones of its series, which are those
+            in the same folder whose names differ in the last number only: all but the newest
+            ``keep``, or but those that a :class:`Keep` names.
         threads: how many write at once on each rank; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk when this returns.
         checksum: whether to store CRC32C checksums.
@@ -66,14 +66,16 @@ def save(
         PeerLostError: a rank died. The checkpoint that was at ``path`` before is intact.
     """
     threads = check_count("threads", threads, default_threads())
-    check_count("keep", keep, 1)
+    rule = check_keep(keep, path)
     check_count("max_staging_bytes", max_staging_bytes, 1)
     ranks = group_of(group, no_dist)
     mine, everyone = gather_inventory(state, ranks)
     sources = sources_of(mine, everyone, ranks)
     transaction = open_transaction(path, fsync=fsync)
+    _, name = split(path)
 
     def write() -> PartRecord:
+        transaction.join(save_id)
         size_bytes = sum(source.size_bytes for source in sources)
         with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
             part = write_part(
@@ -87,14 +89,16 @@ def save(
             )
         return record_of(part)
 
-    ranks.coordinate(transaction.begin)
+    save_id = ranks.coordinate(transaction.begin)
     try:
-        ranks.conclude(write, lambda records: transaction.commit(*assemble(everyone, records)))
+        ranks.conclude(
+            write, lambda records: transaction.commit(*assemble(everyone, records, name=name))
+        )
     finally:
         if ranks.is_coordinator:
             transaction.discard()  # does nothing after a commit
-    if keep is not None:
-        ranks.coordinate(lambda: retain(path, keep))
+    if rule is not None:
+        ranks.coordinate(lambda: retain(path, rule))
 
 
 def check_count(name: str, value: int | None, default: int) -> int:

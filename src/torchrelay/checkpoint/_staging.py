@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from torchrelay.buffers import Segment
-from torchrelay.checkpoint._state import plain
+from torchrelay.checkpoint._tensors import plain
 from torchrelay.checkpoint._write import Source
 
 __all__ = ["Staging"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("torchrelay.checkpoint")
 _ALIGNMENT = 64
 
 

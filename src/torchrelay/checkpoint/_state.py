@@ -1,36 +1,36 @@
-"""A flattened state, with the blocks of each tensor that this process holds."""
+"""A nested state as leaves by key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchrelay import _torch
-from torchrelay.checkpoint._types import DTYPES, Box, Dtype
-from torchrelay.deferred import is_deferred
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.checkpoint._types import StatePath
+from torchrelay.errors import ArgumentError, CorruptionError
 
 __all__ = [
+    "MAX_DEPTH",
+    "SUBCLASS",
     "Index",
     "Leaf",
-    "Shard",
-    "TensorState",
-    "as_state",
-    "byte_view",
-    "dtype_of",
+    "Subclass",
+    "check_put",
+    "expand",
     "flatten",
+    "insert",
     "is_stateful",
-    "is_waiting",
-    "plain",
+    "key_of",
+    "leaf_path",
     "put",
-    "source_data",
-    "tensor_state",
 ]
 
-Path = tuple[str | int, ...]
+MAX_DEPTH = 100
+_MAX_GAP = 1_000_000  # items that a list may lack before the one that a path leads to
+SUBCLASS = "$subclass"  # after the key of a tensor that is stored by its parts: its class
 
 
 class Index(int):
@@ -46,46 +46,18 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A block of a tensor in this process's memory.
+class Subclass:
+    """The class of a tensor that is stored by its parts, and what it needs beside them.
 
-    ``holders`` are the global ranks that have the same block; None: every rank whose state has the
-    key.
+    A load compares it; it never replaces it.
     """
 
-    box: Box
-    tensor: torch.Tensor
-    holders: tuple[int, ...] | None
+    name: str
+    context: Any
 
-
-@dataclass(frozen=True)
-class TensorState:
-    """A tensor of the state. ``layout`` is equal on all ranks if they shard the tensor in the same
-    way.
-    """
-
-    dtype: Dtype
-    shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
-    layout: str
-
-
-def as_state(state: Any) -> dict[Any, Any]:
-    """Return the state dict of a module or of another stateful object; a dictionary unchanged.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
-    if isinstance(state, Mapping):
-        return {
-            key: value.state_dict() if is_stateful(value) else value for key, value in state.items()
-        }
-    if is_stateful(state):
-        found: dict[Any, Any] = state.state_dict()
-        return found
-    raise ArgumentError(
-        f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
-    )
+    @property
+    def value(self) -> dict[str, Any]:
+        return {"class": self.name, "context": self.context}
 
 
 def is_stateful(value: Any) -> bool:
@@ -93,136 +65,163 @@ def is_stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def flatten(state: Mapping[Any, Any]) -> dict[str, Leaf]:
-    """Return the leaves of a nested state by key: the path joined by dots, as in DCP.
+def key_of(path: tuple[Any, ...]) -> str:
+    """Return the key of a leaf: its path joined by dots, as in DCP."""
+    return ".".join(map(str, path))
 
-    Dictionaries are flattened, and lists that hold tensors, dictionaries or such lists.
+
+def expand(state: Any) -> dict[str, Leaf]:
+    """Return the leaves of a state by key; of modules and other stateful objects, at any depth,
+    those of their state dicts.
 
     Raises:
-        ArgumentError: two leaves would have the same key.
+        ArgumentError: as for :func:`flatten`, or ``state`` is neither a dictionary nor stateful.
     """
+    if is_stateful(state):
+        state = state.state_dict()
     found: dict[str, Leaf] = {}
-
-    def visit(path: tuple[Any, ...], value: Any) -> None:
-        if isinstance(value, Mapping):
-            for name, item in value.items():
-                visit((*path, name), item)
-        elif isinstance(value, list) and any(map(_is_nested, value)):
-            for index, item in enumerate(value):
-                visit((*path, Index(index)), item)
+    for leaf in flatten(state).values():
+        if is_stateful(leaf.value):
+            inner = expand(leaf.value).values()
+            leaves = [Leaf((*leaf.path, *one.path), one.value) for one in inner]
         else:
-            key = ".".join(map(str, path))
-            if key in found:
-                raise ArgumentError(f"two values of the state have the key {key!r}")
-            found[key] = Leaf(path, value)
-
-    for name, value in state.items():
-        visit((name,), value)
+            leaves = [leaf]
+        for one in leaves:
+            _add(found, one)
     return found
 
 
-def _is_nested(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_is_nested, value))
-    return isinstance(value, Mapping | torch.Tensor)
+def flatten(state: Any) -> dict[str, Leaf]:
+    """Return the leaves of a nested state by key.
+
+    Dictionaries are flattened, lists that hold tensors, dictionaries or stateful objects, tuples
+    that hold tensors or stateful objects, and tensors that are wrappers around others. A stateful
+    object is a leaf.
+
+    Raises:
+        ArgumentError: two leaves would have the same key, the state is nested too deep, or it is no
+            dictionary.
+    """
+    if not isinstance(state, Mapping):
+        raise ArgumentError(
+            f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
+        )
+    found: dict[str, Leaf] = {}
+    _visit(found, (), state)
+    return found
 
 
-def put(state: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Replace the leaf at ``path``."""
-    for step in path[:-1]:
+def _visit(found: dict[str, Leaf], path: tuple[Any, ...], value: Any) -> None:
+    if len(path) > MAX_DEPTH:
+        raise ArgumentError(
+            f"{key_of(path[:3])}...: the state is nested more than {MAX_DEPTH} levels deep"
+        )
+    if is_stateful(value):
+        _add(found, Leaf(path, value))
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            _visit(found, (*path, name), item)
+    elif isinstance(value, list | tuple) and _is_nested(value):
+        for index, item in enumerate(value):
+            _visit(found, (*path, Index(index)), item)
+    elif isinstance(value, torch.Tensor):
+        _visit_tensor(found, path, _torch.waited(value))
+    else:
+        _add(found, Leaf(path, value))
+
+
+def _visit_tensor(found: dict[str, Leaf], path: tuple[Any, ...], tensor: torch.Tensor) -> None:
+    is_plain = _torch.sharding_of(tensor) == "plain" and not tensor.is_nested
+    parts = _torch.parts_of(tensor) if is_plain else None
+    if parts is None:
+        _add(found, Leaf(path, tensor))
+        return
+    names, context = parts
+    kind = type(tensor)
+    described = Subclass(f"{kind.__module__}.{kind.__qualname__}", context)
+    _add(found, Leaf((*path, SUBCLASS), described))
+    for name in names:
+        _visit(found, (*path, name), getattr(tensor, name))
+
+
+def _add(found: dict[str, Leaf], leaf: Leaf) -> None:
+    key = key_of(leaf.path)
+    if key in found:
+        raise ArgumentError(f"two values of the state have the key {key!r}")
+    found[key] = leaf
+
+
+def _is_nested(value: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
+    """Return whether a list or tuple is flattened; those too deep are, to be refused there."""
+    return _holds_tensors(value, depth) or (
+        isinstance(value, list)
+        and any(
+            isinstance(item, Mapping) or (isinstance(item, list) and _is_nested(item, depth + 1))
+            for item in value
+        )
+    )
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        return depth > MAX_DEPTH or any(_holds_tensors(item, depth + 1) for item in items)
+    return isinstance(value, torch.Tensor) or is_stateful(value)
+
+
+def leaf_path(path: StatePath) -> tuple[Any, ...]:
+    """Return the path of a leaf from its form in a manifest."""
+    return tuple(
+        step[0] if isinstance(step, tuple) else Index(step) if type(step) is int else step
+        for step in path
+    )
+
+
+def insert(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Set ``value`` at ``path``, creating dictionaries and lists on the way.
+
+    Raises:
+        CorruptionError: the path leads far behind the end of a list.
+    """
+    here: Any = state
+    for step, following in zip(path, (*path[1:], None), strict=True):
+        if isinstance(here, list):
+            if step > len(here) + _MAX_GAP:
+                raise CorruptionError(f"{key_of(path)}: {step} is an impossible index")
+            here.extend([None] * (step + 1 - len(here)))
+        if following is None:
+            here[step] = value
+            return
+        missing = here[step] is None if isinstance(here, list) else step not in here
+        if missing:
+            here[step] = [] if isinstance(following, Index) else {}
+        here = here[step]
+
+
+def check_put(state: Any, path: tuple[Any, ...]) -> None:
+    """Check that the leaf at ``path`` can be replaced.
+
+    Raises:
+        ArgumentError: a container on the way cannot be changed.
+    """
+    for step in path:
+        if not isinstance(state, tuple | list | MutableMapping):
+            raise ArgumentError(
+                f"{key_of(path)}: the value cannot be replaced, as it is in a "
+                f"{type(state).__name__}; load into a dictionary"
+            )
         state = state[step]
-    state[path[-1]] = value
 
 
-def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
-    """Return how the dtype of ``tensor`` is stored.
-
-    Raises:
-        UnsupportedError: safetensors has no such dtype, or the tensor is not strided.
-    """
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UnsupportedError(f"{key}: a checkpoint cannot hold tensors of {tensor.dtype}")
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(
-            f"{key}: a checkpoint holds strided tensors, not {tensor.layout}; save its parts"
-        )
-    return DTYPES[name]
-
-
-def tensor_state(key: str, tensor: torch.Tensor) -> TensorState:
-    """Return the blocks of ``tensor`` that this process holds.
-
-    It may be a plain tensor, a DTensor, a ShardedTensor, or answer
-    ``torch.distributed._checkpointable``.
-
-    Raises:
-        UnsupportedError: a checkpoint cannot hold its dtype, layout or placement.
-    """
-    dtype, shape = dtype_of(key, tensor), tuple(tensor.shape)
-    kind = _torch.sharding_of(tensor)
-    if kind == "dtensor":
-        return _distributed(key, tensor, dtype, shape)
-    if kind == "plain":
-        return TensorState(dtype, shape, (Shard(Box.whole(shape), tensor.detach(), None),), "whole")
-    shards = tuple(
-        Shard(Box(offsets, tuple(local.shape)), local.detach(), ())
-        for offsets, local in _torch.local_shards(tensor)
-    )
-    return TensorState(dtype, shape, shards, "shards")
-
-
-def _distributed(key: str, tensor: Any, dtype: Dtype, shape: tuple[int, ...]) -> TensorState:
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise UnsupportedError(
-            f"{key}: {tensor.placements} has partial sums; redistribute it to Replicate or Shard "
-            "first"
-        )
-    mesh = tensor.device_mesh
-    layout = f"{tuple(mesh.mesh.flatten().tolist())} {tuple(mesh.shape)} {tensor.placements}"
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return TensorState(dtype, shape, (), layout)
-    same = tuple(
-        slice(None) if placement.is_replicate() else place
-        for placement, place in zip(tensor.placements, coordinate, strict=True)
-    )
-    holders = tuple(sorted(mesh.mesh[same].flatten().tolist()))
-    with torch.no_grad():
-        local = tensor.to_local()
-    blocks = _torch.local_blocks(tensor)
-    shards = tuple(
-        Shard(Box(offsets, sizes), local[within], holders) for offsets, sizes, within in blocks
-    )
-    return TensorState(dtype, shape, shards, layout)
-
-
-def is_waiting(value: Any) -> bool:
-    """Return whether ``value`` is a deferred tensor, or a DTensor over one."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return is_deferred(value) or is_deferred(getattr(value, "_local_tensor", value))
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return a writable view of the bytes of a contiguous CPU tensor; it keeps the tensor alive."""
-    flat = tensor.detach().reshape(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def source_data(tensor: torch.Tensor) -> tuple[Callable[[], memoryview], bool]:
-    """Return a function that returns the bytes of a tensor in row-major order, and whether it
-    copies them.
-    """
-    found = plain(tensor)
-    if found.device.type == "cpu" and found.is_contiguous():
-        return lambda: byte_view(found), False
-    return lambda: byte_view(found.contiguous().cpu()), True
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without lazy conjugation or negation."""
-    return tensor.detach().resolve_conj().resolve_neg()
+def put(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Replace the leaf at ``path``; return ``state``, or the tuple in its place."""
+    if not path:
+        return value
+    step, item = path[0], state[path[0]]
+    new = put(item, path[1:], value)
+    if isinstance(state, tuple):
+        items = [*state[:step], new, *state[step + 1 :]]
+        return state._make(items) if hasattr(state, "_make") else type(state)(items)
+    if new is not item:
+        state[step] = new
+    return state

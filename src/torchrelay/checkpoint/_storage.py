@@ -8,9 +8,20 @@ from typing import Protocol
 
 from torchrelay.errors import ArgumentError
 
-__all__ = ["Folder", "Note", "Sink", "Transaction", "open_folder", "open_transaction", "split"]
+__all__ = [
+    "Folder",
+    "Note",
+    "Path",
+    "Sink",
+    "Transaction",
+    "local_path",
+    "open_folder",
+    "open_transaction",
+    "split",
+    "text_of",
+]
 
-Path = str | os.PathLike[str]
+Path = str | bytes | os.PathLike[str]
 
 
 class Folder(Protocol):
@@ -23,6 +34,10 @@ class Folder(Protocol):
         """Return whether another checkpoint has replaced it since it was first read."""
 
     @property
+    def removed(self) -> bool:
+        """Return whether it was removed since it was first read."""
+
+    @property
     def identity(self) -> str:
         """Return a string that is equal for ranks that read through one page cache; empty if none
         do.
@@ -33,6 +48,7 @@ class Folder(Protocol):
 
         Raises:
             CorruptionError: it is missing, or is not a regular file.
+            StorageError: the checkpoint was removed meanwhile.
         """
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
@@ -93,11 +109,20 @@ class Transaction(Protocol):
     sequential: bool  # whether a file is written from its first byte to its last
     max_file_bytes: int
 
-    def begin(self) -> None:
+    def begin(self) -> str:
         """Create the folder, and remove what an interrupted save has left. Coordinator only.
+
+        Returns the id of the save, for :meth:`join`.
 
         Raises:
             StorageError: another save to this path is in progress, or the path cannot be written.
+        """
+
+    def join(self, save_id: str) -> None:
+        """Check that this rank sees the folder that the coordinator created.
+
+        Raises:
+            StorageError: it does not: the path is another, or on a file system of its own.
         """
 
     def create(self, name: str) -> Sink: ...
@@ -113,13 +138,13 @@ class Transaction(Protocol):
     def discard(self) -> None:
         """Remove what was written. Coordinator only; does nothing after :meth:`commit`."""
 
-    def hand_over(self) -> tuple[str, tuple[int, ...]]:
-        """Return what another process needs to continue this save: a token and file descriptors."""
+    def hand_over(self) -> tuple[int, ...]:
+        """Return the file descriptors that another process needs to continue this save."""
 
     def release(self) -> None:
         """Leave the save to the process that it was handed over to."""
 
-    def take_over(self, token: str, fds: Sequence[int]) -> None:
+    def take_over(self, save_id: str, fds: Sequence[int]) -> None:
         """Continue a save that another process has started. Takes ownership of the descriptors."""
 
     def open_note(self, name: str) -> Note:
@@ -139,24 +164,43 @@ class Transaction(Protocol):
         """Return the id of the checkpoint that is at the path now."""
 
 
+def text_of(path: Path) -> str:
+    """Return a path or URL as text.
+
+    Raises:
+        ArgumentError: it is empty, or not a path.
+    """
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise ArgumentError(
+            f"the path of a checkpoint is a string or a path, not {type(path).__name__}"
+        ) from None
+    if not text:
+        raise ArgumentError("the path of a checkpoint is empty")
+    return text
+
+
 def local_path(path: Path) -> str | None:
     """Return ``path`` as a local path, or None if it is a URL of another kind.
 
     Raises:
-        ArgumentError: it is empty.
+        ArgumentError: it is empty, or not a path.
     """
-    text = os.fspath(path)
-    if not text:
-        raise ArgumentError("the path of a checkpoint is empty")
+    text = text_of(path)
     if text.startswith("file://"):
         return text[len("file://") :]
     return None if "://" in text else text
 
 
 def split(path: Path) -> tuple[str, str]:
-    """Return the parent folder of ``path``, and its last part."""
+    """Return the parent folder of ``path``, and its last part.
+
+    Raises:
+        ArgumentError: it is not a path inside a folder.
+    """
     local = local_path(path)
-    text = os.fspath(path).rstrip("/") if local is None else os.path.abspath(local)
+    text = text_of(path).rstrip("/") if local is None else os.path.abspath(local)
     parent, _, name = text.rpartition("/")
     if not name or parent.endswith((":", ":/")) or not parent:
         raise ArgumentError(f"{text}: a checkpoint needs a name inside a folder")
@@ -172,7 +216,7 @@ def open_folder(path: Path) -> Folder:
         return LocalFolder(local)
     from torchrelay.checkpoint._remote import RemoteFolder  # noqa: PLC0415
 
-    return RemoteFolder(os.fspath(path))
+    return RemoteFolder(text_of(path))
 
 
 def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
@@ -185,4 +229,4 @@ def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
         return LocalTransaction(local, fsync=fsync)
     from torchrelay.checkpoint._remote import RemoteTransaction  # noqa: PLC0415
 
-    return RemoteTransaction(os.fspath(path))
+    return RemoteTransaction(text_of(path))

@@ -5,57 +5,74 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
+from torchrelay._torch import flat_bytes
 from torchrelay.checkpoint._boxes import BoxIndex
 from torchrelay.checkpoint._foreign import open_checkpoint
 from torchrelay.checkpoint._local import storage_errors
 from torchrelay.checkpoint._read import ChunkReader, segments_of
 from torchrelay.checkpoint._save import save
-from torchrelay.checkpoint._state import flatten
-from torchrelay.checkpoint._types import Box, Manifest, StatePath
+from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
+from torchrelay.checkpoint._types import Box, Manifest
 from torchrelay.checkpoint._values import decode
 from torchrelay.checkpoint._write import default_threads
-from torchrelay.errors import ArgumentError, CorruptionError, StorageError, UnavailableError
+from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError
 
 __all__ = ["FORMATS", "convert", "differences", "read_state"]
 
 FORMATS = ("torchrelay", "dcp", "safetensors", "torch")
 _BUFFER_BYTES = 64 << 20
-_MAX_LIST = 1_000_000  # items that a list may lack before the one that a path leads to
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+# A zip archive, or the pickled magic number of files from before torch 1.6.
+_TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 
 
-def read_state(path: str, keys: set[str] | None = None) -> dict[str, Any]:
+def read_state(path: str, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
     """Return the state of a checkpoint of any format, nested as it was saved, on the CPU.
 
     Args:
         path: a checkpoint of ours or of DCP, safetensors files, or a file of ``torch.save``.
-        keys: only these; all by default.
+        wanted: called with each key; whether to read it.
 
     Raises:
         CorruptionError: it is damaged.
         StorageError: there is none.
     """
-    if path.endswith(_TORCH_SUFFIXES):
-        return _read_torch(path)
+    state: dict[str, Any] = {}
+    if _is_torch_file(path):
+        for key, leaf in flatten(_read_torch(path)).items():
+            if wanted(key):
+                insert(state, leaf.path, leaf.value)
+        return state
     folder, manifest = open_checkpoint(
         path, lambda folder, found: _reader(folder, found).check_files(found.files)
     )
     with closing(folder):
         reader = _reader(folder, manifest)
-        state: dict[str, Any] = {}
         for key, value in manifest.objects.items():
-            if keys is None or key in keys:
-                _set(state, manifest.paths.get(key, (key,)), decode(key, value))
+            if wanted(key):
+                insert(state, leaf_path(manifest.paths.get(key, (key,))), decode(key, value))
         for key in manifest.tensors:
-            if keys is None or key in keys:
-                _set(state, manifest.paths.get(key, (key,)), _read_tensor(reader, manifest, key))
+            if wanted(key):
+                insert(
+                    state,
+                    leaf_path(manifest.paths.get(key, (key,))),
+                    _read_tensor(reader, manifest, key),
+                )
         return state
+
+
+def _is_torch_file(path: str) -> bool:
+    """Return whether a file begins as those of ``torch.save``, whatever it is called."""
+    if not os.path.isfile(path):
+        return False
+    with storage_errors(f"reading {path}"), open(path, "rb") as file:
+        return file.read(max(map(len, _TORCH_STARTS))).startswith(_TORCH_STARTS)
 
 
 def _reader(folder: Any, manifest: Manifest) -> ChunkReader:
@@ -82,8 +99,6 @@ def _read_tensor(reader: ChunkReader, manifest: Manifest, key: str) -> torch.Ten
 
 
 def _read_torch(path: str) -> dict[str, Any]:
-    if not os.path.isfile(path):
-        raise StorageError(2, f"{path}: there is no such file")
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
@@ -93,42 +108,50 @@ def _read_torch(path: str) -> dict[str, Any]:
     return found
 
 
-def _set(state: dict[str, Any], path: StatePath, value: Any) -> None:
-    """Set ``value`` at ``path``, creating dictionaries and lists on the way."""
-    here: Any = state
-    for step, following in zip(path, (*path[1:], None), strict=True):
-        key: Any = step[0] if isinstance(step, tuple) else step
-        if isinstance(here, list):
-            if key > len(here) + _MAX_LIST:
-                raise CorruptionError(f"the path {path} has the impossible index {key}")
-            here.extend([None] * (key + 1 - len(here)))
-        if following is None:
-            here[key] = value
-            return
-        missing = here[key] is None if isinstance(here, list) else key not in here
-        if missing:
-            here[key] = [] if isinstance(following, int) else {}
-        here = here[key]
-
-
-def convert(source: str, target: str, to: str, max_file_bytes: int) -> None:
+def convert(
+    source: str,
+    target: str,
+    to: str,
+    max_file_bytes: int,
+    *,
+    prefix: str = "",
+    keys: Sequence[str] = (),
+) -> list[str]:
     """Write the state of ``source`` to ``target`` in another format.
 
     Args:
         source: anything that :func:`read_state` reads.
-        target: a folder; for ``"torch"`` a file. It must not be there yet.
+        target: a folder; for ``"torch"`` a file. It must not exist yet.
         to: one of :data:`FORMATS`. Safetensors files hold tensors only.
         max_file_bytes: safetensors files larger than this are split, with an index beside them.
+        prefix: only keys that begin with it are written, with it removed.
+        keys: patterns (``*``, ``?``, ``[]``); only keys that match one are written.
+
+    Returns:
+        the keys of values that are left out, because the format holds tensors only.
 
     Raises:
-        ArgumentError: the format is unknown, ``target`` is there, or the state has what the format
-            cannot hold.
+        ArgumentError: the format is unknown, ``target`` exists, no key is left to write, or the
+        state holds what the format cannot.
     """
     if to not in FORMATS:
         raise ArgumentError(f"--to {to}: it must be one of {', '.join(FORMATS)}")
     if os.path.exists(target):
         raise ArgumentError(f"{target} exists already; choose another name")
-    state = read_state(source)
+    seen: list[str] = []
+
+    def wanted(key: str) -> bool:
+        seen.append(key)
+        matches = not keys or any(fnmatchcase(key, pattern) for pattern in keys)
+        return matches and key.startswith(prefix)
+
+    state = _without_prefix(read_state(source, wanted), prefix)
+    if not state:
+        shown = ", ".join(map(repr, seen[:3]))
+        raise ArgumentError(
+            f"{source}: nothing to convert: no key matches --prefix and --keys; its {len(seen)} "
+            f"keys begin with {shown}"
+        )
     if to == "torchrelay":
         save(state, target)
     elif to == "torch":
@@ -137,7 +160,20 @@ def convert(source: str, target: str, to: str, max_file_bytes: int) -> None:
     elif to == "dcp":
         _write_dcp(state, target)
     else:
-        _write_safetensors(state, target, max_file_bytes)
+        return _write_safetensors(state, target, max_file_bytes)
+    return []
+
+
+def _without_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return a state whose keys all begin with ``prefix``, without it."""
+    if not prefix:
+        return state
+    found: dict[str, Any] = {}
+    for key, leaf in flatten(state).items():
+        heads = (f"{key_of(leaf.path[:count])}." for count in range(1, len(leaf.path)))
+        depth = next((count for count, head in enumerate(heads, 1) if head == prefix), None)
+        insert(found, leaf.path[depth:] if depth else (key[len(prefix) :],), leaf.value)
+    return found
 
 
 def _write_dcp(state: dict[str, Any], target: str) -> None:
@@ -150,26 +186,35 @@ def _write_dcp(state: dict[str, Any], target: str) -> None:
         dcp.save(state, checkpoint_id=target, no_dist=True)
 
 
-def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) -> None:
+def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) -> list[str]:
+    """Write the tensors of a state; return the keys of values that are not tensors."""
     try:
         from safetensors.torch import save_file  # noqa: PLC0415
     except ImportError:
-        raise UnavailableError(
-            "safetensors is missing; pip install 'torchrelay[checkpoint]'"
-        ) from None
-    tensors = {}
+        raise UnavailableError("safetensors is missing; pip install safetensors") from None
+    tensors: dict[str, torch.Tensor] = {}
+    left_out: list[str] = []
+    memory: set[int] = set()
     for key, leaf in flatten(state).items():
         if not isinstance(leaf.value, torch.Tensor):
-            raise ArgumentError(
-                f"{key}: safetensors files hold tensors only, not {type(leaf.value).__name__}"
-            )
-        tensors[key] = leaf.value.contiguous()
+            left_out.append(key)
+            continue
+        tensor = leaf.value.contiguous()
+        if tensor.untyped_storage().data_ptr() in memory:
+            tensor = tensor.clone()  # save_file refuses tensors that share memory
+        memory.add(tensor.untyped_storage().data_ptr())
+        tensors[key] = tensor
+    if not tensors:
+        raise ArgumentError(
+            f"{left_out[0]} is not a tensor, nor is anything else here, and safetensors files hold "
+            "tensors only"
+        )
     groups = list(_grouped(tensors, max_file_bytes))
     with storage_errors(f"writing {target}"):
         os.makedirs(target)
         if len(groups) == 1:
             save_file(tensors, os.path.join(target, "model.safetensors"), {"format": "pt"})
-            return
+            return left_out
         weights: dict[str, str] = {}
         for number, keys in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -180,6 +225,7 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
         total = sum(tensor.nbytes for tensor in tensors.values())
         with open(os.path.join(target, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": {"total_size": total}, "weight_map": weights}, file, indent=2)
+    return left_out
 
 
 def _grouped(tensors: dict[str, torch.Tensor], limit_bytes: int) -> Iterator[list[str]]:
@@ -218,7 +264,7 @@ def _difference(one: Any, other: Any, rtol: float, atol: float) -> str | None:
         return f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
     if not one.numel():
         return None
-    bits, others = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    bits, others = (flat_bytes(t.contiguous()) for t in (one, other))
     if torch.equal(bits, others):
         return None
     wide = torch.complex128 if one.is_complex() else torch.float64

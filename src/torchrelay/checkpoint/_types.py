@@ -7,15 +7,19 @@ values). The :class:`Manifest` describes where everything lies. Offsets and size
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 __all__ = [
     "BLOCK_BYTES",
+    "DATA_NAME",
     "DTYPES",
     "MANIFEST",
+    "NOTE_NAME",
     "Box",
     "Chunk",
     "DataFile",
@@ -26,6 +30,8 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
+NOTE_NAME = re.compile(r"torchrelay-part-\d{5,}\.json", re.ASCII)
 StatePath = tuple[str | int | tuple[int], ...]
 # Bytes under one checksum. A reader that wants part of a chunk reads and verifies whole blocks.
 BLOCK_BYTES = 1 << 20
@@ -150,3 +156,20 @@ class Manifest:
     objects: Mapping[str, Any] = field(default_factory=dict)
     paths: Mapping[str, StatePath] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a fingerprint of this checkpoint; copies have the same one."""
+        if self.id:
+            return self.id
+        content = (*map(dict, (self.files, self.tensors, self.objects)),)
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+    @property
+    def has_checksums(self) -> bool:
+        """Return whether the bytes of all tensors can be verified."""
+        return all(
+            chunk.checksums or not chunk.box.numel
+            for entry in self.tensors.values()
+            for chunk in entry.chunks
+        )

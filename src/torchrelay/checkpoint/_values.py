@@ -1,63 +1,164 @@
 """Plain values as JSON: what JSON cannot distinguish is tagged, what it cannot hold is refused.
 
 ``None``, booleans, integers, floats, strings, lists and dictionaries with string keys are stored as
-they are. A tuple is ``{"$tuple": [...]}``, an infinite or undefined float ``{"$float": "nan"}``, a
-dtype of torch ``{"$dtype": "float32"}``, a dictionary with other keys, or with one that starts with
-``$``, ``{"$items": [[key, value], ...]}``.
+they are. Other values are dictionaries of one item, whose key is a tag:
+
+=============  ===============================================  ================================
+tag            content                                          for
+=============  ===============================================  ================================
+``$tuple``     items                                            tuples
+``$items``     pairs of key and value                           dictionaries with other keys, or
+                                                                with one that starts with ``$``
+``$ordered``   pairs                                            ``collections.OrderedDict``
+``$counter``   pairs                                            ``collections.Counter``
+``$float``     ``nan``, ``inf`` or ``-inf``                     such floats
+``$int``       hexadecimal digits                               integers of more than 1,024 bits
+``$bytes``     base64                                           bytes
+``$array``     dtype, shape, base64 of the elements             NumPy arrays
+``$scalar``    dtype, base64                                    NumPy scalars
+``$dtype``     ``float32``                                      ``torch.dtype``
+``$device``    ``cuda:0``                                       ``torch.device``
+``$size``      integers                                         ``torch.Size``
+``$enum``      module, class, member (integer for some flags)   members of an ``enum.Enum``
+=============  ===============================================  ================================
+
+Nothing is run or imported to decode one: the class of an enum must be in an imported module.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import enum
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from torchrelay.errors import ArgumentError, CorruptionError
+from torchrelay.checkpoint._state import MAX_DEPTH
+from torchrelay.errors import ArgumentError, CorruptionError, MismatchError
 
-__all__ = ["decode", "encode"]
+__all__ = ["MAX_VALUE_BYTES", "decode", "encode"]
 
-_MAX_DEPTH = 100
+MAX_VALUE_BYTES = 64 << 20  # of an array or bytes: the manifest is read whole by every rank
+_MAX_PLAIN_BITS = 1024  # Python limits the digits of an integer that it reads, at 4,300
+_ARRAY_KINDS = "biufcmMSU"  # of NumPy dtypes: those whose elements are nothing but bytes
 
 
 def encode(key: str, value: Any, depth: int = 0) -> Any:
     """Return ``value`` as JSON.
 
     Raises:
-        ArgumentError: JSON cannot hold it; the message names ``key``.
+        ArgumentError: JSON cannot hold it; the message begins with its full path, from ``key``.
     """
-    if depth > _MAX_DEPTH:
-        raise ArgumentError(f"{key}: the value is nested more than {_MAX_DEPTH} levels deep")
+    if depth > MAX_DEPTH:
+        raise ArgumentError(f"{key[:80]}...: the value is nested more than {MAX_DEPTH} levels deep")
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {"$float": str(value)}
     if kind is list:
-        return [encode(key, item, depth + 1) for item in value]
-    if kind is tuple:
-        return {"$tuple": [encode(key, item, depth + 1) for item in value]}
-    if kind is torch.dtype:
-        return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, dict):
-        return _encode_dict(key, value, depth)
+        return _encode_items(key, value, depth)
+    if kind is dict and all(type(name) is str and not name.startswith("$") for name in value):
+        return {name: encode(f"{key}.{name}", item, depth + 1) for name, item in value.items()}
+    if kind in _ENCODERS:
+        return _ENCODERS[kind](key, value, depth)
+    if isinstance(value, enum.Enum):
+        return {"$enum": _encode_enum(key, value)}
+    if isinstance(value, np.generic):
+        content = base64.b64encode(_array_bytes(key, np.asarray(value))).decode()
+        return {"$scalar": [value.dtype.str, content]}
     raise ArgumentError(
-        f"{key}: a checkpoint holds tensors and plain values (None, bool, int, float, str, list, "
-        f"tuple, dict, torch.dtype), not {kind.__module__}.{kind.__qualname__}; save what it is "
-        "made of"
+        f"{key}: a checkpoint holds tensors and plain values (None, bool, int, float, str, bytes, "
+        "list, tuple, dict, OrderedDict, Counter, NumPy arrays and scalars, enum members, "
+        f"torch.dtype, torch.device, torch.Size), not {kind.__module__}.{kind.__qualname__}; save "
+        "what it is made of"
     )
 
 
-def _encode_dict(key: str, value: dict[Any, Any], depth: int) -> Any:
-    if all(type(name) is str and not name.startswith("$") for name in value):
-        return {name: encode(f"{key}.{name}", item, depth + 1) for name, item in value.items()}
-    return {
-        "$items": [
-            [encode(f"{key}: a key", name, depth + 1), encode(f"{key}.{name}", item, depth + 1)]
-            for name, item in value.items()
-        ]
-    }
+def _encode_items(key: str, items: Iterable[Any], depth: int) -> list[Any]:
+    return [encode(f"{key}.{index}", item, depth + 1) for index, item in enumerate(items)]
+
+
+def _encode_pairs(key: str, value: dict[Any, Any], depth: int) -> list[Any]:
+    return [
+        [encode(f"{key}: a key", name, depth + 1), encode(f"{key}.{name}", item, depth + 1)]
+        for name, item in value.items()
+    ]
+
+
+def _encode_int(key: str, value: int, depth: int) -> Any:
+    if value.bit_length() <= _MAX_PLAIN_BITS:
+        return value
+    _check_size(key, value.bit_length() // 8)
+    return {"$int": hex(value)}
+
+
+def _encode_bytes(key: str, value: bytes, depth: int) -> Any:
+    _check_size(key, len(value))
+    return {"$bytes": base64.b64encode(value).decode()}
+
+
+def _encode_array(key: str, value: np.ndarray[Any, Any], depth: int) -> Any:
+    content = base64.b64encode(_array_bytes(key, value)).decode()
+    return {"$array": [value.dtype.str, list(value.shape), content]}
+
+
+def _array_bytes(key: str, array: np.ndarray[Any, Any]) -> bytes:
+    if array.dtype.kind not in _ARRAY_KINDS or not array.itemsize:
+        raise ArgumentError(
+            f"{key}: a checkpoint cannot hold NumPy arrays of {array.dtype}; save their fields, or "
+            "lists"
+        )
+    _check_size(key, array.nbytes)
+    return array.tobytes()
+
+
+def _check_size(key: str, size_bytes: int) -> None:
+    if size_bytes > MAX_VALUE_BYTES:
+        raise ArgumentError(
+            f"{key}: the value has {size_bytes} bytes, more than {MAX_VALUE_BYTES}; save "
+            "it as a tensor, such as torch.from_numpy(array)"
+        )
+
+
+def _encode_enum(key: str, value: enum.Enum) -> list[Any]:
+    kind = type(value)
+    members = kind.__members__
+    name = value.name
+    content = name if name in members else value.value  # the latter of flags that are combined
+    if type(content) not in (str, int) or _enum_class(kind.__module__, kind.__qualname__) != kind:
+        raise ArgumentError(
+            f"{key}: {value!r} cannot be found again: {kind.__module__}.{kind.__qualname__} is not "
+            "the name of its class; define the class at the top of a module"
+        )
+    return [kind.__module__, kind.__qualname__, content]
+
+
+def _enum_class(module: str, name: str) -> Any:
+    """Return the class of that name in an imported module; None if there is none."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, enum.EnumMeta) else None
+
+
+_ENCODERS: Mapping[type, Callable[[str, Any, int], Any]] = {
+    int: _encode_int,
+    float: lambda key, value, depth: value if math.isfinite(value) else {"$float": str(value)},
+    bytes: _encode_bytes,
+    tuple: lambda key, value, depth: {"$tuple": _encode_items(key, value, depth)},
+    dict: lambda key, value, depth: {"$items": _encode_pairs(key, value, depth)},
+    OrderedDict: lambda key, value, depth: {"$ordered": _encode_pairs(key, value, depth)},
+    Counter: lambda key, value, depth: {"$counter": _encode_pairs(key, value, depth)},
+    np.ndarray: _encode_array,
+    torch.dtype: lambda key, value, depth: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda key, value, depth: {"$device": str(value)},
+    torch.Size: lambda key, value, depth: {"$size": list(value)},
+}
 
 
 def decode(key: str, value: Any) -> Any:
@@ -65,38 +166,94 @@ def decode(key: str, value: Any) -> Any:
 
     Raises:
         CorruptionError: ``value`` is not from :func:`encode`.
+        MismatchError: the class of an enum member is not imported here, or lacks the member.
     """
+    try:
+        return _decode(key, value)
+    except RecursionError:
+        raise CorruptionError(f"{key}: the manifest holds a value nested too deep") from None
+
+
+def _decode(key: str, value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(key, item) for item in value]
+        return [_decode(key, item) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next((name for name in value if name.startswith("$")), None)
     if tag is None:
-        return {name: decode(key, item) for name, item in value.items()}
+        return {name: _decode(key, item) for name, item in value.items()}
     try:
         (content,) = value.values()
         return _DECODERS[tag](key, content)
-    except (KeyError, TypeError, ValueError):
+    except MismatchError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         pass
     raise CorruptionError(f"{key}: the manifest holds a value of an unknown kind, {tag!r}")
 
 
-def _dtype(key: str, name: str) -> torch.dtype:
+def _decode_pairs(key: str, pairs: Any) -> Iterable[tuple[Any, Any]]:
+    return [(_decode(key, name), _decode(key, item)) for name, item in pairs]
+
+
+def _decode_dtype(key: str, name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(name)
     return found
 
 
-def _float(key: str, text: str) -> float:
+def _decode_float(key: str, text: str) -> float:
     if text not in ("nan", "inf", "-inf"):
         raise ValueError(text)
     return float(text)
 
 
+def _decode_bytes(key: str, text: str) -> bytes:
+    return binascii.a2b_base64(text.encode())
+
+
+def _decode_array(key: str, content: Any) -> np.ndarray[Any, Any]:
+    dtype, shape, text = content
+    found = np.dtype(str(dtype))
+    if found.kind not in _ARRAY_KINDS:
+        raise ValueError(dtype)
+    array: np.ndarray[Any, Any] = np.frombuffer(_decode_bytes(key, text), found)
+    shaped: np.ndarray[Any, Any] = array.reshape(shape).copy()
+    return shaped
+
+
+def _decode_scalar(key: str, content: Any) -> Any:
+    dtype, text = content
+    return _decode_array(key, (dtype, (), text))[()]
+
+
+def _decode_enum(key: str, content: Any) -> Any:
+    module, name, member = content
+    found = _enum_class(module, name)
+    if found is None:
+        raise MismatchError(
+            f"{key}: the value is a {module}.{name}, an enum that is not imported here; import "
+            f"{module} before load()"
+        )
+    try:
+        return found[member] if isinstance(member, str) else found(int(member))
+    except (KeyError, ValueError):
+        raise MismatchError(f"{key}: the enum {module}.{name} has no member {member!r}") from None
+
+
 _DECODERS: Mapping[str, Callable[[str, Any], Any]] = {
-    "$tuple": lambda key, items: tuple(decode(key, item) for item in items),
-    "$items": lambda key, items: {decode(key, name): decode(key, item) for name, item in items},
-    "$float": _float,
-    "$dtype": _dtype,
+    "$tuple": lambda key, items: tuple(_decode(key, item) for item in items),
+    "$items": lambda key, pairs: dict(_decode_pairs(key, pairs)),
+    "$ordered": lambda key, pairs: OrderedDict(_decode_pairs(key, pairs)),
+    "$counter": lambda key, pairs: Counter(dict(_decode_pairs(key, pairs))),
+    "$int": lambda key, text: int(text, 16),
+    "$float": _decode_float,
+    "$bytes": _decode_bytes,
+    "$array": _decode_array,
+    "$scalar": _decode_scalar,
+    "$dtype": _decode_dtype,
+    "$device": lambda key, name: torch.device(name),
+    "$size": lambda key, sizes: torch.Size(sizes),
+    "$enum": _decode_enum,
 }

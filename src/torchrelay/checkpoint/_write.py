@@ -181,7 +181,7 @@ class _FileWriter:
             Wanted(stored, source.dtype, source.box.sizes)
             for stored, source in zip(names, sources, strict=True)
         ]
-        self._layout: Layout = lay_out(wanted, {"format": "pt"})
+        self._layout: Layout = lay_out(wanted)
         self.file = DataFile(
             self._layout.size_bytes, len(self._layout.header), _native.crc32c(self._layout.header)
         )

@@ -1,8 +1,7 @@
 """The process that writes what an asynchronous save has staged. It outlives a killed trainer.
 
-It is started once per trainer with ``python -m torchrelay.checkpoint._writer_process FD``, takes
-jobs from the socket FD one after another, and ends when the trainer does. It imports no torch: it
-starts fast and stays small.
+It is started once per trainer with the file descriptor of a socket, receives jobs from it one after
+another, and exits when the trainer does. It imports no torch, so it starts fast and stays small.
 
 The writers of several ranks communicate through the folder that is being written: each leaves a
 note there when its part is durable; the coordinator's writer waits for all notes, and commits.
@@ -24,12 +23,13 @@ from torchrelay.checkpoint._assemble import (
     ChunkRecord,
     Description,
     PartRecord,
+    TensorDescription,
     assemble,
     record_of,
 )
-from torchrelay.checkpoint._catalog import retain
+from torchrelay.checkpoint._catalog import Keep, retain
 from torchrelay.checkpoint._failures import describe, rebuild
-from torchrelay.checkpoint._storage import Transaction, open_transaction
+from torchrelay.checkpoint._storage import Transaction, open_transaction, split
 from torchrelay.checkpoint._types import DTYPES, Box, DataFile
 from torchrelay.checkpoint._write import Source, write_part
 from torchrelay.errors import OperationTimeoutError, PeerLostError
@@ -110,7 +110,7 @@ class _Job:
         self._transaction: Transaction = open_transaction(job["path"], fsync=job["fsync"])
         self._coordinates = job["index"] == 0
         if self._coordinates:
-            self._transaction.take_over(job["token"], fds)
+            self._transaction.take_over(job["id"], fds)
 
     def run(self) -> None:
         """Run the save. Returns when the checkpoint is committed.
@@ -124,7 +124,7 @@ class _Job:
             finally:
                 self._transaction.discard()  # does nothing after a commit
             if self._job["keep"] is not None:
-                retain(self._job["path"], self._job["keep"])
+                retain(self._job["path"], Keep(**self._job["keep"]))
             return
         note = self._transaction.open_note(self._note(self._job["index"]))
         note.finish(json.dumps(self._outcome()).encode())
@@ -132,7 +132,7 @@ class _Job:
 
     @staticmethod
     def _note(index: int) -> str:
-        return f"part-{index:05d}.json"
+        return f"torchrelay-part-{index:05d}.json"
 
     def _coordinate(self) -> None:
         outcomes = {0: self._outcome()}
@@ -142,7 +142,8 @@ class _Job:
                 raise rebuild(outcome["error"], self._job["ranks"][index])
         records = [_record(outcomes[index]) for index in range(len(self._job["ranks"]))]
         everyone = [_description(described) for described in self._job["everyone"]]
-        manifest, files = assemble(everyone, records, save_id=self._job["id"])
+        _, name = split(self._job["path"])
+        manifest, files = assemble(everyone, records, name=name, save_id=self._job["id"])
         self._transaction.commit(manifest, files)
 
     def _outcome(self) -> dict[str, Any]:
@@ -217,8 +218,8 @@ def _record(outcome: dict[str, Any]) -> PartRecord:
 
 def _description(described: dict[str, Any]) -> Description:
     tensors = {
-        key: (dtype, tuple(shape), layout)
-        for key, (dtype, shape, layout) in described["tensors"].items()
+        key: TensorDescription(dtype, tuple(shape))
+        for key, (dtype, shape, *_) in described["tensors"].items()
     }
     paths = {
         key: tuple(tuple(item) if isinstance(item, list) else item for item in path)

@@ -20,6 +20,7 @@ import torch
 
 from torchrelay import errors
 from torchrelay.checkpoint import Reader, Writer, latest, load, save, verify
+from torchrelay.checkpoint._failures import describe, rebuild
 from torchrelay.checkpoint._local import LocalTransaction
 from torchrelay.checkpoint._storage import open_transaction
 from torchrelay.checkpoint._tools import read_state
@@ -153,7 +154,7 @@ def test_dcp_saves_no_value_that_json_cannot_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1}, b"bytes", torch.device("cpu"), lambda: 0, (torch.ones(1),)]
+    "value", [object(), {1}, lambda: 0, (torch.ones(1), {1}), bytearray(b"x"), {0.5: torch.ones(1)}]
 )
 def test_a_value_that_json_cannot_hold_is_named(value: object, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^outer.inner"):
@@ -225,9 +226,9 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     real_open = os.open
 
     def full(path: Any, flags: int, mode: int = 0o777, **kwargs: Any) -> int:
-        return real_open(
-            "/dev/full" if str(path).endswith(".safetensors") else path, flags & ~os.O_EXCL, mode
-        )
+        if str(path).endswith(".safetensors"):
+            return real_open("/dev/full", os.O_WRONLY)
+        return real_open(path, flags, mode, **kwargs)
 
     monkeypatch.setattr("torchrelay.checkpoint._local.os.open", full)
     with pytest.raises(
@@ -298,3 +299,23 @@ def test_a_lost_folder_for_saving_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="all ranks share"):
         transaction.create("data-00000-00000.safetensors")
     transaction.discard()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", MADE.DATA, "model.safetensors", ".metadata"])
+def test_a_fifo_does_not_hang(tmp_path: Path, name: str) -> None:
+    shutil.copytree(FOLDER / "good", tmp_path / "x")
+    if name not in ("manifest.json", MADE.DATA):
+        for path in (tmp_path / "x").iterdir():
+            path.unlink()
+    (tmp_path / "x" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "x" / name)
+    with pytest.raises(CorruptionError, match=f"{name}: not a regular file"):
+        load(_blank(), tmp_path / "x")
+    if name == "manifest.json":
+        with pytest.raises(StorageError, match="no committed checkpoint"):
+            latest(tmp_path)
+
+
+def test_an_error_names_its_rank_once() -> None:
+    error = rebuild(describe(StorageError("rank 0: the disk is full")), 0)
+    assert str(rebuild(describe(error), 0)) == "rank 0: the disk is full"

@@ -153,8 +153,8 @@ def test_trainers_that_are_killed_have_saved_what_they_staged(
     verify(tmp_path / "step")
     while os.listdir(tmp_path / "step") and time.monotonic() < deadline:
         if (
-            not list((tmp_path / "step").glob("part-*"))
-            and not (tmp_path / "step" / ".lock").exists()
+            not list((tmp_path / "step").glob("torchrelay-*"))
+            and not (tmp_path / "step" / ".torchrelay-lock").exists()
         ):
             break
         time.sleep(0.05)
@@ -195,3 +195,37 @@ def test_a_writer_that_is_lost_ends_the_save_on_every_rank(
     assert results[1].value.startswith("PeerLostError (1,)")
     assert sorted(os.listdir(tmp_path)) == ["good", "next"]
     assert _loaded(tmp_path / "good") == 1.0 and _loaded(tmp_path / "next") == 3.0
+
+
+def _save_without_a_shared_folder(world: World, folder: str, is_async: bool) -> list[str]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
+    errors = []
+    # Each rank has a disk of its own, or another path: the second rank's folder is not the first's.
+    Path(f"{folder}/{world.rank}").mkdir()
+    for name in ("step", "stale"):
+        if world.rank == 1 and name == "stale":  # what an interrupted save has left
+            saving = Path(f"{folder}/1/.stale.torchrelay-saving")
+            saving.mkdir()
+            (saving / ".torchrelay-lock").write_bytes(b"0123456789abcdef")
+        write = async_save if is_async else save
+        with pytest.raises(StorageError, match="storage that they share") as caught:
+            write({f"w{world.rank}": torch.ones(1000)}, f"{folder}/{world.rank}/{name}")
+        errors.append(str(caught.value))
+        dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_ranks_without_a_shared_folder_learn_the_cause_at_once(
+    tmp_path: Path, run_processes: RunProcesses, is_async: bool
+) -> None:
+    environ = {"TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S": "600"}
+    results = run_processes(
+        _save_without_a_shared_folder, 2, environ=environ, folder=str(tmp_path), is_async=is_async
+    )
+    assert all(result.ok for result in results), [result.error for result in results]
+    assert all("rank 1: " in error for error in results[0].value)
+    assert all(f"saves to {tmp_path}/1/" in error for error in results[0].value)
+    assert os.listdir(tmp_path / "0") == []

@@ -93,6 +93,25 @@ def test_groups_and_failing_ranks(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
+@pytest.mark.processes(2)
+def test_a_target_that_one_rank_cannot_fill(tmp_path: Path, world: World) -> None:
+    """No rank is changed, and both have the same error, which is not that a rank was lost."""
+    from torchrelay.checkpoint import load, save
+
+    _start(world)
+    save({"a": torch.ones(2), "b": torch.ones(3), "w": _rows(1.0)}, tmp_path / "good")
+    for bad, message in (
+        (torch.zeros(1).expand(3), "share memory"),
+        (torch.zeros(3, device="meta"), "meta device"),
+    ):
+        state = {"a": torch.zeros(2), "b": torch.zeros(3), "w": _rows(0.0)}
+        if world.rank == 1:
+            state["b"] = bad
+        with pytest.raises(ArgumentError, match=f"^rank 1: b: .*{message}"):
+            load(state, tmp_path / "good")
+        assert not state["a"].any() and not state["w"].to_local().any()
+
+
 @pytest.mark.processes(3)
 def test_damage_is_found_whoever_verifies_it(tmp_path: Path, world: World) -> None:
     """Ranks of a host share the verification of what they all read."""
@@ -222,3 +241,51 @@ def test_a_rank_that_dies_while_it_saves(tmp_path: Path, run_processes: RunProce
     assert bool((found["w"] == 1.0).all())
     save({"w": torch.zeros(1)}, tmp_path / "next", fsync=False)
     assert sorted(os.listdir(tmp_path)) == ["good", "next"]
+
+
+@pytest.mark.processes(2)
+def test_all_ranks_read_the_same_checkpoint(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from torchrelay.checkpoint import Reader, _load, load, save
+    from torchrelay.checkpoint._foreign import open_checkpoint
+
+    _start(world)
+
+    def saved(value: float, name: str) -> None:
+        if world.rank == 0:
+            save({"w": torch.full((3,), value)}, tmp_path / name, no_dist=True, fsync=False)
+        dist.barrier()
+
+    def loaded(path: Path) -> float:
+        state = {"w": torch.zeros(3)}
+        load(state, path)
+        return float(state["w"][0])
+
+    for step in range(2):
+        saved(float(step), f"step-{step}")
+    state = {"w": torch.full((3,), -1.0)}
+    mine = tmp_path / f"step-{world.rank}"  # as of latest(), evaluated around a commit
+    with pytest.raises(MismatchError, match=r"different checkpoints: rank 0 .*step-0 .*rank 1 "):
+        load(state, mine)
+    with pytest.raises(dcp.CheckpointException, match="different checkpoints"):
+        dcp.load(state, storage_reader=Reader(mine))
+    assert bool((state["w"] == -1.0).all())
+    assert loaded(tmp_path) == 1.0  # one rank chooses
+
+    # The checkpoint is replaced after rank 0 has opened it and before rank 1 does.
+    def opened(path: Any, *args: Any) -> Any:
+        monkeypatch.undo()
+        if world.rank == 1:
+            while not (tmp_path / "opened").exists():
+                pass
+            save({"w": torch.full((3,), 7.0)}, path, no_dist=True, fsync=False)
+        found = open_checkpoint(path, *args)
+        (tmp_path / "opened").touch()
+        return found
+
+    monkeypatch.setattr(_load, "open_checkpoint", opened)
+    assert loaded(tmp_path / "step-1") == 7.0

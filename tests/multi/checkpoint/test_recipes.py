@@ -162,7 +162,7 @@ def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     finally:
         _state.close()
     assert not torch.equal(weight, expected)  # the optimizer has stepped since
-    names["load"]({"model": names["model"]}, names["latest"]("ckpt"))
+    names["load"]({"model": names["model"]}, "ckpt")
     assert torch.equal(weight, expected)
 
     names["state"] = {"w": torch.ones(3)}

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
 from torchrelay.checkpoint._async import _state
+from torchrelay.checkpoint._storage import open_transaction
 from torchrelay.errors import CorruptionError, StorageError
+from torchrelay.world import World
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs", reason="needs s3fs")
@@ -32,6 +39,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": _PART_BYTES})
+    # Its buckets outlive it, in this process.
+    urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()
     fs = fsspec.filesystem("s3")
     fs.mkdir("bucket")
     yield "s3://bucket"
@@ -79,7 +88,7 @@ def test_saves_loads_and_failures(bucket: str, monkeypatch: pytest.MonkeyPatch) 
     assert names == {"data-00000-00000.safetensors", "manifest.json"}
 
     # A save that was interrupted has no manifest; the next save to its URL removes what it left.
-    fs.pipe_file("bucket/run/step-4/saving.json", b"0123")
+    fs.pipe_file("bucket/run/step-4/torchrelay-saving.json", b"0123")
     fs.pipe_file("bucket/run/step-4/data-00009-00000.safetensors", b"half")
     fs.invalidate_cache()
     assert latest(f"{bucket}/run") == f"{bucket}/run/step-3"
@@ -99,3 +108,162 @@ def test_saves_loads_and_failures(bucket: str, monkeypatch: pytest.MonkeyPatch) 
     fs.clear_instance_cache()
     with pytest.raises(StorageError, match="s3://bucket/run"):
         latest(f"{bucket}/run")
+
+
+@pytest.fixture(params=["s3", "memory"])
+def store(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of an empty folder in an object store."""
+    if request.param == "s3":
+        yield f"{request.getfixturevalue('bucket')}/team"
+    else:
+        yield "memory://team"
+        fsspec.filesystem("memory").rm("/team", recursive=True)
+
+
+def _contents(url: str) -> dict[str, bytes]:
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    return {path.removeprefix(root): fs.cat_file(path) for path in fs.find(root)}
+
+
+def _put(url: str, content: bytes = b"theirs") -> None:
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.pipe_file(path, content)
+
+
+def test_objects_of_others_are_left_alone(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"step": 0, "w": torch.ones(5)}
+    foreign = (
+        "exp/data-00000-00000.safetensors",
+        "exp/part-00000.json",
+        "exp/step-1/manifest.json",
+        "exp/step-1/part-1/part-00000.json",
+        "exp/step-7/part-00000.json",
+        "other/manifest.json",
+        "other/torchrelay-saving.json",
+        "step-9",
+        "best/notes.txt",
+    )
+    for name in foreign:
+        _put(f"{store}/{name}")
+    _put(f"{store}/exp/empty/manifest.json", b"")
+    before = _contents(store)
+    for name in ("exp", "exp/empty", "exp/step-1", "exp/step-7", "other", "step-9", "best"):
+        for write in (save, async_save):
+            with pytest.raises(StorageError, match=rf"/{name}: there (is|are)"):
+                write(small, f"{store}/{name}")
+    for step in (2, 3):
+        save(small, f"{store}/exp/step-{step}", keep=1)
+        if step == 2:
+            _put(f"{store}/exp/step-2/config.json")
+    added = {name: data for name, data in _contents(store).items() if name not in before}
+    assert {name.rpartition("/")[0] for name in added if name != "/exp/step-2/config.json"} == {
+        "/exp/step-3"
+    }
+    assert added["/exp/step-2/config.json"] == b"theirs"
+    assert {name: _contents(store)[name] for name in before} == before
+    assert latest(f"{store}/exp") == f"{store}/exp/step-3"
+
+    # A save that fails removes its own objects only; one that was overtaken removes nothing.
+    failing, overtaken = (open_transaction(f"{store}/exp/step-{step}") for step in (4, 5))
+    for transaction in (failing, overtaken):
+        transaction.begin()
+        transaction.open_note("torchrelay-part-00001.json").finish(b"{}")
+    _put(f"{store}/exp/step-4/notes.txt")
+    failing.discard()
+    _put(f"{store}/exp/step-5/torchrelay-saving.json", b"of a later save")
+    overtaken.discard()
+    found = _contents(store)
+    assert {name for name in found if "/step-4/" in name} == {"/exp/step-4/notes.txt"}
+    assert {name for name in found if "/step-5/" in name} == {
+        "/exp/step-5/torchrelay-part-00001.json",
+        "/exp/step-5/torchrelay-saving.json",
+    }
+
+
+def test_a_removal_that_is_interrupted_is_finished_by_the_next_one(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"step": 0, "w": torch.ones(5)}
+    save(small, f"{store}/step-1")
+    fs = fsspec.core.url_to_fs(store)[0]
+    real_rm = fs.rm_file
+
+    def killed(path: str) -> None:
+        if path.endswith(".safetensors"):
+            raise OSError("interrupted")
+        real_rm(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fs, "rm_file", killed)
+        with pytest.raises(StorageError, match="interrupted"):
+            save(small, f"{store}/step-2", keep=1)
+    assert latest(store) == f"{store}/step-2"
+    assert [name for name in _contents(store) if "/step-1/" in name]
+    save(small, f"{store}/step-3", keep=1)
+    assert {name.split("/")[1] for name in _contents(store)} == {"step-3"}
+
+
+def _save_often(world: World, url: str, saves: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
+    for step in range(saves):
+        state = {f"w{world.rank}": torch.full((10,), float(step)), "step": step}
+        async_save(state, f"{url}/step-{step}", keep=2).result(60)
+    _state.close()
+
+
+def test_asynchronous_saves_of_two_ranks(bucket: str, run_processes: RunProcesses) -> None:
+    """The coordinator removes the parts' notes as soon as it has committed."""
+    environ = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    results = run_processes(_save_often, 2, environ=environ, url=f"{bucket}/run", saves=6)
+    assert all(result.ok for result in results), [result.error for result in results]
+    verify(latest(f"{bucket}/run"))
+    assert len(fsspec.filesystem("s3").ls("bucket/run", refresh=True)) == 2
+
+
+def test_a_note_that_goes_away_between_two_looks(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transaction = open_transaction(f"{store}/step-1")
+    transaction.begin()
+    transaction.open_note("torchrelay-part-00001.json").finish(b"{}")
+    assert transaction.under_way("torchrelay-part-00001.json")
+    fs, root = fsspec.core.url_to_fs(f"{store}/step-1")
+    exists = fs.exists
+
+    def removed_after(path: str, **options: Any) -> bool:
+        found = bool(exists(path, **options))
+        if found:
+            fs.rm_file(path)
+        return found
+
+    monkeypatch.setattr(fs, "exists", removed_after)
+    assert transaction.under_way("torchrelay-part-00001.json")  # one look, or none
+    monkeypatch.undo()
+    fs.rm_file(f"{root}/torchrelay-part-00001.json")
+    assert not transaction.under_way("torchrelay-part-00001.json")
+    assert transaction.committed_id() is None
+    transaction.discard()
+
+
+def test_the_newest_is_found_without_a_request_per_object(
+    monkeypatch: pytest.MonkeyPatch, bucket: str
+) -> None:
+    fs = fsspec.filesystem("s3")
+    for step in range(3):
+        save({"step": step}, f"{bucket}/run/step-{step}")
+    for number in range(50):
+        fs.pipe_file(f"bucket/run/metrics-{number}.json", b"")
+    requests: list[str] = []
+    call = type(fs)._call_s3
+
+    async def counted(self: Any, method: str, *args: Any, **options: Any) -> Any:
+        requests.append(method)
+        return await call(self, method, *args, **options)
+
+    monkeypatch.setattr(type(fs), "_call_s3", counted)
+    assert latest(f"{bucket}/run") == f"{bucket}/run/step-2"
+    # The first lines of three manifests, at once, and then one whole one.
+    assert requests.count("get_object") == 4 and len(requests) < 10, requests

@@ -115,7 +115,49 @@ def test_inspect_verify_and_diff(tmp_path: Path) -> None:
         assert isinstance(
             _run("convert", tmp_path / "b", tmp_path / "x", *arguments).exception, ArgumentError
         )
-    result = _run("convert", tmp_path / "b", tmp_path / "x", "--to", "safetensors")
+    result = _run("convert", tmp_path / "b", tmp_path / "hf", "--to", "safetensors")
+    assert result.exit_code == 0 and "left out 1 values that are not tensors: step" in result.output
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_parts_of_a_training_checkpoint(tmp_path: Path) -> None:
+    state = _trained()
+    save(state, tmp_path / "ours", fsync=False)
+    tensors = state["model"]
+    cases = [
+        ("--prefix", "model."),
+        ("--prefix", "model.", "--keys", "*.bias", "--keys", "*weight"),
+    ]
+    for number, options in enumerate(cases):
+        target = tmp_path / str(number)
+        result = _run("convert", tmp_path / "ours", target, "--to", "safetensors", *options)
+        assert result.exit_code == 0, result.output
+        found = safetensors.torch.load_file(target / "model.safetensors")
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[key], tensors[key]) for key in tensors)
+    result = _run("convert", tmp_path / "ours", tmp_path / "all", "--to", "safetensors")
+    assert "left out 13 values that are not tensors: optimizer.param_groups.0.lr" in result.output
+    found = safetensors.torch.load_file(tmp_path / "all" / "model.safetensors")
+    assert "optimizer.state.0.exp_avg" in found and "model.weight" in found
+
+    # The whole prefix need not be a level of the state; a file of torch.save has any name.
+    torch.save({**tensors, "module.weight": tensors["weight"]}, tmp_path / "weights")
+    for to in ("torch", "torchrelay", "dcp"):
+        target = tmp_path / to
+        result = _run("convert", tmp_path / "weights", target, "--to", to, "--prefix", "mod")
+        assert result.exit_code == 0, result.output
+        assert torch.equal(read_state(str(target))["ule.weight"], tensors["weight"])
+    torch.save(tensors, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert read_state(str(tmp_path / "old.ckpt")).keys() == tensors.keys()
+    tied = {"a": tensors["weight"], "b": tensors["weight"]}
+    torch.save(tied, tmp_path / "tied.bin")
+    result = _run("convert", tmp_path / "tied.bin", tmp_path / "tied", "--to", "safetensors")
+    assert result.exit_code == 0, result.output
+    result = _run("convert", tmp_path / "ours", tmp_path / "none", "--prefix", "modle.")
+    assert isinstance(result.exception, ArgumentError) and "nothing to convert" in str(
+        result.exception
+    )
+    (tmp_path / "text.pt").write_text("not a checkpoint of any kind")
     assert isinstance(
-        result.exception, ArgumentError
-    ) and "step: safetensors files hold tensors only" in str(result.exception)
+        _run("convert", tmp_path / "text.pt", tmp_path / "none").exception, CorruptionError
+    )

@@ -22,9 +22,8 @@ from torchrelay import _native
 from torchrelay.checkpoint import latest, load, save, verify
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._types import DTYPES
-from torchrelay.checkpoint._values import decode, encode
 from torchrelay.deferred import deferred_init, is_deferred
-from torchrelay.errors import ArgumentError, CorruptionError, StorageError
+from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, StorageError
 
 
 def _crc32c_by_definition(data: bytes) -> int:
@@ -53,49 +52,6 @@ def test_crc32c_takes_pieces() -> None:
     assert blocks == b"".join(
         _native.crc32c(part).to_bytes(4, "little") for part in (data[:65_536], data[65_536:])
     )
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        7,
-        -(2**70),
-        0.1,
-        math.inf,
-        -math.inf,
-        "text",
-        [],
-        {},
-        (),
-        [1, [2, (3,)]],
-        {"a": {"$b": 1}},
-        {1: "int", "1": "str", None: 0, (1, 2): "tuple"},
-        [torch.bfloat16, {"a": torch.float8_e4m3fn}],
-    ],
-)
-def test_values_come_back_as_they_were(value: Any) -> None:
-    again = decode("k", json.loads(json.dumps(encode("k", value), allow_nan=False)))
-    assert again == value and repr(again) == repr(value)
-
-
-def test_values_that_are_too_deep_or_tagged_wrong_are_refused() -> None:
-    deep: list[Any] = []
-    for _ in range(200):
-        deep = [deep]
-    with pytest.raises(ArgumentError, match="k: the value is nested"):
-        encode("k", deep)
-    for bad in (
-        {"$tuple": 1},
-        {"$float": "1.0"},
-        {"$items": [1]},
-        {"$tuple": [], "x": 1},
-        {"$dtype": "load"},
-        {"$dtype": 1},
-    ):
-        with pytest.raises(CorruptionError, match=r"^k: "):
-            decode("k", bad)
 
 
 def test_safetensors_reads_what_we_write_at_aligned_addresses(tmp_path: Path) -> None:
@@ -200,10 +156,47 @@ def test_safetensors_files_of_others_are_read(tmp_path: Path) -> None:
         load(found, path)
         assert all(torch.equal(found[key], tensors[key]) for key in tensors)
         verify(path)
+    assert not verify(tmp_path / "sharded")  # it has no checksums
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(data[:-1])
     with pytest.raises(CorruptionError, match="cut short"):
         load(found, tmp_path / "cut.safetensors")
+
+
+def test_padding_is_that_of_our_files_only(tmp_path: Path) -> None:
+    tensors = {"__padding__.0": torch.ones(3, dtype=torch.uint8), "__padding__x": torch.ones(4)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    found = {key: torch.zeros_like(value) for key, value in tensors.items()}
+    load(found, tmp_path / "model.safetensors")
+    assert all(torch.equal(found[key], tensors[key]) for key in tensors)
+
+    state = {"a": torch.ones(3), "b": torch.ones(5), "c": torch.ones(7)}
+    save(state, tmp_path / "x", fsync=False)
+    single = tmp_path / "x" / "data-00000-00000.safetensors"
+    missing, unexpected = load({key: torch.zeros_like(state[key]) for key in state}, single)
+    assert not missing and not unexpected
+    assert verify(tmp_path / "x")
+    with safetensors.safe_open(single, "pt") as file:  # others see it as a tensor
+        (first, *_) = [key for key in file.keys() if key.startswith("__padding__")]  # noqa: SIM118
+    content = bytearray(single.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    start = 8 + header + json.loads(content[8 : 8 + header])[first]["data_offsets"][0]
+    content[start + 1] = 1
+    single.write_bytes(content)
+    with pytest.raises(CorruptionError, match=rf"the padding between bytes {start} and \d+ is da"):
+        verify(tmp_path / "x")
+
+
+def test_paths_of_bytes_and_of_other_types(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path / "x")
+    save({"a": 1}, path)
+    state = {"a": 0}
+    load(state, path)
+    assert verify(path) and state["a"] == 1
+    assert latest(os.fsencode(tmp_path)) == str(tmp_path / "x")
+    for call in (lambda: save({"a": 1}, 7), lambda: load({"a": 1}, None), lambda: latest([])):  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="the path of a checkpoint is a string or a path"):
+            call()
 
 
 def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
@@ -271,7 +264,11 @@ def test_a_deferred_module_is_read_and_only_the_rest_initialised(tmp_path: Path)
     eager = _net()
     torch.manual_seed(5)
     deferred = deferred_init(_net)
-    load(deferred, tmp_path / "part")
+    with pytest.raises(MismatchError, match=r"lacks '2.weight'.*initialize_missing=True"):
+        load(deferred, tmp_path / "part")
+    assert is_deferred(deferred[0].weight)  # type: ignore[index]
+    found = load(deferred, tmp_path / "part", initialize_missing=True)
+    assert found == (["2.weight", "2.bias"], [])
     assert torch.equal(deferred[2].weight, eager[2].weight)  # type: ignore[index]
     assert torch.equal(deferred[0].weight, source[0].weight)  # type: ignore[index]
 
@@ -319,7 +316,10 @@ def test_progress_and_replacement(tmp_path: Path) -> None:
     seen.clear()
     save({"a": torch.zeros(10)}, tmp_path / "x", progress=True, checksum=False)
     found = {"a": torch.ones(10)}
-    load(found, tmp_path / "x", progress=lambda done, total: seen.append((done, total)))
+    with pytest.warns(UserWarning, match="saved with checksum=False"):
+        load(found, tmp_path / "x", progress=lambda done, total: seen.append((done, total)))
+    assert not verify(tmp_path / "x")
+    load(found, tmp_path / "x", verify="header")
     assert seen[-1] == (40, 40) and not found["a"].any()
     assert sorted(os.listdir(tmp_path)) == ["x"]
     assert sorted(os.listdir(tmp_path / "x")) == ["data-00000-00000.safetensors", "manifest.json"]
