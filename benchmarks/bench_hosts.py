@@ -71,7 +71,7 @@ def rank_main(
     namespaces.enter(hosts.pids["abcdefgh".index(placement[rank])])
     os.environ.update(
         TORCHRELAY_HOST_ID=placement[rank],
-        TORCHRELAY_AGGREGATION_INTERFACE="eth0",
+        TORCHRELAY_TRANSPORT_INTERFACE="eth0",
         GLOO_SOCKET_IFNAME="eth0",
     )
     if switch:

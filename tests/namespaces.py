@@ -71,6 +71,15 @@ class Hosts:
             _inside(pid, ["tc", "qdisc", "add", "dev", "eth0", *rate])
             _inside(self.switch, ["tc", "qdisc", "add", "dev", f"port{host}", *rate])
 
+    def cut(self, one: int, other: int) -> None:
+        """Drop all packets between two hosts of :func:`star`; others still reach both."""
+        rules = [
+            f"ip saddr 10.78.{source}.2 ip daddr 10.78.{to}.2 drop"
+            for source, to in ((one, other), (other, one))
+        ]
+        chain = f"chain cut {{ type filter hook forward priority 0; {'; '.join(rules)}; }}"
+        _inside(self.switch, ["nft", "-f", "-"], f"table inet cut {{\n{chain}\n}}\n")
+
     def segment(self) -> None:
         """Let links pass packets one by one, as a cable does, not several as one (GSO)."""
         for host, pid in enumerate(self.pids):

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import os
 import socket
 import struct
 import time
@@ -26,14 +27,19 @@ import namespaces
 from torchrelay import _native
 from torchrelay._native import SwitchHeader
 from torchrelay.aggregation.switch import DataPlane, SessionShape, UdpDataPlane, XdpDataPlane
+from torchrelay.errors import UnavailableError
 
 __all__ = [
     "NETWORKS",
     "Network",
     "Worker",
+    "add_worker",
+    "checksum",
+    "ip_packet",
     "packet",
     "udp_network",
     "values_of",
+    "wait_until",
     "within",
     "xdp_network",
 ]
@@ -74,6 +80,7 @@ class Network:
 
     plane: DataPlane
     connect: Callable[[int], Worker]
+    within: Callable[[int, Callable[[], socket.socket]], socket.socket]  # opens one on a host
     workers: dict[tuple[int, int], Worker] = field(default_factory=dict)  # by session and rank
     pids: list[int] = field(default_factory=list)  # of the hosts' namespaces, where they have some
 
@@ -89,36 +96,67 @@ class Network:
         self.plane.open_session(session_id, SessionShape(num_workers, slots, numel, sequenced))
         for rank in range(num_workers):
             worker = self.connect(rank)
-            self.plane.add_worker(session_id, rank, worker.address, worker.port, 1)
+            add_worker(self.plane, session_id, rank, worker.address, worker.port, 1)
             self.workers[session_id, rank] = worker
 
     def send(self, worker: Worker, datagram: bytes) -> None:
         """Send, and wait until the switch has dealt with it."""
         before = self.dealt_with()
         worker.send(datagram)
-        deadline = time.monotonic() + PATIENCE_S
-        while self.dealt_with() == before:
-            assert time.monotonic() < deadline, "the switch does not count the datagram"
-            time.sleep(0.001)
+        wait_until(lambda: self.dealt_with() != before)
+
+    def forge(self, host: int, ip: bytes) -> None:
+        """Send an IP packet from ``host`` as it is; only IP's own checksum is filled in."""
+
+        def raw() -> socket.socket:
+            return socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
+
+        if os.geteuid() != 0:
+            pytest.skip("raw sockets need root")
+        with self.within(host, raw) as sock:
+            sock.sendto(ip, (socket.inet_ntoa(ip[16:20]), 0))
 
     def dealt_with(self) -> int:
         stats = self.plane.stats()
         return stats.received + stats.malformed + stats.strangers + stats.control
 
 
+def add_worker(
+    plane: DataPlane, session_id: int, rank: int, address: str, port: int, num_ports: int
+) -> None:
+    """Add a worker once the data plane knows how to reach it."""
+
+    def is_added() -> bool:
+        try:
+            plane.add_worker(session_id, rank, address, port, num_ports)
+        except UnavailableError:
+            return False
+        return True
+
+    wait_until(is_added)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition does not come true"
+        time.sleep(0.001)
+
+
 @contextlib.contextmanager
 def udp_network(hosts: int) -> Iterator[Network]:
-    """All hosts are this one: they differ by their ports."""
+    """All hosts are this one: they differ by their loopback addresses."""
     with contextlib.ExitStack() as stack:
         plane = stack.enter_context(UdpDataPlane(port=0))
 
         def connect(host: int) -> Worker:
             assert host < hosts
             sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            sock.bind((f"127.0.0.{2 + host}", 0))
             sock.connect((plane.address, plane.port))
             return Worker(sock, *sock.getsockname())
 
-        yield Network(plane, connect)
+        yield Network(plane, connect, lambda _, function: function())
 
 
 def within(pid: int, function: Callable[[], T]) -> T:
@@ -156,7 +194,9 @@ def xdp_network(hosts: int, mode: str = "generic") -> Iterator[Network]:
             sock = stack.enter_context(within(star.pids[host], connected))
             return Worker(sock, *sock.getsockname())
 
-        yield Network(plane, connect, pids=star.pids)
+        yield Network(
+            plane, connect, lambda host, function: within(star.pids[host], function), pids=star.pids
+        )
 
 
 def missing_for_xdp() -> str:
@@ -203,6 +243,32 @@ def packet(
     return header.serialize() + b"".join(
         (value % (1 << 32)).to_bytes(4, "big") for value in all_values
     )
+
+
+def checksum(data: bytes) -> int:
+    """The Internet checksum (RFC 1071)."""
+    total: int = sum(struct.unpack(f">{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+
+def ip_packet(
+    source: tuple[str, int],
+    destination: tuple[str, int],
+    datagram: bytes,
+    udp_checksum: int | None = None,
+) -> bytes:
+    """A UDP datagram (of even length) with its IP header; the right checksum unless given."""
+    addresses = socket.inet_aton(source[0]) + socket.inet_aton(destination[0])
+    size = 8 + len(datagram)
+    ports = struct.pack(">HHH", source[1], destination[1], size)
+    if udp_checksum is None:
+        pseudo_header = addresses + struct.pack(">HH", socket.IPPROTO_UDP, size)
+        udp_checksum = checksum(pseudo_header + ports + datagram)
+    head = struct.pack(">BxHHxxBBxx", 0x45, 20 + size, 1, 64, socket.IPPROTO_UDP) + addresses
+    head = head[:10] + checksum(head).to_bytes(2, "big") + head[12:]
+    return head + ports + udp_checksum.to_bytes(2, "big") + datagram
 
 
 def values_of(datagram: bytes) -> set[int]:

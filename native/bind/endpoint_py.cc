@@ -12,6 +12,7 @@
 #include "torchrelay/endpoint.h"
 #include "torchrelay/error.h"
 #include "torchrelay/memory_network.h"
+#include "torchrelay/origin.h"
 #include "torchrelay/tcp_network.h"
 #include "torchrelay/zmq_network.h"
 
@@ -29,7 +30,7 @@ constexpr microseconds kBetweenSignalChecks{50000};
 // An endpoint for Python, where two threads may call at once: they take turns.
 class PythonEndpoint {
  public:
-  explicit PythonEndpoint(std::unique_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
+  explicit PythonEndpoint(std::unique_ptr<Endpoint> endpoint) : endpoint_(endpoint.release()) {}
 
   std::string address() const { return endpoint_->address(); }
 
@@ -73,7 +74,7 @@ class PythonEndpoint {
   }
 
   std::mutex mutex_;
-  std::unique_ptr<Endpoint> endpoint_;
+  ProcessOwned<Endpoint> endpoint_;
 };
 
 SessionToken token_of(const nb::bytes& token) {

@@ -52,6 +52,7 @@ NB_MODULE(_native, module) {
   torchrelay::register_checkpoint(module);
   torchrelay::register_endpoint(module);
   torchrelay::register_mt19937(module);
+  torchrelay::register_origin(module);
   torchrelay::register_shared_memory(module);
   torchrelay::register_shared_group(module);
   torchrelay::register_parameters(module);

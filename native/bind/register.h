@@ -8,6 +8,7 @@ namespace torchrelay {
 void register_checkpoint(nanobind::module_& module);
 void register_endpoint(nanobind::module_& module);
 void register_mt19937(nanobind::module_& module);
+void register_origin(nanobind::module_& module);
 void register_parameters(nanobind::module_& module);
 void register_shared_memory(nanobind::module_& module);
 void register_shared_group(nanobind::module_& module);

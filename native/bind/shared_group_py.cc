@@ -4,8 +4,6 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <pthread.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <memory>
@@ -17,6 +15,7 @@
 #include "torchrelay/collectives.h"
 #include "torchrelay/executor.h"
 #include "torchrelay/mailboxes.h"
+#include "torchrelay/origin.h"
 #include "torchrelay/shared_group.h"
 
 namespace nb = nanobind;
@@ -65,14 +64,6 @@ nb::object error_in_python(const std::exception_ptr& error) {
   }
 }
 
-// How many forks lie between the first process and this one; without a system call at each operation.
-std::atomic<int>& forks() {
-  static std::atomic<int> count{0};
-  [[maybe_unused]] static const int registered =
-      pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1, std::memory_order_relaxed); });
-  return count;
-}
-
 // A rank of a group with what drives it: the executor for collectives, the mailboxes for messages.
 struct Parts {
   Parts(SharedMemory memory, int rank, std::vector<int> names)
@@ -83,22 +74,17 @@ struct Parts {
   Mailboxes mailboxes;
 };
 
-// A forked child has the object but neither its threads nor its registration: there, closing does nothing,
-// and the parts are never destroyed (a condition variable that a lost thread waits on would wait for it for
-// ever).
+// In a forked child, closing does nothing.
 class Communicator {
  public:
   Communicator(SharedMemory& memory, int rank, std::vector<int> names, double spin_s, double yield_s)
-      : parts_(std::make_unique<Parts>(SharedMemory::from_fd(memory.fd()), rank, std::move(names))),
-        pid_(getpid()),
-        forks_(forks().load()),
+      : parts_(make_process_owned<Parts>(SharedMemory::from_fd(memory.fd()), rank, std::move(names))),
         spin_(seconds(spin_s)),
         yield_(seconds(yield_s)) {}
 
   ~Communicator() {
     const nb::gil_scoped_release released;
     close();
-    if (is_forked()) (void)parts_.release();
   }
 
   void join(double timeout_s) {
@@ -251,21 +237,20 @@ class Communicator {
     return operation;
   }
 
-  bool is_forked() const { return forks().load(std::memory_order_relaxed) != forks_; }
+  bool is_forked() const { return origin_.is_forked(); }
 
   // A child's operation would count as its parent's, which would then be one ahead of the other ranks.
   void refuse_in_child(const char* operation) const {
     if (is_forked())
       throw Error(
           Code::kUnavailable,
-          std::string(operation) + ": this group is that of process " + std::to_string(pid_) +
-              ", of which this process is a forked child; start processes by spawn, or make a group of "
-              "its own in each");
+          std::string(operation) + ": this group belongs to process " + std::to_string(origin_.pid()) +
+              ", from which this process was forked; start processes with spawn, or create a group in each "
+              "of them");
   }
 
-  std::unique_ptr<Parts> parts_;
-  int pid_;
-  int forks_;
+  ProcessOwned<Parts> parts_;
+  Origin origin_;
   std::chrono::nanoseconds spin_;
   std::chrono::nanoseconds yield_;
   Patience patience_;

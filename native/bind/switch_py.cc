@@ -34,24 +34,25 @@ void register_wire(nb::module_& module) {
       .def(
           "__init__",
           [](Header* self, std::uint8_t job, std::uint32_t tsi, std::uint16_t slot, std::uint8_t set,
-             std::int8_t exponent, std::uint16_t numel) {
+             std::int8_t exponent, std::uint16_t numel, std::int8_t second_exponent) {
             if (slot >= kMaxSlots || set > 1 || !is_packet_numel(numel))
               throw Error(Code::kArgument,
-                          "switch: a header needs a slot below 16384, set 0 or 1, 64 or 256 values");
-            new (self) Header{job, tsi, slot, set, exponent, numel};
+                          "switch: a header needs a slot below 8192, set 0 or 1, 64 or 256 values");
+            new (self) Header{job, tsi, slot, set, exponent, numel, second_exponent};
           },
-          "job"_a, "tsi"_a, "slot"_a, "set"_a, "exponent"_a, "numel"_a)
+          "job"_a, "tsi"_a, "slot"_a, "set"_a, "exponent"_a, "numel"_a, "second_exponent"_a = 0)
       .def_ro("job", &Header::job)
       .def_ro("tsi", &Header::tsi)
       .def_ro("slot", &Header::slot)
       .def_ro("set", &Header::set)
       .def_ro("exponent", &Header::exponent)
       .def_ro("numel", &Header::numel)
+      .def_ro("second_exponent", &Header::second_exponent)
       .def(
           "__eq__",
           [](const Header& a, const Header& b) {
             return a.job == b.job && a.tsi == b.tsi && a.slot == b.slot && a.set == b.set &&
-                   a.exponent == b.exponent && a.numel == b.numel;
+                   a.exponent == b.exponent && a.numel == b.numel && a.second_exponent == b.second_exponent;
           },
           nb::is_operator(), nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("serialize",
@@ -64,6 +65,7 @@ void register_wire(nb::module_& module) {
           "parse", [](const nb::bytes& datagram) { return parse(bytes_of(datagram)); }, "datagram"_a,
           "The header, or None if the datagram is not exactly one data packet.");
   module.attr("SWITCH_UDP_PORT") = static_cast<int>(kUdpPort);
+  module.attr("SWITCH_NUM_UDP_PORTS") = static_cast<int>(kNumUdpPorts);
 }
 
 void register_table(nb::module_& module) {
@@ -205,7 +207,8 @@ void register_counts(nb::module_& module) {
   nb::class_<WorkerCounts>(module, "SwitchWorkerCounts", "Packets of one worker of a session.")
       .def_ro("rank", &WorkerCounts::rank)
       .def_ro("received", &WorkerCounts::received)
-      .def_ro("retransmissions", &WorkerCounts::retransmissions);
+      .def_ro("retransmissions", &WorkerCounts::retransmissions)
+      .def_ro("silent_s", &WorkerCounts::silent_s);
   nb::class_<SessionInfo>(module, "SwitchSessionInfo", "One session of a switch.")
       .def_ro("id", &SessionInfo::id)
       .def_ro("shape", &SessionInfo::shape)
@@ -242,17 +245,18 @@ void register_udp_switch(nb::module_& module) {
               message = self.receive_control(from_seconds<std::chrono::milliseconds>(timeout_s));
             }
             if (!message) return nb::none();
-            return nb::make_tuple(to_python(message->bytes), message->from.ip, message->from.port);
+            return nb::make_tuple(to_python(message->bytes), message->from.ip, message->from.port,
+                                  message->switch_port);
           },
           "timeout_s"_a,
-          nb::sig("def receive_control(self, timeout_s: float) -> tuple[bytes, int, int] | None"),
-          "The next control message with its sender's address and port; no bytes: a stranger's data packet.")
+          nb::sig("def receive_control(self, timeout_s: float) -> tuple[bytes, int, int, int] | None"),
+          "The next control message, its sender's address and port, and the switch's port; no bytes: a "
+          "stranger's data packet.")
       .def(
           "send_control",
-          [](UdpSwitch& self, const nb::bytes& message, std::uint32_t ip, std::uint16_t port) {
-            self.send_control(bytes_of(message), {ip, port});
-          },
-          "message"_a, "ip"_a, "port"_a)
+          [](UdpSwitch& self, const nb::bytes& message, std::uint32_t ip, std::uint16_t port,
+             std::uint16_t switch_port) { self.send_control(bytes_of(message), {ip, port}, switch_port); },
+          "message"_a, "ip"_a, "port"_a, "switch_port"_a)
       .def("stats", &UdpSwitch::stats, Released())
       .def("sessions", &UdpSwitch::sessions, Released())
       .def("missing", &UdpSwitch::missing, "id"_a, Released())

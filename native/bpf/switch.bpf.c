@@ -21,6 +21,10 @@
 #define MAX_PORTS 64
 #define HEADER_BYTES 10
 #define DATA_TYPE 1
+#define CONTROL_TYPE 2
+enum kind { JOIN = 1, LEAVE = 6, ASK_MISSING = 7, ALIVE = 10 };  // of control messages to a switch
+#define MAX_CALLS 256  // of one address in a second: messages, and data packets of no member
+#define SECOND_NS 1000000000ULL
 #define RESULT_MARK 0xA6  // the first byte of a result's destination MAC between the two programs
 
 enum verdict { CONSUMED, MULTICAST, UNICAST, DUPLICATE, STALE, REJECTED };
@@ -37,7 +41,9 @@ enum stat {
   MALFORMED,
   STRANGERS,
   CONTROL,
+  CONTROL_DROPPED,
   COALESCED,
+  PROBES,  // that came back
   NUM_STATS
 };
 
@@ -46,8 +52,15 @@ struct header {
   __u8 job;
   __be32 tsi;
   __be16 index;
-  __s8 exponent;
-  __s8 unused;
+  __s8 exponents[2];
+} __attribute__((packed));
+
+struct arp {
+  __u8 fixed[6];
+  __be16 operation;
+  __u8 sender[10];
+  __u8 target_mac[6];
+  __be32 target_ip;
 } __attribute__((packed));
 
 struct source {
@@ -62,7 +75,7 @@ struct member {
 };
 
 struct session {
-  __u64 last_packet_ns;
+  __u64 heard_ns[MAX_WORKERS];  // the last packet or sign of life
   __u64 stats[NUM_STATS];
   __u64 worker_received[MAX_WORKERS];
   __u64 worker_again[MAX_WORKERS];
@@ -72,6 +85,7 @@ struct session {
   __u32 numel;
   __u32 sequenced;
   __be32 switch_ips[MAX_WORKERS];  // by which each worker addresses this host
+  __be16 switch_ports[MAX_WORKERS];
   __u32 pad;
 };
 
@@ -93,7 +107,7 @@ struct slot {
   __u32 count[2];
   __u32 tsi[2];
   __u32 used[2];
-  __s32 exponent[2];
+  __s32 exponents[2][2];
   __u32 pad;
   __u64 bitmap[2];
   __be16 ports[2][MAX_WORKERS];
@@ -128,6 +142,23 @@ struct {
   __uint(max_entries, 4096);
 } workers SEC(".maps");
 
+struct caller {
+  __be32 ip;
+  __u32 is_control;
+};
+
+struct calls {
+  __u64 begin_ns;
+  __u64 count;
+};
+
+struct {
+  __uint(type, BPF_MAP_TYPE_LRU_HASH);
+  __type(key, struct caller);
+  __type(value, struct calls);
+  __uint(max_entries, 8192);
+} callers SEC(".maps");
+
 struct {
   __uint(type, BPF_MAP_TYPE_DEVMAP);
   __type(key, __u32);
@@ -143,7 +174,8 @@ struct {
 } stats SEC(".maps");
 
 // What the control plane sets before the program is loaded.
-const volatile __u16 udp_port = 0xBEE0;  // with its low four bits free, as in SwitchML
+const volatile __u16 udp_port = 0xBEE0;
+const volatile __u16 udp_port_mask = 0xFFF0;  // at 0xBEE0 the low four bits are free, as in SwitchML
 
 static __always_inline void count(__u32 what) {
   __u64* value = bpf_map_lookup_elem(&stats, &what);
@@ -202,23 +234,67 @@ static __always_inline int aggregate(struct slot* slot, const struct session* se
       verdict = missing == 1 || num_workers == 1 ? MULTICAST : CONSUMED;
       slot->count[set] = missing == 0 ? num_workers - 1 : missing - 1;
       if (before == 0) {
-        slot->exponent[set] = header->exponent;
+        for (int i = 0; i < 2; ++i) slot->exponents[set][i] = header->exponents[i];
         slot->tsi[set] = tsi;
         slot->used[set] = 1;
         for (int i = 0; i < numel; ++i) slot->values[set][i] = bpf_ntohl(payload[i]);
       } else {
-        if (header->exponent > slot->exponent[set]) slot->exponent[set] = header->exponent;
+        for (int i = 0; i < 2; ++i)
+          if (header->exponents[i] > slot->exponents[set][i]) slot->exponents[set][i] = header->exponents[i];
         for (int i = 0; i < numel; ++i) slot->values[set][i] += bpf_ntohl(payload[i]);
       }
     }
     if (verdict == MULTICAST || verdict == UNICAST) {
-      header->exponent = (__s8)slot->exponent[set];
-      header->unused = 0;
+      header->type_and_size &= 0xF7;  // the unused bits
+      header->index &= bpf_htons(0xBFFF);
+      for (int i = 0; i < 2; ++i) header->exponents[i] = (__s8)slot->exponents[set][i];
       for (int i = 0; i < numel; ++i) payload[i] = bpf_htonl(slot->values[set][i]);
     }
   }
   bpf_spin_unlock(&slot->lock);
   return verdict;
+}
+
+// Passes a datagram to the control plane, but not too many of one address.
+static __always_inline int call(__be32 ip, __u32 is_control) {
+  const struct caller caller = {ip, is_control};
+  const __u64 now = bpf_ktime_get_ns();
+  struct calls* calls = bpf_map_lookup_elem(&callers, &caller);
+  if (!calls || now - calls->begin_ns > SECOND_NS) {
+    const struct calls first = {now, 1};
+    bpf_map_update_elem(&callers, &caller, &first, BPF_ANY);
+    return XDP_PASS;
+  }
+  if (__sync_fetch_and_add(&calls->count, 1) < MAX_CALLS) return XDP_PASS;
+  count(CONTROL_DROPPED);
+  return XDP_DROP;
+}
+
+static __always_inline __u16 folded(__u64 sum) {
+  sum = (sum & 0xFFFFFFFF) + (sum >> 32);
+  sum = (sum & 0xFFFF) + (sum >> 16);
+  sum = (sum & 0xFFFF) + (sum >> 16);
+  return (sum & 0xFFFF) + (sum >> 16);
+}
+
+// The sum of `bytes` (a multiple of 4), as checksums have it.
+static __always_inline __u32 sum_of(void* data, __u32 bytes) {
+  return bpf_csum_diff(0, 0, data, bytes, 0);
+}
+
+// Whether the checksums are right, as the kernel demands of what it delivers to a socket; a UDP checksum of
+// 0 is none. A sender on this machine leaves the sum over the payload to a device, and over veth no device
+// computes it: the field then has the pseudo-header's sum. The packet's length has been checked.
+static __always_inline int is_intact(struct iphdr* ip, struct udphdr* udp, const int numel) {
+  if (folded(sum_of(ip, sizeof *ip)) != 0xFFFF) return 0;
+  if (udp->check == 0) return 1;
+  __u64 sum = (__u64)sum_of(&ip->saddr, 8) + bpf_htons(IPPROTO_UDP) + udp->len;
+  if (udp->check == folded(sum)) return 1;
+  __u8* at = (__u8*)udp;
+  sum += sum_of(at, 16);
+  for (int i = 0; i < numel / 64; ++i) sum += sum_of(at + 16 + 256 * i, 256);
+  sum += *(__u16*)(at + 16 + 4 * numel);
+  return folded(sum) == 0xFFFF;
 }
 
 static __always_inline const struct member* find_member(__be32 ip, __be16 port) {
@@ -227,6 +303,14 @@ static __always_inline const struct member* find_member(__be32 ip, __be16 port) 
   if (member) return member;
   source.port = 0;
   return bpf_map_lookup_elem(&members, &source);
+}
+
+// Also notes that the member is alive.
+static __always_inline struct session* find_session(const struct member* member) {
+  const __u32 index = member->session;
+  struct session* session = bpf_map_lookup_elem(&sessions, &index);
+  if (session) session->heard_ns[member->rank & 63] = bpf_ktime_get_ns();
+  return session;
 }
 
 SEC("xdp")
@@ -239,21 +323,44 @@ int torchrelay_switch(struct xdp_md* context) {
   struct header* header = (void*)(udp + 1);
   __s32* payload = (void*)(header + 1);
   if ((void*)(udp + 1) > end) return XDP_PASS;
-  if (eth->h_proto != bpf_htons(ETH_P_IP) || ip->protocol != IPPROTO_UDP || ip->ihl != 5) return XDP_PASS;
-  if (udp->dest != bpf_htons(udp_port) || (ip->frag_off & bpf_htons(0x3FFF)) != 0) return XDP_PASS;
+  if (eth->h_proto == bpf_htons(ETH_P_ARP)) {
+    const struct arp* arp = (void*)(eth + 1);
+    if (arp->operation == bpf_htons(2) && arp->target_ip == 0) count(PROBES);
+    return XDP_PASS;
+  }
+  if (eth->h_proto != bpf_htons(ETH_P_IP) || ip->protocol != IPPROTO_UDP) return XDP_PASS;
+  if ((ip->frag_off & bpf_htons(0x1FFF)) != 0) return XDP_PASS;  // a later fragment: it has no UDP header
+  const struct udphdr* real_udp = (void*)ip + ip->ihl * 4;
+  if ((void*)(real_udp + 1) > end || (bpf_ntohs(real_udp->dest) & udp_port_mask) != udp_port)
+    return XDP_PASS;
+  if (ip->ihl != 5 || (ip->frag_off & bpf_htons(0x2000)) != 0) {  // with options, or the first fragment
+    count(MALFORMED);
+    return XDP_DROP;
+  }
 
   const __u32 bytes = bpf_ntohs(udp->len) - sizeof *udp;
   if ((void*)(header + 1) > end || bytes < HEADER_BYTES) {
     count(MALFORMED);
     return XDP_DROP;
   }
-  if (header->type_and_size >> 4 != DATA_TYPE) {
-    if (header->type_and_size >> 4 != 2) {
+  if (header->type_and_size >> 4 == CONTROL_TYPE) {
+    const enum kind kind = header->job;  // a control message's second byte
+    if (kind == JOIN || kind == LEAVE || kind == ASK_MISSING) {
+      count(CONTROL);
+      return call(ip->saddr, 1);
+    }
+    if (kind != ALIVE) {
       count(MALFORMED);
       return XDP_DROP;
     }
     count(CONTROL);
-    return XDP_PASS;
+    const struct member* member = find_member(ip->saddr, udp->source);
+    if (member) find_session(member);
+    return XDP_DROP;
+  }
+  if (header->type_and_size >> 4 != DATA_TYPE) {
+    count(MALFORMED);
+    return XDP_DROP;
   }
   const __u32 code = header->type_and_size & 7;
   const __u32 numel = code == 3 ? 256 : 64;
@@ -266,8 +373,20 @@ int torchrelay_switch(struct xdp_md* context) {
     // A run of packets that the sender's segmentation or this host's receive offload has left in one piece.
     if (bytes > expected && bytes % expected == 0) {
       count(COALESCED);
-      return XDP_PASS;
+      return call(ip->saddr, 0);
     }
+    count(MALFORMED);
+    return XDP_DROP;
+  }
+
+  int intact = 0;
+  if (bpf_ntohs(ip->tot_len) >= sizeof *ip + sizeof *udp + bytes) {
+    if (numel == 256)
+      intact = (void*)(payload + 256) <= end && is_intact(ip, udp, 256);
+    else
+      intact = (void*)(payload + 64) <= end && is_intact(ip, udp, 64);
+  }
+  if (!intact) {
     count(MALFORMED);
     return XDP_DROP;
   }
@@ -275,13 +394,13 @@ int torchrelay_switch(struct xdp_md* context) {
   const struct member* member = find_member(ip->saddr, udp->source);
   if (!member) {
     count(STRANGERS);
-    return XDP_PASS;
+    return call(ip->saddr, 0);
   }
   const __u32 session_index = member->session;
-  struct session* session = bpf_map_lookup_elem(&sessions, &session_index);
+  struct session* session = find_session(member);
   if (!session) return XDP_DROP;
-  session->last_packet_ns = bpf_ktime_get_ns();
   session->switch_ips[member->rank & 63] = ip->daddr;
+  session->switch_ports[member->rank & 63] = udp->dest;
   count_for(session, RECEIVED);
   __sync_fetch_and_add(&session->worker_received[member->rank & 63], 1);
 
@@ -353,9 +472,20 @@ int torchrelay_port(struct xdp_md* context) {
   __builtin_memcpy(eth->h_source, worker->port_mac, ETH_ALEN);
   replace_address(ip, &ip->daddr, worker->ip);
   replace_address(ip, &ip->saddr, session->switch_ips[worker->rank & 63]);
+  udp->source = session->switch_ports[worker->rank & 63];
   udp->dest = slot->ports[(index >> 15) & 1][worker->rank & 63];
   count_for(session, SENT);
   return XDP_PASS;
+}
+
+// Runs on the control plane's probes: sends one out of the port whose index stands behind its ARP message. The
+// answer, to the IP address 0, shows that frames which leave through XDP arrive.
+SEC("xdp")
+int torchrelay_probe(struct xdp_md* context) {
+  void* data = (void*)(long)context->data;
+  const __u32* port = data + sizeof(struct ethhdr) + sizeof(struct arp);
+  if ((void*)(port + 1) > (void*)(long)context->data_end) return XDP_DROP;
+  return bpf_redirect_map(&ports, *port, 0);
 }
 
 const char kLicense[] SEC("license") = "Dual BSD/GPL";

@@ -13,6 +13,7 @@
 
 #include "tcp_stream.h"
 #include "torchrelay/error.h"
+#include "torchrelay/origin.h"
 
 namespace torchrelay {
 
@@ -275,7 +276,7 @@ class TcpEndpoint final : public Endpoint {
 
 }  // namespace
 
-TcpNetwork::TcpNetwork(NetworkOptions options) : state_(std::make_shared<State>()) {
+TcpNetwork::TcpNetwork(NetworkOptions options) : state_(make_process_owned<State>()) {
   state_->options = std::move(options);
 }
 

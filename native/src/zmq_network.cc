@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "torchrelay/error.h"
+#include "torchrelay/origin.h"
 
 namespace torchrelay {
 namespace {
@@ -288,7 +289,7 @@ class ZmqEndpoint final : public Endpoint {
 }  // namespace
 
 ZmqNetwork::ZmqNetwork(std::shared_ptr<ZmqContext> context, ZmqOptions options)
-    : state_(std::make_shared<State>()) {
+    : state_(make_process_owned<State>()) {
   if (options.curve_public_key.size() != options.curve_secret_key.size() ||
       (!options.curve_public_key.empty() && options.curve_public_key.size() != kKeyCharacters))
     throw Error(Code::kArgument, "CURVE keys: give both the public and the secret key, 40 characters each");

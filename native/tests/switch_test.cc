@@ -131,10 +131,10 @@ void check_sums(Cluster& cluster, std::uint32_t num_workers, std::size_t count, 
 }  // namespace
 
 TEST(a_header_survives_the_wire_and_other_datagrams_are_refused) {
-  const Header header{200, 0xDEADBEEF, 16383, 1, -77, 64};
+  const Header header{200, 0xDEADBEEF, 8191, 1, -77, 64, 5};
   Packet bytes = packet(header, 1);
   const auto parsed = parse(bytes);
-  CHECK(parsed && parsed->job == 200 && parsed->tsi == 0xDEADBEEF && parsed->slot == 16383);
+  CHECK(parsed && parsed->job == 200 && parsed->tsi == 0xDEADBEEF && parsed->slot == 8191);
   CHECK(parsed->set == 1 && parsed->exponent == -77 && parsed->numel == 64);
   for (std::size_t size = 0; size < bytes.size(); ++size) CHECK(!parse({bytes.data(), size}));
   bytes.push_back({});

@@ -82,6 +82,18 @@ def twister_jump(state: Annotated[NDArray[numpy.uint32], dict(shape=(624), order
     Replaces the 624 words of state by those distance words on; polynomial is that of distance - 1.
     """
 
+class Origin:
+    """The process in which it was made."""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from it. Costs no system call."""
+
+    @property
+    def pid(self) -> int: ...
+
 class SharedMemory:
     """
     A block of memory that several processes of one host map; see buffers.Segment.
@@ -433,7 +445,7 @@ class ParameterWorker:
 class SwitchHeader:
     """The header of a packet of SwitchML's UDP protocol."""
 
-    def __init__(self, job: int, tsi: int, slot: int, set: int, exponent: int, numel: int) -> None: ...
+    def __init__(self, job: int, tsi: int, slot: int, set: int, exponent: int, numel: int, second_exponent: int = 0) -> None: ...
 
     @property
     def job(self) -> int: ...
@@ -453,6 +465,9 @@ class SwitchHeader:
     @property
     def numel(self) -> int: ...
 
+    @property
+    def second_exponent(self) -> int: ...
+
     def __eq__(self, other: object, /) -> bool: ...
 
     def serialize(self) -> bytes: ...
@@ -462,6 +477,8 @@ class SwitchHeader:
         """The header, or None if the datagram is not exactly one data packet."""
 
 SWITCH_UDP_PORT: int = 48864
+
+SWITCH_NUM_UDP_PORTS: int = 16
 
 class SwitchVerdict(enum.Enum):
     """What a switch does with a packet."""
@@ -628,6 +645,9 @@ class SwitchWorkerCounts:
     @property
     def retransmissions(self) -> int: ...
 
+    @property
+    def silent_s(self) -> float: ...
+
 class SwitchSessionInfo:
     """One session of a switch."""
 
@@ -660,12 +680,12 @@ class UdpSwitch:
 
     def add_worker(self, id: int, rank: int, ip: int, first_port: int, num_ports: int) -> None: ...
 
-    def receive_control(self, timeout_s: float) -> tuple[bytes, int, int] | None:
+    def receive_control(self, timeout_s: float) -> tuple[bytes, int, int, int] | None:
         """
-        The next control message with its sender's address and port; no bytes: a stranger's data packet.
+        The next control message, its sender's address and port, and the switch's port; no bytes: a stranger's data packet.
         """
 
-    def send_control(self, message: bytes, ip: int, port: int) -> None: ...
+    def send_control(self, message: bytes, ip: int, port: int, switch_port: int) -> None: ...
 
     def stats(self) -> UdpSwitchStats: ...
 

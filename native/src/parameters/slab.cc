@@ -83,7 +83,8 @@ std::vector<ClassInfo> lay_out(const StoreSpec& spec, Plan& plan) {
   for (std::size_t i = 0; i < classes.size(); ++i) {
     ClassInfo& info = classes[i];
     info.length = plan.lengths[i];
-    info.row_length = static_cast<std::uint32_t>(info.length + spec.rule.state_length(info.length));
+    info.row_length =
+        static_cast<std::uint32_t>(info.length + spec.rule.state_length(spec.dtype, info.length));
     info.stride_bytes = align(info.row_length * size_bytes(spec.dtype), kRowAlignment);
     info.capacity = plan.sizes[i];
     info.free_offset = take(end, sizeof(std::uint32_t) * info.capacity);

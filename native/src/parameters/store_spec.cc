@@ -19,7 +19,7 @@ void check_memory(const StoreSpec& spec) {
   const double keys = static_cast<double>(std::max(spec.num_keys, spec.capacity));
   double elements = 0;
   for (const std::uint32_t length : spec.lengths)
-    elements += static_cast<double>(length + spec.rule.state_length(length));
+    elements += static_cast<double>(length + spec.rule.state_length(spec.dtype, length));
   if (spec.lengths.size() == 1) elements *= keys;
   if (spec.num_keys != 0) elements /= spec.num_nodes;
   const double rows = elements * static_cast<double>(size_bytes(spec.dtype));
@@ -59,7 +59,7 @@ void check(const StoreSpec& spec) {
     fail("there are " + std::to_string(spec.lengths.size()) + " lengths for " +
          std::to_string(spec.num_keys) + " keys");
   if (!is_table_dtype(spec.dtype)) fail(std::string("no table has values of ") + name(spec.dtype));
-  if (!spec.rule.allows(spec.dtype)) fail("optimizers inside the store need float32 or float64 values");
+  if (!spec.rule.allows(spec.dtype)) fail("optimizers inside the store need floating-point values");
   const std::uint64_t rows = std::max(spec.num_keys, spec.capacity);
   if (rows >= kNoSlot) fail(std::to_string(rows) + " keys; a table has less than " + std::to_string(kNoSlot));
   check_memory(spec);

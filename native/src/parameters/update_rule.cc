@@ -1,6 +1,10 @@
 #include "torchrelay/parameters/update_rule.h"
 
 #include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "torchrelay/half.h"
 
 namespace torchrelay::parameters {
 namespace {
@@ -65,9 +69,13 @@ struct Row {
   }
 };
 
+bool is_half(Dtype dtype) { return dtype == Dtype::kFloat16 || dtype == Dtype::kBfloat16; }
+
+Dtype state_dtype(Dtype dtype) { return is_half(dtype) ? Dtype::kFloat32 : dtype; }
+
 }  // namespace
 
-std::size_t UpdateRule::state_length(std::size_t length) const {
+std::size_t UpdateRule::num_state(std::size_t length) const {
   switch (kind) {
     case RuleKind::kAdagrad: return length;
     case RuleKind::kRowwiseAdagrad: return 1;
@@ -76,18 +84,41 @@ std::size_t UpdateRule::state_length(std::size_t length) const {
   }
 }
 
-bool UpdateRule::allows(Dtype dtype) const {
-  return kind == RuleKind::kAdd || dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
+std::size_t UpdateRule::state_length(Dtype dtype, std::size_t length) const {
+  return num_state(length) * size_bytes(state_dtype(dtype)) / size_bytes(dtype);
 }
+
+bool UpdateRule::allows(Dtype dtype) const { return kind == RuleKind::kAdd || dtype != Dtype::kInt64; }
 
 void UpdateRule::initialize_state(Dtype dtype, std::byte* state, std::size_t length) const {
   const bool accumulates = kind == RuleKind::kAdagrad || kind == RuleKind::kRowwiseAdagrad;
-  for (std::size_t i = 0; i < state_length(length); ++i)
-    store_double(dtype, state + i * size_bytes(dtype), accumulates ? initial_accumulator : 0.0);
+  const Dtype element = state_dtype(dtype);
+  for (std::size_t i = 0; i < num_state(length); ++i)
+    store_double(element, state + i * size_bytes(element), accumulates ? initial_accumulator : 0.0);
+}
+
+template <typename T, T (*narrow)(float)>
+void UpdateRule::apply_half(std::byte* row, const std::byte* pushed, std::size_t length) const {
+  const std::size_t state_bytes = num_state(length) * sizeof(float);
+  thread_local std::vector<float> wide;  // value, state, gradient
+  wide.resize(2 * length + num_state(length));
+  float* const value = wide.data();
+  float* const gradient = value + wide.size() - length;
+  auto* const stored = reinterpret_cast<T*>(row);
+  const auto* const given = reinterpret_cast<const T*>(pushed);
+  std::byte* const state = row + length * sizeof(T);  // may not be aligned
+  for (std::size_t i = 0; i < length; ++i) value[i] = widen(stored[i]);
+  for (std::size_t i = 0; i < length; ++i) gradient[i] = widen(given[i]);
+  std::memcpy(value + length, state, state_bytes);
+  Row<float>{*this, value, gradient, length}.apply();
+  for (std::size_t i = 0; i < length; ++i) stored[i] = narrow(value[i]);
+  std::memcpy(state, value + length, state_bytes);
 }
 
 void UpdateRule::apply(Dtype dtype, std::byte* row, const std::byte* pushed, std::size_t length) const {
   if (kind == RuleKind::kAdd) return add(dtype, row, pushed, length);
+  if (dtype == Dtype::kFloat16) return apply_half<Half, narrow_half>(row, pushed, length);
+  if (dtype == Dtype::kBfloat16) return apply_half<Brain, narrow_brain>(row, pushed, length);
   if (dtype == Dtype::kFloat64)
     return Row<double>{*this, reinterpret_cast<double*>(row), reinterpret_cast<const double*>(pushed), length}
         .apply();

@@ -43,8 +43,9 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
   if (network_ == nullptr) return;
   const SlabHeader& header = store_->header();
   const std::string label = "node" + std::to_string(header.node);
-  endpoint_ = std::make_unique<ReliableEndpoint>(network_->open(label), worker_endpoint(header.node, worker),
-                                                 store_->users()[user_id_].incarnation.load());
+  endpoint_ =
+      make_process_owned<ReliableEndpoint>(network_->open(label), worker_endpoint(header.node, worker),
+                                           store_->users()[user_id_].incarnation.load());
   for (std::size_t i = 0; i < addresses.size(); ++i)
     endpoint_->connect(channel_endpoint(static_cast<std::uint32_t>(i / header.num_channels),
                                         static_cast<std::uint32_t>(i % header.num_channels)),
@@ -57,7 +58,7 @@ Worker::Worker(std::shared_ptr<Store> store, std::uint32_t worker, std::shared_p
 }
 
 Worker::~Worker() {
-  if (!finalized_) store_->membership().leave(user_id_);
+  if (!finalized_ && !origin_.is_forked()) store_->membership().leave(user_id_);
 }
 
 void Worker::check_size(Op op, const std::int64_t* keys, std::size_t count, std::size_t size_bytes) const {
@@ -285,7 +286,7 @@ void Worker::flush_refreshes() {
 }
 
 void Worker::finalize() {
-  if (finalized_) return;
+  if (finalized_ || origin_.is_forked()) return;
   finalized_ = true;
   try {
     wait_all();

@@ -18,7 +18,7 @@ SlotTable::SlotTable(const TableShape& shape)
       !is_packet_numel(shape.numel))
     throw Error(
         Code::kArgument,
-        "switch: a session needs at least 1 worker, 1 to 16384 slots, and packets of 64 or 256 values");
+        "switch: a session needs at least 1 worker, 1 to 8192 slots, and packets of 64 or 256 values");
   const std::size_t sets = std::size_t{shape.num_slots} * 2;
   sets_.resize(sets);
   bitmaps_.resize(sets * words_);
@@ -59,11 +59,13 @@ Verdict SlotTable::apply(const Header& header, const std::byte* payload, std::ui
   if (!any) {
     kernels().load(values, payload, shape_.numel);
     set.exponent = header.exponent;
+    set.second_exponent = header.second_exponent;
     set.tsi = header.tsi;
     set.used = true;
   } else {
     kernels().add(values, payload, shape_.numel);
     set.exponent = std::max(set.exponent, header.exponent);
+    set.second_exponent = std::max(set.second_exponent, header.second_exponent);
   }
   const bool last = set.count == 1 || shape_.num_workers == 1;
   set.count = set.count == 0 ? shape_.num_workers - 1 : set.count - 1;
@@ -74,6 +76,7 @@ void SlotTable::result(const Header& header, std::byte* out) const {
   const std::size_t at = index(header.slot, header.set);
   Header answer = header;
   answer.exponent = sets_[at].exponent;
+  answer.second_exponent = sets_[at].second_exponent;
   serialize(answer, out);
   kernels().store(out + kHeaderBytes, &values_[at * shape_.numel], shape_.numel);
 }

@@ -20,7 +20,7 @@ Stream::Stream(const StreamShape& shape) : shape_(shape), slots_(shape.window) {
   if (shape.window == 0 || shape.first_slot + shape.window > kMaxSlots || shape.num_workers == 0 ||
       !is_packet_numel(shape.numel) || shape.retry.timeout <= Microseconds{0})
     throw Error(Code::kArgument,
-                "switch: a stream needs at least 1 worker, 1 to 16384 slots, a timeout above 0");
+                "switch: a stream needs at least 1 worker, 1 to 8192 slots, a timeout above 0");
 }
 
 void Stream::begin(std::int32_t* values, std::size_t count, std::uint8_t job, PacketQueue& out,

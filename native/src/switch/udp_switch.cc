@@ -25,10 +25,18 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kMaxControlQueue = 1024;
 constexpr std::size_t kMaxControlBytes = 512;
+constexpr int kBatchesPerPoll = 16;
+constexpr std::size_t kMaxCallers = 8192;
+constexpr std::uint64_t kMaxCalls = 256;  // of one address in a second; also in native/bpf
 
 struct Session {
   Session(std::uint64_t session_id, const TableShape& shape)
-      : id(session_id), table(shape), addresses(shape.num_workers), workers(shape.num_workers) {
+      : id(session_id),
+        table(shape),
+        addresses(shape.num_workers),
+        workers(shape.num_workers),
+        switch_ports(shape.num_workers),
+        heard(shape.num_workers, Clock::now()) {
     for (std::uint32_t rank = 0; rank < shape.num_workers; ++rank) workers[rank].rank = rank;
   }
 
@@ -37,7 +45,8 @@ struct Session {
   std::vector<std::uint32_t> addresses;  // of the workers; 0: not known yet
   SwitchCounts counts;
   std::vector<WorkerCounts> workers;
-  Clock::time_point last_packet = Clock::now();
+  std::vector<std::uint16_t> switch_ports;  // to which the workers send
+  std::vector<Clock::time_point> heard;     // the workers' last packets or signs of life
 };
 
 struct Member {
@@ -45,13 +54,19 @@ struct Member {
   std::uint32_t rank;
 };
 
+struct Calls {
+  Clock::time_point begin;
+  std::uint64_t count = 0;
+};
+
 std::uint64_t key(const Endpoint& endpoint) { return std::uint64_t{endpoint.ip} << 16 | endpoint.port; }
 
-int bound_socket(const UdpSwitchOptions& options) {
-  const std::string where = options.address + ":" + std::to_string(options.port);
+int bound_socket(const UdpSwitchOptions& options, std::uint16_t port) {
+  std::string where = options.address + ":" + std::to_string(port);
+  if (port != options.port) where += ", which a switch at " + std::to_string(options.port) + " takes too,";
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_port = htons(options.port);
+  address.sin_port = htons(port);
   if (inet_pton(AF_INET, options.address.c_str(), &address.sin_addr) != 1)
     throw Error(Code::kArgument, "switch: '" + options.address + "' is not an IPv4 address");
   const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -83,56 +98,87 @@ void count(SwitchCounts& counts, Verdict verdict) {
   }
 }
 
+// A socket of the switch.
+struct Gate {
+  explicit Gate(int socket) : fd(socket), port(port_of(socket)), inbox(socket), outbox(socket, false) {}
+  ~Gate() { close(); }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+  void close() {
+    if (fd >= 0) ::close(fd);
+    fd = -1;
+  }
+
+  int fd;
+  const std::uint16_t port;
+  Inbox inbox;
+  Outbox outbox;
+};
+
+std::vector<std::unique_ptr<Gate>> open_gates(const UdpSwitchOptions& options) {
+  std::vector<std::unique_ptr<Gate>> gates;
+  const std::uint16_t count = options.port == kUdpPort ? kNumUdpPorts : 1;
+  for (std::uint16_t i = 0; i < count; ++i) {
+    const auto port = static_cast<std::uint16_t>(options.port + i);
+    gates.push_back(std::make_unique<Gate>(bound_socket(options, port)));
+  }
+  return gates;
+}
+
 }  // namespace
 
 struct UdpSwitch::State {
   explicit State(const UdpSwitchOptions& given)
       : options(given),
-        fd(bound_socket(given)),
-        port(port_of(fd)),
+        gates(open_gates(given)),
         wake(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-        inbox(fd),
-        outbox(fd, false),
         random(given.drop_seed) {}
 
-  ~State() {
-    close_socket();
-    ::close(wake);
-  }
-
-  // Under the lock once the thread runs.
-  void close_socket() {
-    if (fd >= 0) ::close(fd);
-    fd = -1;
-  }
+  ~State() { ::close(wake); }
 
   void loop() {
-    pollfd fds[] = {{fd, POLLIN, 0}, {wake, POLLIN, 0}};
+    std::vector<pollfd> fds;
+    for (const auto& gate : gates) fds.push_back({gate->fd, POLLIN, 0});
+    fds.push_back({wake, POLLIN, 0});
     while (!stopping.load()) {
-      (void)poll(fds, 2, -1);
-      while (!stopping.load() && serve()) {
-        while (waiting.load() != 0)
-          std::this_thread::yield();  // or a busy socket would keep the lock from others
+      (void)poll(fds.data(), fds.size(), -1);
+      for (std::size_t i = 0; i < gates.size(); ++i) {
+        if (fds[i].revents == 0) continue;
+        for (int batch = 0; batch < kBatchesPerPoll && !stopping.load() && serve(*gates[i]); ++batch) {
+          while (waiting.load() != 0)
+            std::this_thread::yield();  // or a busy socket would keep the lock from others
+        }
       }
     }
   }
 
   // Answers one batch; false if there was none.
-  bool serve() {
+  bool serve(Gate& gate) {
     const std::lock_guard guard(lock);
-    const bool any = inbox.receive([this](Bytes datagram, const Endpoint& from) { take(datagram, from); });
-    outbox.flush();
-    stats.socket_lost = inbox.lost();
-    stats.send_lost = outbox.lost();
+    const bool any =
+        gate.inbox.receive([&](Bytes datagram, const Endpoint& from) { take(datagram, from, gate); });
+    for (const auto& each : gates) each->outbox.flush();
     return any;
   }
 
-  void take(Bytes datagram, const Endpoint& from) {
-    if (is_control(datagram)) {
+  Gate& gate_of(std::uint16_t switch_port) {
+    for (const auto& gate : gates)
+      if (gate->port == switch_port) return *gate;
+    return *gates[0];
+  }
+
+  void take(Bytes datagram, const Endpoint& from, Gate& gate) {
+    if (const auto request = parse_request(datagram)) {
       ++stats.control;
-      keep({from,
-            {datagram.begin(),
-             datagram.begin() + static_cast<std::ptrdiff_t>(std::min(datagram.size(), kMaxControlBytes))}});
+      if (*request == Request::kAlive) {
+        if (const Member* member = find(from)) member->session->heard[member->rank] = Clock::now();
+        return;
+      }
+      call(true, {from,
+                  gate.port,
+                  {datagram.begin(), datagram.begin() + static_cast<std::ptrdiff_t>(
+                                                            std::min(datagram.size(), kMaxControlBytes))}});
       return;
     }
     if (chance(options.drop_ingress)) {
@@ -147,15 +193,17 @@ struct UdpSwitch::State {
     const Member* member = find(from);
     if (member == nullptr) {
       ++stats.strangers;
-      keep({from, {}});
+      call(false, {from, gate.port, {}});
       return;
     }
-    aggregate(*header, datagram.data() + kHeaderBytes, *member, from);
+    aggregate(*header, datagram.data() + kHeaderBytes, *member, from, gate);
   }
 
-  void aggregate(const Header& header, const std::byte* payload, const Member& member, const Endpoint& from) {
+  void aggregate(const Header& header, const std::byte* payload, const Member& member, const Endpoint& from,
+                 Gate& gate) {
     Session& session = *member.session;
-    session.last_packet = Clock::now();
+    session.heard[member.rank] = Clock::now();
+    session.switch_ports[member.rank] = gate.port;
     const Verdict verdict = session.table.apply(header, payload, member.rank, from.port);
     count(session.counts, verdict);
     ++session.counts.received;
@@ -163,22 +211,31 @@ struct UdpSwitch::State {
     ++worker.received;
     if (verdict == Verdict::kDuplicate || verdict == Verdict::kUnicast) ++worker.retransmissions;
     if (verdict != Verdict::kMulticast && verdict != Verdict::kUnicast) return;
-    session.table.result(header, outbox.allocate(packet_bytes(header.numel)));
+    session.table.result(header, gate.outbox.allocate(packet_bytes(header.numel)));
     if (verdict == Verdict::kUnicast) {
-      answer(session, from);
+      answer(session, from, gate);
       return;
     }
-    for (std::uint32_t rank = 0; rank < session.addresses.size(); ++rank)
-      answer(session, {session.addresses[rank], session.table.port(header, rank)});
+    for (std::uint32_t rank = 0; rank < session.addresses.size(); ++rank) {
+      const Endpoint to{session.addresses[rank], session.table.port(header, rank)};
+      if (session.switch_ports[rank] == gate.port) {
+        answer(session, to, gate);
+      } else {
+        Gate& other = gate_of(session.switch_ports[rank]);
+        session.table.result(header, other.outbox.allocate(packet_bytes(header.numel)));
+        answer(session, to, other);
+      }
+    }
   }
 
-  void answer(Session& session, const Endpoint& to) {
+  // Sends what the gate's outbox was given last to one more worker.
+  void answer(Session& session, const Endpoint& to, Gate& gate) {
     if (chance(options.drop_egress)) {
       ++stats.dropped_egress;
       return;
     }
     ++session.counts.sent;
-    outbox.send_to(to);
+    gate.outbox.send_to(to);
   }
 
   bool chance(double probability) {
@@ -191,9 +248,14 @@ struct UdpSwitch::State {
     return found == members.end() ? nullptr : &found->second;
   }
 
-  void keep(ControlMessage message) {
+  // Passes a message to the control plane, but not too many of one address.
+  void call(bool is_control, ControlMessage message) {
+    const auto now = Clock::now();
+    if (callers.size() >= kMaxCallers) callers.clear();
+    Calls& calls = callers[std::uint64_t{message.from.ip} << 1 | (is_control ? 1 : 0)];
+    if (now - calls.begin > std::chrono::seconds(1)) calls = {now, 0};
     const std::lock_guard guard(queue_lock);
-    if (queue.size() >= kMaxControlQueue) {
+    if (++calls.count > kMaxCalls || queue.size() >= kMaxControlQueue) {
       ++stats.control_dropped;
       return;
     }
@@ -235,8 +297,7 @@ struct UdpSwitch::State {
   }
 
   UdpSwitchOptions options;
-  int fd;
-  const std::uint16_t port;
+  const std::vector<std::unique_ptr<Gate>> gates;  // what they refer to: under the lock
   int wake;
   std::thread thread;
 
@@ -248,32 +309,31 @@ struct UdpSwitch::State {
 
   mutable std::atomic<int> waiting{0};  // for the lock
   mutable std::mutex lock;              // of all that follows
-  Inbox inbox;
-  Outbox outbox;
   std::mt19937_64 random;
   std::unordered_map<std::uint64_t, std::unique_ptr<Session>> sessions;
   std::unordered_map<std::uint64_t, Member> members;  // by key(); port 0 stands for all
+  std::unordered_map<std::uint64_t, Calls> callers;   // by address, and whether it is control
   SwitchStats stats;
   SwitchCounts ended;  // of sessions that are closed
 };
 
-UdpSwitch::UdpSwitch(const UdpSwitchOptions& options) : state_(std::make_unique<State>(options)) {
+UdpSwitch::UdpSwitch(const UdpSwitchOptions& options) : state_(make_process_owned<State>(options)) {
   state_->thread = std::thread([state = state_.get()] { state->loop(); });
 }
 
 UdpSwitch::~UdpSwitch() { stop(); }
 
 void UdpSwitch::stop() {
-  if (!state_->thread.joinable()) return;
+  if (origin_.is_forked() || !state_->thread.joinable()) return;
   state_->stopping.store(true);
   const std::uint64_t one = 1;
   (void)!write(state_->wake, &one, sizeof one);
   state_->thread.join();
   const auto guard = state_->hold();
-  state_->close_socket();
+  for (const auto& gate : state_->gates) gate->close();
 }
 
-std::uint16_t UdpSwitch::port() const noexcept { return state_->port; }
+std::uint16_t UdpSwitch::port() const noexcept { return state_->gates[0]->port; }
 
 void UdpSwitch::open_session(std::uint64_t id, const TableShape& shape) {
   auto session = std::make_unique<Session>(id, shape);
@@ -308,6 +368,7 @@ void UdpSwitch::add_worker(std::uint64_t id, std::uint32_t rank, const Endpoint&
   }
   for (int i = 0; i < ports; ++i) state_->members[key(endpoint(i))] = {&session, rank};
   session.addresses[rank] = first.ip;
+  session.heard[rank] = Clock::now();
 }
 
 std::optional<ControlMessage> UdpSwitch::receive_control(std::chrono::milliseconds timeout) {
@@ -318,17 +379,22 @@ std::optional<ControlMessage> UdpSwitch::receive_control(std::chrono::millisecon
   return message;
 }
 
-void UdpSwitch::send_control(Bytes message, const Endpoint& to) {
+void UdpSwitch::send_control(Bytes message, const Endpoint& to, std::uint16_t switch_port) {
   const auto guard = state_->hold();
-  if (state_->fd < 0) throw Error(Code::kUnavailable, "switch: it has been stopped and sends no more");
-  std::copy(message.begin(), message.end(), state_->outbox.allocate(message.size()));
-  state_->outbox.send_to(to);
-  state_->outbox.flush();
+  Gate& gate = state_->gate_of(switch_port);
+  if (gate.fd < 0) throw Error(Code::kUnavailable, "switch: it has been stopped and sends no more");
+  std::copy(message.begin(), message.end(), gate.outbox.allocate(message.size()));
+  gate.outbox.send_to(to);
+  gate.outbox.flush();
 }
 
 SwitchStats UdpSwitch::stats() const {
   const auto guard = state_->hold();
   SwitchStats stats = state_->stats;
+  for (const auto& gate : state_->gates) {
+    stats.socket_lost += gate->inbox.lost();
+    stats.send_lost += gate->outbox.lost();
+  }
   stats.counts = state_->ended;
   for (const auto& entry : state_->sessions) State::add(stats.counts, entry.second->counts);
   return stats;
@@ -338,8 +404,12 @@ std::vector<SessionInfo> UdpSwitch::sessions() const {
   const auto guard = state_->hold();
   std::vector<SessionInfo> infos;
   for (const auto& [id, session] : state_->sessions) {
-    const std::chrono::duration<double> idle = Clock::now() - session->last_packet;
-    infos.push_back({id, session->table.shape(), idle.count(), session->counts, session->workers});
+    const auto silent_s = [now = Clock::now()](Clock::time_point heard) {
+      return std::chrono::duration<double>(now - heard).count();
+    };
+    const double idle_s = silent_s(*std::max_element(session->heard.begin(), session->heard.end()));
+    infos.push_back({id, session->table.shape(), idle_s, session->counts, session->workers});
+    for (WorkerCounts& worker : infos.back().workers) worker.silent_s = silent_s(session->heard[worker.rank]);
   }
   std::sort(infos.begin(), infos.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
   return infos;

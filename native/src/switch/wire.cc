@@ -6,6 +6,8 @@ namespace {
 constexpr std::uint8_t kSmall = 1;  // size codes of the header
 constexpr std::uint8_t kLarge = 3;
 constexpr std::uint16_t kSetBit = 1 << 15;
+constexpr std::uint16_t kSlotBits = 0x3FFF;
+constexpr std::uint8_t kControlVersion = 1;
 
 std::uint32_t byte(Bytes data, std::size_t at) noexcept { return std::to_integer<std::uint32_t>(data[at]); }
 
@@ -15,6 +17,10 @@ std::uint16_t read16(Bytes data, std::size_t at) noexcept {
 
 std::uint32_t read32(Bytes data, std::size_t at) noexcept {
   return static_cast<std::uint32_t>(read16(data, at)) << 16 | read16(data, at + 2);
+}
+
+bool is_control(Bytes datagram) noexcept {
+  return datagram.size() >= kHeaderBytes && byte(datagram, 0) >> 4 == kControlType;
 }
 
 }  // namespace
@@ -29,14 +35,11 @@ std::optional<Header> parse(Bytes datagram) noexcept {
   header.job = static_cast<std::uint8_t>(byte(datagram, 1));
   header.tsi = read32(datagram, 2);
   const std::uint16_t index = read16(datagram, 6);
-  header.slot = index & (kMaxSlots - 1);
+  header.slot = index & kSlotBits;
   header.set = (index & kSetBit) != 0;
   header.exponent = static_cast<std::int8_t>(byte(datagram, 8));
+  header.second_exponent = static_cast<std::int8_t>(byte(datagram, 9));
   return header;
-}
-
-bool is_control(Bytes datagram) noexcept {
-  return datagram.size() >= kHeaderBytes && byte(datagram, 0) >> 4 == kControlType;
 }
 
 void serialize(const Header& header, std::byte* out) noexcept {
@@ -48,7 +51,26 @@ void serialize(const Header& header, std::byte* out) noexcept {
   out[6] = static_cast<std::byte>(index >> 8);
   out[7] = static_cast<std::byte>(index);
   out[8] = static_cast<std::byte>(header.exponent);
-  out[9] = std::byte{0};
+  out[9] = static_cast<std::byte>(header.second_exponent);
+}
+
+void write_alive(std::byte* out) noexcept {
+  for (std::size_t i = 0; i < kAliveBytes; ++i) out[i] = std::byte{0};
+  out[0] = static_cast<std::byte>(kControlType << 4);
+  out[1] = static_cast<std::byte>(Request::kAlive);
+  out[3] = static_cast<std::byte>(kControlVersion);
+}
+
+std::optional<Request> parse_request(Bytes datagram) noexcept {
+  if (!is_control(datagram)) return {};
+  const auto request = static_cast<Request>(byte(datagram, 1));
+  switch (request) {
+    case Request::kJoin:
+    case Request::kLeave:
+    case Request::kAskMissing:
+    case Request::kAlive: return request;
+  }
+  return {};
 }
 
 std::optional<Notice> parse_notice(Bytes datagram) noexcept {

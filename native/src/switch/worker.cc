@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,7 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr Microseconds kBetweenPolls{50'000};
-constexpr std::size_t kGatheredBytes = 8 << 20;  // of a job that gathers chunks
+constexpr std::chrono::seconds kBetweenSigns{1};  // of life, of a worker without a task
+constexpr std::size_t kGatheredBytes = 8 << 20;   // of a job that gathers chunks
 
 Microseconds now() { return std::chrono::duration_cast<Microseconds>(Clock::now().time_since_epoch()); }
 
@@ -115,13 +117,28 @@ class Worker::Lane {
 
   bool wait_for_task() {
     std::unique_lock guard(shared_.lock);
-    shared_.changed.wait(guard, [this] { return has_task_ || shared_.stop.load(); });
+    const auto is_due = [this] { return has_task_ || shared_.stop.load(); };
+    while (!shared_.changed.wait_for(guard, kBetweenSigns, is_due)) {
+      guard.unlock();
+      send_sign_of_life();
+      guard.lock();
+    }
     return has_task_ && !shared_.stop.load();
+  }
+
+  // The switch ends a session whose workers are all silent.
+  void send_sign_of_life() {
+    std::byte message[kAliveBytes];
+    write_alive(message);
+    (void)::send(socket_, message, sizeof message, MSG_DONTWAIT);
   }
 
   void run() {
     std::uint64_t woken = 0;
     (void)!read(wake_, &woken, sizeof woken);
+    int error = 0;  // of a sign of life: the switch may be there again
+    socklen_t size = sizeof error;
+    (void)getsockopt(socket_, SOL_SOCKET, SO_ERROR, &error, &size);
     while (inbox_.receive([](Bytes, const Endpoint&) {})) {  // results of jobs that are over
     }
     if (is_float_)
@@ -189,7 +206,7 @@ class Worker::Lane {
 };
 
 Worker::Worker(const WorkerOptions& options, const std::vector<int>& sockets)
-    : options_(options), process_(getpid()), shared_(std::make_unique<Shared>()) {
+    : options_(options), shared_(make_process_owned<Shared>()) {
   const std::size_t threads = sockets.size();
   if (threads == 0 || options.max_outstanding < threads || options.rank >= options.num_workers)
     throw Error(
@@ -200,20 +217,14 @@ Worker::Worker(const WorkerOptions& options, const std::vector<int>& sockets)
   for (std::size_t i = 0; i < threads; ++i) {
     const StreamShape shape{static_cast<std::uint16_t>(i * window), window, options.numel,
                             options.num_workers, options.retry};
-    lanes_.push_back(std::make_unique<Lane>(*shared_, options, shape, sockets[i]));
+    lanes_.push_back(make_process_owned<Lane>(*shared_, options, shape, sockets[i]));
   }
 }
 
-Worker::~Worker() {
-  if (getpid() == process_) {
-    close();
-    return;
-  }
-  for (auto& lane : lanes_) (void)lane.release();
-  (void)shared_.release();
-}
+Worker::~Worker() { close(); }
 
 void Worker::close() {
+  if (origin_.is_forked()) return;
   {
     const std::lock_guard guard(shared_->lock);
     shared_->stop.store(true);
@@ -223,7 +234,7 @@ void Worker::close() {
   for (auto& lane : lanes_) lane->wake();
   const std::lock_guard in_use(shared_->in_use);
   broken_ = "the worker was closed";
-  std::vector<std::unique_ptr<Lane>> ending;  // destroyed without the lock, which their threads need to end
+  std::vector<ProcessOwned<Lane>> ending;  // destroyed without the lock, which their threads need to end
   const std::lock_guard guard(shared_->lock);
   ending.swap(lanes_);
 }
@@ -297,7 +308,8 @@ void Worker::wait(const Call& call) {
   if (shared.trouble == Trouble::kRefused)
     fail(call, Code::kPeerLost, "nothing listens there any more; was the switch stopped?");
   if (shared.trouble == Trouble::kUnknownSession)
-    fail(call, Code::kPeerLost, "it does not know this session; was it restarted?");
+    fail(call, Code::kPeerLost,
+         "it does not know this session; was it restarted, or did all workers send nothing for seconds?");
   fail(call, Code::kTimeout, "timed out");
 }
 

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from torchrelay._torch import backends_asked
+from torchrelay._torch import backends_asked, meet_without_variables
 from torchrelay.aggregation._backend import add_missing
 from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
@@ -32,8 +34,8 @@ from torchrelay.aggregation._options import Options, resolve
 from torchrelay.aggregation._plane import LinkStats, Plane, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
 from torchrelay.config import Aggregation
-from torchrelay.errors import UnavailableError
-from torchrelay.world import Meeting, Process
+from torchrelay.errors import ConfigError, UnavailableError
+from torchrelay.world import Meeting, Process, World
 
 __all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "register", "stats"]
 
@@ -44,6 +46,7 @@ def register() -> None:
         dist.Backend.register_backend(
             "sml", _create_group, extended_api=True, devices=["cpu", "cuda"]
         )
+        meet_without_variables("sml", _meet)
 
 
 def stats() -> dict[str, PlaneStats]:
@@ -69,6 +72,21 @@ def _sum_of_links(links: Sequence[LinkStats]) -> tuple[LinkStats, ...]:
         sum_ = totals.get(key, LinkStats(*key, 0, 0.0))
         totals[key] = LinkStats(*key, sum_.sent_bytes + link.sent_bytes, sum_.busy_s + link.busy_s)
     return tuple(totals.values())
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return store, rank and size of a group that was made without the variables of torchrun.
+
+    Raises:
+        ConfigError: only some of the variables are set; as :class:`World` does.
+    """
+    world = World.from_environment()
+    if world.launcher == "none" and "MASTER_ADDR" in os.environ:
+        raise ConfigError(
+            "sml: MASTER_ADDR is set, but RANK and WORLD_SIZE are not: start the ranks with "
+            "torchrun, or unset MASTER_ADDR for a group of one process"
+        )
+    return world.connect(timeout.total_seconds()), world.rank, world.size
 
 
 def _create_group(given: Any, options: Options | None = None) -> SmlGroup:

@@ -53,8 +53,8 @@ class SmlBackend:
 def add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
     """Create the backends that c10d would have created after ``sml``.
 
-    c10d stops at the first backend that is a ProcessGroup, which a Python backend must be before
-    torch 2.14.
+    c10d stops at the first backend that is a ProcessGroup. Ours is one, because Python cannot make
+    a Backend before torch 2.14.
 
     Raises:
         UnsupportedError: a backend other than Gloo and NCCL comes after ``sml``.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchrelay._native import Op
+from torchrelay._torch import premul_factor
 from torchrelay.aggregation._dtypes import OPS
 from torchrelay.errors import ArgumentError
 
@@ -94,7 +95,7 @@ def asked(opts: Any) -> tuple[Op | float, timedelta, bool]:
     value = reduce_op.op.value
     block = not getattr(opts, "asyncOp", True)
     if value == _PREMUL_SUM:
-        return float(reduce_op.factor), opts.timeout, block
+        return premul_factor(reduce_op), opts.timeout, block
     return OPS[value], opts.timeout, block
 
 

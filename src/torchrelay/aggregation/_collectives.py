@@ -22,7 +22,6 @@ from torchrelay.aggregation._sparse import all_reduce_sparse
 from torchrelay.aggregation._staging import Staging, is_plain
 from torchrelay.aggregation._work import DoneWork, PendingWork, TransferWork, seconds
 from torchrelay.errors import ArgumentError
-from torchrelay.telemetry import listening, span
 
 __all__ = ["Collectives"]
 
@@ -60,11 +59,7 @@ class Collectives:
             return None
         self.count += 1
         timeout_s = self.timeout_s if given.days < 0 else seconds(given, self.timeout_s)
-        if listening():
-            with span("aggregation.all_reduce", size_bytes=tensor.nbytes):
-                self.plane.all_reduce(tensor, native_op, timeout_s, True)
-        else:
-            self.plane.all_reduce(tensor, native_op, timeout_s, True)
+        self.plane.all_reduce(tensor, native_op, timeout_s, True)
         return _DONE
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
@@ -83,9 +78,8 @@ class Collectives:
         first.
         """
         self.count += 1
-        with span("aggregation.all_reduce_sparse", tensors=len(tensors)):
-            for tensor in tensors:
-                all_reduce_sparse(self.plane, self.size, tensor, op, timeout_s)
+        for tensor in tensors:
+            all_reduce_sparse(self.plane, self.size, tensor, op, timeout_s)
         return DoneWork(tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
@@ -293,10 +287,9 @@ class Collectives:
         timeout_s = seconds(None if opts is None else opts.timeout, self.timeout_s)
         block = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
         self.count += 1
-        with span("aggregation.collective", tensors=len(tensors), waits=block):
-            tickets = [
-                ticket for launch in launches if (ticket := launch(timeout_s, block)) is not None
-            ]
+        tickets = [
+            ticket for launch in launches if (ticket := launch(timeout_s, block)) is not None
+        ]
         finish = staging.finish
         if not tickets:
             if finish is not None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrelay._torch import fake_mode_active, lowest_mode, operator_results, profiling
+from torchrelay._torch import fake_mode_active, lowest_mode, operator_results, span
 from torchrelay.aggregation import _calls as calls
 
 __all__ = ["through_dispatcher"]
@@ -34,7 +32,7 @@ class _Kernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         if types:
             return NotImplemented  # a tensor subclass unwraps itself, and calls the operator again
-        with record_function(self._name) if profiling() else nullcontext():
+        with span(self._name):
             self.work = self._run(*args[: self._tensors], *self._rest)
         return operator_results(func, args, self.work)
 

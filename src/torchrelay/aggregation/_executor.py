@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 
+from torchrelay import _native
 from torchrelay.errors import PeerLostError, UnavailableError
 
 __all__ = ["Completion", "Executor"]
@@ -77,7 +77,7 @@ class Executor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._pid = os.getpid()
+        self._origin = _native.Origin()
         self._changed = threading.Condition()
         self._queue: deque[tuple[Callable[[], None], Completion]] = deque()
         self._running = False
@@ -91,7 +91,7 @@ class Executor:
     @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the one that made the executor."""
-        return os.getpid() != self._pid
+        return self._origin.is_forked
 
     def run(self, job: Callable[[], None]) -> None:
         """Run ``job`` after those submitted before; blocks until it is done, and raises what it
@@ -142,8 +142,8 @@ class Executor:
         """
         if self.is_forked:
             raise UnavailableError(
-                f"this group is that of process {self._pid}, of which this process is a forked "
-                "child; start processes by spawn, or make a group of its own in each"
+                f"this group belongs to process {self._origin.pid}, from which this process was "
+                "forked; start processes with spawn, or create a group in each of them"
             )
         if self._stopped:
             raise self._stopped_error()

@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchrelay._torch import TimeoutOnly, dispatches_itself, is_setting_timeout, watched
+from torchrelay._torch import (
+    TimeoutOnly,
+    dispatches_itself,
+    is_setting_timeout,
+    name_backend,
+    watched,
+)
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._backend import SmlBackend
 from torchrelay.aggregation._calls import Tensors
 from torchrelay.aggregation._collectives import Collectives
 from torchrelay.aggregation._dispatch import through_dispatcher
 from torchrelay.aggregation._plane import Plane, PlaneStats
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import Process
 
 if TYPE_CHECKING:
@@ -49,6 +55,10 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         others: a plain group of the same ranks that holds the backends of all other device types.
     """
 
+    # Since torch 2.15.
+    supports_reconfigure = False
+    supports_window = False
+
     def __init__(
         self,
         plane: Plane,
@@ -72,6 +82,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         self._size = size
         self._name = self._desc = ""
         self._closed = False
+        name_backend(self, "sml")
         LIVING.add(self)
 
     # --- what a group says about itself
@@ -111,6 +122,14 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the count starts at 0 on every rank."""
+
+    def register_pre_hook(self, hook_id: int, hook: object) -> None:
+        raise UnsupportedError(
+            "sml: torch runs hooks in its own operators, which the collectives of sml bypass; "
+            "to see them, use torch.profiler or torchrelay.aggregation.stats()"
+        )
+
+    register_post_hook = register_pre_hook
 
     def stats(self) -> PlaneStats:
         return self._on.plane.stats()

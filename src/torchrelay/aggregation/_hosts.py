@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import threading
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from torchrelay import _native, telemetry
+from torchrelay import _native, _torch, config
+from torchrelay._addresses import address_for_peers, is_loopback, listen_at
 from torchrelay.aggregation._agreement import (
     ANY_SIZE,
     INLINE_BYTES,
@@ -32,7 +31,6 @@ from torchrelay.aggregation._exchange import Call, bytes_of
 from torchrelay.aggregation._executor import Completion, Executor
 from torchrelay.aggregation._hierarchy import Hierarchy
 from torchrelay.aggregation._inter_host import INSTRUCTION_SET, InterHostTransport, TcpTransport
-from torchrelay.aggregation._listener import listen
 from torchrelay.aggregation._messages import (
     ANY_RANK,
     TOKEN_BYTES,
@@ -53,7 +51,12 @@ from torchrelay.aggregation._switch_transport import (
     terms,
 )
 from torchrelay.config import Aggregation
-from torchrelay.errors import OperationTimeoutError, PeerLostError, TorchRelayError
+from torchrelay.errors import (
+    OperationTimeoutError,
+    PeerLostError,
+    TorchRelayError,
+    UnsupportedError,
+)
 from torchrelay.world import Meeting
 
 if TYPE_CHECKING:
@@ -63,7 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostsPlane"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("torchrelay.aggregation")
 _MAX_LOCAL_TAG = 1 << 31
 _LONG_S = 1e9
 
@@ -74,13 +77,15 @@ class HostsPlane:
     Making one is collective over the ranks of ``meeting``.
 
     Args:
-        store: what the ranks met over; its server's address tells which of this host's addresses
-            others can reach.
+        store: what the ranks met over; its server's address determines which of this host's
+            addresses others can reach.
 
     Raises:
-        OperationTimeoutError: a rank did not come within ``timeout_s``, or cannot be reached.
+        OperationTimeoutError: a rank did not join within ``timeout_s``, or cannot be reached.
         PeerLostError: a rank died meanwhile.
-        UnavailableError: there is no such interface; or, on every rank, the switch does not answer.
+        UnavailableError: a rank cannot be reached from other hosts, or the switch does not answer;
+            on every rank.
+        UnsupportedError: there is a key file, but bytes between hosts are not encrypted.
         ConfigError: the ranks have different settings for the switch; on every rank.
     """
 
@@ -91,14 +96,14 @@ class HostsPlane:
     ) -> None:
         self._rank, self._names = meeting.rank, meeting.names
         self._at = Placement.of(meeting.rank, [process.host for process in meeting.processes])
-        self._shm = ShmPlane(_meeting_here(meeting, self._at, timeout_s), timeout_s, settings)
+        listener = listen_at(self._address(meeting, store, timeout_s))
+        self._shm = ShmPlane(meeting.among(self._at.local), timeout_s, settings)
         self._executor = Executor("sml-hosts")
         self._jobs = self._payload_bytes = 0
         self._local_tags = [0] * meeting.size
         self._closing = threading.Lock()
         self._closed = False
         self._switch: SwitchTransport | None = None
-        listener = listen(settings.interface, store)
         host, port = listener.getsockname()[:2]
         about = {
             "address": [host, port],
@@ -107,8 +112,7 @@ class HostsPlane:
             "chunk_bytes": settings.chunk_bytes,
             "terms": terms(settings),
         }
-        meeting.announce("hosts", json.dumps(about))
-        abouts = [json.loads(text) for text in meeting.wait("hosts", timeout_s)]
+        abouts = meeting.gather("hosts", about, timeout_s)
         self._messages = Messages(
             meeting.rank,
             meeting.names,
@@ -128,6 +132,22 @@ class HostsPlane:
             self.close()
             raise
         self._log()
+
+    def _address(self, meeting: Meeting, store: Store, timeout_s: float) -> str:
+        settings = config.load(config.TransportSettings)
+        me = f"sml, rank {self._names[self._rank]}"
+        address = address_for_peers(
+            lambda step, mine: meeting.gather(step, mine, timeout_s),
+            me,
+            _torch.store_host(store),
+            settings.interface,
+        )
+        if settings.key_file and not is_loopback(address):
+            raise UnsupportedError(
+                f"{me}: TORCHRELAY_TRANSPORT_KEY_FILE is set, but sml does not encrypt what it "
+                "sends to other hosts; unset it, or use another backend"
+            )
+        return address
 
     def _join_switch(
         self, meeting: Meeting, settings: Aggregation, session_id: int, timeout_s: float
@@ -296,7 +316,7 @@ class HostsPlane:
             sent.holds = tensor
             return _Transfer(sent, self._deadline(timeout_s), to)
         local_tag = self._local_tags[to] = (self._local_tags[to] + 1) % _MAX_LOCAL_TAG
-        as_bytes = tensor.detach().reshape(-1).view(torch.uint8)
+        as_bytes = _torch.flat_bytes(tensor)
         native = self._shm.send(as_bytes, self._at.local_index(to), local_tag, timeout_s)
         self._messages.send(to, tag, bytes_of(tensor), code(tensor.dtype), local_tag)
         transfer = _Transfer(Completion(), self._deadline(timeout_s), to)
@@ -441,7 +461,7 @@ class HostsPlane:
         """Raise MismatchError on every rank unless all made the same call; the table of all
         records.
         """
-        flat = None if payload is None else payload.detach().reshape(-1).view(torch.uint8)
+        flat = None if payload is None else _torch.flat_bytes(payload)
         table = self._on.share(call, record.pack(flat))
         check_records(table, self._rank, self._names)
         return table
@@ -463,7 +483,7 @@ class HostsPlane:
         return type(first)(f"{here}: {first}", ranks=first.ranks)
 
     def _break(self, error: Failure) -> Failure:
-        return self._messages.fail(error, [self._at.leaders[host] for host in self._at.other_hosts])
+        return self._messages.fail(error)
 
     def _report(self, error: Failure) -> None:
         """Wake waiting ranks: those of this host in shared memory, this one at the switch."""
@@ -480,9 +500,6 @@ class HostsPlane:
 
     def _log(self) -> None:
         switch = "" if self._switch is None else self._switch.reason
-        telemetry.event(
-            "aggregation.hosts", rank=self._rank, hosts=len(self._at.hosts), switch=switch
-        )
         if self._rank == 0:
             _logger.info(
                 "sml: %s ranks on %d hosts: shared memory within each; between them %s",
@@ -551,11 +568,4 @@ def _reduce_rows(rows: torch.Tensor, into: torch.Tensor, op: Op) -> None:
 
 
 def _copy_row(rows: torch.Tensor, rank: int, into: torch.Tensor) -> None:
-    into.detach().reshape(-1).view(torch.uint8).copy_(rows[rank, : into.nbytes])
-
-
-def _meeting_here(meeting: Meeting, at: Placement, timeout_s: float) -> Meeting:
-    """Return the rendezvous of the ranks of this host."""
-    store = dist.PrefixStore(f"host/{at.host}", meeting.store)
-    names = [meeting.names[rank] for rank in at.local]
-    return Meeting(store, at.local_index(at.rank), len(names), timeout_s, names, meeting.by_name)
+    _torch.flat_bytes(into).copy_(rows[rank, : into.nbytes])

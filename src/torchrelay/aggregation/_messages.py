@@ -1,14 +1,14 @@
 """Messages between ranks of different hosts, over TCP.
 
 Every rank listens. Two ranks are connected when one of them first sends to the other, or waits for
-it; either of them sends over the connection that it knows first. A connection starts with a
-preamble that holds the group's token: a stranger's is closed. Then come frames, each a header and
-its bytes, in the order they were sent.
+it; each of them sends over the first connection that it has. A connection starts with a preamble
+that holds the group's token, and is closed otherwise. Frames follow in the order in which they
+were sent, each a header and its bytes.
 
-A thread for each connection reads: straight into the memory of the receive that a frame is for. A
-small frame, or one that stands in the way of another, is put aside if nobody waits for it. Sending
-is done by the caller as far as the socket takes bytes at once, else by a thread for each peer. Both
-leave Python's lock while bytes move, and move a whole frame in one system call.
+One thread per connection reads each frame straight into the memory of the receive that it is for.
+If no receive waits for it, a frame is buffered if it is small, or if it blocks another frame. The
+caller sends as many bytes as the socket accepts at once; one thread per peer sends the rest. Both
+release Python's lock while bytes move, and move a whole frame in one system call.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import selectors
 import socket
 import struct
 import threading
@@ -43,6 +44,10 @@ _ASIDE_BYTES = 64 * 1024  # up to so many bytes nobody needs to wait for to let 
 _INLINE_BYTES = 256 * 1024  # up to so many bytes the caller tries to send
 _RECONNECT_S = 0.5  # how long a peer without a connection may have another on its way
 _CONNECT_S = 10.0
+_GREET_S = 5.0  # how long a stranger may take to present the token
+_MAX_STRANGERS = 64
+_WATCH_S = 1.0  # how often their time is checked
+_RETRY_ACCEPT_S = 0.05
 _FLUSH_S = 2.0
 _PROBE_S = 0.5
 _REPORT_S = 0.5
@@ -276,10 +281,11 @@ class Messages:
     def failure(self) -> Failure | None:
         return self._failure
 
-    def fail(self, error: Failure, tell: Sequence[int] = ()) -> Failure:
-        """Break the group: everything in progress fails, and the ranks ``tell`` receive the reason.
+    def fail(self, error: Failure) -> Failure:
+        """Break the group: everything in progress fails, and other ranks receive the reason.
 
-        Returns the failure that counts: the first.
+        It is sent to the leaders of the other hosts, which pass it on, and to each rank that would
+        otherwise only see its connection close. Returns the failure that counts: the first.
         """
         with self._changed:
             if self._failure is not None:
@@ -296,16 +302,25 @@ class Messages:
                 "timeout": isinstance(error, OperationTimeoutError),
             }
         ).encode()
-        for peer in tell:
-            self._post(
-                peer,
-                _HEADER.pack(_Kind.FAILED, 0, 0, 0, len(body)),
-                memoryview(body),
-                even_if_failed=True,
-            )
+        frame = _HEADER.pack(_Kind.FAILED, 0, 0, 0, len(body)) + body
+        leaders = [ranks[0] for ranks in self._hosts if self._rank not in ranks]
+        for rank, peer in enumerate(self._peers):
+            if peer.connections:
+                self._post(rank, frame, memoryview(b""), even_if_failed=True)
+            if rank in leaders:  # earlier frames may block its connection
+                self._start(self._report, f"report-{self._names[rank]}", rank, frame)
         self._stop_reading()  # then connections end, so what the others are to know is sent before
         self._on_failure(error)
         return error
+
+    def _report(self, to: int, frame: bytes) -> None:
+        """Send ``frame`` over a separate connection."""
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(self._addresses[to], _CONNECT_S) as connection,
+        ):
+            preamble = _PREAMBLE.pack(_MAGIC, _VERSION, 0, self._rank, self._token)
+            connection.sendall(preamble + frame)
 
     def _stop_reading(self) -> None:
         """End the receives that are half done: their memory is the caller's again."""
@@ -456,29 +471,62 @@ class Messages:
     # --- reading
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._start(self._greet, "greet", connection)
+        """Accept connections until the group ends. One that has not presented the token yet is a
+        stranger; the number of strangers and the time of each are bounded.
+        """
+        strangers: dict[socket.socket, _Stranger] = {}  # in the order in which they came
+        with selectors.DefaultSelector() as selector:
 
-    def _greet(self, connection: socket.socket) -> None:
-        preamble = bytearray(_PREAMBLE.size)
-        connection.settimeout(_CONNECT_S)
-        with contextlib.suppress(OSError):
-            if _read_exactly(connection, memoryview(preamble)):
-                magic, version, _, rank, token = _PREAMBLE.unpack(preamble)
-                is_ours = (magic, version) == (_MAGIC, _VERSION) and hmac.compare_digest(
-                    token, self._token
-                )
-                if is_ours and rank < len(self._peers):
-                    connection.settimeout(None)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    self._add(rank, connection)
-                    self._read(rank, connection)
-                    return
-        connection.close()
+            def greet(connection: socket.socket, last_look: bool = False) -> None:
+                stranger = strangers[connection]
+                if not stranger.is_waiting() or last_look:
+                    selector.unregister(connection)
+                    del strangers[connection]
+                    self._admit(self._rank_of(stranger), connection)
+
+            def end_oldest() -> None:
+                if strangers:
+                    greet(next(iter(strangers)), last_look=True)
+
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._closed:
+                for key, _ in selector.select(_WATCH_S):
+                    if key.fileobj in strangers:
+                        greet(key.fileobj)
+                    if key.fileobj is not self._listener:
+                        continue
+                    try:
+                        connection, _ = self._listener.accept()
+                    except OSError:  # there may be no descriptor left
+                        end_oldest()
+                        time.sleep(_RETRY_ACCEPT_S)
+                        continue
+                    connection.setblocking(False)
+                    if len(strangers) >= _MAX_STRANGERS:
+                        end_oldest()
+                    strangers[connection] = _Stranger(connection)
+                    selector.register(connection, selectors.EVENT_READ)
+                while strangers and next(iter(strangers.values())).is_late():
+                    end_oldest()
+            while strangers:
+                end_oldest()
+
+    def _rank_of(self, stranger: _Stranger) -> int | None:
+        """Return the rank that has presented the token, or None if it is not one of this group."""
+        if len(stranger.preamble) < _PREAMBLE.size:
+            return None
+        magic, version, _, rank, token = _PREAMBLE.unpack(stranger.preamble)
+        is_ours = (magic, version) == (_MAGIC, _VERSION) and hmac.compare_digest(token, self._token)
+        return rank if is_ours and rank < len(self._peers) else None
+
+    def _admit(self, rank: int | None, connection: socket.socket) -> None:
+        if rank is None:
+            connection.close()
+            return
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._add(rank, connection)
+        self._start(self._read, f"from-{self._names[rank]}", rank, connection)
 
     def _read(self, source: int, connection: socket.socket) -> None:
         """Read frames until the connection ends."""
@@ -614,6 +662,29 @@ class Messages:
         with self._changed:
             self._threads.append(thread)
         thread.start()
+
+
+class _Stranger:
+    """A connection that has not sent a whole preamble yet. It does not block."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._deadline_s = time.monotonic() + _GREET_S
+        self.preamble = b""
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self._deadline_s
+
+    def is_waiting(self) -> bool:
+        """Read what has arrived; return whether more must come."""
+        try:
+            data = self._connection.recv(_PREAMBLE.size - len(self.preamble))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.preamble += data
+        return bool(data) and len(self.preamble) < _PREAMBLE.size
 
 
 def _send_now(

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrelay._deprecation import old_keywords
 from torchrelay.config import Aggregation, check_value, load, parse_value, variable
 from torchrelay.errors import ConfigError
 
@@ -48,7 +47,6 @@ _REPLACED = ("dpdk", "rdma")
 _SECTIONS = ("general", "backend.dummy", *(f"backend.{name}" for name in _REPLACED))
 
 
-@old_keywords(crowded_yield_us="oversubscribed_yield_us")
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Options:
     """Settings of one group, for ``init_process_group`` and ``new_group(pg_options=...)``.
@@ -63,7 +61,6 @@ class Options:
             others.
         mailbox_bytes: size of the buffer between each pair of ranks for send and recv.
         chunk_bytes: size of the pieces of messages between hosts; rank 0's value applies.
-        interface: address or network device at which ranks of other hosts reach this one.
         switch: ``host`` or ``host:port`` of the aggregation switch; empty: none.
         controller_ip: host of a switch's controller, by which workers form a session; empty: none.
         controller_port: of the controller.
@@ -90,7 +87,6 @@ class Options:
     one_shot_bytes: int | None = None
     mailbox_bytes: int | None = None
     chunk_bytes: int | None = None
-    interface: str | None = None
     switch: str | None = None
     controller_ip: str | None = None
     controller_port: int | None = None

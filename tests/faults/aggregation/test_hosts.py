@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_every_rank_names_those_that_were_killed(
 
 def _be_cut_off(world: World, hosts: namespaces.Hosts, path: str) -> tuple[str, tuple[int, ...]]:
     namespaces.enter(hosts.pids[world.rank // 2])
-    os.environ.update(TORCHRELAY_HOST_ID=HOSTS[world.rank], TORCHRELAY_AGGREGATION_INTERFACE="eth0")
+    os.environ.update(TORCHRELAY_HOST_ID=HOSTS[world.rank], TORCHRELAY_TRANSPORT_INTERFACE="eth0")
     store = dist.FileStore(path, world.size)
     dist.init_process_group(
         "sml", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=3)
@@ -119,6 +119,42 @@ def test_an_unplugged_host_is_named_by_all_others(
         assert results[rank].ok, results[rank].error
         message, ranks = results[rank].value
         assert ranks == ((2, 3) if rank < 2 else (0, 1)), message
+
+
+def _lose_a_link(world: World, hosts: namespaces.Hosts, path: str) -> tuple[str, tuple[int, ...]]:
+    """Rank 0, which waits the shortest, finds that it cannot reach rank 1, and leaves."""
+    namespaces.enter(hosts.pids[world.rank])
+    os.environ.update(TORCHRELAY_HOST_ID=str(world.rank), TORCHRELAY_TRANSPORT_INTERFACE="eth0")
+    store = dist.FileStore(path, world.size)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group(
+        "sml", store=store, rank=world.rank, world_size=world.size, timeout=timeout
+    )
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor)
+    store.set(f"ready/{world.rank}", "")
+    store.wait([f"ready/{rank}" for rank in range(world.size)])
+    if world.rank == 0:
+        hosts.cut(0, 1)
+        cast(Any, dist.group.WORLD).set_timeout(timedelta(seconds=3))
+        store.set("cut", "")
+    store.wait(["cut"])
+    with pytest.raises(OperationTimeoutError) as caught:
+        dist.all_reduce(tensor)
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    return str(caught.value), caught.value.ranks
+
+
+@pytest.mark.skipif(bool(namespaces.missing("nft")), reason=namespaces.missing("nft") or "possible")
+def test_every_rank_reports_the_first_cause(tmp_path: Path, run_processes: RunProcesses) -> None:
+    with namespaces.star(3) as hosts:
+        hosts.route()
+        results = run_processes(_lose_a_link, 3, hosts=hosts, path=str(tmp_path / "store"))
+    for result in results:
+        assert result.ok, result.error
+        message, ranks = result.value
+        assert ranks == (1,) and "rank 0, all_reduce: rank 1 did not answer" in message, message
 
 
 AGAIN: list[tuple[str, Callable[[World], None]]] = [

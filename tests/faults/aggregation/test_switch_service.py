@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import namespaces
+from switch_ports import wait_until, within
 from torchrelay.aggregation.switch import (
     SwitchClient,
     SwitchOptions,
@@ -84,14 +86,6 @@ def test_sessions_run_side_by_side_and_end_with_their_last_worker(server: Switch
     wait_until(lambda: not server.stats().sessions)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("the condition does not come true")
-
-
 def test_a_session_id_comes_from_torchs_store() -> None:
     store = dist.HashStore()
     ids = [session_from_store(store, "switch", rank) for rank in range(3)]
@@ -129,8 +123,11 @@ def test_what_does_not_fit_is_refused(server: SwitchServer) -> None:
             SwitchClient(server.address, 1, 3, 1, SMALL)
         with pytest.raises(UnavailableError, match="rank 5"):
             SwitchClient(server.address, 5, 2, 1, SMALL)
-        with pytest.raises(UnavailableError, match="allows 1024 slots"):
-            SwitchClient(server.address, 0, 2, 2, SwitchOptions(max_outstanding_packets=2048))
+    with (
+        SwitchServer(UdpDataPlane(port=0), max_slots=1024) as small,
+        pytest.raises(UnavailableError, match="allows 1024 slots"),
+    ):
+        SwitchClient(small.address, 0, 2, 2, SwitchOptions(max_outstanding_packets=2048))
     for options in ({"packet_numel": 100}, {"num_worker_threads": 0}, {"packet_timeout_s": 0}):
         with pytest.raises(ConfigError):
             SwitchOptions(**options)
@@ -148,16 +145,37 @@ def test_limits_and_networks() -> None:
         SwitchServer(UdpDataPlane(port=0), max_sessions=1) as server,
         SwitchClient(server.address, 0, 1, 1, SMALL) as client,
     ):
-        with pytest.raises(UnavailableError, match="none is idle"):
-            SwitchClient(server.address, 0, 1, 2, SMALL)
+        with pytest.raises(UnavailableError, match=r"not admitted worker 0 within 0\.5 s: .* idle"):
+            SwitchClient(server.address, 0, 1, 2, SMALL, timeout_s=0.5)
         client.all_reduce(torch.ones(1))
+
+
+def test_joining_waits_for_a_place() -> None:
     with (
-        SwitchServer(UdpDataPlane(port=0), max_sessions=1, idle_timeout_s=0) as server,
-        SwitchClient(server.address, 0, 1, 1, SMALL) as idle,
-        SwitchClient(server.address, 0, 1, 2, SMALL),
-        pytest.raises(PeerLostError, match="does not know this session"),
+        SwitchServer(UdpDataPlane(port=0), max_sessions=1) as server,
+        ThreadPoolExecutor(1) as pool,
     ):
+        with SwitchClient(server.address, 0, 1, 1, SMALL):
+            joining = pool.submit(SwitchClient, server.address, 0, 1, 2, SMALL)
+            wait_until(lambda: server.stats().control >= 4)  # two for each socket of the first
+        with joining.result(60) as client:
+            client.all_reduce(torch.ones(1))
+
+
+def test_an_idle_worker_keeps_its_session_and_a_lost_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        SwitchServer(UdpDataPlane(port=0)) as server,
+        SwitchClient(server.address, 0, 1, 1, SMALL) as idle,
+    ):
+        heard = server.stats().control
+        wait_until(lambda: server.stats().control > heard)  # of a worker that does nothing
         idle.all_reduce(torch.ones(1))
+        monkeypatch.setattr(server, "_session_timeout_s", 0.0)  # as if it were silent
+        wait_until(lambda: not server.stats().sessions)
+        with pytest.raises(PeerLostError, match="does not know this session"):
+            idle.all_reduce(torch.ones(1))
 
 
 def test_a_closed_data_plane_has_given_its_port_back() -> None:
@@ -166,7 +184,7 @@ def test_a_closed_data_plane_has_given_its_port_back() -> None:
     with UdpDataPlane(port=plane.port) as again:
         assert again.port == plane.port
     with pytest.raises(UnavailableError, match="stopped and sends no more"):
-        plane.send_control(b"x", "127.0.0.1", 9)
+        plane.send_control(b"x", "127.0.0.1", 9, plane.port)
     assert plane.stats().port == plane.port
     plane.close()
 
@@ -177,6 +195,29 @@ def test_no_switch_is_an_error_that_names_it() -> None:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(UnavailableError, match=f"switch {address}: no answer within 0.3 s"):
             SwitchClient(address, 0, 1, 1, SMALL, timeout_s=0.3)
+
+
+def test_a_switch_without_a_route_is_a_timeout() -> None:
+    if reason := namespaces.missing():
+        pytest.skip(reason)
+    with namespaces.star(1) as star:
+        plane = within(star.switch, lambda: UdpDataPlane("0.0.0.0", 0))
+
+        def work() -> None:
+            with SwitchClient(f"10.78.0.1:{plane.port}", 0, 2, 1, SMALL) as client:
+                subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+                with pytest.raises(OperationTimeoutError, match="the switch does not answer"):
+                    client.all_reduce(torch.ones(1), timeout_s=0.2)
+
+        with SwitchServer(plane):
+            within(star.pids[0], work)
+
+
+def test_a_client_that_is_closed_meanwhile_asks_no_more(server: SwitchServer) -> None:
+    with SwitchClient(server.address, 0, 2, 1, SMALL) as client:
+        client._control.close()  # as close() in another thread does
+        with pytest.raises(OperationTimeoutError, match="the switch does not answer"):
+            client.all_reduce(torch.ones(1), timeout_s=0.2)
 
 
 class Command:

@@ -16,6 +16,9 @@ from torchrelay.world import World
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
+# Before torch 2.14 only the private one exists.
+set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)
+
 
 @pytest.mark.processes(2)
 @pytest.mark.filterwarnings("error")
@@ -35,10 +38,18 @@ def test_what_pytorch_asks_a_group(world: World) -> None:
     assert tensor.eq(2).all()
     with pytest.raises(RuntimeError, match="No backend type associated with device type xpu"):
         group._get_backend(torch.device("xpu"))
-    with pytest.raises(ValueError, match="only implemented for GLOO backend"):
-        dist.monitored_barrier()  # it compares the backend's name before it asks the group
-    cast(Any, group).monitored_barrier(timedelta(seconds=60))
-    c10d._set_pg_timeout(timedelta(seconds=1), group)
+    if torch.__version__ < "2.14":  # it compares the backend's name before it asks the group
+        with pytest.raises(ValueError, match="only implemented for GLOO backend"):
+            dist.monitored_barrier()
+    else:
+        dist.monitored_barrier()
+    sml = cast(Any, group)
+    sml.monitored_barrier(timedelta(seconds=60))
+    assert not sml.supports_reconfigure and not sml.supports_window
+    for register in (sml.register_pre_hook, sml.register_post_hook):
+        with pytest.raises(UnsupportedError, match="the collectives of sml bypass"):
+            register(1, print)
+    set_timeout(timedelta(seconds=1), group)
     if world.rank == 0:
         with pytest.raises(OperationTimeoutError, match="rank 1"):
             dist.all_reduce(tensor)
@@ -88,7 +99,7 @@ def test_several_backends_in_one_group(world: World) -> None:
     ):
         group = dist.new_group(backend=text)
         check_both(group, world, names)
-        c10d._set_pg_timeout(timedelta(seconds=50), group)
+        set_timeout(timedelta(seconds=50), group)
         dist.destroy_process_group(group)
     one = dist.new_group(backend="cpu:sml")
     assert one._device_types == [CPU]

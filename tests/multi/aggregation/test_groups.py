@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay.aggregation
 from multi.aggregation.collectives import (
     groups,
 )
+from torchrelay.errors import ConfigError
 from torchrelay.world import World
 
 
@@ -68,6 +71,56 @@ def test_one_process_is_a_world(world: World) -> None:
         )
     finally:
         dist.destroy_process_group()
+
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("without_launcher")
+@pytest.mark.parametrize("backend", ["sml", "cpu:sml", "cpu:gloo,cuda:sml"])
+def test_a_program_without_a_launcher_is_a_world_of_one(backend: str) -> None:
+    dist.init_process_group(backend)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        dist.barrier(dist.new_group([0]))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("without_launcher")
+def test_without_a_launcher_only_what_asks_for_sml_is_a_world_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="RANK expected, but not set"):
+        dist.init_process_group("gloo")
+    with pytest.raises(ValueError, match="WORLD_SIZE expected, but not set"):
+        dist.init_process_group("sml", rank=0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigError, match="MASTER_ADDR is set, but RANK"):
+        dist.init_process_group("sml")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes were started by Open MPI, but MASTER_PORT"):
+        dist.init_process_group("sml")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.processes(2)
+def test_the_variables_of_mpirun_and_an_address_make_a_group(world: World) -> None:
+    os.environ.update(OMPI_COMM_WORLD_RANK=os.environ.pop("RANK"), OMPI_COMM_WORLD_SIZE="2")
+    del os.environ["WORLD_SIZE"]
+    dist.init_process_group("sml")
+    tensor = torch.full((3,), world.rank + 1.0)
+    dist.all_reduce(tensor)
+    assert dist.get_rank() == world.rank and tensor.eq(3).all()
 
 
 def test_the_backend_is_registered() -> None:

@@ -185,3 +185,29 @@ def test_large_sums_subgroups_and_statistics(world: World) -> None:
     dist.all_reduce(ones, group=inner)
     dist.all_reduce(ones, group=outer)
     assert ones.eq(2).all()
+
+
+@pytest.mark.processes(3)
+def test_views_of_one_element_and_of_none(world: World) -> None:
+    """Contiguous tensors whose strides are not those of a new one."""
+    place(world, "aab")
+    dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=3)
+    rank, to, source = world.rank, (world.rank + 1) % 3, (world.rank + 2) % 3
+    for rows in (1, 0):
+        mine = torch.full((rows, 5), float(rank))[:, 0]
+        dist.all_reduce(mine)
+        assert mine.eq(3).all()
+        dist.broadcast(mine.fill_(rank), 1)
+        assert mine.eq(1).all()
+        parts = [torch.zeros(rows, 5)[:, 0] for _ in range(3)]
+        dist.all_gather(parts, mine.fill_(rank))
+        dist.all_to_all(parts, [part.clone() for part in parts])
+        assert all(part.eq(rank).all() for part in parts)
+        dist.reduce_scatter(mine, parts)
+        assert mine.eq(3).all()
+        arriving = torch.zeros(rows, 5)[:, 0]
+        sending = dist.isend(mine.fill_(rank), to)
+        dist.recv(arriving, source)
+        assert sending is not None
+        sending.wait()
+        assert arriving.eq(source).all()

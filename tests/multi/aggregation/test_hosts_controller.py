@@ -18,7 +18,7 @@ from torchrelay.aggregation.switch import Controller, SwitchServer, UdpDataPlane
 from torchrelay.errors import ConfigError, UnavailableError
 from torchrelay.world import World
 
-pytest.importorskip("grpc", reason="needs grpcio: pip install 'torchrelay[switch]'")
+pytest.importorskip("grpc", reason="needs grpcio")
 SMALL: dict[str, Any] = {"num_worker_threads": 2, "max_outstanding_packets": 16, "packet_numel": 64}
 
 

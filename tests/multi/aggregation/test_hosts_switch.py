@@ -270,7 +270,7 @@ def test_uneven_hosts_the_log_and_a_forked_child(world: World) -> None:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchrelay.aggregation._hosts")
+    logger = logging.getLogger("torchrelay.aggregation")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with switched(world, "aba", packet_numel=256) as (server, _):

@@ -39,7 +39,7 @@ def _sum(
     """Check sums of int32 and float32; return how many bytes this rank sent through the switch."""
     host = world.rank // ranks_per_host
     namespaces.enter(hosts.pids[host])
-    os.environ.update(TORCHRELAY_HOST_ID=f"host{host}", TORCHRELAY_AGGREGATION_INTERFACE="eth0")
+    os.environ.update(TORCHRELAY_HOST_ID=f"host{host}", TORCHRELAY_TRANSPORT_INTERFACE="eth0")
     dist.init_process_group(
         "sml",
         store=dist.FileStore(path, world.size),

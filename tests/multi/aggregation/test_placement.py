@@ -1,5 +1,5 @@
-"""Ranks that cannot reach each other's memory: here, in process namespaces of their own, as on
-several hosts.
+"""Ranks that cannot reach each other's memory: in process or user namespaces of their own, as in
+containers and on several hosts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+USER = ["unshare", "--user", "--map-root-user"]
+PROCESS = [*USER, "--pid", "--fork", "--kill-child"]
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -58,11 +59,11 @@ print("done")
 """
 
 
-def can_unshare() -> bool:
+def can_unshare(unshare: list[str]) -> bool:
     try:
         return (
             subprocess.run(
-                [*UNSHARE, "true"], capture_output=True, timeout=20, check=False
+                [*unshare, "true"], capture_output=True, timeout=20, check=False
             ).returncode
             == 0
         )
@@ -70,8 +71,10 @@ def can_unshare() -> bool:
         return False
 
 
-@pytest.mark.skipif(not can_unshare(), reason="this machine lets us make no process namespaces")
-def test_ranks_in_two_process_namespaces_are_on_two_hosts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unshare", [USER, PROCESS], ids=["user", "process"])
+def test_ranks_in_two_namespaces_are_on_two_hosts(unshare: list[str], tmp_path: Path) -> None:
+    if not can_unshare(unshare):
+        pytest.skip("this machine lets us make no such namespaces")
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
     size = 3
@@ -89,7 +92,7 @@ def test_ranks_in_two_process_namespaces_are_on_two_hosts(tmp_path: Path) -> Non
             "MASTER_PORT": str(port),
             "PYTHONWARNINGS": "error::UserWarning:torchrelay",
         }
-        command = [*(UNSHARE if rank == size - 1 else []), sys.executable, str(script)]
+        command = [*(unshare if rank == size - 1 else []), sys.executable, str(script)]
         processes.append(
             subprocess.Popen(
                 command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -102,6 +102,18 @@ def test_ranks_that_ended_without_a_word_are_named(rank0: Rank0) -> None:
     assert error.ranks == (1, 2) and "nor can rank 2 of its host be reached" in str(error)
 
 
+def test_a_rank_that_is_no_leader_receives_the_cause_too(rank0: Rank0) -> None:
+    """Before it sees that the connection ends."""
+    with rank0.connection_of(2) as peer:
+        # Until it is admitted, a receive connects to rank 2 itself, and the cause goes that way.
+        wait_until(lambda: bool(rank0.messages._peers[2].connections))
+        peer.sendall(frame(0, b"x"))
+        rank0.messages.receive(2, 0, memoryview(bytearray(1))).completion.wait(PATIENCE_S)
+        rank0.messages.fail(PeerLostError("rank 1 has died", ranks=[1]))
+        peer.settimeout(PATIENCE_S)
+        assert b"rank 1 has died" in peer.recv(1000)
+
+
 def test_a_receive_that_is_half_done_ends_with_the_group(rank0: Rank0) -> None:
     """And what comes later is not written to its memory."""
     buffer = bytearray(1 << 20)
@@ -130,7 +142,7 @@ def test_a_failure_is_reported_before_connections_end(
     with rank0.connection_of(1) as peer:
         wait_until(lambda: bool(rank0.messages._peers[1].connections))
         monkeypatch.setattr(json, "dumps", dump_late)
-        rank0.messages.fail(PeerLostError("rank 2 has died", ranks=[2]), [1])
+        rank0.messages.fail(PeerLostError("rank 2 has died", ranks=[2]))
         peer.settimeout(PATIENCE_S)
         assert peer.recv(1 << 16).endswith(failed("rank 2 has died", 2)[_messages._HEADER.size :])
 

@@ -132,13 +132,6 @@ def test_options_have_a_field_for_every_setting() -> None:
     assert all(f"        {name}: " in str(Options.__doc__) for name in settings)
 
 
-def test_old_names_of_options_warn() -> None:
-    with pytest.warns(DeprecationWarning, match="is now oversubscribed_yield_us"):
-        assert Options(crowded_yield_us=3) == Options(oversubscribed_yield_us=3)  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match="timeout_ms .* is now packet_timeout_s"):
-        assert SwitchOptions(timeout_ms=2.5).packet_timeout_s == 0.0025  # type: ignore[call-arg]
-
-
 def test_wrong_options() -> None:
     with pytest.raises(TypeError, match="planes"):
         Options(planes="shm")  # type: ignore[call-arg]

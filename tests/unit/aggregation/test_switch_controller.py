@@ -7,7 +7,6 @@ import functools
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switch_ports import packet, values_of
+from switch_ports import packet, values_of, wait_until
 from torchrelay.aggregation.switch import (
     Controller,
     SwitchClient,
@@ -26,6 +25,7 @@ from torchrelay.aggregation.switch import (
     SwitchServer,
     UdpDataPlane,
     _controller_messages,
+    _server,
     session_from_controller,
 )
 from torchrelay.aggregation.switch._controller_messages import (
@@ -53,7 +53,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def controller() -> Iterator[Controller]:
-    pytest.importorskip("grpc", reason="needs grpcio: pip install 'torchrelay[switch]'")
+    pytest.importorskip("grpc", reason="needs grpcio")
     with (
         SwitchServer(UdpDataPlane(port=0), allow=["127.0.0.0/8"]) as server,
         Controller(server, port=0) as one,
@@ -163,11 +163,17 @@ def test_workers_form_sessions_at_the_same_time_and_sum(controller: Controller) 
     assert len({session_id for session_id, _ in found}) == 2
 
 
-def test_the_originals_workers(controller: Controller) -> None:
-    """They form one session at a time, name no group, and send from any port."""
+@pytest.mark.parametrize("num_jobs", [1, 2])
+def test_the_originals_workers(
+    controller: Controller, num_jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They form one session at a time, name no group, send from any port, and never leave: a later
+    job takes the place of an earlier one.
+    """
+    monkeypatch.setattr(_server, "_TAKEOVER_S", 0.1)
 
-    def work(rank: int) -> tuple[UdpSessionResponse, set[int]]:
-        request = BroadcastRequest(77 if rank == 0 else 0, rank, 2, 0)
+    def work(job: int, rank: int) -> tuple[UdpSessionResponse, set[int]]:
+        request = BroadcastRequest(job if rank == 0 else 0, rank, 2, 0)
         session_id = decode(
             BroadcastResponse, call(controller, "Sync/Broadcast", encode(request))
         ).value
@@ -184,12 +190,13 @@ def test_the_originals_workers(controller: Controller) -> None:
             sock.bind((f"127.0.0.{2 + rank}", 0))
             sock.settimeout(PATIENCE_S)
             sock.connect((socket.inet_ntoa(answer.ipv4.to_bytes(4, "big")), answer.port))
-            sock.send(packet(3 + rank))
+            sock.send(packet(job + rank))
             return answer, values_of(sock.recv(4096))
 
-    for answer, values in in_threads([lambda: work(0), lambda: work(1)]):
-        assert values == {7} and answer.session_id == 77
-        assert answer.ipv4 == 0x7F000001 and answer.mac == 0  # loopback has none
+    for job in range(77, 77 + num_jobs):
+        for answer, values in in_threads([functools.partial(work, job, rank) for rank in (0, 1)]):
+            assert values == {2 * job + 1} and answer.session_id == job
+            assert answer.ipv4 == 0x7F000001 and answer.mac == 0  # loopback has none
 
 
 # --- mistakes
@@ -217,13 +224,6 @@ def test_missing_workers_are_named_to_all(controller: Controller) -> None:
     assert "workers 1, 3 of 4 did not come" in str(error)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_worker_that_gave_up_may_come_again(controller: Controller) -> None:
     import grpc
 
@@ -231,7 +231,7 @@ def test_a_worker_that_gave_up_may_come_again(controller: Controller) -> None:
         request = encode(BroadcastRequest(0, 1, 2, 0, group=5))
         given_up = channel.unary_unary("/switchml_proto.Sync/Broadcast").future(request)
         wait_until(lambda: bool(controller._gatherings))
-        with pytest.raises(grpc.RpcError, match="waits already"):
+        with pytest.raises(grpc.RpcError, match="is already waiting"):
             call(controller, "Sync/Broadcast", request)
         given_up.cancel()
         wait_until(lambda: not controller._gatherings)
@@ -244,13 +244,17 @@ def test_a_worker_that_gave_up_may_come_again(controller: Controller) -> None:
     [
         ("Sync/Barrier", BarrierRequest(0), "there must be 1 to 1024"),
         ("Sync/Barrier", BarrierRequest(2_000_000), "there must be 1 to 1024"),
-        ("Sync/Barrier", BarrierRequest(2, 9, rank=2), "worker 2 of 2 cannot be"),
+        ("Sync/Barrier", BarrierRequest(2, 9, rank=2), "there cannot be a worker 2 of 2"),
+        ("Sync/Broadcast", BroadcastRequest(0, 2, 2), "there cannot be a worker 2 of 2"),
         ("Sync/Broadcast", BroadcastRequest(0, 0, 2, root=2), "root 2 is not below 2"),
         ("Session/UdpSession", UdpSessionRequest(1, 0, 2, packet_size=2), "256 bytes"),
         ("Session/UdpSession", UdpSessionRequest(1, 2, 2, 0, 0x7F000001, 3), "rank 2 is not below"),
         ("Session/UdpSession", UdpSessionRequest(1, 0, 2, 0, 0x08080808, 3), "8.8.8.8 are not"),
+        ("Session/UdpSession", UdpSessionRequest(1, 0, 2, 0, 0, 3), "0.0.0.0 is not the address"),
+        ("Session/UdpSession", UdpSessionRequest(1, 0, 2, 0, 0xE0000001, 3), "224.0.0.1 is not"),
+        ("Session/UdpSession", UdpSessionRequest(1, 0, 2, 0, 0xFFFFFFFF, 3), "255.255.255.255 is"),
         ("Session/UdpSession", UdpSessionRequest(1, 0, 9999, 0, 0x7F000001, 3), "1024 workers"),
-        ("Session/UdpSession", UdpSessionRequest(1, 0, 2, 0, 0x7F000001, 3, 9999), "1024 slots"),
+        ("Session/UdpSession", UdpSessionRequest(1, 0, 2, 0, 0x7F000001, 3, 9999), "8192 slots"),
     ],
 )  # fmt: skip
 def test_bad_requests_are_refused(
@@ -261,6 +265,20 @@ def test_bad_requests_are_refused(
     with pytest.raises(grpc.RpcError, match=text) as caught:
         call(controller, method, encode(message))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert not controller._gatherings
+
+
+def test_jobs_without_a_group_differ_by_their_sizes_and_roots(controller: Controller) -> None:
+    """SwitchML's own: a waiting worker of another job spoils nothing."""
+
+    def broadcast(rank: int, size: int, root: int) -> int:
+        request = encode(BroadcastRequest(size if rank == root else 0, rank, size, root))
+        return decode(BroadcastResponse, call(controller, "Sync/Broadcast", request)).value
+
+    jobs = [(0, 2, 0), (0, 3, 0), (1, 2, 1), (1, 3, 0), (0, 2, 1), (1, 2, 0), (2, 3, 0)]
+    found = in_threads([functools.partial(broadcast, *job) for job in jobs])
+    assert found == [size for _, size, _ in jobs]
+    assert not controller._gatherings
 
 
 def test_garbage(controller: Controller) -> None:
@@ -285,7 +303,7 @@ def test_garbage(controller: Controller) -> None:
 
 
 def test_no_controller() -> None:
-    pytest.importorskip("grpc", reason="needs grpcio: pip install 'torchrelay[switch]'")
+    pytest.importorskip("grpc", reason="needs grpcio")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(UnavailableError, match=f"controller 127.0.0.1:{port}: no answer"):
@@ -302,10 +320,10 @@ def test_a_port_that_is_taken(controller: Controller) -> None:
 
 def test_without_grpcio_both_sides_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(UnavailableError, match=r"pip install 'torchrelay\[switch\]'"):
+    with pytest.raises(UnavailableError, match=r"pip install grpcio"):
         session_from_controller("127.0.0.1", 0, 2)
     with (
         SwitchServer(UdpDataPlane(port=0)) as server,
-        pytest.raises(UnavailableError, match=r"pip install 'torchrelay\[switch\]'"),
+        pytest.raises(UnavailableError, match=r"pip install grpcio"),
     ):
         Controller(server, port=0)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from switch_ports import NETWORKS, Network, packet, values_of
+from switch_ports import NETWORKS, Network, ip_packet, packet, values_of
 from torchrelay._native import SwitchHeader
+from torchrelay.aggregation.switch import SessionShape
+from torchrelay.aggregation.switch import _messages as messages
+from torchrelay.aggregation.switch._data_plane import ControlMessage
+from torchrelay.aggregation.switch._messages import Kind
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
@@ -196,6 +201,25 @@ def test_datagrams_that_are_no_packet_change_nothing(network: Network) -> None:
     session.expect_all(3)
 
 
+@pytest.mark.parametrize("numel", [64, 256])
+def test_a_packet_with_a_wrong_udp_checksum_is_not_summed(network: Network, numel: int) -> None:
+    session = Session(network, 2, numel=numel)
+    session.send(0, 1)
+    worker = session.workers[1]
+    ends = (worker.address, worker.port), worker.sock.getpeername()
+    right = ip_packet(*ends, packet(2, numel=numel))
+    wrong = (int.from_bytes(right[26:28], "big") + 1) % (1 << 16)
+    network.forge(1, ip_packet(*ends, packet(2, numel=numel), wrong))
+    flipped = bytearray(ip_packet(*ends, packet(2, numel=numel)))
+    flipped[-1] ^= 64
+    network.forge(1, bytes(flipped))
+    network.forge(1, right)
+    session.expect_all(3)
+    session.send(0, 10, set=1)
+    network.forge(1, ip_packet(*ends, packet(20, numel=numel, set=1), 0))  # 0: it has none
+    session.expect_all(30, set=1)
+
+
 def test_only_members_may_write(network: Network) -> None:
     session = Session(network, 2)
     session.send(0, 1)
@@ -276,3 +300,57 @@ def test_statistics_say_what_happened(network: Network) -> None:
     assert after.received - before.received == 5
     network.plane.close_session(1)
     assert network.plane.stats().received == after.received
+
+
+@pytest.mark.parametrize("numel", [64, 256])
+def test_replies_are_bit_for_bit_as_switchmls(network: Network, numel: int) -> None:
+    """The unused bits are cleared, and the second exponent is a maximum too."""
+    network.open_session(2, numel, slots=8192)
+    workers = [network.workers[1, rank] for rank in (0, 1)]
+    for worker, second in zip(workers, (-3, 5), strict=True):
+        header = SwitchHeader(9, 7, 8191, 1, -second, numel, second).serialize()
+        stray = bytes([header[0] | 8]) + header[1:6] + bytes([header[6] | 0x40]) + header[7:]
+        network.send(worker, stray + b"\0\0\0\1" * numel)
+    expected = SwitchHeader(9, 7, 8191, 1, 3, numel, 5).serialize() + b"\0\0\0\2" * numel
+    assert [worker.receive() for worker in workers] == [expected, expected]
+    network.send(workers[0], stray + bytes(4 * numel))
+    assert workers[0].receive() == expected, "so is an answer that is sent again"
+    outside = packet(1, numel=numel)
+    network.send(workers[0], outside[:6] + b"\x20\0" + outside[8:])
+    assert network.plane.stats().sessions[0].rejected == 1
+
+
+def received_control(network: Network) -> list[ControlMessage]:
+    found = []
+    while (message := network.plane.receive_control(0.2)) is not None:
+        found.append(message)
+    return found
+
+
+def test_the_control_plane_is_kept_from_floods(network: Network) -> None:
+    loud, other = network.connect(3), network.connect(2)
+    join = messages.encode_join(1, messages.Join(0, SessionShape(1, 8, 64), 1))
+    received_control(network)
+    begin_s = time.monotonic()
+    for _ in range(20):
+        for datagram in (packet(1), join):
+            for _ in range(100):
+                loud.send(datagram)
+            network.send(loud, datagram)
+    network.send(other, join)
+    seconds = int(time.monotonic() - begin_s) + 2
+    found = [(message.address, bool(message.data)) for message in received_control(network)]
+    for is_control in (True, False):
+        assert 0 < found.count((loud.address, is_control)) <= 256 * seconds
+    assert (other.address, True) in found, "another address is heard"
+
+
+def test_only_requests_reach_the_control_plane(network: Network) -> None:
+    session = Session(network, 1)
+    received_control(network)
+    requests = {Kind.JOIN, Kind.LEAVE, Kind.ASK_MISSING}
+    for kind in range(16):
+        datagram = messages.encode(Kind.JOIN, 1, bytes(14))
+        network.send(session.workers[0], datagram[:1] + bytes([kind]) + datagram[2:])
+    found = [message.data[1] for message in received_control(network)]
+    assert set(found) == requests and len(found) == len(requests)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
 import socket
 import subprocess
@@ -12,7 +14,17 @@ import pytest
 import torch
 
 import namespaces
-from switch_ports import missing_for_xdp, within
+from switch_ports import (
+    add_worker,
+    enable_gro,
+    ip_packet,
+    missing_for_xdp,
+    packet,
+    values_of,
+    wait_until,
+    within,
+    xdp_network,
+)
 from torchrelay.aggregation.switch import (
     SessionShape,
     SwitchClient,
@@ -88,7 +100,7 @@ def test_it_loads_unloads_and_refuses() -> None:
             plane.open_session(3, shape)
             with pytest.raises(ArgumentError, match="1 to 64 workers"):
                 plane.open_session(4, SessionShape(65, 16, 64))
-            plane.add_worker(2, 0, "10.78.0.2", 4000, 2)
+            within(star.switch, lambda: add_worker(plane, 2, 0, "10.78.0.2", 4000, 2))
             with pytest.raises(ArgumentError, match="already leads to worker 0"):
                 plane.add_worker(2, 1, "10.78.0.2", 5000, 1)
             with pytest.raises(ArgumentError, match="another worker"):
@@ -101,6 +113,83 @@ def test_it_loads_unloads_and_refuses() -> None:
         with pytest.raises(ConfigError, match="mode 'fast'"):
             within(star.switch, lambda: XdpDataPlane(["port0"], 0, mode="fast"))
         assert programs(star.switch) == 0
+
+
+@needs_xdp
+@pytest.mark.parametrize("gro", [False, True])
+def test_auto_takes_native_only_where_results_arrive(
+    gro: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """veth drops what a program sends unless its other end has GRO."""
+    with namespaces.star(2) as star, contextlib.ExitStack() as stack:
+        within(star.pids[0], enable_gro)
+        if gro:
+            within(star.pids[1], enable_gro)
+        plane = stack.enter_context(
+            within(star.switch, lambda: XdpDataPlane(["port0", "port1"], 0))
+        )
+        assert plane.mode == "native"
+        plane.open_session(1, SessionShape(2, 8, 64))
+        workers = []
+        for host in (0, 1):
+
+            def connected(host: int = host) -> socket.socket:
+                sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+                sock.connect((f"10.78.{host}.1", plane.port))
+                return sock
+
+            workers.append(stack.enter_context(within(star.pids[host], connected)))
+            address, port = workers[host].getsockname()
+            add = functools.partial(add_worker, plane, 1, host, address, port, 1)
+            within(star.switch, add)
+        assert plane.mode == ("native" if gro else "generic")
+        assert programs(star.switch) == 2
+        for worker in workers:
+            worker.settimeout(60)
+            worker.send(packet(4))
+        assert [values_of(worker.recv(4096)) for worker in workers] == [{8}, {8}]
+        assert ("port1 does not reach 10.78.1.2; the switch continues" in caplog.text) == (not gro)
+
+
+@needs_xdp
+def test_native_is_refused_where_results_do_not_arrive() -> None:
+    with (
+        namespaces.star(1) as star,
+        within(star.switch, lambda: XdpDataPlane(["port0"], 0, mode="native")) as plane,
+    ):
+        plane.open_session(1, SessionShape(1, 8, 64))
+        with pytest.raises(ArgumentError, match="--mode generic"):
+            add_worker(plane, 1, 0, "10.78.0.2", 4000, 1)
+
+
+@needs_xdp
+def test_a_packet_with_a_wrong_ip_checksum_is_not_summed() -> None:
+    with xdp_network(1) as network:
+        network.open_session(1)
+        worker = network.workers[1, 0]
+        good = ip_packet((worker.address, worker.port), worker.sock.getpeername(), packet(5))
+
+        def link() -> socket.socket:
+            return socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM)
+
+        with network.within(0, link) as sock:
+            bad = good[:8] + b"\x20" + good[9:]  # another time to live
+            sock.sendto(bad, ("eth0", 0x0800, 0, 0, b"\xff" * 6))
+            wait_until(lambda: network.plane.stats().malformed == 1)
+            assert not worker.has_received()
+            sock.sendto(good, ("eth0", 0x0800, 0, 0, b"\xff" * 6))
+        assert values_of(worker.receive()) == {5}
+
+
+@needs_xdp
+def test_a_program_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, value = _xdp._LAYOUTS["slots"]
+    monkeypatch.setitem(_xdp._LAYOUTS, "slots", (key, value + 8))
+    with (
+        namespaces.star(1) as star,
+        pytest.raises(UnavailableError, match="of another version: its map slots"),
+    ):
+        within(star.switch, lambda: XdpDataPlane(["port0"], 0))
 
 
 def test_a_build_without_the_program_says_what_to_do(

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "torchrelay/origin.h"
 #include "torchrelay/parameters/channel.h"
 
 namespace torchrelay::parameters {
@@ -15,7 +16,9 @@ namespace torchrelay::parameters {
 class NodeService {
  public:
   NodeService(std::shared_ptr<Store> store, std::shared_ptr<Network> network, const ChannelOptions& options);
-  ~NodeService();  // stops; unless stop() was called, reports to the other nodes that this one left early
+  // Stops; unless stop() was called, reports to the other nodes that this one left early. In a forked child
+  // it does nothing, as stop().
+  ~NodeService();
   NodeService(const NodeService&) = delete;
   NodeService& operator=(const NodeService&) = delete;
 
@@ -29,8 +32,12 @@ class NodeService {
  private:
   std::shared_ptr<Store> store_;
   std::shared_ptr<Network> network_;
-  std::vector<std::unique_ptr<Channel>> channels_;
-  std::vector<std::thread> threads_;
+  struct Parts {
+    std::vector<std::unique_ptr<Channel>> channels;
+    std::vector<std::thread> threads;
+  };
+  Origin origin_;
+  ProcessOwned<Parts> parts_;
 };
 
 }  // namespace torchrelay::parameters

@@ -1,6 +1,8 @@
 // What a push does to a row: add it, or take it as a gradient and make an optimizer's step.
 //
-// A row is its value, then the optimizer's state, all of one element type:
+// A row is its value, then the optimizer's state, of the table's element type; under half-precision values
+// the state is float32, in which the step is computed, so each of its numbers takes the place of two
+// elements:
 //   add, sgd          value
 //   adagrad           value, sum of squared gradients (length)
 //   rowwise_adagrad   value, sum of mean squared gradients (1)
@@ -29,9 +31,10 @@ struct UpdateRule {
   double initial_accumulator = 0;
   double step = 0;  // of the table, from 1; 0: Adam counts each row's own
 
-  std::size_t state_length(std::size_t length) const;
+  // The state beside a value of `length` elements, in elements of `dtype`.
+  std::size_t state_length(Dtype dtype, std::size_t length) const;
 
-  // Optimizers are defined for float32 and float64; add for every dtype.
+  // Optimizers are defined for floating-point types; add for every dtype.
   bool allows(Dtype dtype) const;
 
   // A new row's optimizer state.
@@ -39,6 +42,11 @@ struct UpdateRule {
 
   // One push of `length` elements onto the row.
   void apply(Dtype dtype, std::byte* row, const std::byte* pushed, std::size_t length) const;
+
+ private:
+  std::size_t num_state(std::size_t length) const;  // its numbers
+  template <typename Half, Half (*narrow)(float)>
+  void apply_half(std::byte* row, const std::byte* pushed, std::size_t length) const;
 };
 
 }  // namespace torchrelay::parameters

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "torchrelay/origin.h"
 #include "torchrelay/parameters/reliable_endpoint.h"
 #include "torchrelay/parameters/store.h"
 #include "torchrelay/parameters/unfinished_keys.h"
@@ -37,7 +38,7 @@ class Worker {
   // `network` may be null where there is one node. Throws kArgument if the worker id is taken.
   Worker(std::shared_ptr<Store> store, std::uint32_t worker_id, std::shared_ptr<Network> network,
          const ChannelAddresses& addresses, const WorkerOptions& options, Interrupt interrupt);
-  ~Worker();
+  ~Worker();  // ends the intents; in a forked child, it does nothing
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
@@ -63,7 +64,7 @@ class Worker {
   void flush_updates();
   void flush_refreshes();
 
-  // No more accesses; intents end. Finishes what is unfinished first.
+  // No more accesses; intents end. Finishes what is unfinished first. Nothing in a forked child.
   void finalize();
 
   const Store& store() const { return *store_; }
@@ -108,8 +109,8 @@ class Worker {
   std::uint32_t user_id_;
   WorkerOptions options_;
   Interrupt interrupt_;
-  std::shared_ptr<Network> network_;            // outlives the endpoint
-  std::unique_ptr<ReliableEndpoint> endpoint_;  // null: one node
+  std::shared_ptr<Network> network_;         // outlives the endpoint
+  ProcessOwned<ReliableEndpoint> endpoint_;  // null: one node
   std::unordered_map<std::int64_t, Pending> pending_;
   std::int64_t next_request_id_ = 0;
   std::uint64_t first_wire_id_ = 0;  // added to ids in messages
@@ -121,6 +122,7 @@ class Worker {
   UnfinishedKeys unfinished_keys_;
   std::int64_t first_uncounted_ = 0;  // operations from here on are not in unfinished_keys_
   std::size_t num_others_ = 0;        // unfinished operations that are not of class kAdd
+  Origin origin_;
   bool finalized_ = false;
 };
 

@@ -57,6 +57,7 @@ class SlotTable {
     std::uint32_t count = 0;  // workers missing; 0: complete, or never used
     std::uint32_t tsi = 0;
     std::int8_t exponent = 0;
+    std::int8_t second_exponent = 0;
     bool used = false;
   };
   using Word = std::uint64_t;

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "torchrelay/origin.h"
 #include "torchrelay/switch/datagrams.h"
 #include "torchrelay/switch/state.h"
 
@@ -52,24 +53,27 @@ struct WorkerCounts {
   std::uint32_t rank = 0;
   std::uint64_t received = 0;
   std::uint64_t retransmissions = 0;
+  double silent_s = 0;  // since its last packet or sign of life
 };
 
 struct SessionInfo {
   std::uint64_t id = 0;
   TableShape shape;
-  double idle_s = 0;  // since a member's last packet
+  double idle_s = 0;  // since a member's last packet or sign of life
   SwitchCounts counts;
   std::vector<WorkerCounts> workers;
 };
 
 struct ControlMessage {
   Endpoint from;
-  std::vector<std::byte> bytes;  // empty: a data packet came from a sender that is no member
+  std::uint16_t switch_port = 0;  // to which it came
+  std::vector<std::byte> bytes;   // empty: a data packet came from a sender that is no member
 };
 
 class UdpSwitch {
  public:
-  // Binds the socket and starts. Throws kUnavailable if the address or port cannot be had.
+  // Binds the sockets and starts: of the port, or of kNumUdpPorts ports at kUdpPort. Throws kUnavailable if
+  // the address or port cannot be had.
   explicit UdpSwitch(const UdpSwitchOptions& options);
   ~UdpSwitch();
   UdpSwitch(const UdpSwitch&) = delete;
@@ -86,19 +90,21 @@ class UdpSwitch {
 
   // The next control message, or nothing after the timeout.
   std::optional<ControlMessage> receive_control(std::chrono::milliseconds timeout);
-  void send_control(Bytes message, const Endpoint& to);
+  void send_control(Bytes message, const Endpoint& to, std::uint16_t switch_port);
 
   SwitchStats stats() const;
   std::vector<SessionInfo> sessions() const;
   // The workers that packets in progress wait for.
   std::vector<std::uint32_t> missing(std::uint64_t id) const;
 
-  // Ends the thread and closes the socket. The statistics stay; send_control throws kUnavailable.
+  // Ends the thread and closes the socket. The statistics stay; send_control throws kUnavailable. In a forked
+  // child it does nothing, nor does the destructor.
   void stop();
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+  Origin origin_;
+  ProcessOwned<State> state_;
 };
 
 }  // namespace torchrelay::switchml

@@ -6,14 +6,13 @@
 // says, with the same bits everywhere.
 #pragma once
 
-#include <sys/types.h>
-
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "torchrelay/error.h"
+#include "torchrelay/origin.h"
 #include "torchrelay/reduce.h"
 #include "torchrelay/switch/stream.h"
 
@@ -40,7 +39,6 @@ struct WorkerStats {
 class Worker {
  public:
   // Takes sockets that are connected to the switch, and known to it, in the order of the threads.
-  // In a forked child, which has no threads, the destructor does nothing.
   Worker(const WorkerOptions& options, const std::vector<int>& sockets);
   ~Worker();
   Worker(const Worker&) = delete;
@@ -57,7 +55,8 @@ class Worker {
 
   WorkerStats stats() const;
 
-  // Ends the threads and closes the sockets. A call in progress in another thread throws kPeerLost.
+  // Ends the threads and closes the sockets. A call in progress in another thread throws kPeerLost. In a
+  // forked child it does nothing, nor does the destructor.
   void close();
 
  private:
@@ -72,9 +71,9 @@ class Worker {
   [[noreturn]] void fail(const Call& call, Code code, const std::string& why);
 
   WorkerOptions options_;
-  pid_t process_;
-  std::unique_ptr<Shared> shared_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  Origin origin_;
+  ProcessOwned<Shared> shared_;
+  std::vector<ProcessOwned<Lane>> lanes_;
   std::uint8_t job_ = 0;
   std::string broken_;  // why
 };

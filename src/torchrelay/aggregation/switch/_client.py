@@ -15,7 +15,6 @@ import torch
 from torch.distributed import Store
 
 from torchrelay import _native
-from torchrelay._deprecation import old_keywords
 from torchrelay._resource import Resource
 from torchrelay._waiting import listed, read_key
 from torchrelay.aggregation.switch import _messages as messages
@@ -41,7 +40,6 @@ _RESEND_S = 0.2
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
 
 
-@old_keywords(timeout_ms=("packet_timeout_s", 1e-3))
 @dataclass(frozen=True)
 class SwitchOptions:
     """How a worker uses a switch; equal on all workers.
@@ -66,11 +64,11 @@ class SwitchOptions:
     def __post_init__(self) -> None:
         if self.packet_numel not in (64, 256):
             raise ConfigError(f"packet_numel = {self.packet_numel}: it must be 64 or 256")
-        if not 1 <= self.num_worker_threads <= self.max_outstanding_packets <= 1 << 14:
+        if not 1 <= self.num_worker_threads <= self.max_outstanding_packets <= 1 << 13:
             raise ConfigError(
                 f"num_worker_threads = {self.num_worker_threads}, max_outstanding_packets = "
                 f"{self.max_outstanding_packets}: there must be at least one thread, a packet for "
-                "each, and at most 16384 packets"
+                "each, and at most 8192 packets"
             )
         if (
             self.packet_timeout_s <= 0
@@ -135,10 +133,11 @@ class SwitchClient(Resource):
         num_workers: of the session, one per host.
         session_id: 64 random bits that all workers of the session know, and nobody else.
         options: equal on all workers.
-        timeout_s: how long to wait for the switch to answer.
+        timeout_s: how long to wait for the switch to answer, and to have a free session.
 
     Raises:
-        UnavailableError: the switch does not answer, or refuses; it says why.
+        UnavailableError: the switch does not answer, is full, or refuses the worker; the
+            message gives the reason.
     """
 
     def __init__(
@@ -245,10 +244,18 @@ class SwitchClient(Resource):
         return sock
 
     def _join(self, sockets: list[socket.socket], timeout_s: float) -> None:
-        request = messages.encode_join(self.session_id, messages.Join(self.rank, self._shape))
-        deadline = time.monotonic() + timeout_s
-        for sock in sockets:
-            answer = self._ask(sock, request, (Kind.JOINED, Kind.REFUSED), deadline)
+        join = messages.Join(self.rank, self._shape, client=secrets.randbits(64))
+        request = messages.encode_join(self.session_id, join)
+        deadline, why = time.monotonic() + timeout_s, ""
+        waiting = list(reversed(sockets))
+        while waiting:
+            kinds = (Kind.JOINED, Kind.REFUSED, Kind.BUSY)
+            answer = self._ask(waiting[-1], request, kinds, deadline)
+            if answer is None and why:
+                raise UnavailableError(
+                    f"switch {self.switch} has not admitted worker {self.rank} within "
+                    f"{timeout_s:g} s: {why}"
+                )
             if answer is None:
                 raise UnavailableError(
                     f"switch {self.switch}: no answer within {timeout_s:g} s; is `torchrelay "
@@ -258,12 +265,19 @@ class SwitchClient(Resource):
                 raise UnavailableError(
                     f"switch {self.switch} refuses worker {self.rank}: {answer.body.decode()}"
                 )
+            if answer.kind == Kind.JOINED:
+                waiting.pop()
+            else:
+                why = answer.body.decode()
+                time.sleep(_RESEND_S)
 
     def _ask(
         self, sock: socket.socket, request: bytes, kinds: tuple[Kind, ...], deadline: float
     ) -> messages.Message | None:
-        """Send ``request`` until an answer of one of ``kinds`` comes, or None at the deadline."""
-        while (left := deadline - time.monotonic()) > 0:
+        """Send ``request`` until an answer of one of ``kinds`` arrives, and return it; None at the
+        deadline, or when the socket was closed.
+        """
+        while (left := deadline - time.monotonic()) > 0 and sock.fileno() >= 0:
             try:
                 sock.send(request)
                 while select.select([sock], [], [], min(left, _RESEND_S))[0]:
@@ -274,7 +288,7 @@ class SwitchClient(Resource):
                         and answer.session_id == self.session_id
                     ):
                         return answer
-            except ConnectionRefusedError:  # it may be about to start
+            except (OSError, ValueError):  # no route, or closed, or nobody listens there yet
                 time.sleep(min(left, _RESEND_S))
         return None
 

@@ -12,7 +12,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -34,7 +34,9 @@ from torchrelay.aggregation.switch._controller_messages import (
     encode,
 )
 from torchrelay.aggregation.switch._data_plane import SessionShape
+from torchrelay.aggregation.switch._messages import Join
 from torchrelay.aggregation.switch._server import SwitchServer
+from torchrelay.aggregation.switch._service import ServiceThread
 from torchrelay.errors import (
     MismatchError,
     OperationTimeoutError,
@@ -50,6 +52,7 @@ PACKAGE = "switchml_proto"
 _MAX_CALLS = 4096  # at a time
 _MAX_GROUP = 1024  # workers, as of a session
 _MAX_WAIT_S = 600.0
+_MAX_JOIN_S, _RETRY_S = 15.0, 0.2  # for a place in the switch
 _SIOCGIFHWADDR = 0x8927
 
 
@@ -63,10 +66,12 @@ def import_grpc() -> Any:
         import grpc  # noqa: PLC0415 - optional
     except ImportError as error:
         raise UnavailableError(
-            f"a switch's controller needs the package grpcio ({error}): "
-            "pip install 'torchrelay[switch]'"
+            f"the controller of a switch needs the package grpcio ({error}): pip install grpcio"
         ) from error
     return grpc
+
+
+_Key = tuple[str, int, tuple[int | None, ...]]  # step, group, and more where there is no group
 
 
 @dataclass
@@ -102,17 +107,22 @@ class Controller(Resource):
     ) -> None:
         self._grpc = import_grpc()
         self._server = server
-        self._gatherings: dict[tuple[str, int], _Gathering] = {}
+        self._gatherings: dict[_Key, _Gathering] = {}
         self._stop = asyncio.Event()
         started: Future[int] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(address, port, started)),
-            name="torchrelay-switch-controller",
-            daemon=True,
+        self._thread = ServiceThread(
+            "switch-controller", lambda: asyncio.run(self._serve(address, port, started))
         )
-        self._thread.start()
         self.port = started.result()
         self.address = f"{address}:{self.port}"
+
+    def check(self) -> None:
+        """Raise if the thread has ended.
+
+        Raises:
+            UnavailableError: calls are no longer served.
+        """
+        self._thread.check()
 
     def close(self) -> None:
         """Stop serving; calls in progress fail. Idempotent."""
@@ -197,9 +207,13 @@ class Controller(Resource):
         value: int,
     ) -> int:
         """Wait for all workers of a group; return the root's value."""
-        size, key = request.num_workers, (step, request.group)
+        size = request.num_workers
         if not 1 <= size <= _MAX_GROUP:
             raise ProtocolError(f"{step}: {size} workers; there must be 1 to {_MAX_GROUP}")
+        if rank >= size:
+            raise ProtocolError(f"{step}: there cannot be a worker {rank} of {size}")
+        # SwitchML's workers name no group: only these tell their jobs apart.
+        key = (step, request.group, () if request.group else (size, root))
         gathering = self._gatherings.get(key)
         if gathering is None:
             gathering = _Gathering(size, root, asyncio.get_running_loop().create_future())
@@ -214,11 +228,8 @@ class Controller(Resource):
             )
             self._end(key, gathering, MismatchError(text))
             raise MismatchError(text)
-        if rank >= size or rank in gathering.present:
-            raise ProtocolError(
-                f"{step}: worker {rank} of {size} "
-                f"{'waits already' if rank in gathering.present else 'cannot be'}"
-            )
+        if rank in gathering.present:
+            raise ProtocolError(f"{step}: worker {rank} of {size} is already waiting")
         gathering.present[rank] = value
         if not gathering.missing:
             self._end(key, gathering, gathering.present.get(root or 0, 0))
@@ -226,9 +237,7 @@ class Controller(Resource):
             key, gathering, rank, min(left_s, request.timeout_ms / 1e3 or left_s)
         )
 
-    async def _wait(
-        self, key: tuple[str, int], gathering: _Gathering, rank: int, timeout_s: float
-    ) -> int:
+    async def _wait(self, key: _Key, gathering: _Gathering, rank: int, timeout_s: float) -> int:
         try:
             return await asyncio.wait_for(asyncio.shield(gathering.done), timeout_s)
         except asyncio.TimeoutError:  # or that of another worker, which result() raises again
@@ -246,9 +255,7 @@ class Controller(Resource):
                 del self._gatherings[key]
             raise
 
-    def _end(
-        self, key: tuple[str, int], gathering: _Gathering, result: int | TorchRelayError
-    ) -> None:
+    def _end(self, key: _Key, gathering: _Gathering, result: int | TorchRelayError) -> None:
         if self._gatherings.get(key) is gathering:
             del self._gatherings[key]
         if gathering.done.done():
@@ -274,7 +281,16 @@ class Controller(Resource):
             sequenced=bool(request.joins),
         )
         address = str(ipaddress.IPv4Address(request.ipv4))
-        await asyncio.to_thread(self._admit, request, shape, address)
+        deadline_s = time.monotonic() + min(left_s, _MAX_JOIN_S)
+        while True:
+            try:
+                await asyncio.to_thread(self._admit, request, shape, address)
+            except UnavailableError:  # an earlier job's session, say, which is about to end
+                if time.monotonic() > deadline_s:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+            else:
+                break
         mac, own = _own_address(self._server.plane.address, address)
         return UdpSessionResponse(
             request.session_id, mac, int(ipaddress.IPv4Address(own)), self._server.plane.port
@@ -286,7 +302,8 @@ class Controller(Resource):
         if request.joins:
             self._server.open(request.session_id, request.rank, shape, address)
         else:
-            self._server.join(request.session_id, request.rank, shape, address, (0, 0))
+            join = Join(request.rank, shape, client=0)
+            self._server.join(request.session_id, join, address, (0, 0))
 
 
 def _left_s(context: Any) -> float:

@@ -46,8 +46,8 @@ def session_from_controller(
     group: int = 0,
     timeout_s: float = 30.0,
 ) -> tuple[int, str]:
-    """Form a session by the controller of a switch (``torchrelay switch --controller-port``);
-    blocks until all workers have come.
+    """Form a session through the controller of a switch (``torchrelay switch --controller-port``);
+    blocks until all workers have joined.
 
     Args:
         controller: ``host`` or ``host:port``; the port's default is 50099.
@@ -55,7 +55,7 @@ def session_from_controller(
         num_workers: of the session, one per host.
         options: equal on all workers.
         group: a number that the session's workers share and those of other sessions do not; 64
-            bits. Without one, a controller can form one session at a time.
+            bits. Without one, a controller can form one session of each size at a time.
         timeout_s: how long to wait for the controller, and for the other workers.
 
     Returns:
@@ -64,10 +64,10 @@ def session_from_controller(
     Raises:
         UnavailableError: the package grpcio is missing, the controller does not answer, or it
             refuses this worker.
-        OperationTimeoutError: names the workers that did not come, in ``ranks`` too.
+        OperationTimeoutError: names the workers that did not join, in ``ranks`` too.
         MismatchError: the workers disagree on their number.
         PeerLostError: the controller was stopped meanwhile.
-        ProtocolError: what answers is no controller.
+        ProtocolError: the server that answers is not a controller.
     """
     options = options or SwitchOptions()
     host, port = parse_address(controller, DEFAULT_PORT)

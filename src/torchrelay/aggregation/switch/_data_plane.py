@@ -32,7 +32,7 @@ class SessionStats:
 
     session_id: int
     shape: SessionShape
-    idle_s: float
+    idle_s: float  # since a worker's last packet or sign of life
     received: int
     sent: int
     completed: int  # results that every worker was sent
@@ -41,6 +41,7 @@ class SessionStats:
     stale: int  # packets older than their slot's newest
     rejected: int  # packets of a wrong size or for a slot that does not exist
     workers: dict[int, tuple[int, int]]
+    silent_s: dict[int, float]  # by worker: since its last packet or sign of life
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,14 @@ class SwitchStats:
     duplicates: int
     stale: int
     rejected: int
-    malformed: int  # datagrams that are neither data nor control
+    malformed: int  # datagrams that are neither data nor control, or have a wrong checksum
     strangers: int  # data packets whose sender is in no session
     control: int
     control_dropped: int  # control messages beyond what is kept
     dropped_ingress: int  # by the drop probabilities
     dropped_egress: int
     socket_lost: int  # the kernel's receive buffer was full
-    send_lost: int  # the kernel's send buffer was full
+    send_lost: int  # the kernel's send buffer was full, or it has no route
     sessions: tuple[SessionStats, ...]
 
 
@@ -75,6 +76,7 @@ class ControlMessage:
     data: bytes
     address: str
     port: int
+    switch_port: int  # to which it was sent
     coalesced: bool = (
         False  # a member's data packet that the data plane was given as part of a larger one
     )
@@ -89,6 +91,9 @@ class DataPlane(Protocol):
     def address(self) -> str: ...
     @property
     def port(self) -> int: ...
+    @property
+    def max_slots(self) -> int:
+        """Slots of all sessions together."""
 
     def open_session(self, session_id: int, shape: SessionShape) -> None:
         """Create a session with empty slots and no members, replacing one of the same id.
@@ -106,6 +111,7 @@ class DataPlane(Protocol):
 
         Raises:
             ArgumentError: no such session or rank, or the ports are another worker's.
+            UnavailableError: it is not known yet how to reach the address; try again.
         """
 
     def close_session(self, session_id: int) -> None:
@@ -114,8 +120,19 @@ class DataPlane(Protocol):
     def missing(self, session_id: int) -> list[int]:
         """Return the workers that the packets in progress wait for."""
 
-    def receive_control(self, timeout_s: float) -> ControlMessage | None: ...
-    def send_control(self, message: bytes, address: str, port: int) -> None: ...
+    def receive_control(self, timeout_s: float) -> ControlMessage | None:
+        """Return the next message for the control plane to answer: at most 256 from one address per
+        second, and as many data packets whose senders are in no session.
+        """
+
+    def send_control(self, message: bytes, address: str, port: int, switch_port: int) -> None:
+        """Send a control message from a port of the switch. It may be lost; one that cannot be sent
+        is counted.
+
+        Raises:
+            UnavailableError: the data plane is closed.
+        """
+
     def stats(self) -> SwitchStats: ...
     def close(self) -> None:
         """End the threads and unload what was loaded. Idempotent."""

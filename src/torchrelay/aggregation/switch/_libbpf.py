@@ -17,6 +17,7 @@ __all__ = ["XDP_DRIVER", "XDP_GENERIC", "BpfObject"]
 
 XDP_GENERIC, XDP_DRIVER = 2, 4
 _ATTACH_XDP = 37  # enum bpf_attach_type
+_LIVE_FRAMES = 2  # BPF_F_TEST_XDP_LIVE_FRAMES
 _PRIVILEGE = "XDP needs root, or the capabilities CAP_BPF and CAP_NET_ADMIN"
 
 
@@ -25,6 +26,26 @@ class _LinkOptions(ctypes.Structure):
         ("size", ctypes.c_size_t),
         ("flags", ctypes.c_uint32),
         ("rest", ctypes.c_uint8 * 60),
+    )
+
+
+class _RunOptions(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("data_in", ctypes.c_char_p),
+        ("data_out", ctypes.c_void_p),
+        ("data_size_in", ctypes.c_uint32),
+        ("data_size_out", ctypes.c_uint32),
+        ("context_in", ctypes.c_void_p),
+        ("context_out", ctypes.c_void_p),
+        ("context_size_in", ctypes.c_uint32),
+        ("context_size_out", ctypes.c_uint32),
+        ("return_value", ctypes.c_uint32),
+        ("repeat", ctypes.c_int),
+        ("duration", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("cpu", ctypes.c_uint32),
+        ("batch_size", ctypes.c_uint32),
     )
 
 
@@ -49,17 +70,29 @@ class BpfObject(Resource):
         path: the object file.
         sizes: maps whose number of entries is set before loading.
         constants: the bytes of the program's constants (its section ``.rodata``).
+        layouts: the bytes of key and value that each map must have.
 
     Raises:
         UnavailableError: libbpf, the privilege, memory, or a feature of the kernel is missing.
     """
 
-    def __init__(self, path: Path, sizes: dict[str, int], constants: bytes) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sizes: dict[str, int],
+        constants: bytes,
+        layouts: dict[str, tuple[int, int]],
+    ) -> None:
         self._library = _library()
         self._links: list[int] = []
         self._object = self._library.bpf_object__open_file(os.fsencode(path), None)
         if not self._object:
             raise UnavailableError(f"XDP: {path} cannot be read: {os.strerror(ctypes.get_errno())}")
+        try:
+            self._check(path, layouts)
+        except BaseException:
+            self.close()
+            raise
         for name, size in sizes.items():
             self._library.bpf_map__set_max_entries(self._find_map(name), size)
         initial = self._library.bpf_map__initial_value(
@@ -75,6 +108,17 @@ class BpfObject(Resource):
                 else "the kernel does not take the program: it needs Linux 5.14"
             )
             raise UnavailableError(f"XDP: {os.strerror(error)}; {why}")
+
+    def _check(self, path: Path, layouts: dict[str, tuple[int, int]]) -> None:
+        """Compare the maps with what this process would read and write there."""
+        for name, expected in layouts.items():
+            at = self._find_map(name)
+            found = (self._library.bpf_map__key_size(at), self._library.bpf_map__value_size(at))
+            if found != expected:
+                raise UnavailableError(
+                    f"XDP: {path} is of another version: its map {name} has keys and values of "
+                    f"{found} bytes, not {expected}; build torchrelay again"
+                )
 
     def _find_map(self, name: str) -> ctypes.c_void_p:
         found = self._library.bpf_object__find_map_by_name(
@@ -101,6 +145,20 @@ class BpfObject(Resource):
             return ctypes.get_errno()
         self._links.append(link)
         return 0
+
+    def run(self, program: int, frame: bytes) -> bool:
+        """Run an XDP program on a frame, and do with it what the program decides.
+
+        Returns False if the kernel cannot (before Linux 5.18).
+        """
+        options = _RunOptions(
+            size=ctypes.sizeof(_RunOptions),
+            data_in=frame,
+            data_size_in=len(frame),
+            repeat=1,
+            flags=_LIVE_FRAMES,
+        )
+        return bool(self._library.bpf_prog_test_run_opts(program, ctypes.byref(options)) == 0)
 
     def update(self, map_: int, key: Any, value: Any) -> None:
         """Set an entry of a map; key and value are ctypes objects."""

@@ -30,12 +30,14 @@ __all__ = [
 _TYPE = 2 << 4
 _VERSION = 1
 _HEAD = struct.Struct(">BBHQ")
-_JOIN = struct.Struct(">IIHHH")
+_JOIN = struct.Struct(">QIIHHH")
 _MAX_RANKS = 100  # that one message names
 
 
 class Kind(IntEnum):
-    """The kind of a control message. The native worker handles UNKNOWN_SESSION and COALESCED."""
+    """The kind of a control message. The native worker sends ALIVE, and handles UNKNOWN_SESSION
+    and COALESCED.
+    """
 
     JOIN = 1
     JOINED = 2
@@ -45,6 +47,8 @@ class Kind(IntEnum):
     LEAVE = 6  # and the rank
     ASK_MISSING = 7
     MISSING = 8  # and the ranks of the workers that packets in progress wait for
+    BUSY = 9  # the worker may join later; with the reason, in UTF-8
+    ALIVE = 10  # from a member that has nothing to send
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Join:
-    """A worker's request to join a session."""
+    """A worker's request to join a session; ``client`` is a random number of its own, which
+    distinguishes it from an earlier worker of this rank.
+    """
 
     rank: int
     shape: SessionShape
+    client: int
 
 
 def encode(kind: Kind, session_id: int, body: bytes = b"") -> bytes:
@@ -83,7 +90,12 @@ def encode_join(session_id: int, join: Join) -> bytes:
     """Return the datagram of a JOIN."""
     shape = join.shape
     body = _JOIN.pack(
-        join.rank, shape.num_workers, shape.packet_numel, shape.num_slots, shape.sequenced
+        join.client,
+        join.rank,
+        shape.num_workers,
+        shape.packet_numel,
+        shape.num_slots,
+        shape.sequenced,
     )
     return encode(Kind.JOIN, session_id, body)
 
@@ -92,8 +104,8 @@ def decode_join(body: bytes) -> Join | None:
     """Return the content of a JOIN; None if it is malformed."""
     if len(body) != _JOIN.size:
         return None
-    rank, num_workers, packet_numel, num_slots, sequenced = _JOIN.unpack(body)
-    return Join(rank, SessionShape(num_workers, num_slots, packet_numel, bool(sequenced)))
+    client, rank, num_workers, packet_numel, num_slots, sequenced = _JOIN.unpack(body)
+    return Join(rank, SessionShape(num_workers, num_slots, packet_numel, bool(sequenced)), client)
 
 
 def encode_ranks(ranks: list[int]) -> bytes:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from torchrelay.aggregation.switch._data_plane import SessionStats, SwitchStats
+from torchrelay.aggregation.switch._service import ServiceThread
 from torchrelay.errors import UnavailableError
 
 __all__ = ["MetricsServer", "as_dict", "as_prometheus"]
 
+_REQUEST_S = 10.0  # a client that sends nothing for so long is disconnected
 _HELP = {
     "received": "data packets of members",
     "sent": "results sent",
@@ -21,14 +22,14 @@ _HELP = {
     "duplicates": "packets sent again while other workers' packets were missing",
     "stale": "packets older than the newest of their slot",
     "rejected": "packets of a wrong size or for a slot that does not exist",
-    "malformed": "datagrams that are neither data nor control",
+    "malformed": "datagrams that are neither data nor control, or have a wrong checksum",
     "strangers": "data packets whose sender is in no session",
     "control": "control messages",
     "control_dropped": "control messages beyond what is kept",
     "dropped_ingress": "packets dropped by the ingress probability",
     "dropped_egress": "results dropped by the egress probability",
     "socket_lost": "datagrams lost because the kernel's receive buffer was full",
-    "send_lost": "results lost because the kernel's send buffer was full",
+    "send_lost": "datagrams lost because the kernel's send buffer was full, or it has no route",
 }
 
 
@@ -40,8 +41,13 @@ def as_dict(stats: SwitchStats) -> dict[str, Any]:
     for index, session in enumerate(values["sessions"]):
         del session["session_id"]
         session["index"] = index
+        silent_s = session.pop("silent_s")
         session["workers"] = {
-            str(rank): {"received": received, "retransmissions": again}
+            str(rank): {
+                "received": received,
+                "retransmissions": again,
+                "silent_s": round(silent_s[rank], 1),
+            }
             for rank, (received, again) in session["workers"].items()
         }
     return values
@@ -84,6 +90,8 @@ class MetricsServer:
 
     def __init__(self, stats: Callable[[], SwitchStats], address: str, port: int) -> None:
         class Handler(BaseHTTPRequestHandler):
+            timeout = _REQUEST_S
+
             def do_GET(self) -> None:
                 found = self.path == "/metrics"
                 body = as_prometheus(stats()).encode() if found else b"see /metrics\n"
@@ -102,8 +110,15 @@ class MetricsServer:
             raise UnavailableError(f"switch: metrics at {address}:{port}: {error}") from error
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        self._thread = ServiceThread("switch-metrics", self._server.serve_forever)
+
+    def check(self) -> None:
+        """Raise if the thread has ended.
+
+        Raises:
+            UnavailableError: the metrics are no longer served.
+        """
+        self._thread.check()
 
     def close(self) -> None:
         """Stop serving."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,30 +15,47 @@ from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
     DataPlane,
     SessionShape,
+    SessionStats,
     SwitchStats,
 )
-from torchrelay.aggregation.switch._messages import Kind
+from torchrelay.aggregation.switch._messages import Join, Kind
+from torchrelay.aggregation.switch._service import ServiceThread
 from torchrelay.errors import ArgumentError, TorchRelayError, UnavailableError
 
 __all__ = ["SwitchServer"]
 
+_logger = logging.getLogger("torchrelay.aggregation.switch")
 _POLL_S = 0.2
+_SWEEP_S = 1.0
+_TURN_S, _MAX_PER_TURN = 0.1, 200  # messages: a flood must not take a core
+_TAKEOVER_S = 3.0  # a worker that is silent for so long has lost its ports to a new one
+_SHARE = 4  # one address may use a quarter
+_MAX_PORTS = 1024  # of one address
+_THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
+_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 _EVERYONE = ("0.0.0.0/0",)
 
 
 @dataclass
 class _Session:
     shape: SessionShape
+    opener: str  # address of the worker that joined first
+    clients: dict[int, int] = field(default_factory=dict)  # which of a rank's workers has joined
+    ports: dict[tuple[str, int], int] = field(default_factory=dict)  # ranks by address and port
     left: set[int] = field(default_factory=set)
 
 
 class SwitchServer(Resource):
     """Runs a data plane's control plane: opens sessions for workers that join, and closes them.
 
-    A session ends when all its workers have left. When there are ``max_sessions``, a new one takes
-    the place of the one that has been idle longest, if that is at least ``idle_timeout_s``;
-    otherwise it is refused. That bounds the switch's memory: each session has at most ``max_slots``
-    slots.
+    A session ends when all its workers have left, or have been silent for ``session_timeout_s``.
+    SwitchML's own workers neither leave nor send signs of life, so their sessions end when one of
+    their addresses joins another session, or when a new session needs their place: first those that
+    have never summed anything, then the one that has been idle longest, if that is at least
+    ``idle_timeout_s``.
+
+    ``max_sessions`` and ``max_slots`` bound the switch's memory. One address opens at most a
+    quarter of the sessions and of the slots, so no host can shut out the others.
 
     Args:
         plane: closed with the server.
@@ -49,23 +68,22 @@ class SwitchServer(Resource):
         plane: DataPlane,
         *,
         max_sessions: int = 64,
-        max_slots: int = 1024,
+        max_slots: int = 8192,
         max_workers: int = 1024,
-        idle_timeout_s: float = 3600.0,
+        session_timeout_s: float = 15.0,
+        idle_timeout_s: float = 600.0,
         allow: Iterable[str] = _EVERYONE,
     ) -> None:
         self.plane = plane
         self.max_slots = max_slots
         self._max_sessions, self._max_workers = max_sessions, max_workers
-        self._idle_timeout_s = idle_timeout_s
+        self._session_timeout_s, self._idle_timeout_s = session_timeout_s, idle_timeout_s
         self._allowed = [ipaddress.IPv4Network(network) for network in allow]
         self._sessions: dict[int, _Session] = {}
+        self._members: dict[tuple[str, int], int] = {}  # session ids by address and port
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=self._serve, name="torchrelay-switch-control", daemon=True
-        )
-        self._thread.start()
+        self._thread = ServiceThread("switch-control", self._serve)
 
     @property
     def address(self) -> str:
@@ -74,6 +92,14 @@ class SwitchServer(Resource):
     def stats(self) -> SwitchStats:
         """Return what the switch has done so far."""
         return self.plane.stats()
+
+    def check(self) -> None:
+        """Raise if the control plane's thread has ended.
+
+        Raises:
+            UnavailableError: workers can no longer join.
+        """
+        self._thread.check()
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -86,26 +112,49 @@ class SwitchServer(Resource):
         return any(ipaddress.IPv4Address(address) in network for network in self._allowed)
 
     def join(
-        self, session_id: int, rank: int, shape: SessionShape, address: str, ports: tuple[int, int]
+        self,
+        session_id: int,
+        join: Join,
+        address: str,
+        ports: tuple[int, int],
     ) -> None:
         """Make the worker at ``ports`` (the first, and how many; 0 for all) a member; a repetition
         does nothing.
 
+        If another client was this rank's worker, it is gone, and the session begins anew without
+        members. If the ports were those of a worker of another session, which has been silent for
+        seconds, that session ends.
+
         Raises:
-            ArgumentError: as :meth:`open`, or the address is another worker's.
-            UnavailableError: there is no place for another session.
+            ArgumentError: as :meth:`open`.
+            UnavailableError: as :meth:`open`, or the ports are another worker's. Try again.
         """
+        first, count = ports
+        taken = {(address, port) for port in range(first, first + max(1, count))}
         with self._lock:
-            self._admit(session_id, rank, shape, address)
-            self.plane.add_worker(session_id, rank, address, *ports)
+            known = self._sessions.get(session_id)
+            if known is not None and known.clients.get(join.rank, join.client) != join.client:
+                self._close(session_id)
+            session = self._admit(session_id, join.rank, join.shape, address)
+            if (
+                len(taken - session.ports.keys()) + sum(a == address for a, _ in self._members)
+                > _MAX_PORTS
+            ):
+                raise UnavailableError(f"workers at {address} have {_MAX_PORTS} ports already")
+            for other_id in {self._members.get(port, session_id) for port in taken} - {session_id}:
+                self._end_former(other_id, taken)
+            self.plane.add_worker(session_id, join.rank, address, *ports)
+            session.clients[join.rank] = join.client
+            session.ports.update(dict.fromkeys(taken, join.rank))
+            self._members.update(dict.fromkeys(taken, session_id))
 
     def open(self, session_id: int, rank: int, shape: SessionShape, address: str) -> None:
-        """Make a session that a worker may join, if there is none of this id.
+        """Make a session that a worker may join, if there is none with this id.
 
         Raises:
             ArgumentError: the session has another shape or exceeds a limit, or workers of this rank
                 or address may not join.
-            UnavailableError: there is no place for another session.
+            UnavailableError: this address can have no further session now. Try again.
         """
         with self._lock:
             self._admit(session_id, rank, shape, address)
@@ -113,10 +162,12 @@ class SwitchServer(Resource):
     def reset(self, session_id: int) -> None:
         """Forget a session, if there is one."""
         with self._lock:
-            self._sessions.pop(session_id, None)
-            self.plane.close_session(session_id)
+            self._close(session_id)
 
-    def _admit(self, session_id: int, rank: int, shape: SessionShape, address: str) -> None:
+    def _admit(self, session_id: int, rank: int, shape: SessionShape, address: str) -> _Session:
+        ip = ipaddress.IPv4Address(address)
+        if ip in _THIS_NETWORK or ip.is_multicast or ip == _BROADCAST:
+            raise ArgumentError(f"{address} is not the address of one worker")
         if not self.is_allowed(address):
             raise ArgumentError(f"workers at {address} are not allowed here")
         known = self._sessions.get(session_id)
@@ -126,38 +177,124 @@ class SwitchServer(Resource):
             )
         if not 0 <= rank < shape.num_workers:
             raise ArgumentError(f"rank {rank} is not below the {shape.num_workers} workers")
-        if known is None:
-            self._open(session_id, shape)
+        return known or self._open(session_id, shape, address)
 
-    def _open(self, session_id: int, shape: SessionShape) -> None:
+    def _open(self, session_id: int, shape: SessionShape, address: str) -> _Session:
         if shape.num_slots > self.max_slots or shape.num_workers > self._max_workers:
             raise ArgumentError(
                 f"this switch allows {self.max_slots} slots and {self._max_workers} workers in a "
                 f"session, not {shape.num_slots} and {shape.num_workers}; lower "
                 "max_outstanding_packets, or raise its limits"
             )
+        self._keep_quota(shape, address)
         if len(self._sessions) >= self._max_sessions:
-            self._evict()
-        self.plane.open_session(session_id, shape)
-        self._sessions[session_id] = _Session(shape)
-
-    def _evict(self) -> None:
-        idle = max(self.plane.stats().sessions, key=lambda session: session.idle_s)
-        if idle.idle_s < self._idle_timeout_s:
-            raise UnavailableError(
-                f"this switch has its {self._max_sessions} sessions, and none is idle"
+            self._evict(f"this switch already has {self._max_sessions} sessions, its maximum")
+        while self._slots_in_use() + shape.num_slots > self.plane.max_slots:
+            self._evict(
+                f"this switch has {self.plane.max_slots} slots in all, of which "
+                f"{self._slots_in_use()} are in use"
             )
-        self._sessions.pop(idle.session_id, None)
-        self.plane.close_session(idle.session_id)
+        while True:
+            try:
+                self.plane.open_session(session_id, shape)
+            except UnavailableError as error:
+                self._evict(str(error))
+            else:
+                break
+        session = self._sessions[session_id] = _Session(shape, address)
+        return session
+
+    def _slots_in_use(self) -> int:
+        return sum(session.shape.num_slots for session in self._sessions.values())
+
+    def _keep_quota(self, shape: SessionShape, address: str) -> None:
+        """End an idle session of this address if another would leave too little for others."""
+        while True:
+            theirs = [one.shape for one in self._sessions.values() if one.opener == address]
+            slots = sum(one.num_slots for one in theirs) + shape.num_slots
+            if not theirs or (
+                len(theirs) < self._max_sessions // _SHARE
+                and slots <= self.plane.max_slots // _SHARE
+            ):
+                return
+            self._evict(
+                f"{address} has opened {len(theirs)} sessions, and one address may use a "
+                f"quarter of this switch's {self._max_sessions} sessions and "
+                f"{self.plane.max_slots} slots (--max-sessions)",
+                address,
+            )
+
+    def _evict(self, why: str, opener: str | None = None) -> None:
+        """End the least used session (of an opener); raise if all are in use."""
+
+        def is_idle(stats: SessionStats) -> bool:
+            has_summed = stats.completed > 0
+            limit_s = self._idle_timeout_s if has_summed else self._session_timeout_s
+            is_theirs = opener in (None, self._sessions[stats.session_id].opener)
+            return is_theirs and stats.idle_s >= limit_s
+
+        idle = [stats for stats in self.plane.stats().sessions if is_idle(stats)]
+        if not idle:
+            raise UnavailableError(f"{why}, and none is idle")
+        self._close(min(idle, key=lambda one: (one.completed > 0, -one.idle_s)).session_id)
+
+    def _end_former(self, session_id: int, ports: set[tuple[str, int]]) -> None:
+        """End a session whose worker's ports another one has now; raise if that worker lives."""
+        ranks = self._sessions[session_id].ports
+        (stats,) = [one for one in self.plane.stats().sessions if one.session_id == session_id]
+        silent_s, (address, port) = min(
+            (stats.silent_s[ranks[port]], port) for port in ports & ranks.keys()
+        )
+        if silent_s < _TAKEOVER_S:
+            raise UnavailableError(
+                f"another worker has {f'port {port}' if port else 'all ports'} of {address}, and "
+                f"sent a packet {silent_s:.1f} s ago"
+            )
+        self._close(session_id)
+
+    def _close(self, session_id: int) -> None:
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            for port in session.ports:
+                del self._members[port]
+        self.plane.close_session(session_id)
+
+    def _end_silent(self) -> None:
+        """End sessions of TorchRelay's workers that are silent; live workers never are."""
+        with self._lock:
+            for session in self.plane.stats().sessions:
+                if session.shape.sequenced and session.idle_s > self._session_timeout_s:
+                    _logger.info(
+                        "a session of %d workers ends: all are silent for %.0f s",
+                        session.shape.num_workers,
+                        session.idle_s,
+                    )
+                    self._close(session.session_id)
 
     def _serve(self) -> None:
+        next_sweep_s, turn_s, handled = time.monotonic() + _SWEEP_S, 0.0, 0
         while not self._stopping.is_set():
-            message = self.plane.receive_control(_POLL_S)
-            if message is None:
+            now_s = time.monotonic()
+            if now_s >= next_sweep_s:
+                self._end_silent()
+                next_sweep_s = now_s + _SWEEP_S
+            if now_s >= turn_s + _TURN_S:
+                turn_s, handled = now_s, 0
+            if handled == _MAX_PER_TURN:  # workers ask again for what is lost meanwhile
+                self._stopping.wait(turn_s + _TURN_S - now_s)
                 continue
+            message = self.plane.receive_control(_POLL_S)
+            if message is not None:
+                handled += 1
+                self._handle(message)
+
+    def _handle(self, message: ControlMessage) -> None:
+        try:
             answer = self._answer(message)
             if answer is not None:
-                self.plane.send_control(answer, message.address, message.port)
+                self.plane.send_control(answer, message.address, message.port, message.switch_port)
+        except Exception:  # of one request; the others go on
+            _logger.exception("a message of %s:%d", message.address, message.port)
 
     def _answer(self, message: ControlMessage) -> bytes | None:
         """Return the answer to a message, if any; only a refusal may be longer than its request."""
@@ -182,9 +319,12 @@ class SwitchServer(Resource):
         if join is None:
             return None
         try:
-            self.join(request.session_id, join.rank, join.shape, message.address, (message.port, 1))
+            if message.port == 0:  # which add_worker() takes for all ports
+                raise ArgumentError("a worker's packets cannot come from port 0")
+            self.join(request.session_id, join, message.address, (message.port, 1))
         except TorchRelayError as error:
-            return messages.encode(Kind.REFUSED, request.session_id, str(error).encode()[:400])
+            kind = Kind.BUSY if isinstance(error, UnavailableError) else Kind.REFUSED
+            return messages.encode(kind, request.session_id, str(error).encode()[:400])
         return messages.encode(Kind.JOINED, request.session_id)
 
     def _leave(self, request: messages.Message) -> None:
@@ -194,5 +334,4 @@ class SwitchServer(Resource):
                 return
             session.left.update(messages.decode_ranks(request.body)[:1])
             if len(session.left) == session.shape.num_workers:
-                del self._sessions[request.session_id]
-                self.plane.close_session(request.session_id)
+                self._close(request.session_id)

@@ -22,17 +22,18 @@ class UdpDataPlane(Resource):
 
     Args:
         address: the IPv4 address to bind; 0.0.0.0 is all of this host's.
-        port: 0 is any free one.
+        port: 0 is any free one; 48864 (0xBEE0) takes the 16 ports from there, as SwitchML does.
         drop_ingress: probability with which an arriving packet is lost, for tests.
         drop_egress: probability with which a packet that leaves is lost, for tests.
         drop_seed: of those losses.
 
     Raises:
-        ConfigError: a probability is not one.
+        ConfigError: a probability is not between 0 and 1.
         UnavailableError: the address or port cannot be bound.
     """
 
     name = "udp"
+    max_slots = 64 * 1024
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class UdpDataPlane(Resource):
         return (
             None
             if got is None
-            else ControlMessage(got[0], str(ipaddress.IPv4Address(got[1])), got[2])
+            else ControlMessage(got[0], str(ipaddress.IPv4Address(got[1])), got[2], got[3])
         )
 
-    def send_control(self, message: bytes, address: str, port: int) -> None:
-        self._native.send_control(message, int(ipaddress.IPv4Address(address)), port)
+    def send_control(self, message: bytes, address: str, port: int, switch_port: int) -> None:
+        self._native.send_control(message, int(ipaddress.IPv4Address(address)), port, switch_port)
 
     def stats(self) -> SwitchStats:
         stats = self._native.stats()
@@ -122,4 +123,5 @@ def _session(info: _native.SwitchSessionInfo) -> SessionStats:
         counts.stale,
         counts.rejected,
         {worker.rank: (worker.received, worker.retransmissions) for worker in info.workers},
+        {worker.rank: worker.silent_s for worker in info.workers},
     )

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import select
 import socket
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrelay import _native
+from torchrelay._addresses import DISCARD_PORT
 from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
@@ -37,14 +39,15 @@ __all__ = ["XdpDataPlane"]
 _OBJECT = Path(_native.__file__).parent / "switch.bpf.o"
 _MAX_WORKERS, _MAX_PORTS, _MAX_NUMEL = 64, 64, 256
 _CONTROL_TYPE = 2
-_NEIGHBOR_PATIENCE_S = 5.0
-_DISCARD_PORT = 9
+_PROBES, _PROBE_S, _MIN_FRAME_BYTES = 4, 0.1, 60
+_logger = logging.getLogger("torchrelay.aggregation.switch")
+_SO_RCVBUFFORCE, _BUFFER_BYTES = 33, 4 << 20
 _SIOCGIFHWADDR, _SIOCGARP, _ATF_COM = 0x8927, 0x8954, 2
 
 # enum stat of the program.
 _STATS = (
     "received", "sent", "completed", "answered_again", "duplicates", "stale", "rejected",
-    "malformed", "strangers", "control", "coalesced",
+    "malformed", "strangers", "control", "control_dropped", "coalesced", "probes",
 )  # fmt: skip
 _SESSION_STATS = _STATS[:7]
 
@@ -59,7 +62,7 @@ class _Member(ctypes.Structure):
 
 class _Session(ctypes.Structure):
     _fields_ = (
-        ("last_packet_ns", ctypes.c_uint64),
+        ("heard_ns", ctypes.c_uint64 * _MAX_WORKERS),
         ("stats", ctypes.c_uint64 * len(_STATS)),
         ("worker_received", ctypes.c_uint64 * _MAX_WORKERS),
         ("worker_again", ctypes.c_uint64 * _MAX_WORKERS),
@@ -69,6 +72,7 @@ class _Session(ctypes.Structure):
         ("numel", ctypes.c_uint32),
         ("sequenced", ctypes.c_uint32),
         ("switch_ips", ctypes.c_uint32 * _MAX_WORKERS),
+        ("switch_ports", ctypes.c_uint16 * _MAX_WORKERS),
         ("pad", ctypes.c_uint32),
     )
 
@@ -93,7 +97,7 @@ class _Slot(ctypes.Structure):
         ("count", ctypes.c_uint32 * 2),
         ("tsi", ctypes.c_uint32 * 2),
         ("used", ctypes.c_uint32 * 2),
-        ("exponent", ctypes.c_int32 * 2),
+        ("exponents", ctypes.c_int32 * 2 * 2),
         ("pad", ctypes.c_uint32),
         ("bitmap", ctypes.c_uint64 * 2),
         ("ports", ctypes.c_uint16 * _MAX_WORKERS * 2),
@@ -103,6 +107,17 @@ class _Slot(ctypes.Structure):
 
 class _Port(ctypes.Structure):  # struct bpf_devmap_val
     _fields_ = (("ifindex", ctypes.c_uint32), ("program", ctypes.c_uint32))
+
+
+# Sizes of key and value of each map that this module reads or writes.
+_LAYOUTS = {
+    "slots": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_Slot)),
+    "sessions": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_Session)),
+    "members": (ctypes.sizeof(_Source), ctypes.sizeof(_Member)),
+    "workers": (ctypes.sizeof(_WorkerKey), ctypes.sizeof(_Worker)),
+    "ports": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_Port)),
+    "stats": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(ctypes.c_uint64)),
+}
 
 
 @dataclass
@@ -116,6 +131,7 @@ class _Open:
     addresses: dict[int, str] = field(default_factory=dict)  # by rank
     ports: dict[int, int] = field(default_factory=dict)  # ifindex: rank
     sources: set[tuple[str, int]] = field(default_factory=set)
+    joined: dict[int, float] = field(default_factory=dict)  # when, by rank
 
 
 class XdpDataPlane(Resource):
@@ -125,15 +141,17 @@ class XdpDataPlane(Resource):
     Args:
         interfaces: the ports. Workers address the switch by an IPv4 address of its own on their
             network.
-        port: UDP; 0 is any free one. The program takes the packets that come for it.
+        port: UDP; 0 is any free one; 48864 (0xBEE0) takes the 16 ports from there, as SwitchML
+            does. The program takes the packets that arrive for them.
         mode: "native" runs in the driver; "generic" later, with any driver, and slower; "auto"
-            takes native where all ports have it.
+            uses native if all ports support it, and switches to generic if the first worker behind
+            a port does not receive what the program sends there. :attr:`mode` is the one in use.
         max_slots: of all sessions together; one takes 2.4 KiB of the kernel's memory.
         max_sessions: that may be open at a time.
 
     Raises:
         ConfigError: an interface does not exist.
-        UnavailableError: this build has no program (clang was not there), or libbpf, the privilege,
+        UnavailableError: this build has no program (clang was missing), or libbpf, the privilege,
             or a feature of the kernel is missing.
     """
 
@@ -145,7 +163,7 @@ class XdpDataPlane(Resource):
         port: int = _native.SWITCH_UDP_PORT,
         *,
         mode: str = "auto",
-        max_slots: int = 4096,
+        max_slots: int = 32768,
         max_sessions: int = 64,
     ) -> None:
         if not _OBJECT.exists():
@@ -162,26 +180,48 @@ class XdpDataPlane(Resource):
         self._sessions: dict[int, _Open] = {}
         self._members: dict[tuple[str, int], tuple[int, int]] = {}  # session id and rank, by source
         self._free_indices = list(range(max_sessions))
-        self._max_slots = max_slots
+        self.max_slots = max_slots
+        self._send_lost = 0
         self._ended = dict.fromkeys(_SESSION_STATS, 0)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._sockets: dict[int, socket.socket] = {}  # by port
         try:
-            self._socket.bind(("", port))
-            self.port: int = self._socket.getsockname()[1]
+            for place in range(
+                _native.SWITCH_NUM_UDP_PORTS if port == _native.SWITCH_UDP_PORT else 1
+            ):
+                self._bind(port + place)
+            self.port = min(self._sockets)
             sizes = {"slots": max_slots, "sessions": max_sessions}
-            self._bpf = BpfObject(_OBJECT, sizes, struct.pack("=H", self.port))
-        except OSError as error:
-            self._socket.close()
-            raise UnavailableError(f"XDP: UDP port {port} cannot be bound: {error}") from error
+            mask = ~(len(self._sockets) - 1) & 0xFFFF
+            constants = struct.pack("=HH", self.port, mask)
+            self._bpf = BpfObject(_OBJECT, sizes, constants, _LAYOUTS)
         except BaseException:
-            self._socket.close()
+            self._close_sockets()
             raise
+        self._socket = self._sockets[self.port]
         self._is_closed = False
+        self._may_change_mode = mode == "auto"
+        self._proven: set[int] = set()  # ports through which the program's frames arrive
         try:
             self.mode = self._attach(mode)
         except BaseException:
             self.close()
             raise
+
+    def _bind(self, port: int) -> None:
+        """Open a socket of the control plane."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            with contextlib.suppress(PermissionError):  # which loading the program reports
+                sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+            sock.bind(("", port))
+        except OSError as error:
+            sock.close()
+            raise UnavailableError(f"XDP: UDP port {port} cannot be bound: {error}") from error
+        self._sockets[sock.getsockname()[1]] = sock
+
+    def _close_sockets(self) -> None:
+        for sock in self._sockets.values():
+            sock.close()
 
     def _attach(self, mode: str) -> str:
         """Attach the program to all ports; return the mode that all of them have."""
@@ -252,8 +292,8 @@ class XdpDataPlane(Resource):
             if taken.first_slot - begin >= size:
                 break
             begin = taken.first_slot + taken.shape.num_slots
-        if begin + size > self._max_slots:
-            raise UnavailableError(f"XDP: no {size} slots are free, of {self._max_slots} in all")
+        if begin + size > self.max_slots:
+            raise UnavailableError(f"XDP: no {size} slots are free, of {self.max_slots} in all")
         return begin
 
     def add_worker(
@@ -275,6 +315,7 @@ class XdpDataPlane(Resource):
             if rank not in opened.addresses:
                 self._place_worker(opened, rank, address)
             opened.addresses[rank] = address
+            opened.joined[rank] = time.monotonic()
             for port in ports:
                 source = _source(address, port)
                 self._bpf.update(self._bpf.map("members"), source, _Member(opened.index, rank))
@@ -285,34 +326,75 @@ class XdpDataPlane(Resource):
         """Send results for ``rank`` through the port of its address."""
         mac, ifindex = self._neighbor(address)
         interface = self.interfaces[ifindex]
+        request = fcntl.ioctl(
+            self._socket, _SIOCGIFHWADDR, struct.pack("16s24x", interface.encode())
+        )
+        port_mac = request[18:24]
+        if self.mode == "native" and ifindex not in self._proven:
+            self._prove_port(ifindex, port_mac, address)
         if opened.ports.setdefault(ifindex, rank) != rank:
             raise ArgumentError(
                 f"XDP: {interface} already leads to worker {opened.ports[ifindex]} of this "
                 "session, and a port serves one; use --data-plane udp"
             )
-        request = fcntl.ioctl(
-            self._socket, _SIOCGIFHWADDR, struct.pack("16s24x", interface.encode())
-        )
-        port_mac = request[18:24]
         worker = _Worker(_array(mac), _array(port_mac), _array(socket.inet_aton(address)), rank)
         self._bpf.update(self._bpf.map("workers"), _WorkerKey(opened.index, ifindex), worker)
 
+    def _prove_port(self, ifindex: int, port_mac: bytes, address: str) -> None:
+        """Leave native mode if frames that the program sends through a port do not arrive.
+
+        A driver may take them and drop them all, as veth does unless the other end has GRO or a
+        program too.
+        """
+        arrives = self._probe(list(self.interfaces).index(ifindex), port_mac, address)
+        if arrives or (arrives is None and not self._may_change_mode):
+            self._proven.add(ifindex)
+            return
+        trouble = (
+            f"XDP: what the program sends in native mode through {self.interfaces[ifindex]} "
+            + (
+                "cannot be probed on this kernel"
+                if arrives is None
+                else f"does not reach {address}"
+            )
+        )
+        if not self._may_change_mode:
+            raise ArgumentError(f"{trouble}; start the switch with --mode generic")
+        _logger.warning("%s; the switch continues in generic mode", trouble)
+        self._bpf.detach()
+        self.mode = self._attach("generic")
+
+    def _probe(self, port: int, port_mac: bytes, address: str) -> bool | None:
+        """Whether a host answers an ARP request that the program sends; None: the kernel cannot.
+
+        As by RFC 5227, the sender's IP address is 0, which distinguishes the answer from others.
+        """
+        arp = struct.pack(">HHBBH", 1, 0x0800, 6, 4, 1) + port_mac + bytes(10)
+        frame = b"\xff" * 6 + port_mac + b"\x08\x06" + arp + socket.inet_aton(address)
+        frame = (frame + struct.pack("=I", port)).ljust(_MIN_FRAME_BYTES, b"\0")
+        program, before = self._bpf.program("torchrelay_probe"), self._global("probes")
+        for _ in range(_PROBES):
+            if not self._bpf.run(program, frame):
+                return None
+            deadline_s = time.monotonic() + _PROBE_S
+            while time.monotonic() < deadline_s:
+                if self._global("probes") != before:
+                    return True
+                time.sleep(_PROBE_S / 20)
+        return False
+
     def _neighbor(self, address: str) -> tuple[bytes, int]:
         """Return the MAC address of a host behind one of the ports, and the port."""
-        deadline = time.monotonic() + _NEIGHBOR_PATIENCE_S
-        while True:
-            for ifindex, interface in self.interfaces.items():
-                mac = self._arp_entry(address, interface)
-                if mac is not None:
-                    return mac, ifindex
-            if time.monotonic() > deadline:
-                raise ArgumentError(
-                    f"XDP: {address} is on the network of none of this switch's ports "
-                    f"({', '.join(self.interfaces.values())})"
-                )
-            with contextlib.suppress(OSError):  # makes the kernel look for it
-                self._socket.sendto(b"", (address, _DISCARD_PORT))
-            time.sleep(0.02)
+        for ifindex, interface in self.interfaces.items():
+            mac = self._arp_entry(address, interface)
+            if mac is not None:
+                return mac, ifindex
+        with contextlib.suppress(OSError):  # makes the kernel resolve the address
+            self._socket.sendto(b"", (address, DISCARD_PORT))
+        raise UnavailableError(
+            f"XDP: {address} has not answered ARP yet at any of this switch's ports "
+            f"({', '.join(self.interfaces.values())}); is it on the network of one?"
+        )
 
     def _arp_entry(self, address: str, interface: str) -> bytes | None:
         family = struct.pack("=H2x4s8x", socket.AF_INET, socket.inet_aton(address))
@@ -361,16 +443,21 @@ class XdpDataPlane(Resource):
             return [rank for rank in range(opened.shape.num_workers) if not present >> rank & 1]
 
     def receive_control(self, timeout_s: float) -> ControlMessage | None:
-        if not select.select([self._socket], [], [], timeout_s)[0]:
+        ready = select.select(self._sockets.values(), [], [], timeout_s)[0]
+        if not ready:
             return None
-        data, (address, port) = self._socket.recvfrom(1 << 16)
+        data, (address, port) = ready[0].recvfrom(1 << 16)
+        switch_port: int = ready[0].getsockname()[1]
         if data and data[0] >> 4 == _CONTROL_TYPE:
-            return ControlMessage(data, address, port)
+            return ControlMessage(data, address, port, switch_port)
         is_member = (address, port) in self._members or (address, 0) in self._members
-        return ControlMessage(b"", address, port, coalesced=is_member)
+        return ControlMessage(b"", address, port, switch_port, coalesced=is_member)
 
-    def send_control(self, message: bytes, address: str, port: int) -> None:
-        self._socket.sendto(message, (address, port))
+    def send_control(self, message: bytes, address: str, port: int, switch_port: int) -> None:
+        try:
+            self._sockets[switch_port].sendto(message, (address, port))
+        except OSError:  # port 0, or no route
+            self._send_lost += 1
 
     def _read_session(self, opened: _Open) -> _Session:
         session = _Session()
@@ -402,11 +489,11 @@ class XdpDataPlane(Resource):
                 malformed=self._global("malformed"),
                 strangers=self._global("strangers"),
                 control=self._global("control"),
-                control_dropped=0,
+                control_dropped=self._global("control_dropped"),
                 dropped_ingress=0,
                 dropped_egress=0,
                 socket_lost=0,
-                send_lost=0,
+                send_lost=self._send_lost,
                 sessions=sessions,
             )
 
@@ -416,7 +503,7 @@ class XdpDataPlane(Resource):
         self._last = self.stats()
         self._is_closed = True
         self._bpf.close()
-        self._socket.close()
+        self._close_sockets()
 
 
 def _ifindex(name: str) -> int:
@@ -435,12 +522,21 @@ def _source(address: str, port: int) -> _Source:
 
 
 def _session_stats(session_id: int, opened: _Open, session: _Session) -> SessionStats:
-    last = session.last_packet_ns / 1e9 or opened.opened  # both are CLOCK_MONOTONIC
+    now = time.monotonic()  # like the kernel's heard_ns, CLOCK_MONOTONIC
+    silent_s = {
+        rank: now - max(session.heard_ns[rank] / 1e9, opened.joined.get(rank, opened.opened))
+        for rank in range(opened.shape.num_workers)
+    }
     counts = dict(zip(_SESSION_STATS, session.stats, strict=False))
     workers = {
         rank: (session.worker_received[rank], session.worker_again[rank])
         for rank in range(opened.shape.num_workers)
     }
     return SessionStats(
-        session_id, opened.shape, max(0.0, time.monotonic() - last), **counts, workers=workers
+        session_id,
+        opened.shape,
+        min(silent_s.values()),
+        **counts,
+        workers=workers,
+        silent_s=silent_s,
     )
