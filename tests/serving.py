@@ -26,6 +26,7 @@ request_bytes = 1_000_000
 threads = 1
 client_limit = 2
 run_timeout_s = 600
+repository_control = true
 
 [models.chain]
 factory = "models.py:chain"
@@ -35,7 +36,7 @@ inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]
 
 [models.mixed]
 factory = "models.py:mixed"
-inputs = [{ name = "tokens", datatype = "INT64", shape = [-1, -1] }]
+inputs = [{ name = "tokens", datatype = "INT64", shape = [-1, -1], example = [2, 7] }]
 
 [models.slow]
 factory = "models.py:slow"
@@ -78,7 +79,8 @@ def serve(folder: Path) -> Iterator[Server]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(4)]
+        lines = [process.stdout.readline() for _ in range(5)]
+        assert lines.pop(0).startswith("device: cpu, arena of"), lines
         for line, name in zip(lines, ("chain", "mixed", "slow"), strict=False):
             assert line.startswith(f"{name}: "), lines
         address = lines[3].split()[-1]
@@ -106,7 +108,8 @@ def get(url: str, path: str) -> tuple[int, bytes]:
 def post(
     url: str, path: str, body: bytes, headers: dict[str, str] | None = None
 ) -> tuple[int, Any]:
-    request = urllib.request.Request(url + path, body, headers or {}, method="POST")
+    headers = {"Content-Type": "application/json"} | (headers or {})
+    request = urllib.request.Request(url + path, body, headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=100) as answer:
             return answer.status, json.loads(answer.read())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
+import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,6 +59,18 @@ class Chain(nn.Module):
         return x
 
 
+class Folded(nn.Module):
+    """Takes its input in rows of 8: its size must be a multiple of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x.reshape(len(x), -1, 8))
+        return result
+
+
 class Slow(nn.Module):
     """Sleeps between its two layers for as many seconds as its input says."""
 
@@ -71,8 +86,8 @@ class Slow(nn.Module):
 
 
 class Faulty(nn.Module):
-    """Raises, kills its process, writes to its weights, returns too much or no tensor, or breaks
-    the device, as its input says.
+    """Raises, kills its process, writes to its weights, returns too much or no tensor, breaks the
+    device, returns what JSON cannot write, or exits, as its input says.
     """
 
     def __init__(self) -> None:
@@ -95,6 +110,12 @@ class Faulty(nn.Module):
         if choice == 6:  # as an illegal access does: every later call on the device fails too
             torch.cuda.synchronize = _broken
             _broken()
+        if choice == 7:
+            return torch.complex(y, y)
+        if choice == 8:
+            return y / 0
+        if choice == 9:
+            sys.exit("asked to exit")
         return y
 
 
@@ -165,6 +186,10 @@ def chain(**kwargs: Any) -> nn.Module:
     return Chain(**kwargs)
 
 
+def folded() -> nn.Module:
+    return Folded()
+
+
 def slow() -> nn.Module:
     return Slow()
 
@@ -178,8 +203,12 @@ def autocast() -> nn.Module:
 
 
 def compiled() -> nn.Module:
-    """A module compiled by Dynamo, without a C++ compiler."""
-    module: Any = torch.compile(Chain(depth=2), backend="eager")
+    """A module compiled by Dynamo, without a C++ compiler; what is compiled is twice as large."""
+
+    def doubled(graph: Any, _: Any) -> Any:
+        return lambda *args: tuple(2 * value for value in graph.forward(*args))
+
+    module: Any = torch.compile(Chain(depth=2), backend=doubled)
     return module
 
 
@@ -196,3 +225,47 @@ def not_a_module() -> int:
 
 def failing() -> nn.Module:
     raise ValueError("cannot be built")
+
+
+def hanging(builder: int) -> nn.Module:
+    """Never returns but in the process `builder`."""
+    while os.getpid() != builder:
+        time.sleep(1.0)
+    return Slow()
+
+
+class Helped(nn.Module):
+    """Keeps tensors in a helper object, a partial function and a list of modules, drawn by numpy
+    too; `views`: a view of its weight besides.
+    """
+
+    def __init__(self, views: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.helper = SimpleNamespace(shift=torch.from_numpy(np.random.rand(8)).float())
+        self.scaled = functools.partial(torch.mul, torch.rand(8))
+        self.parts = [nn.Linear(8, 8)]
+        self.views = (self.layer.weight.t(),) if views else ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.parts[0](self.scaled(self.layer(x))) + self.helper.shift
+        return result
+
+
+def helped(**kwargs: Any) -> nn.Module:
+    return Helped(**kwargs)
+
+
+def scripted() -> nn.Module:
+    module: Any = nn.Sequential(torch.jit.script(nn.Linear(8, 8)))
+    return module
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(8)
+
+
+def slow_training() -> Training:
+    """A task that takes a while to build."""
+    time.sleep(0.5)
+    return Training()

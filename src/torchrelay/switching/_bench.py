@@ -23,12 +23,15 @@ def print_table(file: ModelsFile, rounds: int) -> None:
     entries = [entry for entry in file.models.values() if entry.load]
     if not entries:
         raise ConfigError("no model of the file has load = true")
-    sys.path.insert(0, str(file.folder))
+    sys.path.append(str(file.folder))
     with ModelStore() as store, open_switcher(file.server, store) as switcher:
         for entry in entries:
             entry.add_to(store)
             switcher.load(entry.name, priority=entry.priority)
-        inputs = {e.name: {s.name: s.example() for s in store.get(e.name).inputs} for e in entries}
+        inputs = {
+            entry.name: {s.name: s.example_tensor() for s in store.get(entry.name).inputs}
+            for entry in entries
+        }
         replies: dict[str, list[Reply]] = {entry.name: [] for entry in entries}
         ready: dict[str, list[Reply]] = {entry.name: [] for entry in entries}
         for _ in range(rounds):

@@ -24,7 +24,7 @@ class SharedCache(Resource):
     :meth:`recv`.
 
     On the CPU the block is an anonymous memory file, on CUDA a VMM allocation. Neither has a name:
-    the memory is free once the last process that maps it has ended, however it ended.
+    the memory is freed when the last process that maps it exits or is killed.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -33,7 +33,11 @@ class SharedCache(Resource):
 
     @classmethod
     def allocate(cls, size_bytes: int, device: str | torch.device = "cpu") -> SharedCache:
-        """Allocate `size_bytes` on `device` ("cpu" or "cuda[:index]") and touch all of it.
+        """Allocate `size_bytes` on `device` and touch all of it.
+
+        Args:
+            device: "cpu", "cuda[:index]", or "auto": CUDA if this machine has a device, else the
+                CPU.
 
         CUDA rounds the size up to its granule of 2 MiB.
 
@@ -44,14 +48,14 @@ class SharedCache(Resource):
         """
         if size_bytes < 1:
             raise ArgumentError(f"a shared cache needs at least 1 byte, not {size_bytes}")
-        device = torch.device(device)
+        device = _device(device)
         if device.type == "cpu":
             return cls(HostMemory.allocate(size_bytes))
         if device.type == "cuda":
             from torchrelay.switching._cuda import CudaMemory  # noqa: PLC0415 - needs the [cuda] extra
 
             return cls(CudaMemory.allocate(size_bytes, device))
-        raise ArgumentError(f"a shared cache lives on cpu or cuda, not on {device}")
+        raise ArgumentError(f"device = {device}: the choices are auto, cpu and cuda[:index]")
 
     @classmethod
     def recv(cls, address: str | Path, *, timeout_s: float = 60.0) -> SharedCache:
@@ -160,6 +164,12 @@ class SharedCache(Resource):
             )
         data = self._memory.tensor().narrow(0, offset_bytes, size_bytes)
         return data.view(dtype).view(tuple(shape))
+
+    def nowhere(self) -> int:
+        """Return the first of `size_bytes` addresses of this process without memory: whatever reads
+        one fails.
+        """
+        return self._memory.nowhere()
 
     def insert_for_parameter(self, size_bytes: int = 1 << 30, offset_bytes: int = 0) -> Region:
         """Return a region of `size_bytes` from `offset_bytes` for parameters.
@@ -274,3 +284,14 @@ class Region:
     def reset(self) -> None:
         """Make the whole region available again; new tensors reuse the memory of earlier ones."""
         self.used_bytes = 0
+
+
+def _device(name: str | torch.device) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ArgumentError(
+            f"device = {name!r}: the choices are auto, cpu and cuda[:index]"
+        ) from None

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
-from torchrelay.errors import CapacityError, NotFoundError, PeerLostError, TorchRelayError
+from torchrelay.errors import (
+    CapacityError,
+    NotFoundError,
+    OperationTimeoutError,
+    PeerLostError,
+    TorchRelayError,
+)
 from torchrelay.switching._channel import Message, error_of
 from torchrelay.switching._contract import Link
 from torchrelay.switching._fleet import Fleet
@@ -93,6 +101,8 @@ class Catalog:
         self._failed(name, error)
         served.fail(error)
         self._leaving.setdefault(name, []).append(served.model)
+        for worker in [one for one in self._fleet if one.loading == name]:
+            self._fleet.lose(worker, f"was building model {name!r}, which {reason}")
 
     def is_leaving(self, name: str) -> bool:
         """Return whether an older model of that name still holds bytes or modules."""
@@ -136,15 +146,31 @@ class Catalog:
                 served.apply_regroup()
 
     def build(self) -> None:
-        """Let idle workers build modules that they lack, one each."""
+        """Let one idle worker build a module that it lacks; the others serve meanwhile."""
+        if any(worker.loading for worker in self._fleet):
+            return
         for worker in self._fleet:
             for name, served in self.models.items():
-                if not worker.idle:
-                    break
                 outdated = worker.loaded.get(name) != served.key
-                if outdated and served.error is None and not self.is_leaving(name):
-                    worker.loading = name
+                wanted = outdated and served.error is None and not self.is_leaving(name)
+                if wanted and worker.idle:
+                    worker.loading, worker.loading_since = name, time.monotonic()
                     self.send_build(worker, served)
+                    return
+
+    def check_builds(self, timeout_s: float) -> float:
+        """End the worker of a build that takes longer; return the time of the next check."""
+        for worker in [one for one in self._fleet if one.loading]:
+            limit = worker.loading_since + timeout_s
+            if time.monotonic() < limit:
+                return limit
+            name, text = worker.loading, f"model {worker.loading!r} took more than {timeout_s:g} s"
+            error = OperationTimeoutError(f"{text} to build; its worker was ended")
+            self._fleet.lose(worker, f"built model {name!r} for more than {timeout_s:g} s")
+            served = self.models.get(name)
+            if served is not None and not served.ready.done():
+                self.fail(name, error)
+        return math.inf
 
     def send_build(self, worker: WorkerProcess, served: Served) -> None:
         """Let `worker` build the model's module, or switch to its new groups."""
@@ -160,7 +186,7 @@ class Catalog:
                 "kwargs": model.factory.kwargs,
                 "seed": model.factory.seed,
                 "layout": model.layout.to_json() if replace else None,
-                "groups": served.grouped.to_json(),
+                "groups": served.grouped.groups,
             }
         )
 
@@ -170,6 +196,8 @@ class Catalog:
         """Ask for a profile once the first worker has built the model."""
         worker.loading = ""
         served = self.models.get(message["model"])
+        if served is not None and message["op"] == "loaded":
+            served.lost_builds = 0
         if served is None or served.profiling or served.ready.done():
             return
         if message["op"] == "load_failed":
@@ -191,10 +219,25 @@ class Catalog:
         self._profiles.save(self._profile_key(served), profile)
         self._group(served, profile)
 
-    def on_lost(self, worker: WorkerProcess, reason: str) -> None:
-        """Fail a model whose building has killed a worker twice."""
-        served = self.models.get(worker.loading)
+    def on_profile_failed(self, name: str, error: TorchRelayError) -> None:
+        """Fail the model, and say so if its input may just have had unsuitable sizes."""
+        served = self.models.get(name)
         if served is None:
+            return
+        guessed = [spec for spec in served.model.inputs if spec.is_guessed]
+        if guessed:
+            shapes = ", ".join(f"{spec.name} of shape {spec.example_shape}" for spec in guessed)
+            error = type(error)(
+                f"{error}; this was the first run of model {name!r}, with 1 for each size of -1: "
+                f"{shapes}. If the model needs other sizes, name some: example = [...] beside "
+                "shape in the models file, or (dtype, shape, example) in ModelStore.add"
+            )
+        self.fail(name, error)
+
+    def on_lost(self, worker: WorkerProcess, reason: str) -> None:
+        """Fail a model whose building has killed two workers in a row, and never succeeded."""
+        served = self.models.get(worker.loading)
+        if served is None or served.ready.done():
             return
         served.lost_builds += 1
         if served.lost_builds >= _MAX_LOST_BUILDS:

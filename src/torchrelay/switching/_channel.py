@@ -118,11 +118,16 @@ class Channel:
             raise ProtocolError(f"a message is not JSON: {error}") from error
         del self._buffer[:end]
         count = message.pop("descriptors")
+        if len(self._descriptors) < count:
+            raise ProtocolError(
+                "the descriptors of a message did not arrive: this process has as many open as its "
+                "limit allows (ulimit -n)"
+            )
         taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         return message, taken
 
 
-def described(error: Exception) -> Message:
+def described(error: BaseException) -> Message:
     """Return a JSON description of the error for :func:`error_of`."""
     if isinstance(error, TorchRelayError):
         return {"error": type(error).__name__, "text": str(error)}

@@ -20,6 +20,7 @@ from torchrelay.errors import (
     OperationTimeoutError,
     PeerLostError,
     TorchRelayError,
+    UnavailableError,
 )
 from torchrelay.switching._tensors import HEADER, decode, encode, parse_body
 
@@ -33,16 +34,20 @@ class Client(Resource):
     Tensors travel in binary. The server's errors are raised as the same types here.
     """
 
-    def __init__(self, url: str = "http://127.0.0.1:8000", *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, url: str = "http://127.0.0.1:8000", *, api_key: str = "", timeout_s: float = 60.0
+    ) -> None:
         """Connect at the first call.
 
         Args:
+            api_key: the server's key, if it has one.
             timeout_s: the most to wait for the server's answer.
         """
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ArgumentError(f"{url!r} is not the address of a server; write http://HOST:PORT")
         self.url = url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
         self._lock = threading.Lock()
@@ -72,9 +77,8 @@ class Client(Resource):
             parameters["timeout"] = int(deadline_s * 1e6)
         header = json.dumps({"inputs": entries, "parameters": parameters}).encode()
         path = f"/v2/models/{quote(name, safe='')}/infer"
-        body, length = self._request(
-            "POST", path, b"".join([header, *raw]), {HEADER: str(len(header))}
-        )
+        headers = {HEADER: str(len(header)), "Content-Type": "application/octet-stream"}
+        body, length = self._request("POST", path, b"".join([header, *raw]), headers)
         answer, rest = parse_body(body, length)
         return decode(answer.get("outputs"), rest)
 
@@ -87,7 +91,9 @@ class Client(Resource):
         return dict(self._json("GET", f"/v2/models/{quote(name, safe='')}"))
 
     def load(self, name: str) -> None:
-        """Load a model of the server's models file; blocks until it is ready."""
+        """Load a model of the server's models file; blocks until it is ready. The server must allow
+        it: ``--repository-control``.
+        """
         self._json("POST", f"/v2/repository/models/{quote(name, safe='')}/load")
 
     def unload(self, name: str) -> None:
@@ -131,6 +137,7 @@ class Client(Resource):
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes, str | None]:
         reused = self._connection.sock is not None
+        headers = headers | self._headers
         try:
             self._connection.request(method, path, body, headers)
             response = self._connection.getresponse()
@@ -150,6 +157,8 @@ def _error(status: int, data: bytes) -> TorchRelayError:
         kind = getattr(errors, answer["type"], ModelError)
         error: TorchRelayError = kind(answer["error"])
     except (ValueError, KeyError, TypeError):
-        kind = NotFoundError if status == 404 else ModelError
-        error = kind(f"the server answered {status}: {data[:200]!r}")
+        kind = {401: UnavailableError, 403: UnavailableError, 404: NotFoundError}.get(
+            status, ModelError
+        )
+        error = kind(f"the server answered {status}: {data[:200].decode(errors='replace')}")
     return error

@@ -55,6 +55,12 @@ class DeviceMemory(Protocol):
             ArgumentError: this mapping is read-only and `read_only` is false.
         """
 
+    def nowhere(self) -> int:
+        """Return the first of `size_bytes` addresses without memory: whatever reads one fails.
+
+        They stay reserved until this process ends.
+        """
+
     def close(self) -> None:
         """Unmap the memory in this process. Idempotent."""
 

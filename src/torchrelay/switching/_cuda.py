@@ -33,7 +33,7 @@ def load_driver() -> Any:
         from cuda.bindings import driver  # noqa: PLC0415 - an optional extra
     except ImportError as error:
         raise UnavailableError(
-            "CUDA memory needs cuda-bindings: pip install 'torchrelay[cuda]'"
+            "CUDA memory needs cuda-bindings: pip install cuda-bindings"
         ) from error
     try:
         (status,) = driver.cuInit(0)
@@ -116,6 +116,9 @@ class CudaMemory:
         )
         os.set_inheritable(descriptor, False)
         return descriptor
+
+    def nowhere(self) -> int:
+        return int(_call(self._driver, "cuMemAddressReserve", self.size_bytes, 0, 0, 0))
 
     def close(self) -> None:
         self._mapping = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import time
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 
-from torchrelay import telemetry
 from torchrelay.errors import (
     NotFoundError,
     OperationTimeoutError,
@@ -39,6 +39,8 @@ from torchrelay.switching._store import StoredModel
 from torchrelay.switching._tasks import Task
 
 __all__ = ["Daemon", "Options"]
+
+_log = logging.getLogger("torchrelay.switching")
 
 _MAX_ATTEMPTS = 2
 _HISTORY = 100
@@ -75,6 +77,9 @@ class Daemon:
         self._next_id = 1
         self._draining_until: float | None = None
         self._ended: UnavailableError | None = None
+        self.failure: UnavailableError | None = (
+            None  # an error in the daemon itself, which ended it
+        )
         self.residency = Residency(
             self.loop,
             link,
@@ -157,7 +162,7 @@ class Daemon:
             raise self.fleet.broken
 
     def _request_profile(self, model: StoredModel) -> None:
-        inputs = {spec.name: spec.example() for spec in model.inputs}
+        inputs = {spec.name: spec.example_tensor() for spec in model.inputs}
         self.queue.push_back(
             Request(
                 model.name,
@@ -220,6 +225,7 @@ class Daemon:
         self.running = (request, worker)
         request.started = time.monotonic()
         request.first_group = 0.0 if pinned.missing else request.started
+        request.overlaps = bool(pinned.missing) and not served.runs_whole
         request.copied_bytes = pinned.copied_bytes
         worker.request_id = request.request_id
         if worker.loaded.get(request.model) != served.key:
@@ -232,6 +238,7 @@ class Daemon:
                 "model": request.model,
                 "offsets": pinned.offsets,
                 "missing": pinned.missing,
+                "whole": served.runs_whole,
                 "buffer": buffer,
                 "inputs": worker.buffers.current.write(request.inputs, 0),
                 "outputs_at": _packed_bytes(request.inputs),
@@ -252,7 +259,11 @@ class Daemon:
             self.counts["prefetches"] += self.residency.prefetch(served)
 
     def _next_timeout(self) -> float | None:
-        moments = [self.queue.next_deadline(), self.fleet.check_starts()]
+        moments = [
+            self.queue.next_deadline(),
+            self.fleet.check_starts(),
+            self.catalog.check_builds(self.options.start_timeout_s),
+        ]
         if self.running is not None:
             request, worker = self.running
             limit = request.started + self.options.run_timeout_s
@@ -287,11 +298,11 @@ class Daemon:
             if message["id"] == request.request_id:
                 self._on_result(request, worker, message)
 
-    def _on_arrived(self, model: str) -> None:
+    def _on_arrived(self, model: str, group: int) -> None:
         if self.running is not None and self.running[0].model == model:
             request, worker = self.running
             request.first_group = request.first_group or time.monotonic()
-            worker.send({"op": "arrived", "id": request.request_id})
+            worker.send({"op": "arrived", "id": request.request_id, "group": group})
 
     def _on_copy_failed(self, model: str, error: Exception) -> None:
         if self.running is not None and self.running[0].model == model:
@@ -308,14 +319,18 @@ class Daemon:
         worker.last_model = request.model
         worker.release()
         if message["op"] == "failed" and request.profiling:
-            self.catalog.fail(request.model, error_of(message))
+            self.catalog.on_profile_failed(request.model, error_of(message))
         elif message["op"] == "failed":
             self.counts["failed"] += 1
             _fail(request.future, error_of(message))
         elif message["op"] == "result" and request.profiling:
             self.catalog.on_profiled(request.model, message)
         elif message["op"] == "result":
-            self._reply(request, worker, message)
+            try:
+                self._reply(request, worker, message)
+            except Exception as error:  # a failure of one request must not end the others
+                text = f"the reply of model {request.model!r} could not be read: {error}"
+                _fail(request.future, UnavailableError(text))
 
     def _reply(self, request: Request, worker: WorkerProcess, message: Message) -> None:
         served = self.catalog.models.get(request.model)
@@ -338,7 +353,6 @@ class Daemon:
             served.counts[kind] += 1
             served.seconds[kind] = served.seconds.get(kind, 0.0) + total_s
         self.counts["served"] += 1
-        telemetry.count("switching.requests", model=reply.model, kind=kind)
         self.history.append(
             {
                 "model": reply.model,
@@ -354,15 +368,20 @@ class Daemon:
         )
 
     def _on_lost(self, worker: WorkerProcess, reason: str) -> None:
-        telemetry.event("switching.worker_lost", pid=worker.pid, reason=reason)
+        _log.warning("worker %d was lost: %s", worker.pid, reason)
         self.catalog.on_lost(worker, reason)
         self.training.on_lost(worker, reason)
         if self.running is not None and self.running[1] is worker:
             request = self.running[0]
             self.running = None
             self.residency.unpin(request.model)
-            # A worker that dies before it starts the request costs the request no attempt.
-            request.attempts += worker.buffers.current.started == request.request_id
+            served = self.catalog.models.get(request.model)
+            if worker.broke_memory and request.overlaps and served is not None:
+                # It may have read weights without operators before they arrived.
+                served.runs_whole = True
+            elif worker.buffers.current.started == request.request_id:
+                # A worker that dies before it starts the request costs the request no attempt.
+                request.attempts += 1
             self._retry(
                 request, f"worker {worker.pid} {reason} while it ran model {request.model!r}"
             )
@@ -374,7 +393,7 @@ class Daemon:
             return
         error = PeerLostError(f"{text}; tried {request.attempts} times")
         if request.profiling:
-            self.catalog.fail(request.model, error)
+            self.catalog.on_profile_failed(request.model, error)
         self.counts["failed"] += 1
         _fail(request.future, error)
 
@@ -400,7 +419,8 @@ class Daemon:
 
     def _crashed(self, error: Exception) -> None:
         """Fail everything: an error in this file must not leave callers waiting."""
-        self._end(UnavailableError(f"the switcher failed: {type(error).__name__}: {error}"))
+        self.failure = UnavailableError(f"the switcher failed: {type(error).__name__}: {error}")
+        self._end(self.failure)
 
     def _end(self, error: UnavailableError) -> None:
         self._ended = error

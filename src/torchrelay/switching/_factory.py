@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
 import json
+import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
+from torchrelay.switching._layout import named_tensors
 
-__all__ = ["Factory"]
+__all__ = ["Factory", "hidden_tensors"]
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,10 @@ class Factory:
             ModelError: it raised.
         """
         function = self._resolve()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with _seeded(self.seed):
             try:
                 return function(**self.kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ModelError(
                     f"{self.reference} failed: {type(error).__name__}: {error}"
                 ) from error
@@ -83,15 +87,14 @@ class Factory:
         from torchrelay.deferred import deferred_init  # noqa: PLC0415 - takes a moment to import
 
         function = self._resolve()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with _seeded(self.seed):
             try:
                 module = self._checked(deferred_init(function, **self.kwargs))
-                if not _hides_tensors(module):
+                if next(hidden_tensors(module), None) is None:
                     return module
             except (UnsupportedError, DeferredError):
                 pass  # not every initialisation can be recorded; the eager one always can be run
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ModelError(
                     f"{self.reference} failed: {type(error).__name__}: {error}"
                 ) from error
@@ -102,6 +105,12 @@ class Factory:
             raise ArgumentError(
                 f"{self.reference} must return a torch.nn.Module, not {type(built).__name__}"
             )
+        for path, module in built.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedError(
+                    f"{self.reference} returned a module of torch.jit at {path or 'its top'}; its "
+                    "tensors cannot be replaced; return the Python module"
+                )
         return built
 
     def _resolve(self) -> Callable[..., Any]:
@@ -167,22 +176,49 @@ def _is_findable(module: str) -> bool:
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
-def _hides_tensors(module: torch.nn.Module) -> bool:
-    """Return whether a submodule has tensors in a list, tuple or dict, which a skeleton cannot
-    replace.
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch, `random` and numpy, and restore their states."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that `module` keeps where a skeleton cannot replace them: in lists, tuples
+    and dicts, in other objects, in partial functions, and in modules that are not registered.
     """
-
-    def holds_tensor(value: Any) -> bool:
-        if isinstance(value, torch.Tensor):
-            return True
-        if isinstance(value, dict):
-            return any(map(holds_tensor, value.values()))
-        return isinstance(value, list | tuple) and any(map(holds_tensor, value))
-
+    known = {id(tensor) for _, tensor in named_tensors(module)}
+    seen = {id(submodule) for submodule in module.modules()}
     own = ("_parameters", "_buffers", "_modules", "_flat_weights")
-    return any(
-        isinstance(value, list | tuple | dict) and holds_tensor(value)
+    found = [
+        value
         for submodule in module.modules()
         for name, value in vars(submodule).items()
         if name not in own
-    )
+    ]
+    while found:
+        value = found.pop()
+        if id(value) in seen or isinstance(value, type | ModuleType):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if id(value) not in known:
+                yield value
+        elif isinstance(value, Mapping):
+            found += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            found += value
+        elif isinstance(value, functools.partial):
+            found += [value.func, *value.args, *value.keywords.values()]
+        elif inspect.ismethod(value):
+            found.append(value.__self__)
+        elif not inspect.isroutine(value) and not type(value).__module__.startswith("torch._"):
+            found += getattr(value, "__dict__", {}).values()

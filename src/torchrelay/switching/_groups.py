@@ -1,10 +1,9 @@
-"""A model's storages in groups, and which module waits for which group."""
+"""A model's storages in groups."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torchrelay.switching._contract import align
 from torchrelay.switching._layout import Layout
@@ -20,13 +19,12 @@ class Grouped:
 
     layout: Layout
     groups: tuple[tuple[int, ...], ...]  # storages
-    waits: dict[str, tuple[int, ...]]  # module path -> groups that its call needs
     predicted_s: float = 0.0
 
     @classmethod
     def one_group(cls, layout: Layout) -> Grouped:
         """Return one group for the whole model."""
-        return cls(layout, (tuple(range(len(layout.storages))),), {"": (0,)})
+        return cls(layout, (tuple(range(len(layout.storages))),))
 
     @classmethod
     def of_profile(
@@ -47,13 +45,18 @@ class Grouped:
         groups = tuple(
             tuple(storage for layer in one for storage in layers[layer].storages) for one in ranges
         )
-        return cls(layout, groups, _waits(layout, profile, groups), best.time_s)
+        return cls(layout, groups, best.time_s)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The bytes that each group takes in an arena."""
         storages = self.layout.storages
         return tuple(sum(align(storages[one]) for one in group) for group in self.groups)
+
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """The group of each storage."""
+        return {storage: index for index, group in enumerate(self.groups) for storage in group}
 
     def places(self, group: int) -> list[tuple[int, int]]:
         """Return (storage, offset in bytes from the start of the group) for the storages of
@@ -64,25 +67,3 @@ class Grouped:
             places.append((storage, offset))
             offset += align(self.layout.storages[storage])
         return places
-
-    def to_json(self) -> dict[str, Any]:
-        return {"groups": self.groups, "waits": self.waits}
-
-    @classmethod
-    def from_json(cls, layout: Layout, value: dict[str, Any]) -> Grouped:
-        groups = tuple(tuple(group) for group in value["groups"])
-        return cls(layout, groups, {path: tuple(one) for path, one in value["waits"].items()})
-
-
-def _waits(
-    layout: Layout, profile: Profile, groups: tuple[tuple[int, ...], ...]
-) -> dict[str, tuple[int, ...]]:
-    """Return the groups that each module waits for: those its traced call used, and its own."""
-    group_of = {storage: index for index, group in enumerate(groups) for storage in group}
-    waits: dict[str, set[int]] = {}
-    for layer in profile.layers:
-        waits.setdefault(layer.module, set()).update(group_of[one] for one in layer.storages)
-    for spec in layout.tensors:
-        for path in spec.paths:
-            waits.setdefault(path.rpartition(".")[0], set()).add(group_of[spec.storage])
-    return {path: tuple(sorted(needed)) for path, needed in waits.items()}

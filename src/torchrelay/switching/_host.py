@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from torchrelay.errors import ArgumentError, SegmentError
 from torchrelay.switching._contract import Copy
 
 __all__ = ["HostLink", "HostMemory"]
+
+_PROT_NONE = 0  # <sys/mman.h>; the module mmap does not support it
 
 
 class HostMemory:
@@ -55,6 +59,15 @@ class HostMemory:
         # A descriptor opened for reading cannot be mapped writable: the kernel enforces it.
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
         return os.open(f"/proc/self/fd/{self._open_segment().fd}", flags)
+
+    def nowhere(self) -> int:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        size, flags = ctypes.c_size_t(self.size_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = libc.mmap(None, size, _PROT_NONE, flags, -1, ctypes.c_long(0))
+        if address == ctypes.c_void_p(-1).value:
+            raise SegmentError(f"cannot reserve addresses: {os.strerror(ctypes.get_errno())}")
+        return int(address)
 
     def close(self) -> None:
         self._segment = None

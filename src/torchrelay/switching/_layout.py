@@ -1,4 +1,4 @@
-"""The tensors of a module as a list of storages, and modules bound to storages elsewhere.
+"""The tensors of a module as a list of storages.
 
 Storages, rather than tensors, are what is stored and moved: tied parameters and views of one
 storage then travel once and stay tied.
@@ -16,7 +16,6 @@ from torchrelay.errors import UnsupportedError
 from torchrelay.switching._contract import align
 
 __all__ = [
-    "Binding",
     "Layout",
     "Storage",
     "TensorSpec",
@@ -54,6 +53,7 @@ class TensorSpec:
 
     paths: tuple[str, ...]
     is_parameter: bool
+    requires_grad: bool
     storage: int
     dtype: str
     shape: tuple[int, ...]
@@ -83,8 +83,8 @@ class Layout:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Layout:
         tensors = [
-            TensorSpec(tuple(paths), parameter, storage, dtype, tuple(shape), tuple(stride), offset)
-            for paths, parameter, storage, dtype, shape, stride, offset in value["tensors"]
+            TensorSpec(tuple(paths), parameter, grad, at, dtype, tuple(shape), tuple(stride), start)
+            for paths, parameter, grad, at, dtype, shape, stride, start in value["tensors"]
         ]
         return cls(tuple(value["storages"]), tuple(tensors))
 
@@ -132,6 +132,7 @@ def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
         TensorSpec(
             tuple(paths[key]),
             isinstance(tensor, torch.nn.Parameter),
+            tensor.requires_grad,
             index[key],
             str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
@@ -141,40 +142,6 @@ def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
         for key, tensor in tensors.items()
     ]
     return Layout(tuple(storage.size_bytes for storage in storages), tuple(specs)), storages
-
-
-class Binding:
-    """A module whose tensors are views of memory elsewhere, one storage at a time.
-
-    The module's own tensors are replaced by empty ones, so that a deferred module needs no memory.
-    The module can be used once :meth:`bind` has been called for every storage.
-    """
-
-    def __init__(self, module: torch.nn.Module, layout: Layout) -> None:
-        self.module = module
-        self._by_storage: list[list[tuple[torch.Tensor, TensorSpec]]] = [
-            [] for _ in layout.storages
-        ]
-        self._places: list[tuple[int, int] | None] = [None] * len(layout.storages)
-        for spec in layout.tensors:
-            tensor: torch.Tensor = torch.empty(0, dtype=getattr(torch, spec.dtype))
-            if spec.is_parameter:
-                tensor = torch.nn.Parameter(tensor, requires_grad=False)
-            for path in spec.paths:
-                _replace(module, path, tensor)
-            self._by_storage[spec.storage].append((tensor, spec))
-        module.requires_grad_(False)
-
-    def bind(self, storage: int, data: torch.Tensor) -> None:
-        """Make the tensors of `storage` views of `data` (uint8, its bytes); free if they are
-        already.
-        """
-        place = (data.data_ptr(), data.numel())
-        if self._places[storage] == place:
-            return
-        for tensor, spec in self._by_storage[storage]:
-            tensor.data = _view(data, tensor.dtype, spec.shape, spec.stride, spec.offset)
-        self._places[storage] = place
 
 
 def _view(
@@ -194,6 +161,10 @@ def _view(
 
 
 def _storage_of(path: str, tensor: torch.Tensor) -> torch.UntypedStorage:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedError(
+            f"{path} has no shape yet: call the lazy module once in its factory, on an example"
+        )
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or _is_subclass(tensor):
         raise UnsupportedError(
             f"{path} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; "
@@ -205,9 +176,3 @@ def _storage_of(path: str, tensor: torch.Tensor) -> torch.UntypedStorage:
 def _is_subclass(tensor: torch.Tensor) -> bool:
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return type(tensor.data) is not torch.Tensor and type(tensor) not in plain
-
-
-def _replace(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
-    prefix, _, name = path.rpartition(".")
-    # setattr, as recurrent layers keep a list of their weights up to date by it.
-    setattr(module.get_submodule(prefix), name, tensor)

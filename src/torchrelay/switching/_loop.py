@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from torchrelay import _native
 from torchrelay.errors import UnavailableError
 
 __all__ = ["Loop", "seconds_until"]
@@ -41,14 +42,14 @@ class Loop:
         self._posted: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # between post() and the end
         self._ended = False
-        self._pid = os.getpid()
+        self._origin = _native.Origin()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="torchrelay-switcher", daemon=True)
 
     @property
     def is_foreign(self) -> bool:
         """Whether this process was forked from the loop's and so lacks its thread."""
-        return os.getpid() != self._pid
+        return self._origin.is_forked
 
     def start(self) -> None:
         self._thread.start()

@@ -8,31 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from torchrelay.config import Switching, load
 from torchrelay.errors import ConfigError, TorchRelayError
-from torchrelay.switching._store import ModelStore
+from torchrelay.switching._store import InputLike, InputSpec, ModelStore
 from torchrelay.switching._tensors import dtype_of
 
-__all__ = ["ModelEntry", "ModelsFile", "ServerOptions"]
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """The table `[server]`; sizes in bytes, rates in GB/s, times in seconds."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    device: str = "cpu"
-    arena_bytes: int = 1 << 30
-    request_bytes: int = 64 << 20
-    workers: int = 2
-    threads: int = 0
-    link_gbps: float = 0.0
-    queue_limit: int = 256
-    client_limit: int = 64
-    run_timeout_s: float = 60.0
-    grace_s: float = 10.0
+__all__ = ["ModelEntry", "ModelsFile"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +22,7 @@ class ModelEntry:
 
     name: str
     factory: str
-    inputs: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    inputs: dict[str, InputLike]
     kwargs: dict[str, Any] = field(default_factory=dict)
     weights: Path | None = None
     weights_prefix: str = ""
@@ -64,10 +45,12 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class ModelsFile:
-    """A parsed file. Paths and imports in it are relative to its folder."""
+    """A parsed file. Paths and imports in it are relative to its folder. Variables
+    ``TORCHRELAY_SWITCHING_*`` override its table ``[server]``.
+    """
 
     folder: Path
-    server: ServerOptions
+    server: Switching
     models: dict[str, ModelEntry]
 
     @classmethod
@@ -89,7 +72,8 @@ class ModelsFile:
         }
         if not models:
             raise ConfigError(f"{path} has no models: add a table [models.NAME]")
-        return cls(folder, _server(path, _table(path, table, "server")), models)
+        server = load(Switching, file=_table(path, table, "server"), origin=f"{path}: [server]")
+        return cls(folder, server, models)
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -117,19 +101,6 @@ def _check_keys(path: Path, where: str, table: dict[str, Any], known: set[str]) 
         raise ConfigError(
             f"{path}: {where} has the unknown key {names}; known are {', '.join(sorted(known))}"
         )
-
-
-def _server(path: Path, table: dict[str, Any]) -> ServerOptions:
-    fields = {one.name: one for one in dataclasses.fields(ServerOptions)}
-    _check_keys(path, "[server]", table, set(fields))
-    for key, value in table.items():
-        kind = type(fields[key].default)
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        if not fits or (kind is not str and value < 0):
-            raise ConfigError(
-                f"{path}: [server] {key} = {value!r}: must be a {kind.__name__}, not negative"
-            )
-    return ServerOptions(**table)
 
 
 def _model(path: Path, folder: Path, name: str, table: Any) -> ModelEntry:
@@ -163,10 +134,15 @@ def _model(path: Path, folder: Path, name: str, table: Any) -> ModelEntry:
     return ModelEntry(name, f"{module}{colon}{function}", inputs, weights=weights, **rest)
 
 
-def _input(path: Path, where: str, entry: Any) -> tuple[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _input(path: Path, where: str, entry: Any) -> tuple[str, InputLike]:
+    if isinstance(entry, dict):
+        _check_keys(path, f"{where} inputs", entry, {"name", "datatype", "shape", "example"})
     try:
-        shape = tuple(int(size) for size in entry["shape"])
-        return str(entry["name"]), (dtype_of(entry["datatype"]), shape)
+        name, dtype = str(entry["name"]), dtype_of(entry["datatype"])
+        shape = tuple(entry["shape"])
+        example = tuple(entry["example"]) if "example" in entry else None
+        InputSpec(name, dtype, shape, example)  # checks them
+        return name, (dtype, shape) if example is None else (dtype, shape, example)
     except (KeyError, TypeError, ValueError, TorchRelayError) as error:
         raise ConfigError(
             f"{path}: {where} inputs: {error}; write "

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
-from torchrelay import telemetry
+from torchrelay._python import module_command, search_path
 from torchrelay.errors import PeerLostError
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._channel import Channel, Message
@@ -20,7 +20,9 @@ from torchrelay.switching._request_buffer import BufferPool
 
 __all__ = ["WorkerProcess"]
 
-PROGRAM = ["-m", "torchrelay.switching._worker"]
+_log = logging.getLogger("torchrelay.switching")
+
+PROGRAM = module_command("torchrelay.switching._worker")
 
 
 class WorkerProcess:
@@ -44,14 +46,17 @@ class WorkerProcess:
                 "workers": workers,
                 "cache": json.dumps(cache.describe(read_only=True)),
             }
-            command = [sys.executable, *PROGRAM]
+            command = [*PROGRAM]
             for name, value in arguments.items():
                 command += [f"--{name}", str(value)]
             self.process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno(), arena, requests],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": search_path(),
+                },
             )
         except BaseException:
             ours.close()
@@ -63,6 +68,7 @@ class WorkerProcess:
         self.started = time.monotonic()
         self.ready = False
         self.loading = ""  # the model whose modules it is building
+        self.loading_since = 0.0
         self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
         self.unwanted: set[str] = set()  # unloaded models whose modules it may hold
         self.last_model = ""
@@ -82,7 +88,7 @@ class WorkerProcess:
         try:
             self.channel.send(message, descriptors)
         except PeerLostError:
-            telemetry.event("switching.send_failed", pid=self.pid)
+            _log.warning("a message to worker %d could not be sent", self.pid)
 
     def release(self) -> None:
         """Mark the worker as idle."""
@@ -100,6 +106,12 @@ class WorkerProcess:
         """Wait for the process to end, for at most `timeout_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
+
+    @property
+    def broke_memory(self) -> bool:
+        """Whether the ended process read or wrote where it has no memory, or its device did."""
+        code = self.process.returncode
+        return code is not None and (code > 0 or -code in (signal.SIGSEGV, signal.SIGBUS))
 
     def exit_reason(self) -> str:
         """Describe how the process ended; its channel closes a moment before it does."""

@@ -17,6 +17,10 @@ from torchrelay.errors import OperationTimeoutError, OverloadedError
 
 __all__ = ["Reply", "Request", "RequestQueue"]
 
+# A request with a later deadline, or none, counts as having one this long after its arrival, so
+# that a stream of requests with deadlines cannot starve it.
+_PATIENCE_S = 10.0
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -51,6 +55,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
     copied_bytes: int = 0
+    overlaps: bool = False  # it runs while its model is copied
     first_group: float = 0.0  # when the first missing group was in place
 
 
@@ -98,7 +103,7 @@ class RequestQueue:
         self._forget(request)
 
     def next_deadline(self) -> float:
-        return min((entry[1] for entry in self._heap), default=math.inf)
+        return min((entry[3].deadline for entry in self._heap), default=math.inf)
 
     def expire(self, gone: Callable[[Request], None]) -> None:
         """Remove cancelled and expired requests; `gone` is called for each."""
@@ -117,7 +122,8 @@ class RequestQueue:
                 gone(request)
 
     def _insert(self, request: Request) -> None:
-        entry = (-request.priority, request.deadline, next(self._order), request)
+        due = min(request.deadline, request.arrived + _PATIENCE_S)
+        entry = (-request.priority, due, next(self._order), request)
         heapq.heappush(self._heap, entry)
         self._clients[request.client] += 1
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchrelay.buffers import Segment
+from torchrelay.errors import SegmentError
 from torchrelay.switching._contract import ALIGNMENT_BYTES, align
 
 __all__ = ["BufferPool", "RequestBuffer"]
@@ -136,7 +137,10 @@ class BufferPool:
             return self._free.popleft()
         if len(self._all) == _MAX_BUFFERS:
             return None
-        self._all.append(RequestBuffer.create(self.current.size_bytes))
+        try:
+            self._all.append(RequestBuffer.create(self.current.size_bytes))
+        except (OSError, SegmentError):  # no memory or descriptor is left: copy
+            return None
         return self._all[-1]
 
 

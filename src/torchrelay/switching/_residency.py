@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchrelay import telemetry
 from torchrelay.switching._arena import Arena
 from torchrelay.switching._contract import Link
 from torchrelay.switching._copier import Copier, CopyJob
@@ -14,6 +14,8 @@ from torchrelay.switching._loop import Loop
 from torchrelay.switching._served import Served
 
 __all__ = ["Pinned", "Residency"]
+
+_log = logging.getLogger("torchrelay.switching")
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,10 @@ class Residency:
         size_bytes: int,
         counts: Counter[str],
         *,
-        arrived: Callable[[str], None],
+        arrived: Callable[[str, int], None],
         failed: Callable[[str, Exception], None],
     ) -> None:
-        """`arrived` is called with the model for each group, `failed` when a copy did not
-        succeed.
-        """
+        """`arrived` is called with model and group, `failed` when a copy did not succeed."""
         self.arena = Arena(size_bytes)
         self._loop = loop
         self._counts = counts
@@ -127,12 +127,12 @@ class Residency:
     def _on_arrived(self, job: CopyJob, group: int) -> None:
         self.arena.mark_ready(job.model, group)
         job.pending.discard(group)
-        self._arrived(job.model)
+        self._arrived(job.model, group)
 
     def _on_ended(self, job: CopyJob, error: Exception | None) -> None:
         del self._copies[job.model]
         self.seconds_copying += job.seconds
         self.arena.release(job.model)
         if error is not None:
-            telemetry.event("switching.copy_failed", model=job.model, error=str(error))
+            _log.warning("model %r could not be copied to the arena: %s", job.model, error)
             self._failed(job.model, error)

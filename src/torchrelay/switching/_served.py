@@ -25,6 +25,7 @@ class Served:
     plan: int = 0
     profiling: bool = False
     regroup: Grouped | None = None  # applied once no copy or request uses the old groups
+    runs_whole: bool = False  # requests start when all groups have arrived
     error: TorchRelayError | None = None
     lost_builds: int = 0  # workers that died while they built its modules
     seconds: dict[str, float] = field(default_factory=dict)

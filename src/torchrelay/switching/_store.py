@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,36 +15,86 @@ import torch
 
 from torchrelay._resource import Resource
 from torchrelay.buffers import Segment
-from torchrelay.errors import ArgumentError, DataError, NotFoundError, UnavailableError
+from torchrelay.errors import (
+    ArgumentError,
+    DataError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
 from torchrelay.switching._contract import align
-from torchrelay.switching._factory import Factory
-from torchrelay.switching._layout import Layout, layout_of
+from torchrelay.switching._factory import Factory, hidden_tensors
+from torchrelay.switching._layout import Layout, Storage, layout_of
 
-__all__ = ["InputSpec", "ModelStore", "StoredModel"]
+__all__ = ["InputLike", "InputSpec", "ModelStore", "StoredModel"]
+
+Shape = tuple[int, ...]
+InputLike = torch.Tensor | tuple[torch.dtype, Shape] | tuple[torch.dtype, Shape, Shape]
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input of a model; a dimension of -1 may have any size."""
+    """One input of a model; a dimension of -1 may have any size.
+
+    The model is profiled with an input of shape `example`, by default `shape` with 1 for each -1.
+
+    Raises:
+        ArgumentError: `shape` is not a shape, or `example` is not one that fits it.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    example: tuple[int, ...] | None = None
 
-    def example(self) -> torch.Tensor:
-        """Return zeros of the smallest shape that fits."""
-        return torch.zeros([1 if size < 0 else size for size in self.shape], dtype=self.dtype)
+    def __post_init__(self) -> None:
+        if any(type(size) is not int or size < -1 for size in self.shape):
+            raise ArgumentError(
+                f"input {self.name!r} has the shape {self.shape}: each size must be an integer of "
+                "at least 0, or -1 for any size"
+            )
+        if any(type(size) is not int or size < 0 for size in self.example_shape):
+            raise ArgumentError(
+                f"input {self.name!r} has the example {self.example}: each size must be an "
+                "integer of at least 0"
+            )
+        if not self._fits(self.example_shape):
+            raise ArgumentError(
+                f"input {self.name!r}: the example {self.example} does not fit the shape "
+                f"{self.shape}; it needs as many sizes, and the same ones but for -1"
+            )
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether the sizes of the example are not known to suit the model."""
+        return self.example is None and -1 in self.shape
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        if self.example is not None:
+            return self.example
+        return tuple(1 if size == -1 else size for size in self.shape)
+
+    @property
+    def example_bytes(self) -> int:
+        return math.prod(self.example_shape) * self.dtype.itemsize
+
+    def example_tensor(self) -> torch.Tensor:
+        """Return zeros of the example's shape."""
+        return torch.zeros(self.example_shape, dtype=self.dtype)
 
     def check(self, tensor: torch.Tensor) -> None:
         """Raise :class:`ArgumentError` unless `tensor` has this dtype and shape."""
-        fits = len(tensor.shape) == len(self.shape) and all(
-            want in (-1, size) for want, size in zip(self.shape, tensor.shape, strict=True)
-        )
-        if not fits or tensor.dtype != self.dtype:
+        if not self._fits(tensor.shape) or tensor.dtype != self.dtype:
             raise ArgumentError(
                 f"input {self.name!r} is {tensor.dtype} {tuple(tensor.shape)}, the model takes "
                 f"{self.dtype} {self.shape}"
             )
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.shape) and all(
+            want in (-1, size) for want, size in zip(self.shape, shape, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +153,7 @@ class ModelStore(Resource):
         factory: Callable[..., torch.nn.Module] | str,
         *,
         kwargs: Mapping[str, Any] | None = None,
-        inputs: Mapping[str, torch.Tensor | tuple[torch.dtype, tuple[int, ...]]],
+        inputs: Mapping[str, InputLike],
         weights: str | Path | None = None,
         weights_prefix: str = "",
         seed: int = 0,
@@ -114,8 +165,10 @@ class ModelStore(Resource):
                 its name (`package.module:function`, `/path/to/file.py:function`). Workers call it
                 too.
             kwargs: its keyword arguments; JSON values.
-            inputs: the arguments of the module's `forward` by name: an example tensor, or dtype and
-                shape with -1 for dimensions of any size.
+            inputs: the arguments of the module's `forward` by name: a tensor for that dtype and
+                shape, or ``(dtype, shape)`` with -1 for dimensions of any size, or ``(dtype, shape,
+                example)`` with a shape that the model can run with and requests often have. The
+                model is profiled with zeros of that shape; by default with 1 for each -1.
             weights: what replaces the values the factory gave: a `.safetensors` file, or a folder
                 that :func:`torchrelay.checkpoint.load` reads; None keeps them.
             weights_prefix: what the module's keys begin with in such a folder, such as
@@ -136,17 +189,19 @@ class ModelStore(Resource):
             )
         if not inputs:
             raise ArgumentError(f"model {name!r} needs its inputs: a name and an example for each")
+        specs = tuple(_input_spec(key, value) for key, value in inputs.items())
         made = Factory.of(factory, kwargs, seed)
         module = made.build_module().eval()
         if weights is not None:
             _load_weights(module, Path(weights), weights_prefix)
         layout, storages = layout_of(module)
+        if weights is not None:
+            _check_hidden(name, module, storages)
         offsets, end_bytes = [], 0
         for size_bytes in layout.storages:
             offsets.append(end_bytes)
             end_bytes += align(size_bytes)
         segment = Segment.create(max(end_bytes, 1), f"torchrelay-model-{name}"[:200])
-        specs = tuple(_input_spec(key, value) for key, value in inputs.items())
         with self._lock:
             version = self._versions[name] = self._versions.get(name, 0) + 1
             model = StoredModel(name, made, layout, tuple(offsets), segment, specs, version)
@@ -189,9 +244,24 @@ class ModelStore(Resource):
             self._models.clear()
 
 
-def _input_spec(name: str, value: torch.Tensor | tuple[torch.dtype, tuple[int, ...]]) -> InputSpec:
+def _check_hidden(name: str, module: torch.nn.Module, storages: list[Storage]) -> None:
+    """Refuse tensors that would not follow the weights of a file into a worker."""
+    loaded = {storage.source.data_ptr() for storage in storages if storage.size_bytes}
+    for tensor in hidden_tensors(module):
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in loaded:
+            raise UnsupportedError(
+                f"model {name!r} keeps a view of a weight, of shape {tuple(tensor.shape)}, in a "
+                "list, a helper object or a function: workers would not see the values of "
+                "`weights` there. Make the view in forward, or an attribute of a module"
+            )
+
+
+def _input_spec(name: str, value: InputLike) -> InputSpec:
     if isinstance(value, torch.Tensor):
         return InputSpec(name, value.dtype, tuple(value.shape))
+    if len(value) == 3:
+        dtype, shape, example = value
+        return InputSpec(name, dtype, tuple(shape), tuple(example))
     dtype, shape = value
     return InputSpec(name, dtype, tuple(shape))
 

@@ -27,6 +27,7 @@ from torchrelay.switching._tasks import Task, TrainingHandle
 __all__ = ["Switcher", "default_profile_folder"]
 
 _GROUPINGS = ("best", "one", "layer")
+_MAX_PRIORITY = 1000
 _MEASURE_BYTES = 64 << 20  # more than most processors' caches
 
 
@@ -67,7 +68,7 @@ class Switcher(Resource):
         Args:
             store: where :meth:`load` finds models; the caller keeps and closes it.
             arena_bytes: device memory for parameters; activations are torch's own.
-            workers: processes; one more than one is a standby.
+            workers: processes; one computes, the others stand by.
             link_gbps: on the CPU, the rate in GB/s of an emulated link to the arena; 0 is memory's
                 own.
             request_bytes: the most that one request's inputs and outputs take together. Host
@@ -75,7 +76,7 @@ class Switcher(Resource):
             queue_limit: the most requests that wait; more raise OverloadedError.
             client_limit: the most requests that wait for one named client.
             run_timeout_s: the most that one request computes before its worker is ended.
-            start_timeout_s: the most that a worker takes to start.
+            start_timeout_s: the most that a worker takes to start, or to build a model.
             prefetch: copy the next request's model while the current one computes.
             grouping: "best", or for comparison "one" group or one group for each "layer".
             threads: torch threads of a worker; 0 leaves torch's default.
@@ -128,15 +129,21 @@ class Switcher(Resource):
         """Serve the store's model `name`, replacing an older version; blocks until it can answer.
 
         Args:
-            priority: models of higher priority stay in the arena longer.
+            priority: models of higher priority stay in the arena longer; from -1000 to 1000.
 
         Raises:
-            CapacityError: the model is larger than the arena.
+            ArgumentError: the priority is out of bounds.
+            CapacityError: the model is larger than the arena, or its example inputs than
+                `request_bytes`.
             ModelError: its factory or its first run failed.
             NotFoundError: the store has no such model.
             OperationTimeoutError: it was not ready after `timeout_s`.
         """
+        _check_priority(priority)
         model = self._store.get(name)
+        self._check_size(
+            f"the example inputs of model {name!r}", [spec.example_bytes for spec in model.inputs]
+        )
         source = model.bytes(0, model.size_bytes)
         self._link.register(source)  # the catalog undoes it when it has forgotten the model
         try:
@@ -161,6 +168,11 @@ class Switcher(Resource):
         """
         self._daemon.loop.call(lambda: self._daemon.catalog.remove(name))
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the arena."""
+        return self._cache.device
+
     def models(self) -> tuple[str, ...]:
         """Return the names of the models that are loaded or loading."""
         return tuple(sorted(self._daemon.catalog.models))
@@ -168,7 +180,21 @@ class Switcher(Resource):
     def is_ready(self, name: str) -> bool:
         """Return whether `name` is loaded and can answer."""
         served = self._daemon.catalog.models.get(name)
-        return served is not None and served.ready.done() and served.error is None
+        return (
+            self.failure is None
+            and served is not None
+            and served.ready.done()
+            and served.error is None
+        )
+
+    @property
+    def failure(self) -> UnavailableError | None:
+        """The error that ended the switcher before it was closed, if one did."""
+        return self._daemon.failure
+
+    def wait_ended(self) -> None:
+        """Block until the switcher is closed or has failed."""
+        self._daemon.loop.join()
 
     def submit(
         self,
@@ -179,25 +205,27 @@ class Switcher(Resource):
         deadline_s: float | None = None,
         client: str = "",
     ) -> Future[Reply]:
-        """Queue a request and return the future of its reply. Cancelling the future takes it off
-        the queue.
+        """Queue a request with copies of `inputs` and return the future of its reply. Cancelling
+        the future takes it off the queue.
 
         Args:
-            priority: higher ones run first.
+            priority: from -1000 to 1000. Higher ones run first, however long lower ones wait.
             deadline_s: the most to wait for a worker; then the future raises OperationTimeoutError.
+                Of equal priority, earlier deadlines run first; none counts as 10 s.
             client: who asks, for `client_limit`.
 
         Raises:
-            ArgumentError: the inputs are not the model's.
+            ArgumentError: the inputs are not the model's, or the priority is out of bounds.
             CapacityError: they exceed `request_bytes`.
             NotFoundError: the model is not loaded.
 
         The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError,
         NotFoundError or UnavailableError.
         """
+        _check_priority(priority)
         self._check_inputs(name, inputs)
         deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
-        plain = {key: value.detach().cpu() for key, value in inputs.items()}
+        plain = {key: value.detach().to("cpu", copy=True) for key, value in inputs.items()}
         request = Request(name, plain, Future(), priority, deadline, client)
         if not self._daemon.loop.post(lambda: self._daemon.submit(request)):
             raise UnavailableError("the switcher is closed")
@@ -287,12 +315,22 @@ class Switcher(Resource):
             )
         for key, value in inputs.items():
             specs[key].check(value)
-        size_bytes = sum(align(value.nbytes) for value in inputs.values())
-        if size_bytes > self._daemon.options.request_bytes:
+        self._check_size("the inputs", [value.nbytes for value in inputs.values()])
+
+    def _check_size(self, what: str, sizes: list[int]) -> None:
+        size_bytes, limit = sum(map(align, sizes)), self._daemon.options.request_bytes
+        if size_bytes > limit:
             raise CapacityError(
-                f"the inputs take {size_bytes} bytes, a request at most "
-                f"{self._daemon.options.request_bytes}"
+                f"{what} take {size_bytes} bytes, a request at most {limit}; make them smaller, or "
+                "start with larger request_bytes"
             )
+
+
+def _check_priority(priority: int) -> None:
+    if not -_MAX_PRIORITY <= priority <= _MAX_PRIORITY:
+        raise ArgumentError(
+            f"priority={priority}: it must be from -{_MAX_PRIORITY} to {_MAX_PRIORITY}"
+        )
 
 
 def _link(cache: SharedCache, link_gbps: float) -> Link:

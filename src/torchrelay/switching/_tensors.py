@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from torchrelay._torch import flat_bytes
 from torchrelay.errors import ArgumentError, UnsupportedError
 
 __all__ = [
@@ -79,12 +81,16 @@ def parse_body(body: bytes, header_length: str | None) -> Body:
     if not 0 <= length <= len(body):
         raise ArgumentError(f"{HEADER} is {header_length!r}, the body has {len(body)} bytes")
     try:
-        header = json.loads(body[:length])
+        header = json.loads(body[:length], parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the body's JSON cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise ArgumentError(f"the body's JSON is a {type(header).__name__}, not an object")
     return header, memoryview(body)[length:]
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
 
 
 def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
@@ -102,7 +108,13 @@ def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
         name, dtype, shape = _described(entry)
         if name in tensors:
             raise ArgumentError(f"input {name!r} appears twice")
-        size = _parameters(entry).get("binary_data_size")
+        parameters = entry.get("parameters", {})
+        if not isinstance(parameters, dict) or parameters.keys() - {"binary_data_size"}:
+            raise UnsupportedError(
+                f"input {name!r}: of its parameters {parameters!r} only binary_data_size is "
+                "supported"
+            )
+        size = parameters.get("binary_data_size")
         if size is None:
             tensors[name] = _from_list(name, entry.get("data"), dtype, shape)
             continue
@@ -133,7 +145,7 @@ def encode(
         }
         if name in names:
             # A view: whoever joins the parts copies them, once.
-            raw.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            raw.append(flat_bytes(tensor.contiguous()).numpy().data)
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
             entry["data"] = tensor.flatten().tolist()
@@ -151,20 +163,41 @@ def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:
     return name, dtype_of(entry.get("datatype")), shape  # type: ignore[return-value]
 
 
-def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
-    parameters = entry.get("parameters", {})
-    return parameters if isinstance(parameters, dict) else {}
-
-
 def _from_list(name: str, data: object, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
     try:
-        tensor = torch.tensor(data, dtype=dtype) if isinstance(data, list) else None
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        values = np.array(data if isinstance(data, list) else None)
+        if values.dtype == object:  # integers of more than 64 bits among others
+            values = np.array([float(value) for value in values.flat])
+    except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"the data of input {name!r} is not {dtype}: {error}") from error
-    if tensor is None or tensor.numel() != math.prod(shape):
-        count = "no" if tensor is None else tensor.numel()
-        raise ArgumentError(f"input {name!r} of shape {shape} comes with {count} values")
-    return tensor.reshape(shape)
+    if values.size != math.prod(shape):
+        raise ArgumentError(f"input {name!r} of shape {shape} comes with {values.size} values")
+    if values.size == 0:
+        return torch.empty(shape, dtype=dtype)
+    if values.dtype.kind not in _KINDS[_kind(dtype)]:
+        raise ArgumentError(f"the data of input {name!r} is not {dtype}: it is {values.dtype}")
+    if _kind(dtype) == "i":
+        limits = torch.iinfo(dtype)
+        if values.min() < limits.min or values.max() > limits.max:
+            raise ArgumentError(
+                f"the data of input {name!r} is not {dtype}, which holds {limits.min} to "
+                f"{limits.max}"
+            )
+    tensor = torch.from_numpy(values).to(dtype).reshape(shape)
+    if dtype.is_floating_point and not tensor.isfinite().all():
+        raise ArgumentError(
+            f"the data of input {name!r} is not {dtype}, which holds up to "
+            f"{torch.finfo(dtype).max:g}"
+        )
+    return tensor
+
+
+# Kinds of numpy's arrays that hold values of each kind of dtype.
+_KINDS = {"b": "b", "i": "iu", "f": "iuf"}
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "b" if dtype is torch.bool else "f" if dtype.is_floating_point else "i"
 
 
 def _from_bytes(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:

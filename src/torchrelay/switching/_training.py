@@ -55,7 +55,7 @@ def run(message: Message, descriptors: list[int], channel: Channel) -> None:
     else:
         _seed_random(message["seed"])
     written = index
-    while index < message["steps"] and not _asked_to_pause(channel, message["id"]):
+    while index < message["steps"]:
         try:
             task.step(index)
         except Exception as error:
@@ -66,6 +66,9 @@ def run(message: Message, descriptors: list[int], channel: Channel) -> None:
         if message["save_every"] and index - written >= message["save_every"]:
             _send_state(channel, {"op": "saved", "id": message["id"], "step": index}, task, index)
             written = index
+        # Checked after a step, so a task makes at least one, however often it is preempted.
+        if _asked_to_pause(channel, message["id"]):
+            break
     operation = "trained" if index >= message["steps"] else "paused"
     _send_state(channel, {"op": operation, "id": message["id"], "step": index}, task, index)
 

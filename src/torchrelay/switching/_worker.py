@@ -1,6 +1,6 @@
 """The worker process: keeps modules ready, and runs one request at a time on read-only weights.
 
-Started by the daemon as ``python -m torchrelay.switching._worker``. It ends when the daemon does.
+Started by the daemon (:mod:`._process`). It ends when the daemon does.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -19,15 +20,17 @@ from typing import Any
 
 import torch
 
+from torchrelay import _torch
 from torchrelay.errors import CapacityError, ModelError, PeerLostError
 from torchrelay.switching import _training
+from torchrelay.switching._binding import Arrivals, Binding
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._channel import Channel, Message, described
 from torchrelay.switching._contract import align
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._groups import Grouped
-from torchrelay.switching._layout import Binding, Layout
-from torchrelay.switching._profile import profile_module
+from torchrelay.switching._layout import Layout
+from torchrelay.switching._profile import Profile, profile_module
 from torchrelay.switching._request_buffer import RequestBuffer
 
 __all__ = ["main"]
@@ -42,27 +45,40 @@ class _CancelledError(BaseException):
 class _Loaded:
     """A model's module in this process, bound to its groups in the arena."""
 
-    def __init__(self, factory: Factory, layout: Layout) -> None:
-        self.layout = layout
-        self.binding = Binding(factory.build_skeleton().eval(), layout)
-        self.grouped = Grouped.one_group(layout)
-        self._offsets: list[int] = []
+    def __init__(self, binding: Binding, grouped: Grouped) -> None:
+        self.binding = binding
+        self.grouped = grouped
+        self.missing: set[int] = set()  # groups that have not arrived
+        # Whether the model runs under plain torch: no inference mode, no waiting operators.
+        # Torch neither compiles nor uses compiled code while a dispatch mode is active.
+        self.is_plain = _torch.is_compiled(binding.module)
+        self._places: list[int] = []
 
     def regroup(self, grouped: Grouped) -> None:
         self.grouped = grouped
-        self._offsets = []
+        self._places = []
 
-    def bind(self, arena: torch.Tensor, offsets: list[int]) -> None:
-        """Bind the module's tensors to groups at `offsets`; costs nothing if they are there
-        already.
+    def bind(self, places: list[int], missing: list[int]) -> None:
+        """Bind the groups to the addresses `places`, except for those that are `missing`; costs
+        nothing if they are there already.
         """
-        if offsets == self._offsets:
-            return
-        self._offsets = offsets
-        for group, start in enumerate(offsets):
-            for storage, offset in self.grouped.places(group):
-                size_bytes = self.layout.storages[storage]
-                self.binding.bind(storage, arena.narrow(0, start + offset, size_bytes))
+        if places != self._places or missing or self.missing:
+            self._places, self.missing = places, set(missing)
+            for group in range(len(places)):
+                self._move(group)
+        self.binding.check()
+
+    def arrive(self, group: int) -> None:
+        """Bind a group that is in its place now."""
+        self.missing.discard(group)
+        self._move(group)
+
+    def _move(self, group: int) -> None:
+        for storage, offset in self.grouped.places(group):
+            if group in self.missing:
+                self.binding.unbind(storage)
+            else:
+                self.binding.bind(storage, self._places[group] + offset)
 
 
 class Worker:
@@ -73,9 +89,10 @@ class Worker:
         self._buffers = [buffer]
         self._arena = cache.tensor((cache.size_bytes,), torch.uint8)
         self._device = cache.device
+        self._nowhere = cache.nowhere()
         self._models: dict[str, _Loaded] = {}
+        self._failed: dict[str, str] = {}  # why a model is not in `_models`
         self._request_id = 0
-        self._arrived = 0  # groups of the running request, in the order of their copies
         self._operations: dict[str, Callable[[Message, list[int]], None]] = {
             "load": self._load,
             "unload": self._unload,
@@ -85,7 +102,7 @@ class Worker:
         }
 
     def run(self) -> None:
-        """Serve messages until the daemon sends exit or has ended."""
+        """Serve messages until the daemon sends exit or has exited."""
         self._channel.send({"op": "ready", "pid": os.getpid()})
         while True:
             received = self._channel.receive(None)
@@ -104,9 +121,15 @@ class Worker:
             loaded = self._models.get(name)
             if loaded is None or message["replace"]:
                 factory = Factory(message["factory"], message["kwargs"], message["seed"])
-                loaded = _Loaded(factory, Layout.from_json(message["layout"]))
-            loaded.regroup(Grouped.from_json(loaded.layout, message["groups"]))
-        except Exception as error:
+                layout = Layout.from_json(message["layout"])
+                module = factory.build_skeleton().eval()
+                binding = Binding(module, layout, self._arena.device, self._nowhere)
+                loaded = _Loaded(binding, Grouped.one_group(layout))
+            groups = tuple(map(tuple, message["groups"]))
+            loaded.regroup(Grouped(loaded.grouped.layout, groups))
+        except (Exception, SystemExit) as error:
+            self._models.pop(name, None)
+            self._failed[name] = str(error)
             self._channel.send({"op": "load_failed", "model": name, **described(error)})
             return
         self._models[name] = loaded
@@ -118,14 +141,11 @@ class Worker:
     def _infer(self, message: Message, descriptors: list[int]) -> None:
         buffer = self._start(message, descriptors)
         with self._reporting(message):
-            loaded = self._models[message["model"]]
             start = time.perf_counter()
-            loaded.bind(self._arena, message["offsets"])
-            inputs = buffer.read(message["inputs"])
+            loaded = self._bound(message)
             bound_s = time.perf_counter() - start
-            with self._waiting(loaded, message), torch.inference_mode():
-                results = loaded.binding.module(**_to(inputs, self._device))
-                outputs = {name: value.cpu() for name, value in _named(results).items()}
+            results = self._forward(loaded, lambda: self._inputs(buffer, message))
+            outputs = {name: value.cpu() for name, value in _named(results).items()}
             compute_s = time.perf_counter() - start - bound_s
             self._channel.send(
                 {
@@ -140,18 +160,58 @@ class Worker:
     def _profile(self, message: Message, descriptors: list[int]) -> None:
         buffer = self._start(message, descriptors)
         with self._reporting(message):
-            loaded = self._models[message["model"]]
-            loaded.bind(self._arena, message["offsets"])
-            inputs = _to(buffer.read(message["inputs"]), self._device)
-            with self._waiting(loaded, message), torch.inference_mode():
-                loaded.binding.module(**inputs)
-                profile = profile_module(
-                    loaded.binding.module,
-                    loaded.layout,
-                    lambda: loaded.binding.module(**inputs),
-                    torch.cuda.synchronize if self._device.type == "cuda" else lambda: None,
-                )
+            loaded = self._bound(message)
+            self._await_all(loaded)
+            self._forward(loaded, lambda: self._inputs(buffer, message))
+            profile = Profile(())  # one group
+            if not loaded.is_plain:
+                inputs = self._inputs(buffer, message)
+                with torch.inference_mode():
+                    profile = profile_module(
+                        loaded.binding.module,
+                        loaded.grouped.layout,
+                        lambda: loaded.binding.module(**inputs),
+                        torch.cuda.synchronize if self._device.type == "cuda" else lambda: None,
+                    )
             self._channel.send({"op": "result", "id": message["id"], "profile": profile.to_json()})
+
+    def _bound(self, message: Message) -> _Loaded:
+        """Return the request's model, bound to what has arrived of it."""
+        loaded = self._models.get(message["model"])
+        if loaded is None:
+            raise ModelError(f"this worker could not build it: {self._failed[message['model']]}")
+        arena = self._arena.data_ptr()
+        loaded.bind([arena + offset for offset in message["offsets"]], message["missing"])
+        if message["whole"]:
+            self._await_all(loaded)
+        return loaded
+
+    def _inputs(self, buffer: RequestBuffer, message: Message) -> dict[str, torch.Tensor]:
+        return _to(buffer.read(message["inputs"]), self._device)
+
+    def _forward(self, loaded: _Loaded, inputs: Callable[[], dict[str, torch.Tensor]]) -> Any:
+        """Run the model while its groups arrive.
+
+        If that fails, run it again on the whole model under plain torch, so that a forward that
+        needs autograd, or reads weights without operators, is served too.
+        """
+        module, overlaps = loaded.binding.module, bool(loaded.missing)
+        if not loaded.is_plain:
+            group_of = loaded.grouped.group_of
+            arrivals = Arrivals(loaded.binding, lambda one: self._await(loaded, group_of[one]))
+            try:
+                with torch.inference_mode(), arrivals if overlaps else contextlib.nullcontext():
+                    return module(**inputs())
+            except Exception as error:
+                if not overlaps and not isinstance(error, RuntimeError):
+                    raise
+            if overlaps:
+                self._check_device()
+        self._await_all(loaded)
+        with torch.no_grad():
+            results = module(**inputs())
+        loaded.is_plain = True
+        return results
 
     def _start(self, message: Message, descriptors: list[int]) -> RequestBuffer:
         """Record that the request has started, and return its buffer."""
@@ -174,7 +234,7 @@ class Worker:
             raise
         except _CancelledError:
             self._channel.send({"op": "cancelled", "id": message["id"]})
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._channel.send({"op": "failed", "id": message["id"], **described(error)})
             self._check_device()
 
@@ -186,38 +246,9 @@ class Worker:
             except RuntimeError as error:
                 sys.exit(f"worker {os.getpid()} ends, its CUDA context is broken: {error}")
 
-    @contextlib.contextmanager
-    def _waiting(self, loaded: _Loaded, message: Message) -> Iterator[None]:
-        """Make each module wait for the groups it needs; those of a resident model wait for
-        nothing.
-        """
-        order: list[int] = message["missing"]  # groups in the order in which they will arrive
-        if not order:
-            yield
-            return
-        self._arrived = 0
-        position = {group: place + 1 for place, group in enumerate(order)}
-        handles = []
-        for path, groups in loaded.grouped.waits.items():
-            needed = max((position[group] for group in groups if group in position), default=0)
-            if needed:
-                module = loaded.binding.module.get_submodule(path)
-                handles.append(module.register_forward_pre_hook(self._waiter(needed), prepend=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _waiter(self, needed: int) -> Callable[[torch.nn.Module, Any], None]:
-        def wait(_: torch.nn.Module, __: Any) -> None:
-            if self._arrived < needed:
-                self._await_groups(needed)
-
-        return wait
-
-    def _await_groups(self, needed: int) -> None:
-        while self._arrived < needed:
+    def _await(self, loaded: _Loaded, group: int) -> None:
+        """Wait for the group, and bind what arrives meanwhile."""
+        while group in loaded.missing:
             received = self._channel.receive(None)
             assert received is not None
             message, _ = received
@@ -226,7 +257,11 @@ class Worker:
             if message["op"] == "cancel":
                 raise _CancelledError
             if message["op"] == "arrived":
-                self._arrived += 1
+                loaded.arrive(message["group"])
+
+    def _await_all(self, loaded: _Loaded) -> None:
+        for group in sorted(loaded.missing):
+            self._await(loaded, group)
 
 
 def _store(buffer: RequestBuffer, outputs: Mapping[str, torch.Tensor], start: int) -> list[Message]:
@@ -242,18 +277,22 @@ def _store(buffer: RequestBuffer, outputs: Mapping[str, torch.Tensor], start: in
 def _named(results: Any) -> dict[str, torch.Tensor]:
     """Return a model's result as tensors by name, without other entries."""
     if isinstance(results, torch.Tensor):
-        return {"output": results}
+        return {"output": results.detach()}
     if isinstance(results, Mapping):
         pairs = [(str(name), value) for name, value in results.items()]
+    elif dataclasses.is_dataclass(results):
+        pairs = [(one.name, getattr(results, one.name)) for one in dataclasses.fields(results)]
     elif isinstance(results, tuple | list):
         pairs = [(f"output_{index}", value) for index, value in enumerate(results)]
     else:
         pairs = []
-    named = {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
+    named = {name: value.detach() for name, value in pairs if isinstance(value, torch.Tensor)}
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ModelError("the model returned a dict with keys of the same text, such as 1 and '1'")
     if not named:
         raise ModelError(
             f"the model returned {type(results).__name__} without a tensor; return a tensor, or a "
-            "tuple or dict of tensors"
+            "tuple, dict or dataclass of tensors"
         )
     return named
 
@@ -297,7 +336,7 @@ def main() -> None:
             _prepare_cuda(cache.device, cache.size_bytes, options.workers)
         Worker(channel, cache, buffer).run()
     except PeerLostError:
-        sys.exit(0)  # the daemon has ended
+        sys.exit(0)  # the daemon has exited
 
 
 if __name__ == "__main__":

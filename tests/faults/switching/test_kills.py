@@ -5,20 +5,27 @@ left.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import switching_models as models
-from torchrelay.errors import PeerLostError, SegmentError, UnavailableError
-from torchrelay.switching import ModelStore, Switcher
+from torchrelay.errors import (
+    OperationTimeoutError,
+    PeerLostError,
+    SegmentError,
+    UnavailableError,
+)
+from torchrelay.switching import ModelStore, Switcher, _process
 
 # The first test of the file starts three processes that import torch: minutes where many others
 # run.
@@ -142,6 +149,80 @@ def test_a_model_that_kills_whoever_builds_it_fails_to_load(
     assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
 
 
+def test_builds_that_are_killed_and_then_succeed_are_forgotten(
+    switcher: Switcher, store: ModelStore
+) -> None:
+    for _ in range(3):  # kills from outside, with recovery between them
+        two_standby(switcher)
+        for pid in pids(switcher, "standby"):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: bool(pids(switcher, "loading")))
+        os.kill(pids(switcher, "loading")[0], signal.SIGKILL)
+        assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
+        assert all(switcher.is_ready(name) for name in store.names())
+
+
+def test_workers_that_do_not_start_are_tried_again(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Switcher(
+        store, arena_bytes=600 << 10, threads=1, workers=1, start_timeout_s=WAIT_S
+    ) as made:
+        made.load("slow", timeout_s=WAIT_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(_process, "PROGRAM", [sys.executable, "-c", "import sys; sys.exit(7)"])
+            os.kill(made.status()["workers"][0]["pid"], signal.SIGKILL)
+            with pytest.raises(UnavailableError, match=r"3 workers did not start.*exit code 7"):
+                made.infer("slow", slow_inputs(0.0))
+        until(lambda: bool(pids(made, "standby")))
+        assert made.infer("slow", slow_inputs(0.0))["output"].shape == (1, 8)
+
+
+def test_a_factory_that_hangs_ends_alone(store: ModelStore) -> None:
+    with Switcher(
+        store, arena_bytes=600 << 10, threads=1, workers=2, start_timeout_s=WAIT_S
+    ) as made:
+        made.load("slow", timeout_s=WAIT_S)
+        two_standby(made)
+        inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
+        store.add("hanging", models.hanging, kwargs={"builder": os.getpid()}, inputs=inputs)
+        try:
+            with pytest.raises(OperationTimeoutError, match=r"was not ready after 0\.1 s"):
+                made.load("hanging", timeout_s=0.1)
+            until(lambda: bool(pids(made, "loading")))
+            assert made.infer("slow", slow_inputs(0.0))["output"].shape == (1, 8)
+            (stuck,) = pids(made, "loading")
+            made.unload("hanging")
+            until(lambda: stuck not in pids(made, "loading"))
+            two_standby(made)
+            made._daemon.options = replace(made._daemon.options, start_timeout_s=0.5)
+            with pytest.raises(OperationTimeoutError, match=r"took more than 0\.5 s to build"):
+                made.load("hanging", timeout_s=WAIT_S)
+            assert made.infer("slow", slow_inputs(0.0))["output"].shape == (1, 8)
+        finally:
+            store.remove("hanging")
+
+
+def test_a_large_output_is_served_when_no_descriptor_is_left(
+    switcher: Switcher, store: ModelStore
+) -> None:
+    two_standby(switcher)
+    x = torch.ones(1300, 64)
+    store.add("rows", models.chain, kwargs={"depth": 1}, inputs={"x": (torch.float32, (-1, 64))})
+    switcher.load("rows", timeout_s=WAIT_S)
+    two_standby(switcher)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        outputs = [switcher.infer("rows", {"x": x})["output"] for _ in range(3)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert switcher.failure is None
+    switcher.unload("rows")
+    store.remove("rows")
+
+
 def test_training_survives_the_death_of_its_worker(switcher: Switcher) -> None:
     two_standby(switcher)
     alone = switcher.train("alone", models.Training, steps=30, seed=5).result(WAIT_S)
@@ -206,6 +287,9 @@ def test_an_error_in_the_daemon_ends_every_wait(
             switcher.load("slow", timeout_s=WAIT_S)
         with pytest.raises(UnavailableError, match=message):
             switcher.infer("slow", slow_inputs(0.0))
+        switcher.wait_ended()
+        assert "a mistake in the daemon" in str(switcher.failure)
+        assert not switcher.is_ready("slow")
     assert [str(error) for error in failures] == ["a mistake in the daemon"]
 
 

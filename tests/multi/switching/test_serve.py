@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,7 @@ from torchrelay.errors import (
 )
 from torchrelay.switching import Client, _switcher
 from torchrelay.switching._host import HostLink
+from torchrelay.switching._json_process import LARGE_BYTES
 
 # The first test of the file starts three processes that import torch: minutes where many others
 # run.
@@ -115,6 +120,14 @@ def test_a_public_client(url: str) -> None:
         client.close()
 
 
+def infer(**changed: object) -> bytes:
+    return json.dumps({"inputs": [{**X, **changed}]}).encode()
+
+
+def request(**more: object) -> bytes:
+    return json.dumps({"inputs": [X], **more}).encode()
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "code", "message"),
     [
@@ -147,7 +160,27 @@ def test_a_public_client(url: str) -> None:
         ),
         (b"{}", {"Inference-Header-Content-Length": "99"}, 400, "the body has 2 bytes"),
         (b"{}", {"Inference-Header-Content-Length": "-1"}, 400, "the body has 2 bytes"),
-        (b"{}", {"Content-Encoding": "gzip"}, 400, "compressed"),
+        (b"{}", {"Content-Encoding": "gzip"}, 415, "compressed"),
+        (b"{}", {"Content-Type": "text/plain"}, 415, "must be application/json"),
+        (b'{"inputs": NaN}', {}, 400, "JSON has no NaN"),
+        (infer(data=[float(10**400 > 0)] * 63 + [10**400]), {}, 400, "is not torch.float32"),
+        (infer(data=[1e39] * 64), {}, 400, "is not torch.float32, which holds up to 3.4"),
+        (infer(data=[True] * 64), {}, 400, "is not torch.float32: it is bool"),
+        (infer(datatype="UINT8", data=[-1] * 64), {}, 400, "which holds 0 to 255"),
+        (infer(datatype="INT64", data=[1.7] * 64), {}, 400, "is not torch.int64: it is float64"),
+        (infer(datatype="INT64", data=[0, 10**30] * 32), {}, 400, "is not torch.int64"),
+        (infer(datatype="BOOL", data=[1] * 64), {}, 400, "is not torch.bool: it is int64"),
+        (infer(parameters={"shared_memory_region": "r"}), {}, 400, "only binary_data_size"),
+        (request(parameters={"timeout": 10**400}), {}, 400, "must be microseconds"),
+        (request(parameters={"sequence_id": 1}), {}, 400, "'sequence_id' is not supported"),
+        (request(parameters=[1]), {}, 400, "must be an object"),
+        (request(outputs=[{"name": ["output"]}]), {}, 400, "it must be a string"),
+        (
+            request(outputs=[{"name": "output", "parameters": {"classification": 3}}]),
+            {},
+            400,
+            "'classification' is not supported",
+        ),
         (b"x" * 3_000_000, {}, 413, "exceeds"),
         (
             json.dumps({"inputs": [{**X, "parameters": {"binary_data_size": 4}}]}).encode(),
@@ -162,6 +195,62 @@ def test_malformed_requests_get_a_sentence(
 ) -> None:
     status, answer = post(url, "/v2/models/chain/infer", body, headers)
     assert status == code and message in answer["error"], answer
+
+
+def test_outputs_that_json_cannot_write(url: str) -> None:
+    def ask(what: int, **parameters: object) -> tuple[int, str]:
+        given = [
+            {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1.0] * 4},
+            {"name": "what", "datatype": "INT64", "shape": [], "data": [what]},
+        ]
+        body = json.dumps({"inputs": given, "parameters": parameters}).encode()
+        request = urllib.request.Request(
+            f"{url}/v2/models/faulty/infer", body, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=100) as answer:
+                return answer.status, "" if parameters else str(json.loads(answer.read()))
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())["error"]
+
+    assert post(url, "/v2/repository/models/faulty/load", b"")[0] == 200
+    assert ask(0)[0] == 200
+    status, message = ask(7)
+    assert status == 500 and "no datatype for torch.complex64" in message
+    status, message = ask(8)
+    assert status == 400 and "which JSON cannot represent" in message
+    assert ask(8, binary_data_output=True)[0] == 200
+    status, message = ask(9)
+    assert status == 500 and "asked to exit" in message
+    assert ask(0)[0] == 200
+    assert post(url, "/v2/repository/models/faulty/unload", b"")[0] == 200
+
+
+@pytest.mark.parametrize("parameters", [{"config": "{}"}, {"file:1/model.py": "eA=="}])
+def test_a_load_cannot_bring_a_model(url: str, parameters: dict[str, str]) -> None:
+    body = json.dumps({"parameters": parameters}).encode()
+    status, answer = post(url, "/v2/repository/models/chain/load", body)
+    assert status == 400 and "is not supported; none is supported here" in answer["error"]
+
+
+def test_a_large_json_body_is_as_a_small_one(url: str) -> None:
+    """Both ways by the process that converts them, and as another request is answered."""
+    x = torch.randn(1000, 64)
+    big = json.dumps({"inputs": [{**X, "shape": [1000, 64], "data": x.tolist()}]}).encode()
+    assert len(big) > 4 * LARGE_BYTES
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(post, url, "/v2/models/chain/infer", big) for _ in range(2)]
+        wrong = big.replace(b"FP32", b"FP31")
+        status, answer = post(url, "/v2/models/chain/infer", wrong)
+        assert status == 400 and "datatype 'FP31'" in answer["error"]
+        with torch.inference_mode():
+            expected = chain()(x)
+        for status, answer in (one.result() for one in answers):
+            assert status == 200 and answer["model_name"] == "chain"
+            (output,) = answer["outputs"]
+            got = torch.tensor(output["data"]).reshape(output["shape"])
+            assert torch.allclose(got, expected, atol=1e-6)
 
 
 def test_json_over_plain_http(url: str) -> None:
@@ -208,6 +297,7 @@ def test_bench_prints_a_row_for_each_model(tmp_path: Path, monkeypatch: pytest.M
     text = FILE.replace("[models.slow]", "[models.slow]\nload = false")
     text = text.replace("arena_bytes = 4_000_000", "arena_bytes = 100_000\nworkers = 1")  # not both
     (tmp_path / "models.toml").write_text(text)
+    (tmp_path / "colorsys.py").write_text("raise ImportError('the file beside the models')")
     arguments = ["serve", str(tmp_path / "models.toml"), "--bench", "--rounds", "2"]
     done = CliRunner().invoke(app, [*arguments, "--link-gbps", "0.5"], catch_exceptions=False)
     assert done.exit_code == 0 and links == [0.5]
@@ -215,3 +305,5 @@ def test_bench_prints_a_row_for_each_model(tmp_path: Path, monkeypatch: pytest.M
     assert [row[0].strip() for row in rows] == ["chain", "mixed"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:5])
     assert list((tmp_path / "cache/torchrelay/switching").glob("*.json")), "profiles are kept"
+    assert str(tmp_path) in sys.path
+    importlib.import_module("colorsys")  # the standard library's: the folder comes last

@@ -27,7 +27,7 @@ def test_clients_that_send_half_a_request_or_vanish_harm_nobody(server: Server) 
     host, port = url.removeprefix("http://").split(":")
     for sent in (
         b"",
-        b"POST /v2/models/chain/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
+        b"POST /v2/models/chain/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{",
         b"\x00\xff" * 1000 + b"\r\n\r\n",
     ):
         with socket.create_connection((host, int(port)), timeout=100) as raw:
@@ -46,7 +46,10 @@ def test_clients_that_read_nothing_harm_nobody(server: Server) -> None:
     host, port = url.removeprefix("http://").split(":")
     x = {"name": "x", "datatype": "FP32", "shape": [1500, 64], "data": [1.0] * 96_000}
     body = json.dumps({"inputs": [x]}).encode()  # the answer takes about 2 MB
-    head = f"POST /v2/models/chain/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v2/models/chain/infer HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     served = value(url, "torchrelay_served_total")
     deaf = []
     for _ in range(6):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -155,6 +156,8 @@ def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(
     switcher: Switcher,
 ) -> None:
     ones = torch.ones(1, 64)
+    with pytest.raises(ArgumentError, match="from -1000 to 1000"):
+        switcher.infer("chain0", {"x": ones}, priority=1001)
     with pytest.raises(NotFoundError, match="loaded are chain0"):
         switcher.infer("nothing", {"x": ones})
     with pytest.raises(ArgumentError, match="takes the inputs x; got y"):
@@ -170,6 +173,21 @@ def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(
     with pytest.raises(NotFoundError, match="to unload"):
         switcher.unload("nothing")
     assert switcher.infer("chain0", {"x": ones})["output"].shape == (1, 64)
+
+
+def test_a_model_is_profiled_with_its_example(switcher: Switcher, store: ModelStore) -> None:
+    guessed = (torch.float32, (-1, -1))
+    store.add("folded", models.folded, inputs={"x": guessed})
+    with pytest.raises(ModelError, match=r"x of shape \(1, 1\).*example = \[\.\.\.\] beside shape"):
+        switcher.load("folded", timeout_s=WAIT_S)
+    store.add("folded", models.folded, inputs={"x": (*guessed, (1 << 20, 8))})
+    with pytest.raises(CapacityError, match="the example inputs of model 'folded' take"):
+        switcher.load("folded", timeout_s=WAIT_S)
+    store.add("folded", models.folded, inputs={"x": (*guessed, (2, 24))})
+    switcher.load("folded", timeout_s=WAIT_S)
+    assert switcher.infer("folded", {"x": torch.ones(1, 16)})["output"].shape == (1, 2, 8)
+    switcher.unload("folded")
+    store.remove("folded")
 
 
 def test_a_model_that_fails_gets_its_own_error_and_harms_nobody(switcher: Switcher) -> None:
@@ -204,6 +222,15 @@ def stopped_worker(switcher: Switcher) -> Iterator[None]:
     finally:
         os.kill(pid, signal.SIGCONT)
     running.result(WAIT_S)
+
+
+def test_inputs_may_change_once_submit_has_returned(switcher: Switcher) -> None:
+    x = torch.ones(1, 64)
+    expected = switcher.infer("chain0", {"x": x})["output"]
+    with stopped_worker(switcher):
+        future = switcher.submit("chain0", {"x": x})
+        x.zero_()
+    assert torch.equal(future.result(WAIT_S).outputs["output"], expected)
 
 
 def test_priority_deadline_quota_and_cancelling(switcher: Switcher) -> None:
@@ -254,23 +281,29 @@ def test_loading_again_serves_the_new_version_and_unloading_frees_the_arena(
 
 
 def test_requests_leave_no_memory_behind(switcher: Switcher) -> None:
-    def anonymous_bytes() -> list[int]:
+    """What is not given back grows in every round; imports and workers that start grow in one."""
+
+    def anonymous_bytes() -> dict[int, int]:
         pids = [os.getpid(), *(worker["pid"] for worker in switcher.status()["workers"])]
-        texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
-        return [int(text.split("RssAnon:")[1].split()[0]) << 10 for text in texts]
+        texts = {pid: Path(f"/proc/{pid}/status").read_text() for pid in pids}
+        return {pid: int(text.split("RssAnon:")[1].split()[0]) << 10 for pid, text in texts.items()}
 
     x = {"x": torch.ones(1000, 64)}
     travels = 2 * x["x"].nbytes  # the input and the output
 
-    def run(count: int) -> None:
+    def grown_by(count: int) -> dict[int, int]:
+        before = anonymous_bytes()
         for turn in range(count):  # a cold one every so often
             switcher.infer(f"chain{turn // 10 % 4}", x)
+        return {pid: now - before[pid] for pid, now in anonymous_bytes().items() if pid in before}
 
-    run(60)  # allocators and caches fill
-    before = anonymous_bytes()
-    run(300)
-    grown = [after - start for after, start in zip(anonymous_bytes(), before, strict=True)]
-    assert max(grown) < 60 * travels, "more than a fifth of what has passed is still there"
+    grown_by(60)  # allocators and caches fill
+    rounds = []
+    for _ in range(4):
+        rounds.append(grown_by(300))
+        if max(rounds[-1].values()) < 60 * travels:
+            return
+    pytest.fail(f"more than a fifth of what has passed stays in every round: {rounds}")
 
 
 def test_replies_that_are_kept_stay_as_they_were(switcher: Switcher) -> None:
@@ -366,6 +399,16 @@ def test_training_preempted_fifty_times_ends_with_the_bits_of_an_uninterrupted_r
         switcher.train("wrong", models.chain, steps=5).result(WAIT_S)
 
 
+def test_training_goes_on_if_requests_come_faster_than_its_factory_builds(
+    switcher: Switcher,
+) -> None:
+    handle = switcher.train("slow", models.slow_training, steps=3)
+    while not handle.done:
+        switcher.infer("chain0", {"x": torch.ones(1, 64)})
+        until(lambda: bool(switcher.status()["training"]) or handle.done)
+    assert handle.step == 3 and handle.preemptions > 0
+
+
 def test_closing_answers_what_is_queued_and_refuses_what_comes_later(store: ModelStore) -> None:
     switcher = Switcher(store, arena_bytes=1 << 20, threads=1, start_timeout_s=WAIT_S)
     switcher.load("slow", timeout_s=WAIT_S)
@@ -394,6 +437,7 @@ def test_nothing_is_left_and_a_closed_switcher_says_so(store: ModelStore) -> Non
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # what earlier tests left in cycles must not be freed in between
     before = descriptors(), threading.active_count()
     with Switcher(store, arena_bytes=1 << 20, threads=1, workers=1, start_timeout_s=WAIT_S) as made:
         made.load("chain0")

@@ -41,7 +41,7 @@ WIDTH, DEPTH = 200, 6  # 0.96 MB: two of the three fit
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     fake = fake_driver.FakeDriver()
     fake_driver.install(fake, monkeypatch.setattr)
-    monkeypatch.setattr(_process, "PROGRAM", [str(FOLDER / "fake_cuda_worker.py")])
+    monkeypatch.setattr(_process, "PROGRAM", [sys.executable, str(FOLDER / "fake_cuda_worker.py")])
     yield fake
     gc.collect()
     fake.assert_nothing_left()

@@ -254,7 +254,7 @@ def test_tensors_outlive_the_cache_and_a_closed_cache_is_refused() -> None:
 def test_sizes_devices_and_shapes_are_checked() -> None:
     with pytest.raises(ArgumentError, match="at least 1 byte"):
         SharedCache.allocate(0)
-    with pytest.raises(ArgumentError, match="cpu or cuda"):
+    with pytest.raises(ArgumentError, match="device = meta: the choices are auto, cpu and cuda"):
         SharedCache.allocate(SIZE, "meta")
     with pytest.raises(SegmentError, match="choose a smaller size"):
         SharedCache.allocate(1 << 50)

@@ -24,7 +24,7 @@ def test_every_storage_arrives_whatever_the_groups() -> None:
                 draws.shuffle(order)
             cuts = sorted(draws.sample(range(1, len(order)), draws.randint(0, 4)))
             bounds = list(zip((0, *cuts), (*cuts, len(order)), strict=True))
-            grouped = Grouped(model.layout, tuple(tuple(order[a:b]) for a, b in bounds), {})
+            grouped = Grouped(model.layout, tuple(tuple(order[a:b]) for a, b in bounds))
             for group, size_bytes in enumerate(grouped.sizes):
                 arena = torch.full((size_bytes,), 0xAA, dtype=torch.uint8)
                 copies = merged_copies(model, grouped, group)

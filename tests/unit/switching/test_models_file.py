@@ -32,6 +32,11 @@ def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
     assert file.server.link_gbps == 6.0 and file.server.host == "127.0.0.1"
 
 
+def test_an_input_may_have_an_example(tmp_path: Path) -> None:
+    file = read(tmp_path, MODEL.replace("[-1, 64]", "[-1, 64], example = [16, 64]"))
+    assert file.models["m"].inputs == {"x": (torch.float32, (-1, 64), (16, 64))}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -44,9 +49,14 @@ def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
         (f"{MODEL}seed = 1.5\n", "seed = 1.5: must be a int"),
         (f"{MODEL}code = 1\n", "the unknown key code"),
         (MODEL.replace("FP32", "FP31"), "datatype 'FP31' is not served"),
-        (MODEL.replace("name =", "nam ="), "'name'; write"),
-        (f"[server]\nport = -1\n{MODEL}", "must be a int, not negative"),
-        (f'[server]\nport = "80"\n{MODEL}', "must be a int, not negative"),
+        (MODEL.replace("name =", "nam ="), "inputs has the unknown key nam"),
+        (MODEL.replace('name = "x", ', ""), "'name'; write"),
+        (MODEL.replace("[-1, 64]", "[-2, 64]"), "each size must be an integer of at least 0, or"),
+        (MODEL.replace("[-1, 64]", "[-1, 6.4]"), "each size must be an integer"),
+        (MODEL.replace("64] }", "64], example = [1] }"), r"\(1,\) does not fit the shape \(-1, 64"),
+        (MODEL.replace("64] }", "64], example = 1 }"), "not iterable; write"),
+        (f"[server]\nport = -1\n{MODEL}", "must be at least 0"),
+        (f'[server]\nport = "80"\n{MODEL}', "must be of type int"),
         (f"[server]\nprot = 80\n{MODEL}", "the unknown key prot"),
     ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_model
@@ -20,8 +22,11 @@ from torchrelay.errors import (
     UnsupportedError,
 )
 from torchrelay.switching import ModelStore
-from torchrelay.switching._layout import Binding, Layout, layout_of
+from torchrelay.switching._binding import Binding
+from torchrelay.switching._host import HostMemory
+from torchrelay.switching._layout import Layout, layout_of
 from torchrelay.switching._store import StoredModel
+from torchrelay.switching._worker import _named
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -29,9 +34,11 @@ TOKENS = torch.arange(24).reshape(2, 12)
 def bound(model: StoredModel) -> Any:
     """A skeleton over the model's bytes, as a worker makes it."""
     layout = Layout.from_json(model.layout.to_json())
-    binding = Binding(model.factory.build_skeleton().eval(), layout)
+    memory = HostMemory.allocate(model.size_bytes)
+    module = model.factory.build_skeleton().eval()
+    binding = Binding(module, layout, torch.device("cpu"), memory.nowhere())
     for index in range(len(layout.storages)):
-        binding.bind(index, model.storage(index))
+        binding.bind(index, model.storage(index).data_ptr())
     return binding.module
 
 
@@ -74,6 +81,51 @@ def test_views_of_one_storage_stay_views() -> None:
     storages[0].rebind(data)
     module.whole[2, 1] = 100.0
     assert module.column.tolist() == [1.0, 5.0, 100.0] and module.column.stride() == (4,)
+
+
+def drawn_by_numpy() -> str:
+    return repr(np.random.get_state())
+
+
+def test_tensors_outside_of_modules_and_numpy_draws_are_those_of_the_store() -> None:
+    x = torch.randn(2, 8)
+    with ModelStore() as store:
+        np.random.seed(1)
+        drawn = drawn_by_numpy()
+        model = store.add("helped", models.helped, inputs={"x": x}, seed=5)
+        assert drawn_by_numpy() == drawn
+        torch.manual_seed(5)
+        np.random.seed(5)
+        expected = models.helped()
+        with torch.inference_mode():
+            assert torch.equal(bound(model)(x), expected(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_modules_that_cannot_be_served_right_are_refused(tmp_path: Path) -> None:
+    x = torch.ones(1, 8)
+    with ModelStore() as store:
+        with pytest.raises(UnsupportedError, match=r"module of torch\.jit at 0"):
+            store.add("scripted", models.scripted, inputs={"x": x})
+        with pytest.raises(UnsupportedError, match="call the lazy module once"):
+            store.add("lazy", models.lazy, inputs={"x": x})
+        file = tmp_path / "weights.safetensors"
+        save_model(models.helped(), str(file))
+        store.add("helped", models.helped, inputs={"x": x}, weights=file)
+        with pytest.raises(UnsupportedError, match=r"keeps a view of a weight, of shape \(8, 8\)"):
+            store.add("views", models.helped, kwargs={"views": True}, inputs={"x": x}, weights=file)
+
+
+def test_outputs_are_named_or_refused() -> None:
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+        loss: float | None = None
+
+    assert list(_named(Output(torch.ones(1)))) == ["logits"]
+    assert list(_named({"a": torch.ones(1), 2: torch.ones(1)})) == ["a", "2"]
+    with pytest.raises(ModelError, match="keys of the same text"):
+        _named({1: torch.ones(1), "1": torch.zeros(1)})
 
 
 def test_weights_come_from_a_safetensors_file(tmp_path: Path) -> None:
@@ -158,8 +210,28 @@ def test_inputs_are_checked_against_their_specification() -> None:
     with ModelStore() as store:
         model = store.add("c", models.chain, inputs={"x": (torch.float32, (-1, 64))})
         (spec,) = model.inputs
-        assert spec.example().shape == (1, 64)
+        assert spec.example_tensor().shape == (1, 64) and spec.is_guessed
         spec.check(torch.zeros(7, 64))
         for wrong in (torch.zeros(7, 63), torch.zeros(64), torch.zeros(7, 64, dtype=torch.float64)):
             with pytest.raises(ArgumentError, match="the model takes"):
                 spec.check(wrong)
+
+
+def test_an_example_fits_its_shape_and_is_part_of_the_fingerprint() -> None:
+    def inputs(*example: Any) -> dict[str, Any]:
+        return {"x": (torch.float32, (-1, 64), example)}
+
+    with ModelStore() as store:
+        models_of = [store.add("c", models.chain, inputs=inputs(rows, 64)) for rows in (0, 8, 8)]
+        spec = models_of[1].inputs[0]
+        assert spec.example_tensor().shape == (8, 64) and not spec.is_guessed
+        assert spec.example_bytes == 8 * 64 * 4
+        prints = [model.fingerprint() for model in models_of]
+        assert prints[0] != prints[1] == prints[2]
+        for example in ((), (8,), (8, 64, 1), (8, 63)):
+            with pytest.raises(ArgumentError, match=r"does not fit the shape \(-1, 64\)"):
+                store.add("c", models.chain, inputs=inputs(*example))
+        for wrong in (-1, 1.5):
+            with pytest.raises(ArgumentError, match="must be an integer of at least 0"):
+                store.add("c", models.chain, inputs=inputs(wrong, 64))
+        assert store.get("c").version == 3

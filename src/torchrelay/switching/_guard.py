@@ -1,0 +1,91 @@
+"""Who may send requests to the server: checks of host, origin, key and content type."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from torchrelay.config import Switching
+
+__all__ = ["Guard"]
+
+_BODY_TYPES = ("application/json", "application/octet-stream")
+
+
+class Guard:
+    """ASGI middleware that refuses requests of web pages from elsewhere and of clients without the
+    key.
+
+    A page that a user of this machine visits can send requests to the loopback interface too. Its
+    browser names the page's own host in ``Origin``, or, where the page's name was made to resolve
+    to this machine, in ``Host``.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Switching) -> None:
+        self._app = app
+        self._key = settings.api_key
+        named = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
+        self._any_host = "*" in named
+        own = {"localhost", settings.host.lower(), socket.gethostname().lower()}
+        self._hosts = named | own | {socket.getfqdn().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            problem = self._problem(scope)
+            if problem is not None:
+                code, sentence = problem
+                headers = {"WWW-Authenticate": 'Basic realm="torchrelay"'} if code == 401 else None
+                await JSONResponse({"error": sentence}, code, headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> tuple[int, str] | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._is_ours(host):
+            return 421, (
+                f"this server is not addressed as {host!r}; name the host in "
+                "TORCHRELAY_SWITCHING_ALLOWED_HOSTS or [server] allowed_hosts"
+            )
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return 403, f"requests of web pages from {origin} are refused"
+        kind = headers.get("content-type", _BODY_TYPES[0]).partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind not in _BODY_TYPES:
+            return 415, f"the body's Content-Type is {kind}; it must be {' or '.join(_BODY_TYPES)}"
+        is_health = scope["path"].startswith("/v2/health/")
+        if self._key and not is_health and not self._has_key(headers.get("authorization", "")):
+            return 401, "send the server's key as 'Authorization: Bearer KEY'"
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if not host or self._any_host or name in self._hosts:  # HTTP 1.0 has no Host header
+            return True
+        try:
+            # An address is not a page's name: whoever can reach it may use it.
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _has_key(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() == "basic":  # a browser's, for the status page: any user, and the key
+            try:
+                given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(given.strip().encode(), self._key.encode())

@@ -1,0 +1,108 @@
+"""No answer is computed from bytes that were not the model's, however it reads its weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import weight_reads
+from torchrelay.errors import ModelError
+from torchrelay.switching import ModelStore, Switcher
+
+pytestmark = pytest.mark.timeout(400)
+
+WAIT_S = 300.0
+REQUESTS = 80
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have
+    yield
+    torch.set_num_threads(before)
+
+
+def slow_switcher(store: ModelStore, models: float) -> Switcher:
+    """A switcher whose arena holds so many models, over a link on which a copy takes long."""
+    largest = max(store.get(name).size_bytes for name in store.names())
+    switcher = Switcher(
+        store,
+        arena_bytes=int(models * largest),
+        workers=1,
+        threads=1,
+        request_bytes=1 << 20,
+        link_gbps=0.002,
+        grouping="layer",
+        start_timeout_s=WAIT_S,
+    )
+    for name in store.names():
+        switcher.load(name, timeout_s=WAIT_S)
+    return switcher
+
+
+@pytest.mark.parametrize("seed", [0, 100])
+def test_random_modules_answer_as_copies_that_nobody_switches(one_thread: None, seed: int) -> None:
+    with ModelStore() as store:
+        copies = {
+            f"model{index}": weight_reads.add(store, f"model{index}", seed + index, index == 3)
+            for index in range(4)
+        }
+        draw = random.Random(seed)
+        with slow_switcher(store, 1.6) as switcher:
+            cold = 0
+            for _ in range(REQUESTS):
+                name, given = draw.choice(sorted(copies)), weight_reads.inputs(draw)
+                reply = switcher.submit(name, given).result(WAIT_S)
+                with torch.no_grad():
+                    assert torch.equal(copies[name](**given), reply.outputs["output"]), given
+                cold += bool(reply.copied_bytes)
+            assert REQUESTS > cold > REQUESTS // 4
+            # Another thread's read of what has not arrived ends its worker, once for each model.
+            assert switcher.status()["worker_deaths"] <= 1
+
+
+def other(name: str) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(1, 64), "program": torch.tensor(int(name == "raw"))}
+
+
+def test_a_read_that_no_operator_makes_is_never_of_bytes_that_have_not_arrived(
+    one_thread: None,
+) -> None:
+    inputs = {"x": (torch.float32, (-1, 64)), "program": (torch.int64, ())}
+    with ModelStore() as store:
+        store.add("raw", weight_reads.raw, inputs=inputs, seed=1)
+        store.add("other", weight_reads.raw, inputs=inputs, seed=2)
+        torch.manual_seed(1)
+        copy = weight_reads.raw()
+        with torch.no_grad():
+            expected = copy(**other("raw"))
+        with slow_switcher(store, 1.0) as switcher:
+            for _ in range(3):
+                switcher.infer("other", other("other"))
+                got = switcher.infer("raw", other("raw"))["output"]
+                assert torch.equal(got, expected)
+            # The first worker died of it; requests to the model then wait for all of it.
+            assert switcher.status()["worker_deaths"] == 1
+
+
+def test_a_model_that_keeps_views_of_its_weights_is_refused_once_they_move(
+    one_thread: None,
+) -> None:
+    inputs = {"x": (torch.float32, (-1, 64)), "program": (torch.int64, ())}
+    with ModelStore() as store:
+        store.add("keeper", weight_reads.keeper, inputs=inputs)
+        store.add(
+            "small",
+            "torch.nn:Linear",
+            kwargs={"in_features": 2, "out_features": 2},
+            inputs={"input": torch.ones(1, 2)},
+        )
+        with slow_switcher(store, 1.1) as switcher:
+            for _ in range(3):
+                with pytest.raises(ModelError, match=r"keeps a view of second\.weight"):
+                    switcher.infer("keeper", other("keeper"))
+            assert switcher.infer("small", {"input": torch.ones(1, 2)})["output"].shape == (1, 2)
