@@ -22,7 +22,7 @@ from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.demo.code_graph import prune, read_code_graph, split_facts, standard_library
 from torchrelay.demo.evaluation import (
     Answers,
-    Metrics,
+    RankingMetrics,
     frequency_scorer,
     rank_answers,
     sum_metrics,
@@ -92,7 +92,7 @@ def main(epochs: int) -> None:
     }.items():
         sums = sum_metrics(rank_answers(scorer, questions, Answers(graph)))
         dist.all_reduce(sums)
-        metrics = Metrics.from_sums(sums)
+        metrics = RankingMetrics.from_sums(sums)
         if world.rank == 0:
             print(f"test MRR of {name}: {metrics.mrr:.4f} ({metrics.questions:,} questions)")
     dist.destroy_process_group()

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchrelay.demo.code_graph import prune, read_code_graph, split_facts, standard_library
 from torchrelay.demo.evaluation import (
     Answers,
-    Metrics,
+    RankingMetrics,
     Scorer,
     frequency_scorer,
     rank_answers,
@@ -163,7 +163,7 @@ def gathered(graph: Graph, table: Table, dim: int) -> ComplEx:
     return model
 
 
-def evaluate(score: Scorer, graph: Graph, table: Table, questions: int) -> Metrics:
+def evaluate(score: Scorer, graph: Graph, table: Table, questions: int) -> RankingMetrics:
     """Filtered ranking of a sample of the test facts, shared among all workers."""
     test = with_reciprocals(graph.test, len(graph.relations))
     sample = test[torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[:questions]]
@@ -171,7 +171,7 @@ def evaluate(score: Scorer, graph: Graph, table: Table, questions: int) -> Metri
     with Table.create(1, 5, dtype=torch.float64, name="ranks") as sums:
         sums.push(torch.tensor([0]), sum_metrics(ranks).view(1, -1))
         sums.sync()
-        return Metrics.from_sums(sums.pull(torch.tensor([0])).squeeze(0))
+        return RankingMetrics.from_sums(sums.pull(torch.tensor([0])).squeeze(0))
 
 
 @torch.no_grad()

@@ -16,6 +16,9 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, help="Look into, check, convert and compare checkpoints.")
 
 _PATH = typer.Argument(help="A checkpoint: a folder, a safetensors file, or an fsspec URL.")
+_KEYS = typer.Option(
+    None, help="Write only keys that match this pattern, such as 'model.*'; may be repeated."
+)
 
 
 @app.command()
@@ -69,20 +72,24 @@ def inspect(
 
 @app.command()
 def verify(path: str = _PATH) -> None:
-    """Compare every byte with its checksum. Exit code 1 and the place if one is damaged."""
+    """Compare every byte with what was written. Exit code 1 and the place if one is damaged."""
     from torchrelay.checkpoint import verify as check  # noqa: PLC0415
 
-    check(path, progress=Console().is_terminal)
-    typer.echo(f"{path}: whole")
+    if check(path, progress=Console().is_terminal):
+        typer.echo(f"{path}: whole")
+    else:
+        typer.echo(f"{path}: sizes and headers are right; it has no checksums to verify the rest")
 
 
 @app.command()
 def convert(
     source: str = typer.Argument(
-        help="A checkpoint of ours or DCP's, safetensors, or a torch.save file (.pt)."
+        help="A checkpoint of ours or DCP's, safetensors, or a torch.save file."
     ),
     target: str = typer.Argument(help="What to write; it must not be there yet."),
     to: str = typer.Option("torchrelay", help="torchrelay, dcp, safetensors or torch."),
+    prefix: str = typer.Option("", help="Write only keys that begin with it, and strip it."),
+    keys: list[str] | None = _KEYS,
     max_file_gb: float = typer.Option(5.0, help="Safetensors files larger than this are split."),
 ) -> None:
     """Write a checkpoint in another format. The whole state must fit into memory."""
@@ -90,8 +97,13 @@ def convert(
 
     if max_file_gb <= 0:
         raise ArgumentError(f"--max-file-gb {max_file_gb:g}: it must be more than 0")
-    convert_to(source, target, to, int(max_file_gb * 1e9))
+    left_out = convert_to(
+        source, target, to, int(max_file_gb * 1e9), prefix=prefix, keys=keys or ()
+    )
     typer.echo(f"{target}: written")
+    if left_out:
+        shown = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        typer.echo(f"left out {len(left_out)} values that are not tensors: {shown}", err=True)
 
 
 @app.command()

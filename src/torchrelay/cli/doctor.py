@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.metadata
 import importlib.util
 import os
@@ -9,6 +10,7 @@ import platform
 import resource
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ _MARKS = {
     "missing": "[red]missing[/red]",
 }
 _CAP_NET_ADMIN, _CAP_BPF = 12, 39
+_OPTIONAL = ("MPI", "CUDA", "XDP", "huge pages")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,78 @@ def _native() -> Finding:
     segment = Segment.create(1 << 12)
     Segment.attach(segment.address)
     return Finding("shared memory", "ok", f"native core {__version__}, segments attach by address")
+
+
+def _aggregation() -> Finding:
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    import torchrelay.aggregation  # noqa: F401, PLC0415
+
+    dist.init_process_group("sml", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.tolist() == [1.0] * 3
+    finally:
+        dist.destroy_process_group()
+    return Finding("aggregation", "ok", "a group of one rank sums over sml")
+
+
+def _deferred() -> Finding:
+    import torch  # noqa: PLC0415
+
+    from torchrelay.deferred import deferred_init, materialize_module  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    linear = deferred_init(torch.nn.Linear, 2, 2)
+    materialize_module(linear)
+    torch.manual_seed(0)
+    assert torch.equal(linear.weight, torch.nn.Linear(2, 2).weight)
+    return Finding("deferred", "ok", "a module is materialised as eager")
+
+
+def _checkpoint() -> Finding:
+    import torch  # noqa: PLC0415
+
+    from torchrelay.checkpoint import load, save  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        save({"x": torch.ones(2)}, f"{folder}/step-1")
+        state = {"x": torch.zeros(2)}
+        load(state, f"{folder}/step-1")
+        assert state["x"].tolist() == [1.0, 1.0]
+    return _with_packages("checkpoint", "a tensor is saved and loaded", "safetensors", "fsspec")
+
+
+def _parameters() -> Finding:
+    import torch  # noqa: PLC0415
+
+    from torchrelay.parameters import Table  # noqa: PLC0415
+
+    keys = torch.tensor([1])
+    with Table.create(4, 2) as table:
+        table.push(keys, torch.ones(1, 2))
+        assert table.pull(keys).tolist() == [[1.0, 1.0]]
+    return Finding("parameters", "ok", "a table of one node is written and read")
+
+
+def _switching() -> Finding:
+    from torchrelay.switching import SharedCache  # noqa: PLC0415
+
+    with SharedCache.allocate(1 << 12, "cpu"):
+        pass
+    packages = ("starlette", "uvicorn", "prometheus_client")
+    return _with_packages("switching", "a shared cache is allocated", *packages)
+
+
+def _with_packages(component: str, found: str, *packages: str) -> Finding:
+    """Return the finding of a component that works, and does more with ``packages``."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        advice = f"pip install {' '.join(name.replace('_', '-') for name in absent)}"
+        return Finding(component, "limited", f"{found}; without {', '.join(absent)}", advice)
+    return Finding(component, "ok", f"{found}; {', '.join(packages)}")
 
 
 def _mpi() -> Finding:
@@ -125,13 +200,12 @@ def _xdp() -> Finding:
     capabilities = _capabilities()
     if not (capabilities >> _CAP_NET_ADMIN & 1 and capabilities >> _CAP_BPF & 1):
         needs.append("root, or CAP_BPF and CAP_NET_ADMIN")
-    needs += [
-        f"the program {name}" for name in ("clang", "bpftool", "ip") if shutil.which(name) is None
-    ]
+    if ctypes.util.find_library("bpf") is None:
+        needs.append("libbpf (Debian: apt install libbpf1)")
     if needs:
         advice = f"a switch in the kernel would need {', '.join(needs)}"
         return Finding("XDP", "missing", f"kernel {platform.release()}", advice)
-    return Finding("XDP", "ok", f"kernel {platform.release()}, clang, bpftool")
+    return Finding("XDP", "ok", f"kernel {platform.release()}, libbpf")
 
 
 def _huge_pages() -> Finding:
@@ -171,8 +245,13 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _torch,
     _native,
-    _cores,
+    _aggregation,
+    _deferred,
+    _checkpoint,
     _mpi,
+    _parameters,
+    _switching,
+    _cores,
     _cuda,
     _xdp,
     _huge_pages,
@@ -195,7 +274,8 @@ def examine() -> Iterator[Finding]:
 def doctor() -> None:
     """Report what works on this machine, and the remedy for what does not.
 
-    Exit code 0 if Python, torch and shared memory work; else 1.
+    Exit code 0 if Python, torch, shared memory and each component that needs no other package work;
+    else 1.
     """
     table = Table(
         "", "status", "found", "what to do", title=f"torchrelay {__version__} on {sys.platform}"
@@ -204,5 +284,5 @@ def doctor() -> None:
     for finding in findings:
         table.add_row(finding.subject, _MARKS[finding.status], finding.found, finding.advice)
     Console().print(table)
-    if any(f.status == "missing" for f in findings[:3]):
+    if any(f.status == "missing" for f in findings if f.subject not in _OPTIONAL):
         raise typer.Exit(1)

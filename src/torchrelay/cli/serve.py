@@ -17,9 +17,20 @@ def serve(
     ],
     host: str | None = typer.Option(None, help="Address to listen at; the file's, or 127.0.0.1."),
     port: int | None = typer.Option(
-        None, help="Port to listen at, 0 for a free one; the file's, or 8000."
+        None, min=0, help="Port to listen on, 0 for a free one; the file's, or 8000."
     ),
-    device: str | None = typer.Option(None, help="cpu or cuda[:index]; the file's, or cpu."),
+    device: str | None = typer.Option(
+        None, help="auto, cpu or cuda[:index]; the file's, or CUDA where there is a device."
+    ),
+    api_key: str | None = typer.Option(
+        None,
+        "--api-key",
+        help="A secret that clients must send; better set TORCHRELAY_SWITCHING_API_KEY, which "
+        "process listings do not show.",
+    ),
+    repository_control: bool | None = typer.Option(
+        None, "--repository-control", help="Let clients load and unload the file's models."
+    ),
     link_gbps: float | None = typer.Option(
         None,
         "--link-gbps",
@@ -33,7 +44,14 @@ def serve(
     from torchrelay.switching._models_file import ModelsFile  # noqa: PLC0415 - torch takes seconds
 
     file = ModelsFile.read(models)
-    given = {"host": host, "port": port, "device": device, "link_gbps": link_gbps}
+    given = {
+        "host": host,
+        "port": port,
+        "device": device,
+        "link_gbps": link_gbps,
+        "api_key": api_key,
+        "repository_control": repository_control,
+    }
     changed = {key: value for key, value in given.items() if value is not None}
     file = dataclasses.replace(file, server=dataclasses.replace(file.server, **changed))  # type: ignore[arg-type]
     if bench:

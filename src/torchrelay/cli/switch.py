@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,18 +56,21 @@ def switch(
         Kind, typer.Option(help="udp: in user space; xdp: in the kernel, at the ports.")
     ] = Kind.udp,
     address: str = typer.Option("127.0.0.1", help="udp: the IPv4 address to bind; 0.0.0.0 is all."),
-    port: int = typer.Option(48864, min=0, max=65535, help="UDP port; 0 is any free one."),
+    port: int = typer.Option(
+        48864, min=0, max=65535, help="UDP port; 0: any free one; 48864: the 16 from there on."
+    ),
     interfaces: str = typer.Option(
         "", help="xdp: the network interfaces, one worker each: eth1,eth2."
     ),
     mode: Annotated[
-        Mode, typer.Option(help="xdp: auto takes generic where native cannot be had.")
+        Mode,
+        typer.Option(help="xdp: auto uses generic if native is unsupported or does not deliver."),
     ] = Mode.auto,
     allow: str = typer.Option(
         "0.0.0.0/0", help="Networks whose workers may join: 10.1.0.0/16,10.2.0.4/32."
     ),
     max_sessions: int = typer.Option(64, min=1, help="Sessions at a time."),
-    max_slots: int = typer.Option(1024, min=1, max=1 << 14, help="Slots of a session."),
+    max_slots: int = typer.Option(8192, min=1, max=1 << 13, help="Slots of a session."),
     controller_port: int = typer.Option(
         -1, help="Serve SwitchML's controller there, over gRPC; 50099 is usual, 0 is any."
     ),
@@ -111,18 +114,26 @@ def switch(
             SwitchServer(plane, max_sessions=max_sessions, max_slots=max_slots, allow=networks)
         )
         start = {"switch": server.address, "data_plane": plane.name}
+        services: list[SwitchServer | Controller | MetricsServer] = [server]
         if controller_port >= 0:
             controller = Controller(server, controller_address, controller_port)
             start["controller"] = stack.enter_context(controller).address
+            services.append(controller)
         if metrics_port >= 0:
             metrics = MetricsServer(server.stats, "127.0.0.1", metrics_port)
             stack.callback(metrics.close)
+            services.append(metrics)
             start["metrics"] = f"http://127.0.0.1:{metrics.port}/metrics"
         with _stop_signals() as stop:
-            if json_lines:
-                _report_json(server, start, stop, interval_s)
-            else:
-                _report_table(server, start, stop, interval_s)
+
+            def is_on() -> bool:
+                """Wait for an interval; whether to go on. Raises if a service has ended."""
+                for service in services:
+                    service.check()
+                return not stop.wait(interval_s)
+
+            report = _report_json if json_lines else _report_table
+            report(server, start, is_on, interval_s)
 
 
 def _xdp(interfaces: str, mode: Mode, port: int, drop: float) -> DataPlane:
@@ -151,25 +162,25 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _report_json(
-    server: SwitchServer, start: dict[str, str], stop: threading.Event, interval_s: float
+    server: SwitchServer, start: dict[str, str], is_on: Callable[[], bool], interval_s: float
 ) -> None:
     from torchrelay.aggregation.switch._metrics import as_dict  # noqa: PLC0415
 
     print(json.dumps(start), flush=True)
-    while not stop.wait(interval_s):
+    while is_on():
         print(json.dumps(as_dict(server.stats())), flush=True)
     print(json.dumps({**as_dict(server.stats()), "final": True}), flush=True)
 
 
 def _report_table(
-    server: SwitchServer, start: dict[str, str], stop: threading.Event, interval_s: float
+    server: SwitchServer, start: dict[str, str], is_on: Callable[[], bool], interval_s: float
 ) -> None:
     console = Console()
     console.print(", ".join(f"{name} {value}" for name, value in start.items()), soft_wrap=True)
     sys.stdout.flush()
     last = server.stats()
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        while not stop.wait(interval_s):
+        while is_on():
             stats = server.stats()
             if console.is_terminal:
                 live.update(

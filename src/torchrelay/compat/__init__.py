@@ -5,7 +5,8 @@ an unchanged script::
 
     python -m torchrelay.compat script.py arguments ...
 
-which calls :func:`install` for all of them, also in Python processes that the script starts.
+which installs all of them, also in Python processes that the script starts. A module of one of
+these names that the script would find beside itself or in ``PYTHONPATH`` takes precedence.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import importlib
 import os
 import pkgutil
 import sys
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
 from torchrelay.errors import ArgumentError
 
-__all__ = ["install", "install_in_children", "names", "replace"]
+__all__ = ["install", "install_in_children", "names", "replace", "script_path"]
 
 _ORIGINALS = str(Path(__file__).parent / "_originals")
 
@@ -33,15 +35,16 @@ def names() -> tuple[str, ...]:
     )
 
 
-def install(*modules: str) -> None:
+def install(*modules: str, unless_in: Sequence[str] = ()) -> None:
     """Let ``import <name>`` find ``torchrelay.compat.<name>`` in this process, and its submodules.
 
     A module is loaded when it is first imported, so the requirements of unused ones need not be
-    installed. Two act at once: ``pipeswitch`` puts its functions on `torch.cuda`, because scripts
-    look for them there, and FSDP1 finds ``torchdistx`` even if it is imported already.
+    installed. Two take effect at once: ``pipeswitch`` puts its functions on `torch.cuda`, because
+    scripts look for them there, and FSDP1 finds ``torchdistx`` even if it is imported already.
 
     Args:
         modules: which; none means all.
+        unless_in: folders in which a module of one of these names comes first.
 
     Raises:
         ArgumentError: there is no such module, or the original is already imported.
@@ -56,13 +59,14 @@ def install(*modules: str) -> None:
                 f"{name} is already imported from {sys.modules[name].__file__}; install() comes "
                 "first"
             )
-        _finder.installed.add(name)
+        if PathFinder.find_spec(name, [*unless_in]) is None:
+            _finder.installed.add(name)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     if not modules or "pipeswitch" in modules:
         # A patch of torch.cuda in the original, not a module.
         importlib.import_module(f"{__name__}.pipeswitch").install_functions()
-    if (not modules or "torchdistx" in modules) and "torch.distributed.fsdp" in sys.modules:
+    if "torchdistx" in _finder.installed and "torch.distributed.fsdp" in sys.modules:
         from torchrelay import _torch  # noqa: PLC0415 - imports torch
 
         _torch.find_torchdistx()
@@ -72,14 +76,22 @@ def install_in_children() -> None:
     """Let ``import <name>`` find the drop-in modules in Python processes started from now on.
 
     A spawned process imports the script before anything could call :func:`install`. A directory of
-    one-line modules is therefore put in front of ``PYTHONPATH``, and into ``sys.path``, which
-    multiprocessing passes on.
+    one-line modules is therefore added to ``PYTHONPATH``, and to ``sys.path``, which
+    multiprocessing passes on, behind what is there but before installed packages.
     """
-    path = os.environ.get("PYTHONPATH")
-    if _ORIGINALS not in sys.path:
-        sys.path.insert(1, _ORIGINALS)  # 0 is the script's directory
-    if _ORIGINALS not in (path or "").split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join([_ORIGINALS, *([path] if path else [])])
+    folders = _folders_of_user()
+    if _ORIGINALS not in folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*folders, _ORIGINALS])
+        sys.path.insert(1 + len(folders), _ORIGINALS)  # 0 is the script's directory
+
+
+def script_path() -> list[str]:
+    """Return the folders of ``sys.path`` that are the script's and the user's, not Python's."""
+    return [sys.path[0], *_folders_of_user()]
+
+
+def _folders_of_user() -> list[str]:
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def replace(name: str) -> None:

@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from torchrelay.compat import install, install_in_children, names
+from torchrelay.compat import install, install_in_children, names, script_path
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    install()
+    install(unless_in=script_path())
     install_in_children()
     runpy.run_path(sys.argv[0], run_name="__main__")
 

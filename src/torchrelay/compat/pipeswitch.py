@@ -2,7 +2,8 @@
 
 ``torchrelay.compat.install("pipeswitch")`` puts them on `torch.cuda`, where PipeSwitch's patch had
 them. Without arguments, sizes, device and address come from the settings
-``TORCHRELAY_SWITCHING_*``. A process has one shared cache, as in the original.
+``TORCHRELAY_SWITCHING_DEVICE``, ``TORCHRELAY_SWITCHING_ARENA_BYTES`` and
+``TORCHRELAY_PIPESWITCH_*``. A process has one shared cache, as in the original.
 
 Unlike the patch, this does not change torch's allocator: the two insert functions return a
 :class:`~torchrelay.switching.Region`, into which ``region.put(model)`` places a model.
@@ -42,18 +43,16 @@ def allocate_shared_cache(size_bytes: int | None = None, device: str | None = No
 
     Args:
         size_bytes: default: the setting ``arena_bytes``.
-        device: default: the setting ``device``; "auto" is CUDA where there is a device, else the
-            CPU.
+        device: default: the setting ``device``.
 
     Raises:
         ArgumentError: this process has one already.
     """
     _check_none()
     settings = config.load(config.Switching)
-    device = device or settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    _Process.cache = SharedCache.allocate(size_bytes or settings.arena_bytes, device)
+    _Process.cache = SharedCache.allocate(
+        size_bytes or settings.arena_bytes, device or settings.device
+    )
     return _Process.cache
 
 
@@ -62,14 +61,14 @@ def send_shared_cache(address: str | Path | None = None) -> None:
     it.
     """
     _cache("send").send(
-        address or _default_address(), timeout_s=config.load(config.Switching).timeout_s
+        address or _default_address(), timeout_s=config.load(config.PipeSwitch).timeout_s
     )
 
 
 def recv_shared_cache(address: str | Path | None = None) -> SharedCache:
     """Map the cache that another process sends; blocks until it does."""
     _check_none()
-    timeout_s = config.load(config.Switching).timeout_s
+    timeout_s = config.load(config.PipeSwitch).timeout_s
     _Process.cache = SharedCache.recv(address or _default_address(), timeout_s=timeout_s)
     return _Process.cache
 
@@ -131,12 +130,12 @@ def _parameter_bytes(cache: SharedCache) -> int:
     """The setting, or a quarter of a cache that is too small for it; whole granules of 512
     bytes.
     """
-    wanted = config.load(config.Switching).parameter_bytes
+    wanted = config.load(config.PipeSwitch).parameter_bytes
     return wanted if wanted < cache.size_bytes else cache.size_bytes // 4 // 512 * 512
 
 
 def _default_address() -> Path:
-    configured = config.load(config.Switching).socket
+    configured = config.load(config.PipeSwitch).socket
     if configured:
         return Path(configured)
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()

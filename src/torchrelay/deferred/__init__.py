@@ -5,7 +5,6 @@ Fake tensors: :mod:`.fake`. Deferred initialisation: :func:`deferred_init`, :fun
 :func:`dematerialize`, :func:`recipe`, :func:`from_recipe`.
 """
 
-from torchrelay._deprecation import old_modules
 from torchrelay.deferred import _session, fake
 from torchrelay.deferred._callers import is_meta as _is_meta
 from torchrelay.deferred._dispatch import dispatch as _dispatch_operation
@@ -36,5 +35,3 @@ _hooks.install(
     value=_value,
     is_meta=_is_meta,
 )
-old_modules(__name__, "initialization", "materialization", "planning", "reversal")
-old_modules(__name__, "training", now="torchrelay.training")

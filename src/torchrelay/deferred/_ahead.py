@@ -95,7 +95,7 @@ class _Arguments:
                 self.reads.append(region)
                 self.keeps.append(history)
                 self.recorded.append(region)
-                self.real.append(history.seen(region))
+                self.real.append(history.cached_view(region))
                 self.key.append(region.layout())
                 continue
             if kind is list and all(type(item) in _PLAIN for item in value):

@@ -45,13 +45,13 @@ __all__ = ["dispatch", "value"]
 aten = torch.ops.aten
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911, PLR0912
     """Execute ``func``: for real without fake arguments, else on shapes, recorded if deferred."""
     operator = describe(func)
     if (
         operator.is_simple
         and type(args[0]) is FakeTensor
-        and args[0]._history.given is None
+        and args[0]._history.escaped is None
         and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
     ):
         return _simple(func, operator, args, kwargs)
@@ -61,6 +61,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
             return result
     if func is aten.detach.default and isinstance(args[0], FakeTensor):
         return _detach(args[0])
+    if func is aten.new_empty.default and type(args[0]) is not FakeTensor and _torch.is_copying():
+        return _for_real(func, operator, args, kwargs)  # a copy of what is real is real
     if operator.is_factory and func in FACTORIES:
         fake = factory(func, operator, args, kwargs)
         if fake is not None:
@@ -68,7 +70,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
     if operator.composite:
         return func.decompose(*args, **kwargs)
     fakes = fakes_in(*args, kwargs)
-    if any(fake._history.given is not None for fake in fakes):
+    if any(fake._history.escaped is not None for fake in fakes):
         real = _through(func, operator, args, kwargs)
         if real is not NotImplemented:
             return real
@@ -94,7 +96,7 @@ def _ahead(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[st
             return NotImplemented
         return compute(func, operator, args, kwargs, session)
     fake = args[0]
-    if not isinstance(fake, FakeTensor) or fake._history.given is not None:
+    if not isinstance(fake, FakeTensor) or fake._history.escaped is not None:
         return NotImplemented
     return read_number(func, fake, session) if fake._region.storage.deferred else NotImplemented
 
@@ -122,27 +124,27 @@ def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[
         ``NotImplemented`` if it only reads them, beside deferred ones, and must be recorded.
     """
     written = [tensor for place in operator.written for tensor in tensors_at(place, args, kwargs)]
-    deferred = any(fake._history.given is None for fake in fakes_in((args, kwargs)))
+    deferred = any(fake._history.escaped is None for fake in fakes_in((args, kwargs)))
     writes = [
-        one for one in written if isinstance(one, FakeTensor) and one._history.given is not None
+        one for one in written if isinstance(one, FakeTensor) and one._history.escaped is not None
     ]
     if operator.changes_shape or (deferred and not writes):
         return NotImplemented
     aliases: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
 
     def alias(fake: FakeTensor) -> torch.Tensor:
-        given = fake._history.given
-        if given is None:
+        escaped = fake._history.escaped
+        if escaped is None:
             return fake
-        real = fake._region.of(given)
+        real = fake._region.of(escaped)
         aliases[id(real)] = real, fake
         return real
 
     real_args, real_kwargs = map_tensors((args, kwargs), FakeTensor, alias)
     answer = dispatch(func, real_args, real_kwargs)
     for fake in writes:
-        if fake._history.given is not None:
-            torch.autograd.graph.increment_version(fake._history.given)
+        if fake._history.escaped is not None:
+            torch.autograd.graph.increment_version(fake._history.escaped)
     return map_tensors(answer, torch.Tensor, lambda one: aliases.get(id(one), (one, one))[1])
 
 

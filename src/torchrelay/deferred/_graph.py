@@ -1,5 +1,34 @@
 """The record of deferred initialisation: storages, operations that write them, and their regions.
 
+A node's life::
+
+    torch calls an operation on fake tensors
+        │  _dispatch: shapes from meta kernels
+        ▼
+    _recording makes a Node: func, args (Regions, Externals, Constants), seq, position of its draws
+        │  entered in the Record of each Storage that it writes
+        ▼
+    materialize_* or a read asks for a Region at some seq
+        │  _schedule: the nodes back to memory that still holds a needed state
+        ▼
+    _replay runs them in program order, with generators at their positions
+        │  memory is kept with the Storage's History, or is scratch of the run
+        ▼
+    _materialization turns the fake tensor into the real one: its memory has *escaped*
+
+Terms:
+
+region: what a tensor sees of a storage: dtype, size, stride, offset.
+history: the record of a storage, with memory that holds one of its states, if any.
+version: the ``seq`` of the last operation whose effect is in the memory.
+materialization: one call that makes tensors real; has an identity, because it may still read
+memory that it handed out itself.
+escaped: memory that is a real tensor's now, so that the program may change it.
+cached view: the real tensor last made for a region, so that it is not made again.
+scratch: memory that a run computes beside what a history holds.
+recompute: the storages of a schedule whose memory cannot be used.
+external: a real tensor that a recorded operation reads.
+
 A fake tensor is a *region* (dtype, size, stride, offset) of a :class:`Storage` without memory.
 Views are therefore not operations, but other regions of the same storage. A :class:`Node` is one
 operation that allocates or writes storages; its tensor arguments are regions, and ``seq`` is its
@@ -44,9 +73,9 @@ class History:
     """The record of a storage, and memory that holds one of the states in it.
 
     The memory is a cache: it can be dropped at any time, and any state computed again from the
-    record. That ends where it is handed out, as the memory of a materialized tensor: whoever holds
-    the tensor may write to it, so only the job that handed it out still reads it as a state of the
-    record.
+    record. That ends where it escapes, as the memory of a materialized tensor: whoever holds the
+    tensor may write to it, so only the materialization that handed it out still reads it as a state
+    of the record.
 
     Fake tensors and the operations that read the storage own its history; those that write it do
     not, so that a storage that nobody can reach any more frees its record and its memory at once.
@@ -55,63 +84,74 @@ class History:
         record: the operations that write the storage.
         real: the memory, or None.
         version: the ``seq`` of the last operation whose effect is in ``real``; 0: none.
-        given: an alias of the tensor as which the memory was handed out, with its version counter;
-            or None.
-        job: who handed it out.
+        escaped: an alias of the tensor as which the memory was handed out, with its version
+            counter; or None.
+        materialization: the identity of the :class:`.Replay` that handed it out.
     """
 
-    __slots__ = ("__weakref__", "_seen", "given", "job", "real", "record", "storage", "version")
+    __slots__ = (
+        "__weakref__",
+        "_view",
+        "escaped",
+        "materialization",
+        "real",
+        "record",
+        "storage",
+        "version",
+    )
 
     def __init__(self, storage: Storage, record: Record) -> None:
         self.storage = storage
         self.record = record
         self.real: torch.UntypedStorage | None = None
         self.version = 0
-        self.given: torch.Tensor | None = None
-        self.job = 0
-        self._seen: tuple[Region, torch.UntypedStorage, torch.Tensor] | None = None
+        self.escaped: torch.Tensor | None = None
+        self.materialization = 0
+        self._view: tuple[Region, torch.UntypedStorage, torch.Tensor] | None = None
 
     def hold(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         """Replace the memory by ``memory``, and return it."""
-        self.real, self._seen = memory, None
+        self.real, self._view = memory, None
         return memory
 
-    def see(self, region: Region, tensor: torch.Tensor) -> None:
+    def cache_view(self, region: Region, tensor: torch.Tensor) -> None:
         """Replace the memory by that of ``tensor``, which is ``region`` of it."""
         self.real = tensor.untyped_storage()
-        self._seen = region, self.real, tensor
+        self._view = region, self.real, tensor
 
-    def seen(self, region: Region) -> torch.Tensor:
+    def cached_view(self, region: Region) -> torch.Tensor:
         """Return ``region`` of the memory, which must be there; the caller must not reshape it."""
         assert self.real is not None
-        seen = self._seen
-        if seen is not None and seen[0] is region and seen[1] is self.real:
-            return seen[2]
+        view = self._view
+        if view is not None and view[0] is region and view[1] is self.real:
+            return view[2]
         tensor = region.over(self.real)
-        self._seen = region, self.real, tensor
+        self._view = region, self.real, tensor
         return tensor
 
-    def holds(self, version: int, job: int) -> bool:
+    def holds(self, version: int, materialization: int) -> bool:
         """Return whether later operations alone lead from the memory to state ``version``."""
         if self.real is None or self.version > version:
             return False
-        return self.given is None or (self.job == job and self.version == version)
+        if self.escaped is None:
+            return True
+        return self.materialization == materialization and self.version == version
 
     def is_current(self) -> bool:
         """Return whether the memory holds the last state, and was not handed out."""
         last = self.record[-1].seq if self.record else 0
-        return self.real is not None and self.version == last and self.given is None
+        return self.real is not None and self.version == last and self.escaped is None
 
-    def hand_out(self, tensor: torch.Tensor, job: int) -> None:
+    def hand_out(self, tensor: torch.Tensor, materialization: int) -> None:
         """Note that the memory is now that of ``tensor``, which the program may change."""
-        self.given = tensor.detach()
-        self.job = job
-        self._seen = None
+        self.escaped = tensor.detach()
+        self.materialization = materialization
+        self._view = None
 
     def drop(self) -> None:
         """Free the memory, unless it was handed out."""
-        if self.given is None:
-            self.real, self._seen, self.version = None, None, 0
+        if self.escaped is None:
+            self.real, self._view, self.version = None, None, 0
 
 
 class Storage:

@@ -25,11 +25,10 @@ from torchrelay.deferred._shards import (
 from torchrelay.deferred._tensor import FakeTensor, become, replacement
 from torchrelay.deferred._traces import Trace, remember
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
-from torchrelay.telemetry import span
 
 __all__ = ["materialize_module", "materialize_tensor"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("torchrelay.deferred")
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -73,7 +72,7 @@ def _give(fake: FakeTensor, replay: Replay, convert: Convert = lambda real: real
         real = convert(memory)
     become(fake, real)
     if real is memory:
-        history.hand_out(fake, replay.job)
+        history.hand_out(fake, replay.materialization)
     return fake
 
 
@@ -86,6 +85,7 @@ def materialize_module(
     dtype: torch.dtype | None = None,
     shard: Shard | None = None,
     uninitialized: Collection[str] = (),
+    leave_deferred: Collection[str] = (),
 ) -> None:
     """Compute the deferred tensors of ``module``, children first, one tensor at a time.
 
@@ -105,6 +105,7 @@ def materialize_module(
             local part is computed. The placements may be a function of name and tensor, too.
         uninitialized: qualified names of tensors that get memory but no values, because the caller
             will fill them. Values that depend on them are computed from the recorded ones.
+        leave_deferred: qualified names of tensors that stay deferred; of a tied tensor, all names.
 
     Raises:
         ArgumentError: an argument has the wrong type, or slices do not fit.
@@ -115,13 +116,14 @@ def materialize_module(
         raise ArgumentError(f"materialize_module() takes a module, not {type(module).__name__}.")
     check_shard(shard)
     places = list(children_first(module, ""))
-    job = _Job(Replay(None if device is None else torch.device(device)), device, dtype, shard)
-    job.note_traces(submodule for _, submodule in places)
-    job.leave_uninitialized(places, uninitialized)
-    with span("deferred.materialize_module", modules=len(places)):
+    replay = Replay(None if device is None else torch.device(device))
+    materialization = _Materialization(replay, device, dtype, shard, frozenset(leave_deferred))
+    materialization.note_traces(submodule for _, submodule in places)
+    materialization.leave_uninitialized(places, uninitialized)
+    with _torch.span("torchrelay.deferred.materialize_module"):
         for prefix, submodule in places:
             if check_fn is None or check_fn(submodule):
-                job.run(submodule, prefix, buffers_only)
+                materialization.run(submodule, prefix, buffers_only)
     if check_fn is None and not buffers_only:
         _materialize_escaped()
 
@@ -156,11 +158,19 @@ def _listed(found: list[tuple[str, FakeTensor]]) -> str:
 _MOST_LISTED = 10
 
 
-class _Job:
+class _Materialization:
     """State of one call of :func:`materialize_module`."""
 
-    def __init__(self, replay: Replay, device: Any, dtype: torch.dtype | None, shard: Any) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        device: Any,
+        dtype: torch.dtype | None,
+        shard: Any,
+        left: frozenset[str],
+    ) -> None:
         self._replay = replay
+        self._left = left
         self._device = device
         self._dtype = dtype
         self._shard = shard
@@ -208,7 +218,7 @@ class _Job:
             (module._buffers,) if buffers_only else (module._parameters, module._buffers)
         ):
             for name, tensor in list(registry.items()):
-                if tensor is not None:
+                if tensor is not None and prefix + name not in self._left:
                     registry[name] = self._materialized(prefix + name, tensor)  # type: ignore[assignment]
 
     def _materialized(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

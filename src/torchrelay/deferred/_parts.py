@@ -34,7 +34,7 @@ class _NotSliceableError(Exception):
 
 def part_of(region: Region, replay: Replay) -> torch.Tensor:
     """Return the values of ``region``: contiguous, of its shape, in new memory."""
-    if region.storage.history().given is not None:
+    if region.storage.history().escaped is not None:
         return replay.values(region).clone(memory_format=torch.contiguous_format)
     return _Parts(replay, region.size_bytes).values(region, END)
 
@@ -120,7 +120,7 @@ class _Part:
         self._nodes = writers(self._storage, before)
         self._origin: torch.UntypedStorage | None = None
         history = region.storage.history()
-        if history.holds(self._nodes[-1].seq if self._nodes else 0, replay.job):
+        if history.holds(self._nodes[-1].seq if self._nodes else 0, replay.materialization):
             self._origin = history.real
             self._nodes = [node for node in self._nodes if node.seq > history.version]
         self._targets = [_target(node) for node in self._nodes]

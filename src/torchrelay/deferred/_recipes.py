@@ -377,5 +377,5 @@ def _count(value: Any) -> int:
 
 def _encode(tensor: torch.Tensor) -> str:
     with _torch.plain_torch():
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        raw = _torch.flat_bytes(tensor.cpu().contiguous())
         return base64.b64encode(raw.numpy().tobytes()).decode()

@@ -54,9 +54,9 @@ def record(
                 f"{func}: a fake tensor that was made outside deferred_init has no history to "
                 f"materialize it from, so it cannot be used with deferred tensors: {value!r}"
             )
-        given = value._history.given
-        if given is not None:
-            return noted(External(region.of(given), given))
+        escaped = value._history.escaped
+        if escaped is not None:
+            return noted(External(region.of(escaped), escaped))
         if not any(region is written for written in writes):
             reads.append(region)
             keeps.append(value._history)

@@ -28,7 +28,7 @@ __all__ = ["Replay"]
 # Memory that may stay behind what a program has read while it was recorded.
 KEPT_BYTES = 256 << 20
 
-_next_job = itertools.count(1).__next__
+_next_materialization = itertools.count(1).__next__
 
 
 class Replay:
@@ -38,13 +38,13 @@ class Replay:
         device: replaces devices that this machine lacks.
 
     Attributes:
-        job: identifies this object in the histories whose memory it hands out.
+        materialization: identifies this object in the histories whose memory it hands out.
         generators: private generators for the random numbers.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._instead = device
-        self.job = _next_job()
+        self.materialization = _next_materialization()
         self.generators = Generators(self._run_for_draw)
         self._kept = _Kept()
 
@@ -53,8 +53,8 @@ class Replay:
         good.
         """
         history = storage.history()
-        if history.given is None:
-            schedule = Schedule([(storage, END)], job=self.job)
+        if history.escaped is None:
+            schedule = Schedule([(storage, END)], materialization=self.materialization)
             _Run(self, schedule, keep=True).all()
             for node in schedule.nodes:
                 node.finish()
@@ -76,7 +76,7 @@ class Replay:
         history = region.storage.history()
         if history.is_current():
             self._kept.note([region.storage])
-            return history.seen(region)
+            return history.cached_view(region)
         return self._values(region, END, keep=True)
 
     @property
@@ -90,7 +90,7 @@ class Replay:
         if node.outputs:
             for region, value in zip(node.outputs, _flatten(result), strict=True):
                 if region is not None and value is not None and value.shape == region.size:
-                    region.storage.history().see(region, _laid_out(node, region, value))
+                    region.storage.history().cache_view(region, _laid_out(node, region, value))
                     regions.append(region)
         for region in regions:
             region.storage.history().version = node.seq
@@ -98,7 +98,7 @@ class Replay:
 
     def keep_one(self, node: Node, history: History, region: Region, result: torch.Tensor) -> None:
         """Do the same as :meth:`keep` for a node whose one effect is ``region``, a new storage."""
-        history.see(region, _laid_out(node, region, result))
+        history.cache_view(region, _laid_out(node, region, result))
         history.version = node.seq
         self._kept.note((region.storage,))
 
@@ -108,9 +108,11 @@ class Replay:
 
     def _values(self, region: Region, before: int, keep: bool) -> torch.Tensor:
         history = region.storage.history()
-        if before == END and history.given is not None and history.real is not None:
+        if before == END and history.escaped is not None and history.real is not None:
             return region.over(history.real)
-        run = _Run(self, Schedule([(region.storage, before)], job=self.job), keep)
+        run = _Run(
+            self, Schedule([(region.storage, before)], materialization=self.materialization), keep
+        )
         run.all()
         if keep:
             self._kept.note(run.kept)
@@ -143,7 +145,7 @@ class Replay:
     def _run_for_draw(self, node: Node) -> None:
         if describe(node.func).fills and not node.reads:
             node = _without_target(node)
-        _Run(self, Schedule(nodes=[node], job=self.job), keep=False).all()
+        _Run(self, Schedule(nodes=[node], materialization=self.materialization), keep=False).all()
 
 
 _ARGUMENTS = (Region, External, Constant)
@@ -168,19 +170,19 @@ class _Run:
     """One walk through a schedule.
 
     Args:
-        keep: results stay with their storages. If not, all is done aside, and memory that exists is
-            left alone.
+        keep: results stay with their storages. If not, all is done in scratch memory, and memory
+            that exists is left alone.
 
     Attributes:
-        kept: the storages with which memory was left.
+        kept: the storages that keep their memory.
     """
 
     def __init__(self, replay: Replay, schedule: Schedule, keep: bool) -> None:
         self._replay = replay
         self._schedule = schedule
         self._keep = keep
-        self._aside: dict[Storage, torch.UntypedStorage] = {}
-        self._versions: dict[Storage, int] = {}  # of what is aside
+        self._scratch: dict[Storage, torch.UntypedStorage] = {}
+        self._versions: dict[Storage, int] = {}  # of scratch memory
         # The storages in the order in which they are needed last, so that memory is freed as soon
         # as may be.
         self._ends = sorted(schedule.last_uses, key=schedule.last_uses.__getitem__, reverse=True)
@@ -194,53 +196,53 @@ class _Run:
                 self._run(node)
                 while self._ends and schedule.last_uses[self._ends[-1]] <= node.seq:
                     self._release(self._ends.pop())
-        for storage in list(self._aside):
+        for storage in list(self._scratch):
             self._settle(storage)
 
     def memory(self, storage: Storage) -> torch.UntypedStorage:
         """The memory of ``storage`` in the state that the run has reached, to be read."""
-        found = self._aside.get(storage)
-        if found is None and storage not in self._schedule.afresh:
+        found = self._scratch.get(storage)
+        if found is None and storage not in self._schedule.recompute:
             found = storage.history().real
         return self._writable(storage) if found is None else found
 
     def _real(self, region: Region) -> torch.Tensor:
         storage = region.storage
-        if storage not in self._aside and storage not in self._schedule.afresh:
+        if storage not in self._scratch and storage not in self._schedule.recompute:
             history = storage.history()
             if history.real is not None:
-                return history.seen(region)
+                return history.cached_view(region)
         return region.over(self.memory(storage))
 
     def _writable(self, storage: Storage) -> torch.UntypedStorage:
-        found = self._aside.get(storage)
+        found = self._scratch.get(storage)
         if found is not None:
             return found
         history = storage.history()
-        afresh = storage in self._schedule.afresh
-        if self._keep and not afresh:
+        recompute = storage in self._schedule.recompute
+        if self._keep and not recompute:
             if history.real is None:
                 return history.hold(self._replay.empty(storage))
             return history.real
-        fresh = afresh or history.real is None
-        self._aside[storage] = self._replay.empty(storage) if fresh else history.real.clone()  # type: ignore
-        return self._aside[storage]
+        fresh = recompute or history.real is None
+        self._scratch[storage] = self._replay.empty(storage) if fresh else history.real.clone()  # type: ignore
+        return self._scratch[storage]
 
     def _release(self, storage: Storage) -> None:
         """No later operation needs ``storage``."""
         self._settle(storage)
-        self._aside.pop(storage, None)
+        self._scratch.pop(storage, None)
         del self._schedule.histories[storage]
 
     def _settle(self, storage: Storage) -> None:
-        """What was computed afresh becomes the storage's own memory, if it is a later state."""
+        """Make scratch memory the storage's own, if it holds a later state."""
         history = storage.history()
-        if self._keep and storage in self._aside and history.given is None:
+        if self._keep and storage in self._scratch and history.escaped is None:
             version = self._versions.get(storage, 0)
             if version >= history.version:
-                history.hold(self._aside.pop(storage))
+                history.hold(self._scratch.pop(storage))
                 history.version = version
-                self._schedule.afresh.discard(storage)
+                self._schedule.recompute.discard(storage)
 
     def _run(self, node: Node) -> None:
         # First of all, as other operations may have to be run to find out where the generator
@@ -292,7 +294,7 @@ class _Run:
                     self._bind(node, output, value)
 
     def _reached(self, storage: Storage, version: int) -> None:
-        if storage in self._aside:
+        if storage in self._scratch:
             self._versions[storage] = version
         else:
             storage.history().version = version
@@ -303,23 +305,23 @@ class _Run:
         storage, version = region.storage, node.seq
         history = storage.history()
         asked = storage in self._schedule.last_uses
-        afresh = storage in self._schedule.afresh
-        there = history.real is not None and history.version >= version and not afresh
+        recompute = storage in self._schedule.recompute
+        there = history.real is not None and history.version >= version and not recompute
         if there or not (asked or self._keep):
             return
         if not asked and value.shape != region.size:
             return  # workspace of a kernel, of which only its own backward pass knows the size
         laid_out = _laid_out(node, region, value)
-        if self._keep and not afresh:
-            history.see(region, laid_out)
+        if self._keep and not recompute:
+            history.cache_view(region, laid_out)
         else:
-            self._aside[storage] = laid_out.untyped_storage()
+            self._scratch[storage] = laid_out.untyped_storage()
         self._reached(storage, version)
 
     def _spoil(self, node: Node) -> None:
         """Nobody knows what ``node`` has left behind where it failed."""
         for region in node.writes:
-            if self._aside.pop(region.storage, None) is None and self._keep:
+            if self._scratch.pop(region.storage, None) is None and self._keep:
                 region.storage.history().drop()
 
 

@@ -15,20 +15,20 @@ END = 1 << 62  # a place in the program after every operation
 class Schedule:
     """The operations to run for some states, in program order.
 
-    A state is asked for by its storage and a place in the program: that before an operation, or the
-    last. Where the memory that a storage has comes before the state, only the operations in between
-    are run. Where it comes after one of the states that are asked for, or was handed out, the
-    storage is computed ``afresh``, beside it.
+    A state is requested by its storage and a place in the program: before an operation, or at the
+    end. If the storage's memory holds an earlier state, only the operations in between are run. If
+    it holds a later state than one of those requested, or was handed out, the storage is in
+    ``recompute``, and is computed in other memory.
 
     Args:
-        job: who asks; memory that the same job has handed out has not been changed since.
+        materialization: the caller; memory that it handed out itself has not been changed since.
         cached: whether memory that exists is used; if not, the schedule is the whole record.
 
     Attributes:
         nodes: the operations, in order.
-        afresh: the storages whose memory does not serve.
+        recompute: the storages whose memory cannot be used.
         last_uses: for each storage asked for, the latest place.
-        histories: theirs, which are needed until then.
+        histories: those of these storages, which are needed until then.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class Schedule:
         states: Iterable[tuple[Storage, int]] = (),
         nodes: Iterable[Node] = (),
         *,
-        job: int = 0,
+        materialization: int = 0,
         cached: bool = True,
     ) -> None:
-        self._job = job
+        self._materialization = materialization
         self._cached = cached
         self._chosen: dict[int, Node] = {}
         self._asked: dict[Storage, set[int]] = {}
         self._todo: list[tuple[Storage, int]] = list(states)
-        self.afresh: set[Storage] = set()
+        self.recompute: set[Storage] = set()
         self.histories: dict[Storage, History] = {}
         for node in nodes:
             self._choose(node)
@@ -65,11 +65,11 @@ class Schedule:
         places.add(before)
         history = self.histories.setdefault(storage, storage.history())
         needed = writers(storage, before)
-        if self._cached and history.real is not None and storage not in self.afresh:
-            if history.holds(needed[-1].seq if needed else 0, self._job):
+        if self._cached and history.real is not None and storage not in self.recompute:
+            if history.holds(needed[-1].seq if needed else 0, self._materialization):
                 needed = [node for node in needed if node.seq > history.version]
             else:
-                self.afresh.add(storage)
+                self.recompute.add(storage)
                 self._todo.extend((storage, place) for place in places)
                 places.clear()
                 return

@@ -35,7 +35,7 @@ class Trace:
         another tensor.
         """
         region = fake._region
-        if region.storage.history().given is not None:
+        if region.storage.history().escaped is not None:
             return None
         return cls(region, Schedule([(region.storage, END)], cached=False).nodes)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrelay._deprecation import old_names
 from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
 
@@ -29,8 +28,6 @@ __all__ = [
     "sum_metrics",
     "with_reciprocals",
 ]
-
-__getattr__ = old_names(__name__, {"Metrics": "RankingMetrics"})
 
 HITS_AT = (1, 3, 10)
 

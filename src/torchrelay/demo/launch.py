@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from torchrelay._python import module_command
 from torchrelay.demo import code_graph
 from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.triples import SPLITS, read_graph, write_facts
@@ -38,16 +39,21 @@ def run(options: DemoOptions) -> NoReturn:
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHRELAY_PARAMETERS_TIMEOUT_S": str(options.timeout_s),
     }
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    torchrun = [
+        *module_command("torch.distributed.run"),
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--no-python",
+    ]
     worker = [
         "--nproc-per-node",
         str(options.nproc),
-        "-m",
-        "torchrelay.demo.worker",
+        *module_command("torchrelay.demo.worker"),
         options.to_json(),
     ]
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, *torchrun, *worker], {**defaults, **os.environ})
+    os.execve(sys.executable, [*torchrun, *worker], {**defaults, **os.environ})
 
 
 def run_on_code_graph(options: DemoOptions) -> NoReturn:

@@ -7,11 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrelay._deprecation import old_names
-
 __all__ = ["DemoOptions"]
-
-__getattr__ = old_names(__name__, {"Options": "DemoOptions"})
 
 
 @dataclass(frozen=True)

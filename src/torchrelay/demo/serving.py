@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchrelay._python import code_command
 from torchrelay.demo.evaluation import count_answers
 from torchrelay.demo.model import ComplEx
 from torchrelay.demo.triples import Graph
@@ -123,7 +123,7 @@ def compare_switches(graph: Graph, dim: int, checkpoint: str, file: str) -> Swit
             both_s = _median(lambda: [switcher.infer(name, question) for name in store.names()])
     restarted_s = _seconds(
         lambda: subprocess.run(
-            [sys.executable, "-c", _RESTART, file, str(entities), str(relations), str(dim)],
+            [*code_command(_RESTART), file, str(entities), str(relations), str(dim)],
             check=True,
         )
     )

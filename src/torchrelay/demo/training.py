@@ -23,7 +23,7 @@ from torchrelay.demo.model import ComplEx, entities_of
 from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
-from torchrelay.parameters import Embedding, IntentLoader
+from torchrelay.parameters import Embedding, IntentLoader, TableWeight
 from torchrelay.world import World
 
 __all__ = ["Batches", "Trainer", "compare_all_reduce", "compare_lookups", "compare_steps"]
@@ -91,8 +91,8 @@ class Batches:
 class Trainer:
     """A model, wrapped by DistributedDataParallel over ``group``, and its optimizer.
 
-    DDP and the optimizer see what the model has as parameters: all of it, or without the entities
-    where they are in a table, which has an optimizer of its own.
+    The optimizer steps all parameters, or all but the entities where they are in a table, which has
+    an optimizer of its own.
 
     Args:
         group: the process group that sums the gradients; None for the default one.
@@ -106,9 +106,8 @@ class Trainer:
         )
         self._options = options
         self._entities = model.entities
-        self._optimizer = torch.optim.Adagrad(
-            model.parameters(), lr=options.learning_rate, fused=True
-        )
+        dense = [one for one in model.parameters() if not isinstance(one, TableWeight)]
+        self._optimizer = torch.optim.Adagrad(dense, lr=options.learning_rate, fused=True)
 
     def step(self, triples: Tensor, negatives: Tensor) -> float:
         """Run one step; return this rank's loss.

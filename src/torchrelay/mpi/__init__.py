@@ -12,7 +12,6 @@ Communications in grad mode form a chain in autograd's graph. A backward pass th
 communications of a rank, in the reverse order, and cannot deadlock where the forward pass did not.
 """
 
-from torchrelay._deprecation import old_modules
 from torchrelay.mpi._allreduce import Located
 from torchrelay.mpi._chain import chain, reset
 from torchrelay.mpi._communicator import COMM_WORLD, CartCommunicator, Communicator, from_mpi4py
@@ -52,8 +51,6 @@ __all__ = [
     "grad",
     "reset",
 ]
-
-old_modules(__name__, "communicator", "halo", "passes")
 
 MPI_MAX, MPI_MIN, MPI_SUM, MPI_PROD = Op.MAX, Op.MIN, Op.SUM, Op.PROD
 MPI_LAND, MPI_BAND, MPI_LOR, MPI_BOR = Op.LAND, Op.BAND, Op.LOR, Op.BOR

@@ -104,18 +104,29 @@ class Slot:
 class Link:
     """Place of a recorded communication in its chain."""
 
-    __slots__ = ("chain", "done", "position")
+    __slots__ = ("chain", "done", "name", "position")
 
-    def __init__(self, chain: Chain, node: Node) -> None:
+    def __init__(self, chain: Chain, node: Node, name: str) -> None:
         self.chain = chain
+        self.name = name
         self.position = len(chain.names)
         self.done = False
         if self.position == 1 and chain.first is None:
             chain.first = weakref.ref(node)
 
-    def enter(self, policy: str) -> bool:
-        """Start the node's backward; return False if it has run before and only keeps the order."""
+    def enter(self, policy: str, is_used: bool) -> bool:
+        """Start the node's backward; return False if it has run before and only keeps the order.
+
+        Raises:
+            GraphError: it has run before, and a loss used its result again.
+        """
         if self.done:
+            if is_used:
+                raise GraphError(
+                    f"a second backward pass reaches {self.name}, whose backward has run: pass "
+                    "retain_graph=True to the first backward pass on every rank, or add the losses "
+                    "and differentiate the sum"
+                )
             return False
         chain, task = self.chain, _torch.backward_id()
         if chain.task != task:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torchrelay._deprecation import old_attribute, old_keywords
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _compiled, _persistent, _point_to_point, _starting, _wait
 from torchrelay.mpi._allgather import allgather
@@ -105,8 +104,6 @@ class Communicator:
         """The communicator of backward passes; for that one, itself."""
         return self if self._reverse is None else self._reverse
 
-    unreached = old_attribute("unreached", "unreachable_policy")
-
     def _copy(self: _C) -> _C:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
@@ -124,7 +121,6 @@ class Communicator:
 
     # Communicators
 
-    @old_keywords(unreached="unreachable_policy")
     def replace(
         self, convention: str | None = None, unreachable_policy: str | None = None
     ) -> Communicator:

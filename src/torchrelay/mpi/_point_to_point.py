@@ -48,6 +48,7 @@ class _PeerCall(Call):
 
     __slots__ = ("peer", "tag")
     everyone = False
+    transforms = frozenset({"Grad"})
 
     def __init__(self, comm: Comm, peer: int, tag: int) -> None:
         self.comm = comm
@@ -174,6 +175,7 @@ class Sendrecv(_PeerCall):
     __slots__ = ("batch_dims", "dtype", "sent", "shape", "source", "source_tag")
     name = "Sendrecv"
     parameters = ("peer", "tag", "source", "source_tag", "shape")
+    transforms = Call.transforms
 
     def __init__(
         self,

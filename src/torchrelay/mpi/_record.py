@@ -15,8 +15,8 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from torchrelay import _torch, telemetry
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay import _torch
+from torchrelay.errors import ArgumentError, GraphError, UnsupportedError
 from torchrelay.mpi import _chain, _check, _compiled
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, is_differentiable
@@ -92,6 +92,9 @@ class Call:
     """Whether its backward communicates nothing."""
     overwrites: ClassVar[bool] = False
     """Whether the result lies in the input's memory."""
+
+    transforms: ClassVar[frozenset[str]] = frozenset({"Grad", "Jvp", "Vmap"})
+    """The transforms of ``torch.func`` that it supports."""
 
     parameters: ClassVar[tuple[str, ...]] = ()
     """The constructor's arguments after ``comm``: integers, ``op``, and at last one of
@@ -220,11 +223,14 @@ _TOKEN = torch.empty(())
 class Recorded(_chain.Link):
     """State of a node: its call, its place in the chain, and a cotangent of zeros."""
 
-    __slots__ = ("call", "device", "dtype", "shape")
+    __slots__ = ("call", "device", "dtype", "saved_count", "shape")
 
-    def __init__(self, chain: _chain.Chain, node: Any, call: Call, y: Tensor) -> None:
-        super().__init__(chain, node)
+    def __init__(
+        self, chain: _chain.Chain, node: Any, call: Call, y: Tensor, saved_count: int
+    ) -> None:
+        super().__init__(chain, node, call.name)
         self.call = call
+        self.saved_count = saved_count  # the derivative needs this many saved tensors, the first
         self.shape = y.shape
         self.dtype = y.dtype
         self.device = y.device
@@ -233,7 +239,7 @@ class Recorded(_chain.Link):
         """Compute the input's cotangent, also if only other ranks need it; None if unused here."""
         if grad is None:
             grad = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        result: Tensor | None = self.call.backward(grad, *ctx.saved_tensors)
+        result: Tensor | None = self.call.backward(grad, *ctx.saved_tensors[: self.saved_count])
         return result if ctx.needs_input_grad[1] else None
 
 
@@ -244,8 +250,15 @@ class Node(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         y = call.forward(x)
-        save(ctx, call, x, y)
-        ctx.recorded = Recorded(_chain.current(), ctx, call, y)
+        saved = call.saved(x, y)
+        # A checkpoint recomputes a segment when a saved tensor is used, up to the last one saved.
+        # Each communication saves one, so that all ranks recompute at the same place in the order.
+        kept = (*saved, token) if has_saving_hooks() else saved
+        if kept:
+            ctx.save_for_backward(*kept)
+        if call.overwrites:
+            ctx.mark_dirty(x)
+        ctx.recorded = Recorded(_chain.current(), ctx, call, y, len(saved))
         if not call.everyone:
             call.joined(ctx.recorded)
         return y, torch.empty_like(_TOKEN)
@@ -257,7 +270,8 @@ class Node(torch.autograd.Function):
         recorded: Recorded = ctx.recorded
         comm = recorded.call.comm
         if not recorded.enter(
-            (comm.unreachable_policy or settings.unreachable_policy) if comm.size > 1 else "ignore"
+            (comm.unreachable_policy or settings.unreachable_policy) if comm.size > 1 else "ignore",
+            grad is not None,
         ):
             return None, None, None
         if not is_grad_enabled():
@@ -281,15 +295,20 @@ class TransformNode(Node):
     ) -> None:
         call, x, _ = inputs
         ctx.set_materialize_grads(False)
-        save(ctx, call, x, output[0])
-        ctx.save_for_forward(*call.saved(x, output[0]))
-        ctx.recorded = Recorded(_chain.Chain(), ctx, call, output[0])
+        saved = call.saved(x, output[0])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        if call.overwrites:
+            ctx.mark_dirty(x)
+        ctx.recorded = Recorded(_chain.Chain(), ctx, call, output[0], len(saved))
         ctx.like = (x.shape, x.dtype, x.device)
+        ctx.place = (_transform_chain, len(_transform_chain.names))
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, _token: Tensor | None
     ) -> tuple[None, Tensor | None, None]:
+        _check_messages(*ctx.place)
         return None, ctx.recorded.pull_back(ctx, grad), None
 
     @staticmethod
@@ -310,18 +329,11 @@ class TransformNode(Node):
 
 
 transforms_active, forward_mode_active = _torch.transforms_active, _torch.forward_mode_active
+has_saving_hooks = _torch.has_saving_hooks
 _apply = _torch.apply_of(Node)
 _apply_transformed: Any = TransformNode.apply
 _unpack_dual: Any = forward_ad.unpack_dual
 _make_dual: Any = forward_ad.make_dual
-
-
-def save(ctx: Any, call: Call, x: Tensor, y: Tensor) -> None:
-    saved = call.saved(x, y)
-    if saved:
-        ctx.save_for_backward(*saved)
-    if call.overwrites:
-        ctx.mark_dirty(x)
 
 
 def record(call: Call, x: Tensor) -> Tensor:
@@ -329,10 +341,8 @@ def record(call: Call, x: Tensor) -> Tensor:
     if is_compiling():
         return _compiled.communicate(call, x, record)
     try:
-        if telemetry.listening():
-            with telemetry.span(
-                f"mpi.{call.name}", comm=call.comm.name, size_bytes=x.numel() * x.itemsize
-            ):
+        if _torch.profiling():
+            with _torch.span(f"torchrelay.mpi.{call.name}"):
                 return _record(call, x)
         return _record(call, x)
     except MPI.Exception as error:
@@ -392,6 +402,7 @@ def _record_dual(call: Call, x: Tensor) -> Tensor:
 
 
 _transform_head: Tensor | None = None
+_transform_chain = _chain.Chain()  # the messages since the transform began
 
 
 def _record_under_transform(call: Call, x: Tensor) -> Tensor:
@@ -399,16 +410,50 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
     global _transform_head
     if not call.differentiable(x):
         raise UnsupportedError(f"{call.describe()} of {x.dtype} inside a torch.func transform")
-    y, _transform_head = record_transformed(call, x, _transform_token())
+    if call.transforms != Call.transforms:
+        refused = _torch.transform_kinds() - call.transforms
+        if refused:
+            raise UnsupportedError(
+                f"{call.describe()} under torch.func's {', '.join(sorted(refused))} transform: a "
+                "rank does not know whether the other's tensor has a tangent or a batch; use "
+                "Sendrecv or a collective, or torch.autograd.forward_ad"
+            )
+    token = _transform_token()
+    if (
+        is_grad_enabled()
+        and call.transforms != Call.transforms
+        and not (call.passive or call.comm.is_reverse)
+    ):
+        _transform_chain.names.append(call.name)
+    y, _transform_head = record_transformed(call, x, token)
     return y
 
 
 def _transform_token() -> Tensor:
+    global _transform_chain  # noqa: PLW0603
     if _transform_head is not None:
         head = _torch.strip_dead_transform(_transform_head)
         if _torch.is_transformed(head):
             return head
+    _transform_chain = _chain.Chain()
     return torch.zeros(())
+
+
+def _check_messages(chain: _chain.Chain, begun: int) -> None:
+    """Raise :class:`GraphError` if this backward pass begins before the transform's last message.
+
+    Its derivative would be left out, and the other rank's gradient dropped.
+    """
+    task = _torch.backward_id()
+    if chain.task == task:
+        return
+    chain.task, missed = task, chain.names[begun:]
+    if missed:
+        raise GraphError(
+            f"the result of a torch.func transform does not depend on its last messages "
+            f"({', '.join(missed)}), whose derivatives would be left out: return "
+            "torchrelay.mpi.JoinDummies(result, [what Send or Wait returned])"
+        )
 
 
 def record_transformed(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

@@ -279,7 +279,7 @@ def _compare_place(lease: SharedState, source: int, text: str) -> None:
 
 def _current_call() -> str:
     if _has_ended:
-        return "no longer there, it has ended"
+        return "no longer running: it has exited"
     if _waiting is None:
         return "in no communication"
     call, start = _waiting

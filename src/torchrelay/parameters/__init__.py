@@ -12,7 +12,6 @@ Below them: :class:`Server` and :class:`Worker` (with :class:`AccessHandle` and
 :class:`Participant`, or over a :class:`Topology`.
 """
 
-from torchrelay._deprecation import old_modules, old_names
 from torchrelay.parameters import optim
 from torchrelay.parameters._contract import KeyInit, UpdateRule
 from torchrelay.parameters._embedding import Embedding, EmbeddingBag
@@ -44,18 +43,3 @@ __all__ = [
     "optim",
     "start",
 ]
-
-__getattr__ = old_names(__name__, {"Place": "Participant"})
-old_modules(
-    __name__,
-    "contract",
-    "embedding",
-    "intents",
-    "metrics",
-    "sampling",
-    "server",
-    "starting",
-    "table",
-    "topology",
-    "worker",
-)

@@ -12,7 +12,7 @@ import torch
 from torchrelay import _native
 from torchrelay.errors import ArgumentError
 
-__all__ = ["DTYPES", "address_of_keys", "address_of_values", "describe"]
+__all__ = ["DTYPES", "address_of_keys", "address_of_values", "check_finite", "describe"]
 
 # Those that a table can have, as the native core names them.
 DTYPES: dict[torch.dtype, _native.Dtype] = {
@@ -88,3 +88,25 @@ def address_of_values(values: Any, dtype: torch.dtype, *, written: bool) -> tupl
     ):
         raise ArgumentError("values requires grad and would be overwritten: pass values.detach()")
     return address, count * dtype.itemsize
+
+
+def check_finite(keys: torch.Tensor | None, values: torch.Tensor, where: str) -> None:
+    """Raise ArgumentError if a gradient is NaN or infinite: it would spoil rows that all processes
+    share.
+
+    Args:
+        keys: of the rows that ``values``, ``(n, ...)``, are for, if each has one.
+    """
+    if values.sum().isfinite():  # cheaper than a mask; a sum that overflows is looked at again
+        return
+    bad = ~values.isfinite()
+    if not bad.any():
+        return
+    which = "some gradients"
+    if keys is not None:
+        spoiled = keys[bad.reshape(len(keys), -1).any(dim=1)]
+        which = f"the gradients of {len(spoiled)} rows, the first that of key {int(spoiled[0])},"
+    raise ArgumentError(
+        f"{where}: {which} are NaN or infinite; nothing was applied. A torch.amp.GradScaler skips "
+        "such steps"
+    )

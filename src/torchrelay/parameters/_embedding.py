@@ -6,7 +6,7 @@ parameter ``weight``, which represents the table's rows, until :meth:`Table.opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,26 +134,41 @@ class _TableModule(nn.Module):
                 "is"
             )
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Let the weight show the device and dtype that the model was moved to; rows stay."""
+
+        def apply(tensor: Tensor) -> Tensor:
+            return fn(tensor.stand_in() if isinstance(tensor, TableWeight) else tensor)
+
+        return super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+
     def _rows(self, keys: Tensor) -> Tensor:
         """Return the rows of ``keys``: ``(*keys.shape, embedding_dim)``."""
-        if not torch.compiler.is_compiling():
-            self._check()
+        if not torch.compiler.is_compiling():  # which cannot replace a weight either
+            weight = self._parameters.get("weight")
+            if not isinstance(weight, TableWeight):
+                return self._rows_of(weight, keys)
+            if _torch.transforms_active():
+                raise UnsupportedError(
+                    "torch.func does not differentiate lookups in a table; use backward()"
+                )
         return look_up(self._lookup, keys, differentiable=self.trainable)
 
-    def _check(self) -> None:
-        found = self._parameters.get("weight")
-        if not isinstance(found, TableWeight) and (
-            found is None or isinstance(found, nn.Parameter)
-        ):
+    def _rows_of(self, weight: Tensor | None, keys: Tensor) -> Tensor:
+        """Return rows of ``weight``, which ``torch.func.functional_call`` has put in place of the
+        table's.
+        """
+        shape = (self.num_embeddings, self.embedding_dim)
+        if weight is None or tuple(weight.shape) != shape:
             raise UnsupportedError(
                 "a wrapper has replaced the weight of a table, whose gradients would be lost; "
-                "leave this module out of it, e.g. FullyShardedDataParallel(..., "
-                "ignored_modules=[embedding])"
+                "exclude this module from it, e.g. FullyShardedDataParallel(..., "
+                f"ignored_modules=[embedding]); instead of the table's rows, a tensor of shape "
+                f"{shape} can be used (torch.func.functional_call)"
             )
-        if _torch.transforms_active():
-            raise UnsupportedError(
-                "torch.func does not differentiate lookups in a table; use backward()"
-            )
+        return functional.embedding(
+            keys, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         whole = not self.sharded_state_dict

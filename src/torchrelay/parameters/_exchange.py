@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrelay import _torch
+from torchrelay._waiting import listed
 from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.parameters._weight import sum_by_key
 
@@ -17,24 +18,31 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientExchange"]
 
-# Who waits in vain leaves its mark in the store, and looks after this long whose marks are missing.
+# After a failed exchange, each process writes a mark to the store; after this time, processes whose
+# marks are missing are reported.
 _MARKS_S = 1.0
 
 
 class GradientExchange:
-    """Sums sparse gradients over ``size`` processes, which meet at ``store``; each call is
+    """The sum of sparse gradients over ``size`` processes, which meet at ``store``; each call is
     collective.
 
-    The sum is the same on every process, bit for bit. Made by all processes; blocks until they have
-    come.
-    Bytes sent by each: its own gradient, padded to the longest, to every other.
+    The sum is the same on every process, bit for bit. Creation is collective and blocks until all
+    processes have joined. Each process sends its own gradient, padded to the longest, to every
+    other.
+
+    Args:
+        interface: the address at which other processes reach this one.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, interface: str = "127.0.0.1"
+    ) -> None:
         self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
+        self._interface = interface
         self._calls = 0
         try:
-            self._group = _torch.gloo_group(store, rank, size, timeout_s)
+            self._group = _torch.gloo_group(store, rank, size, timeout_s, interface)
         except RuntimeError as error:
             raise self._missing(error, time.monotonic()) from error
 
@@ -43,7 +51,7 @@ class GradientExchange:
 
         Raises:
             OperationTimeoutError: processes did not call it in time; ``ranks`` names them.
-            PeerLostError: a process has ended.
+            PeerLostError: a process has exited.
         """
         started_s = time.monotonic()
         self._calls += 1
@@ -75,13 +83,20 @@ class GradientExchange:
         except RuntimeError:
             return PeerLostError(
                 f"rank {self._rank}: the store where processes meet is gone after {elapsed_s:.1f} "
-                f"s in the exchange of row gradients; has its process ended? ({error})"
+                f"s in the exchange of row gradients; has its process exited? ({error})"
+            )
+        if not missing:
+            return PeerLostError(
+                f"rank {self._rank}: exchange {self._calls} of row gradients, which all ranks "
+                f"have joined, failed after {elapsed_s:.1f} s ({error}); is a process exiting, "
+                f"or does a firewall keep other hosts from {self._interface}, where this process "
+                "listens (TORCHRELAY_TRANSPORT_INTERFACE)?"
             )
         kind = OperationTimeoutError if elapsed_s >= self._timeout_s else PeerLostError
         return kind(
-            f"rank {self._rank}: ranks {missing} did not join exchange {self._calls} of row "
-            f"gradients within {elapsed_s:.1f} s; every process must run the same backward passes "
-            f"with a lookup in the table ({error})",
+            f"rank {self._rank}: {listed('rank', missing)} did not join exchange {self._calls} of "
+            f"row gradients within {elapsed_s:.1f} s; every process must run the same backward "
+            f"passes with a lookup in the table ({error})",
             ranks=missing,
         )
 

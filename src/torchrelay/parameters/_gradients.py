@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from torchrelay._addresses import is_loopback
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.parameters._exchange import GradientExchange
-from torchrelay.parameters._weight import check_finite
 
 if TYPE_CHECKING:
     from torchrelay.parameters._table import Table
@@ -40,24 +41,34 @@ class Gradients:
                 raise ArgumentError(
                     f"{name} = {value!r}: the choices are {', '.join(get_args(kind))}"
                 )
-        self._table = table
+        self._table: Table = weakref.proxy(table)  # it has this object
         self._apply = apply
         self._reduction = reduction
         self._exchange: GradientExchange | None = None
         self._settled = False
         self._configured: tuple[float, int] | None = None
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     @property
     def kept(self) -> bool:
         """Whether gradients wait for an optimizer's step."""
         return self._apply == "step"
 
-    def keep(self) -> None:
-        """Keeps gradients for an optimizer that was just made.
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep gradients for ``optimizer``, which was just created; earlier ones may not step.
 
         Raises:
             ArgumentError: gradients are applied in the backward pass.
+            UnsupportedError: they would be sent to other hosts, and there is a key file.
         """
+        topology = self._table.server.topology
+        if topology.transport.key_file and not is_loopback(topology.interface):
+            raise UnsupportedError(
+                f"table {self._table.name!r}: TORCHRELAY_TRANSPORT_KEY_FILE is set, but gradients "
+                "that wait for an optimizer are summed over all hosts without encryption: make no "
+                "optimizer and pass apply_gradients='backward', which sends them encrypted, or "
+                "unset the key file"
+            )
         if self._apply == "backward":
             raise ArgumentError(
                 f"table {self._table.name!r} applies gradients in the backward pass, so there is "
@@ -65,17 +76,28 @@ class Gradients:
                 "apply_gradients='backward'"
             )
         self._apply = "step"
+        self._optimizer = weakref.ref(optimizer)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ArgumentError if another optimizer was made for the table since ``optimizer``."""
+        if self._optimizer is None or self._optimizer() is not optimizer:
+            raise ArgumentError(
+                f"table {self._table.name!r} has a newer optimizer than this one; if both step, "
+                "each gradient is applied twice. Step the newest only; for several tables make "
+                "one, TableOptimizer(weights)"
+            )
 
     def take(self, keys: Tensor, values: Tensor) -> None:
         """Takes the gradient of one lookup: ``keys`` ``(n,)`` may repeat, ``values`` ``(n,
         dim)``.
         """
         table = self._table
+        if not table.weight.requires_grad:  # frozen since the forward pass
+            return
         self._settle()
         if self.kept:
             table.weight.keep(keys, values)
             return
-        check_finite(keys, values, f"backward into table {table.name!r}")
         if self._reduction == "mean":
             values = values / table.workers
         table.push(keys, values, wait=False)
@@ -91,7 +113,11 @@ class Gradients:
             topology = table.server.topology
             assert topology.store is not None
             self._exchange = GradientExchange(
-                topology.store, table.worker_index, table.workers, topology.settings.timeout_s
+                topology.store,
+                table.worker_index,
+                table.workers,
+                topology.settings.timeout_s,
+                topology.interface,
             )
         keys, values = self._exchange(keys, values)
         return keys, values if self._reduction == "sum" else values / table.workers
@@ -103,8 +129,6 @@ class Gradients:
             step: of the table's optimizer, from 1.
         """
         table = self._table
-        if not values.any():  # cleared by zero_grad(set_to_none=False): no row has a gradient
-            return
         self._configure(lr, step if table.rule.kind == "adam" else 0)
         if table.workers > 1:
             mine = self._mine(keys)

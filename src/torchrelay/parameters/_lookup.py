@@ -52,7 +52,10 @@ class Lookup:
     def _renormalize(self, keys: Tensor, max_norm: float) -> None:
         """Scales rows in the table down to ``max_norm``, as torch does before each lookup."""
         values = self.table.pull(keys)
-        norms = values.float().norm(self.norm_type, dim=1)
+        # In float32 at least, as torch.
+        norms = values.to(torch.promote_types(values.dtype, torch.float32)).norm(
+            self.norm_type, dim=1
+        )
         long = norms > max_norm
         if long.any():
             scale = max_norm / (norms[long] + 1e-7)

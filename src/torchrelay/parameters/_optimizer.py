@@ -9,7 +9,8 @@ from typing import Any, overload
 import torch
 
 from torchrelay.errors import ArgumentError
-from torchrelay.parameters._weight import TableWeight, check_finite
+from torchrelay.parameters._arrays import check_finite
+from torchrelay.parameters._weight import TableWeight
 
 __all__ = ["TableOptimizer"]
 
@@ -30,12 +31,14 @@ class TableOptimizer(torch.optim.Optimizer):
             finite number from 0 up, or a table applies gradients in the backward pass.
     """
 
+    steps_tables = True
+
     def __init__(self, weights: Iterable[TableWeight], lr: float | None = None) -> None:
         groups = [_group(weight, lr) for weight in weights]
         super().__init__(groups, {})
         self._tables = [group["params"][0].table for group in groups]
         for table in self._tables:
-            table.gradients.keep()
+            table.gradients.keep(self)
             self.state[table.weight]["step"] = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -55,13 +58,13 @@ class TableOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Applies the gradients, once to each row; collective over the table's processes.
+        """Apply the gradients, once to each row; collective over the table's processes.
 
         When it returns, every process sees the new rows.
 
         Raises:
-            ArgumentError: a gradient is NaN or infinite, or a learning rate is not a finite number
-                from 0 up; no table was changed.
+            ArgumentError: a gradient is NaN or infinite, a learning rate is not a finite number
+                from 0 up, or a table has a newer optimizer; no table was changed.
         """
         loss = None
         if closure is not None:
@@ -69,6 +72,7 @@ class TableOptimizer(torch.optim.Optimizer):
                 loss = closure()
         ready = [(group, weight) for group in self.param_groups for weight in group["params"]]
         for group, weight in ready:
+            weight.table.gradients.check_optimizer(self)
             _check(weight, group["lr"])
         for group, weight in ready:
             if weight.grad is not None:
@@ -78,6 +82,8 @@ class TableOptimizer(torch.optim.Optimizer):
     def _step(self, weight: TableWeight, lr: float) -> None:
         state = self.state[weight]
         state["step"] += 1
+        if weight.is_cleared:
+            return
         assert weight.keys is not None and weight.grad is not None
         weight.table.gradients.apply(weight.keys, weight.grad, lr=float(lr), step=state["step"])
 

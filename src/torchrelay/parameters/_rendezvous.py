@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchrelay import _native, config, transport
-from torchrelay._addresses import DISCARD_PORT, address_towards
-from torchrelay.errors import ArgumentError, ConfigError
+from torchrelay._addresses import address_for_peers
+from torchrelay.errors import ArgumentError
 from torchrelay.parameters._topology import Topology
 from torchrelay.world import World, host_identity
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["interface_towards", "node_network", "topology_of"]
+__all__ = ["address_in", "node_network", "topology_of"]
 
 
 def node_network(
@@ -31,19 +29,25 @@ def node_network(
     return open_network
 
 
-def _network_identity() -> str:
-    """Return a string that is equal for processes in one network namespace."""
-    return f"{host_identity()}/{os.stat('/proc/self/ns/net').st_ino}"
+def address_in(topology: Topology, server: str) -> str:
+    """Return the address at which the other processes reach this one. Collective.
 
-
-def interface_towards(host: str) -> str:
-    """Return the address of this host from which packets to ``host`` are sent."""
-    try:
-        return address_towards((socket.gethostbyname(host), DISCARD_PORT))
-    except OSError as error:
-        raise ConfigError(
-            f"MASTER_ADDR={host!r} cannot be reached from this host: {error}"
-        ) from error
+    Args:
+        topology: of all processes, each a node.
+        server: the host of the store.
+    """
+    return address_for_peers(
+        lambda step, mine: topology.gather(
+            f"torchrelay/parameters/{step}",
+            topology.node,
+            topology.num_nodes,
+            mine,
+            "the addresses",
+        ),
+        topology.name_of(topology.node),
+        server,
+        topology.transport.interface,
+    )
 
 
 def topology_of(
@@ -64,16 +68,15 @@ def topology_of(
         OperationTimeoutError: a process is missing.
     """
     settings = settings or config.load(config.Parameters)
-    solo = Topology(num_nodes=world.size, node=world.rank, store=store, settings=settings)
-    prefix = "torchrelay/parameters/host"
+    ranks = tuple(range(world.size))
+    solo = Topology(world.rank, world.size, store=store, ranks=ranks, settings=settings)
     mine = {
         "host": host_identity(),
-        "network": _network_identity(),
         "group": None if node_of_rank is None else node_of_rank(world.rank),
     }
-    solo.publish(f"{prefix}/{world.rank}", mine)
-    ranks = range(world.size)
-    places = solo.collect([f"{prefix}/{rank}" for rank in ranks], ranks, "the host names")
+    places = solo.gather(
+        "torchrelay/parameters/host", world.rank, world.size, mine, "the host names", "ranks"
+    )
     groups = [place["host"] if place["group"] is None else place["group"] for place in places]
     names = list(dict.fromkeys(groups))
     members = [[rank for rank in ranks if groups[rank] == name] for name in names]
@@ -85,9 +88,8 @@ def topology_of(
         if len({places[rank]["host"] for rank in group}) != 1:
             raise ArgumentError(f"ranks {group} form a node but do not share a host")
     node = names.index(groups[world.rank])
-    one_network = len({place["network"] for place in places}) == 1
-    interface = "127.0.0.1" if one_network else interface_towards(world.master_addr)
     member = members[node].index(world.rank)
+    interface = address_in(solo, world.master_addr)
     return Topology(
         node,
         len(names),
@@ -97,6 +99,7 @@ def topology_of(
         techniques=techniques,
         store=store,
         network=node_network(store, node, member, interface, solo.transport),
+        interface=interface,
         ranks=tuple(rank for group in members for rank in group),
         settings=settings,
         transport=solo.transport,

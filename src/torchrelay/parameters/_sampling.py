@@ -18,6 +18,7 @@ Without replacement means: no key twice within one prepared sample.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,26 +138,31 @@ class Sampling:
         drawn = np.exp(self._random.random(count) * np.log(size + 1.0)) - 1.0
         return np.asarray(np.minimum(drawn.astype(np.int64), size - 1) + self.low)
 
-    def _probabilities(self) -> FloatArray:
+    def _log_weights(self) -> FloatArray:
+        """The logarithm of each key's weight, up to a constant."""
         size = self.high - self.low
         if self._weights is not None:
-            return np.asarray(self._weights / self._weights.sum())
+            with np.errstate(divide="ignore"):  # weight 0: -inf, drawn last
+                return np.asarray(np.log(self._weights))
         if self.distribution == "uniform":
-            return np.full(size, 1.0 / size)
-        return np.asarray(np.log1p(1.0 / np.arange(1.0, size + 1.0)) / np.log(size + 1.0))
+            return np.zeros(size)
+        return np.asarray(np.log(np.log1p(1.0 / np.arange(1.0, size + 1.0))))
 
-    def _draw_distinct(self, count: int) -> IntArray:
-        """Draws one after another, each from the keys not drawn yet."""
-        if count > _REJECTION_SHARE * (self.high - self.low) or self._weights is not None:
-            return (
-                self._random.choice(
-                    self.high - self.low, count, replace=False, p=self._probabilities()
-                )
-                + self.low
-            )
+    def _draw_distinct(self, count: int, taken: Collection[int] = ()) -> IntArray:
+        """Draw keys one after another, each from those neither drawn yet nor ``taken``.
+
+        The keys of the largest ``log(weight) + Gumbel noise``, in this order, are such draws
+        (Efraimidis and Spirakis 2006); how small a weight is does not matter.
+        """
+        share = (count + len(taken)) / (self.high - self.low)
+        if share > _REJECTION_SHARE or self._weights is not None:
+            scores = self._log_weights() + self._random.gumbel(size=self.high - self.low)
+            scores[np.fromiter(taken, np.int64, len(taken)) - self.low] = -np.inf
+            return np.asarray(np.argsort(-scores)[:count] + self.low)
         keys: dict[int, None] = {}
         while len(keys) < count:
-            keys.update(dict.fromkeys(self._draw(count - len(keys)).tolist()))
+            drawn = self._draw(count - len(keys)).tolist()
+            keys.update((key, None) for key in drawn if key not in taken)
         return np.fromiter(keys, dtype=np.int64, count=count)
 
     def prepare(self, count: int) -> Samples:
@@ -188,9 +194,14 @@ class Sampling:
         pieces: list[IntArray] = []
         taken: set[int] = set()
         missing = count
+        renewed = False
         while missing:
             if self._pool is None or self._pool_at == len(self._pool):
+                if renewed and not self.with_replacement:  # keys of small weights may be in no pool
+                    pieces.append(self._draw_distinct(missing, taken))
+                    break
                 self._renew_pool(count)
+                renewed = True
             assert self._pool is not None
             piece = self._pool[self._pool_at : self._pool_at + missing]
             self._pool_at += len(piece)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from torchrelay import _native
-from torchrelay._deprecation import old_attribute, warn
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
@@ -93,12 +92,13 @@ class Server(Resource):
         self._service: _native.NodeService | None = None
         self._barriers = 0
         self._down = self._is_stopped = False
+        self._origin = _native.Origin()
         self._ended_workers: set[int] = set()
         self._ending = Ending(self, self._end_of(self.topology.process))
         self._store = self._make_store() if self.topology.member == 0 else self._attach_store()
         self.network = self.topology.open_network()
         self.addresses = self._start()
-        end_with_process(self._ending)
+        end_with_process(self, self._ending)
 
     def _check(self) -> None:
         if self.dtype not in DTYPES:
@@ -219,6 +219,11 @@ class Server(Resource):
         return self._num_keys
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether the values of all keys have the same length."""
+        return len(self._lengths) == 1
+
+    @property
     def node(self) -> int:
         return self.topology.node
 
@@ -301,7 +306,15 @@ class Server(Resource):
         return self.topology.num_nodes * self.topology.members
 
     def check_open(self) -> None:
-        """Raise UnavailableError if this process has left the table."""
+        """Raise UnavailableError if this process has left the table, or was forked from the one
+        that has it.
+        """
+        if self._origin.is_forked:
+            raise UnavailableError(
+                f"node {self.node}: this table belongs to process {self._origin.pid}; a process "
+                "forked from it, such as a DataLoader's, cannot use it; look keys up in the "
+                "process that made the table"
+            )
         if self._is_stopped:
             raise UnavailableError(
                 f"node {self.node}: this process has left the table; nothing can be read or "
@@ -334,7 +347,7 @@ class Server(Resource):
     def worker_ends(self, worker_id: int) -> None:
         """Publish that a worker has ended without ``close()``, for processes that wait for it."""
         self._ended_workers.add(worker_id)
-        if not self._is_stopped:
+        if not self._is_stopped and not self._origin.is_forked:
             with contextlib.suppress(RuntimeError):  # the store is gone
                 self.topology.publish(self._end_of_worker(worker_id), "")
 
@@ -379,8 +392,11 @@ class Server(Resource):
                 )
 
     def close(self) -> None:
-        """Wait for all nodes, then stop serving; at once if a node was lost. Idempotent."""
-        if self._down:
+        """Wait for all nodes, then stop serving; at once if a node was lost. Idempotent.
+
+        In a forked process it does nothing.
+        """
+        if self._down or self._origin.is_forked:
             return
         self._down = self._ending.is_over = True
         try:
@@ -397,7 +413,12 @@ class Server(Resource):
             self._stop_service()
 
     def abort(self) -> None:
-        """Leave the table at once. Processes that still use it raise PeerLostError. Idempotent."""
+        """Leave the table at once. Processes that still use it raise PeerLostError. Idempotent.
+
+        In a forked process it does nothing.
+        """
+        if self._origin.is_forked:
+            return
         if not self._down and self._participants > 1:
             self._store.leave_in_need()
         self._down = self._ending.is_over = True
@@ -409,13 +430,6 @@ class Server(Resource):
             self.close()
         else:
             self.abort()
-
-    shutdown = old_attribute("shutdown", "close")
-    stop = old_attribute("stop", "abort")
-
-    def my_rank(self) -> int:
-        warn("Server.my_rank() is now Server.node", stacklevel=2)
-        return self.node
 
     def _stop_service(self) -> None:
         self._is_stopped = True

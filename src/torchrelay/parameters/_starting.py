@@ -15,7 +15,7 @@ from torchrelay.parameters._contract import KeyInit, UpdateRule
 from torchrelay.parameters._rendezvous import topology_of
 from torchrelay.parameters._server import Server
 from torchrelay.parameters._worker import Worker
-from torchrelay.world import World
+from torchrelay.world import Meeting, World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -107,11 +107,13 @@ def start(
     if world is None:
         world, found = _job(process_group, settings.timeout_s)
         store = store or found
-    shared = dist.PrefixStore(name, store or world.connect(settings.timeout_s))
-    # A table may be made, closed and made again; the second must not meet in what the first has
-    # left.
-    use = shared.add(f"made/{world.rank}", 1)
-    shared = dist.PrefixStore(str(use), shared)
+    # A name may be used again, after its table was closed or torchrun restarted the processes.
+    shared = Meeting(
+        dist.PrefixStore(name, store or world.connect(settings.timeout_s)),
+        world.rank,
+        world.size,
+        settings.timeout_s,
+    ).store
     topology = topology_of(
         world, shared, node_of_rank=node_of_rank, techniques=techniques, settings=settings
     )

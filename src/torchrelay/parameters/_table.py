@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -66,7 +65,6 @@ class Table(Resource):
         self.dim = worker.get_key_size()
         self.gradients = Gradients(self, apply_gradients, reduction)
         self._closed = False
-        self._process = os.getpid()
         self._loads = itertools.count()
 
     @classmethod
@@ -157,8 +155,9 @@ class Table(Resource):
         """
         if self.rule.kind == "add":
             raise ArgumentError(
-                f"table {self.name!r} adds what is pushed, so gradients would lead uphill; create "
-                "it with an optimizer, e.g. optimizer=torchrelay.parameters.optim.adagrad(0.1)"
+                f"table {self.name!r} adds what is pushed, so gradients would increase the loss; "
+                "create it with an optimizer, e.g. "
+                "optimizer=torchrelay.parameters.optim.adagrad(0.1)"
             )
         return TableWeight(self)
 
@@ -180,12 +179,7 @@ class Table(Resource):
         """Raise UnavailableError if the table is closed or belongs to another process."""
         if self._closed:
             raise UnavailableError(f"table {self.name!r} has been closed")
-        if os.getpid() != self._process:
-            raise UnavailableError(
-                f"table {self.name!r} belongs to process {self._process}: a process forked from "
-                "it, such as a DataLoader's, cannot use it; look keys up in the process that made "
-                "the table"
-            )
+        self.server.check_open()
 
     @property
     def num_keys(self) -> int:
@@ -222,6 +216,8 @@ class Table(Resource):
 
     def push(self, keys: Tensor, values: Tensor, *, wait: bool = True) -> None:
         """Add ``values`` to the vectors of ``keys``, or apply them as gradients with an optimizer.
+
+        NaN and infinite gradients raise ArgumentError, and none is applied.
 
         Args:
             keys: int64, any shape; repeated keys accumulate.
@@ -400,8 +396,8 @@ class Table(Resource):
             self.server.close()
 
     def _forget(self) -> bool:
-        """Mark the table as closed; return whether it was open in this process."""
-        was_open, self._closed = not self._closed and os.getpid() == self._process, True
+        """Mark the table as closed; return whether it was open."""
+        was_open, self._closed = not self._closed, True
         if _open_tables.get(self.name) is self:
             del _open_tables[self.name]
         return was_open

@@ -45,6 +45,7 @@ class Topology:
         workers_per_node: the workers of each node, over all its processes; barriers wait for all.
         store: shared by all processes; ``None`` if there is one process.
         network: creates this process's network; called once.
+        interface: the address at which the other processes reach this one.
         ranks: of the processes of all nodes, in order of nodes; empty: they have none.
     """
 
@@ -56,6 +57,7 @@ class Topology:
     techniques: str = "all"
     store: Store | None = None
     network: Callable[[], _native.Network] | None = None
+    interface: str = "127.0.0.1"
     ranks: tuple[int, ...] = ()
     settings: config.Parameters = field(default_factory=lambda: config.load(config.Parameters))
     transport: config.TransportSettings = field(
@@ -239,7 +241,7 @@ class Topology:
             return (
                 f"{self.name_of(self.process)}: {participants - store.add(counter, 0)} of "
                 f"{participants} did not reach {calls or name} within {elapsed_s:.1f} s{who}; "
-                "every process must make this call, so none may stand under `if rank == 0:`"
+                "every process must make this call; do not put it inside `if rank == 0:`"
             )
 
         with self._store_in_use(f"barrier {name}", check):

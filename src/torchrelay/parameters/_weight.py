@@ -17,26 +17,14 @@ from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 if TYPE_CHECKING:
     from torchrelay.parameters._table import Table
 
-__all__ = ["TableWeight", "check_finite", "sum_by_key"]
+__all__ = ["TableWeight", "sum_by_key"]
 
-# What modules, wrappers and optimizers do with a parameter that is not theirs to change.
+# What modules, wrappers and optimizers query of parameters that they do not change.
 _ALLOWED = frozenset(
     [
-        "__get__",
-        "__set__",
-        "__delete__",
-        "detach",
-        "requires_grad_",
-        "to",
-        "cpu",
-        "cuda",
-        "type",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
         "size",
         "dim",
+        "ndimension",
         "numel",
         "nelement",
         "element_size",
@@ -51,13 +39,20 @@ _ALLOWED = frozenset(
         "is_inference",
         "is_pinned",
         "is_shared",
-        "share_memory_",
-        "empty_like",
         "_has_compatible_shallow_copy_type",
     ]
 )
-# What torch's optimizers do first with a parameter that they will step.
-_CLAIMING = frozenset(("zeros_like", "full_like", "ones_like"))
+# Attributes that are tensors, which would have no elements either.
+_TENSORS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+_FILLS = frozenset(("copy_", "fill_", "normal_", "uniform_", "zero_", "__setitem__"))
+_INSTEAD = (
+    "Look rows up with the module, read and write them with table.pull and table.set, and step "
+    "them with table.optimizer(); give torch's optimizers the other parameters"
+)
+_INITIALIZE = (
+    "Pass init= when the table is created; or initialise a tensor of shape (num_keys, dim) and "
+    "pass it to table.load_state_dict({'weight': tensor}) on every process"
+)
 
 
 class TableWeight(nn.Parameter):
@@ -105,8 +100,8 @@ class TableWeight(nn.Parameter):
             raise UnavailableError("the table of this weight does not exist any more")
         return table
 
-    # Whether lookups are differentiated is the anchor's to say: compiled graphs see it, and not
-    # this parameter.
+    # The anchor determines whether lookups are differentiated, because compiled graphs see the
+    # anchor and not this parameter.
     @property
     def requires_grad(self) -> bool:
         return self.anchor.requires_grad
@@ -141,9 +136,22 @@ class TableWeight(nn.Parameter):
         else:
             self._gradient = values
 
+    def stand_in(self) -> Tensor:
+        """A tensor like this parameter, without elements or rows."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
     def keep(self, keys: Tensor, values: Tensor) -> None:
         """Adds to the gradient that the running backward pass ends with; ``keys`` may repeat."""
         self._pending.setdefault(_torch.backward_id(), []).append((keys, values))
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether ``zero_grad(set_to_none=False)`` has cleared ``grad``: no row has a gradient.
+
+        A gradient that is zero is kept as -0.0, so cleared ones are those with +0.0 only.
+        """
+        gradient = self._gradient
+        return gradient is None or not (gradient.any() or gradient.signbit().any())
 
     @torch.no_grad()
     def _collect(self) -> None:
@@ -153,26 +161,30 @@ class TableWeight(nn.Parameter):
             return
         keys, values = sum_by_key(*(torch.cat(parts) for parts in zip(*pending, strict=True)))
         keys, values = self.table.gradients.reduce(keys, values)
-        if self._keys is not None and self._gradient is not None and self._gradient.any():
-            # A gradient of zeros was cleared by zero_grad(set_to_none=False): its rows got none.
+        if self._keys is not None and self._gradient is not None and not self.is_cleared:
             values = torch.cat([self._gradient, values.to(self._gradient.device)])
             keys, values = sum_by_key(torch.cat([self._keys, keys.to(self._keys.device)]), values)
-        self._keys, self._gradient = keys, values
+        self._keys, self._gradient = keys, values if values.any() else torch.full_like(values, -0.0)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.autograd.backward and kwargs is not None and kwargs.get("inputs"):
+            kwargs = kwargs | {"inputs": tuple(map(_anchor_of, kwargs["inputs"]))}
         name = getattr(func, "__name__", "")
-        if name not in _ALLOWED:
-            weight = _first_weight(args)
-            if weight is not None and not (name in _CLAIMING and not weight.table.gradients.kept):
-                raise UnsupportedError(
-                    f"{name}: a table's rows are not in this parameter, which has no elements. "
-                    "Step them with table.optimizer() and give torch's optimizers the other "
-                    "parameters; look rows up with the module, and read and write them with "
-                    "table.pull and table.set"
-                )
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        weight = _first_weight([*args, *(kwargs or {}).values()])
+        if weight is not None:
+            initializer = _torch.running_initializer()
+            if initializer is not None:
+                raise _refusal(initializer, _INITIALIZE)
+            optimizer = _torch.optimizer_taking_parameters()
+            if optimizer is not None and not getattr(optimizer, "steps_tables", False):
+                raise _refusal(type(optimizer).__name__, _INSTEAD)
+            if name == "detach" or (name, attribute) == ("__get__", "data"):
+                return weight  # so that what is done with the result is checked here too
+            _check_use(weight, name, attribute, args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -205,6 +217,29 @@ def _collector(weight: weakref.ref[TableWeight]) -> Callable[[Tensor], None]:
     return collect
 
 
+def _check_use(weight: TableWeight, name: str, attribute: str, args: tuple[Any, ...]) -> None:
+    """Raise UnsupportedError unless a function, or access to an attribute, leaves rows alone."""
+    if name in _FILLS:
+        raise _refusal(name, _INITIALIZE)
+    if name in ("__get__", "__set__", "__delete__"):
+        if name == "__set__" and attribute == "data" and args[1].shape != weight.shape:
+            raise _refusal("assignment to data", _INITIALIZE)
+        if attribute in _TENSORS:
+            raise _refusal(attribute, _INSTEAD)
+    elif name not in _ALLOWED:
+        raise _refusal(name, _INSTEAD)
+
+
+def _refusal(name: str, instead: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}: a table's rows are not in this parameter, which has no elements. {instead}"
+    )
+
+
+def _anchor_of(tensor: Any) -> Any:
+    return tensor.anchor if isinstance(tensor, TableWeight) else tensor
+
+
 def _first_weight(args: Any) -> TableWeight | None:
     for arg in args:
         if isinstance(arg, TableWeight):
@@ -220,17 +255,3 @@ def sum_by_key(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """
     unique, inverse = torch.unique(keys, return_inverse=True)
     return unique, values.new_zeros(len(unique), values.shape[1]).index_add_(0, inverse, values)
-
-
-def check_finite(keys: Tensor, values: Tensor, where: str) -> None:
-    """Raises ArgumentError if a gradient is NaN or infinite: it would spoil rows that all processes
-    share.
-    """
-    if values.sum().isfinite():  # cheaper than a mask; a sum that overflows is looked at again
-        return
-    bad = keys[~values.isfinite().all(dim=1)]
-    if len(bad):
-        raise ArgumentError(
-            f"{where}: the gradients of {len(bad)} rows are NaN or infinite, the first that of key "
-            f"{int(bad[0])}; nothing was applied. A torch.amp.GradScaler skips such steps"
-        )

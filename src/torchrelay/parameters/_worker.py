@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrelay import _native
-from torchrelay._deprecation import old_attribute, warn
+from torchrelay import _native, _torch
 from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
-from torchrelay.parameters._arrays import address_of_keys, address_of_values
+from torchrelay.parameters._arrays import address_of_keys, address_of_values, check_finite
 from torchrelay.parameters._sampling import Samples
 from torchrelay.parameters._server import Server
-from torchrelay.telemetry import span
 
 __all__ = ["AccessHandle", "Worker"]
 
@@ -78,10 +76,8 @@ class Worker(Resource):
         self.server.check_open()
 
     def _start(
-        self, op: _native.TableOp, keys: Any, values: Any, async_op: bool, old: dict[str, bool]
+        self, op: _native.TableOp, keys: Any, values: Any, async_op: bool
     ) -> AccessHandle | None:
-        if old:
-            async_op = _old_async(**old)
         timestamp = self._access(op, keys, values, async_op)
         return AccessHandle(self, timestamp) if async_op else None
 
@@ -92,7 +88,7 @@ class Worker(Resource):
             values, self._dtype, written=op is _PULL or op is _PULL_ROWS
         )
         held = (keys, values) if async_op else None
-        with span("parameters.access", operation=op.name, keys=count):
+        with _torch.span(f"torchrelay.parameters.{op.name.lower()}"):
             return self._native.access(op, key_address, count, address, size, not async_op, held)
 
     def pull(
@@ -100,7 +96,6 @@ class Worker(Resource):
         keys: Any,
         values: Any,
         async_op: bool = False,
-        **old: bool,
     ) -> AccessHandle | None:
         """Read the values of ``keys`` into ``values``.
 
@@ -120,34 +115,37 @@ class Worker(Resource):
             PeerLostError: a node was lost.
             OperationTimeoutError: an owner did not answer.
         """
-        return self._start(_PULL, keys, values, async_op, old)
+        return self._start(_PULL, keys, values, async_op)
 
     def push(
         self,
         keys: Any,
         values: Any,
         async_op: bool = False,
-        **old: bool,
     ) -> AccessHandle | None:
         """Add ``values`` to the values of ``keys``; see :class:`UpdateRule`.
 
         With an optimizer they are applied as gradients. Repeated keys accumulate; gradients of a
         repeated key are summed, then applied once. Arguments, result and errors as for
-        :meth:`pull`.
+        :meth:`pull`; also an ArgumentError if a gradient is NaN or infinite.
         """
         if self._sums:
             keys, values = self._summed(keys, values)
-        return self._start(_PUSH, keys, values, async_op, old)
+            check_finite(
+                torch.as_tensor(keys) if self.server.is_uniform else None,
+                torch.as_tensor(values).detach(),
+                f"push by worker {self.worker_id} of node {self.server.node}",
+            )
+        return self._start(_PUSH, keys, values, async_op)
 
     def set(
         self,
         keys: Any,
         values: Any,
         async_op: bool = False,
-        **old: bool,
     ) -> AccessHandle | None:
         """Overwrite the values of ``keys``; the last of repeated keys wins."""
-        return self._start(_SET, keys, values, async_op, old)
+        return self._start(_SET, keys, values, async_op)
 
     def pull_rows(self, keys: Any, rows: Any) -> None:
         """Read rows: values and optimizer state, ``server.row_length(key)`` elements each."""
@@ -240,7 +238,6 @@ class Worker(Resource):
         keys: Any,
         values: Any,
         async_op: bool = False,
-        **old: bool,
     ) -> AccessHandle | None:
         """Draw the next ``len(keys)`` samples of ``sample_id`` into ``keys``; pull into ``values``.
 
@@ -253,7 +250,7 @@ class Worker(Resource):
         address_of_values(values, self._dtype, written=True)
         target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
         self._sampling().draw(self._sample(sample_id), count, self.server.store, target)
-        return self._start(_PULL, keys, values, async_op, old)
+        return self._start(_PULL, keys, values, async_op)
 
     def draw_sample(self, keys: Any, start: int, end: int = 0) -> None:
         """Fill ``keys`` with a new sample.
@@ -380,20 +377,6 @@ class Worker(Resource):
     def num_keys(self) -> int:
         return self.server.num_keys
 
-    # Names of the version before.
-
-    waitall = old_attribute("waitall", "wait_all")
-    finalize = old_attribute("finalize", "close")
-
-    def wait(self, handle: AccessHandle | None) -> None:
-        warn("Worker.wait(handle) is now handle.wait()", stacklevel=2)
-        if handle is not None:
-            handle.wait()
-
-    def is_finished(self, handle: AccessHandle | None) -> bool:
-        warn("Worker.is_finished(handle) is now handle.is_completed()", stacklevel=2)
-        return handle is None or handle.is_completed()
-
 
 class AccessHandle:
     """An asynchronous operation of a :class:`Worker`."""
@@ -415,9 +398,3 @@ class AccessHandle:
     def is_completed(self) -> bool:
         """Return whether the operation is done. Does not block."""
         return self._worker.has_finished(self.timestamp)
-
-
-def _old_async(*, asynchronous: bool = False, async_: bool = False) -> bool:
-    """Return what the arguments of the version before say of ``async_op``."""
-    warn("the argument asynchronous of Worker's methods is now async_op", stacklevel=4)
-    return asynchronous or async_

@@ -6,7 +6,6 @@ GossipGraD: :class:`GossipGraDState`, :class:`GossipTopology`, :func:`gossip_gra
 :func:`get_num_modules`.
 """
 
-from torchrelay._deprecation import old_modules, old_names
 from torchrelay.training._any_precision import AnyPrecisionAdamW
 from torchrelay.training._gossip import (
     GossipGraDState,
@@ -26,6 +25,3 @@ __all__ = [
     "gossip_grad_hook",
     "slowmo_hook",
 ]
-
-old_modules(__name__, "any_precision", "gossip", "slowmo")
-__getattr__ = old_names(__name__, {"Topology": "GossipTopology"})

@@ -38,9 +38,24 @@ class AnyPrecisionAdamW(Optimizer):
     bfloat16 parameter accumulates updates far below its resolution. Settings may differ between
     parameter groups.
 
-    A bfloat16 variance with ``betas[1] = 0.999`` decays slowly: 0.1 % is less than half a unit in
-    the last place of bfloat16, so old large gradients keep the step size down. If gradients shrink
-    by orders of magnitude, use float32 or a smaller ``betas[1]``.
+    The default dtypes are torchdistX's. They save memory and lose precision, as described for each
+    argument. Complex parameters are updated as pairs of real numbers, and the state is real.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay of momentum and variance.
+        eps: added to the denominator.
+        weight_decay: decoupled, as in AdamW.
+        use_kahan_summation: keep the rounding error of each update for the next.
+        momentum_dtype: of ``exp_avg``.
+        variance_dtype: of ``exp_avg_sq``. bfloat16 cannot follow ``betas[1] = 0.999``: a change of
+            0.1 % is less than half a unit in its last place. Steps become up to twice too large if
+            gradients stay as they are, and too small if they shrink. Use float32, or a ``betas[1]``
+            of at most 0.99.
+        compensation_buffer_dtype: of ``compensation``. bfloat16 keeps 8 bits beyond those of a
+            bfloat16 parameter: updates below about 2^-17 of the parameter's value are lost. float32
+            keeps them.
 
     Raises:
         ArgumentError: a rate, decay or dtype is out of range, or a gradient is sparse.
@@ -82,19 +97,30 @@ class AnyPrecisionAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if param.grad.is_sparse:
-                    raise ArgumentError(
-                        "AnyPrecisionAdamW: a gradient is sparse; use dense gradients, or "
-                        "torch.optim.SparseAdam"
-                    )
-                if not self.state[param]:
-                    self.state[param] = _initial_state(param, group)
-                _update(param, self.state[param], group)
+        updated = [
+            (param, group)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        if any(param.grad.is_sparse for param, _ in updated):
+            raise ArgumentError(
+                "AnyPrecisionAdamW: a gradient is sparse, and no parameter was updated; use dense "
+                "gradients, or torch.optim.SparseAdam"
+            )
+        for param, group in updated:
+            value, state = _real(param), self.state[param]
+            _complete(state, value, group)
+            _update(value, _real(param.grad), state, group)
         return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Complete groups of another optimizer, such as AdamW, with the constructor's arguments."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                if name != "differentiable":  # torch adds it to the defaults
+                    group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict. State keeps the dtypes of its groups, not the parameters'."""
@@ -103,9 +129,11 @@ class AnyPrecisionAdamW(Optimizer):
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for param, index in zip(group["params"], saved_group["params"], strict=True):
                 for name, value in state_dict["state"].get(index, {}).items():
-                    if name in _STATE_DTYPES:
+                    if name == "step":
+                        self.state[param][name] = value.clone()
+                    elif name in _STATE_DTYPES:
                         dtype = group[_STATE_DTYPES[name]]
-                        self.state[param][name] = value.to(
+                        self.state[param][name] = _real(value).to(
                             device=param.device, dtype=dtype, copy=True
                         )
 
@@ -128,13 +156,26 @@ def _check_group(group: dict[str, Any]) -> None:
             )
 
 
-def _initial_state(param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    names = ["exp_avg", "exp_avg_sq"] + ["compensation"] * group["use_kahan_summation"]
-    zeros = {name: torch.zeros_like(param, dtype=group[_STATE_DTYPES[name]]) for name in names}
-    return {"step": torch.tensor(0.0), **zeros}
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as pairs of real numbers, and any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _update(param: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
+def _complete(state: dict[str, torch.Tensor], param: torch.Tensor, group: dict[str, Any]) -> None:
+    """Add the state that ``param`` lacks: all, or the compensation that was just enabled."""
+    if "step" not in state:
+        state["step"] = torch.tensor(0.0)
+    for name in ["exp_avg", "exp_avg_sq"] + ["compensation"] * group["use_kahan_summation"]:
+        if name not in state:
+            state[name] = torch.zeros_like(param, dtype=group[_STATE_DTYPES[name]])
+
+
+def _update(
+    param: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    group: dict[str, Any],
+) -> None:
     """One step for one parameter, in the order of torch's own single-tensor AdamW so that results
     can be equal.
     """
@@ -146,7 +187,7 @@ def _update(param: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str
         (t.dtype for t in tensors),
         torch.promote_types(param.dtype, torch.float32),
     )
-    grad, value = cast(torch.Tensor, param.grad).to(dtype), param.to(dtype)
+    grad, value = gradient.to(dtype), param.to(dtype)
     momentum, variance = state["exp_avg"].to(dtype), state["exp_avg_sq"].to(dtype)
 
     momentum.lerp_(grad, 1 - beta1)

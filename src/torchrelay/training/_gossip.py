@@ -210,7 +210,7 @@ def _exchange(state: GossipGraDState, grad: torch.Tensor) -> None:
     receives = dist.P2POp(dist.irecv, received, peers[1], state.master_process_group)
     for work in dist.batch_isend_irecv([sends, receives]):
         work.wait()
-    grad.add_(received).div_(2)
+    grad.div_(2).add_(received.div_(2))  # the sum of two float16 may overflow
 
 
 def get_num_modules(module: nn.Module) -> int:

@@ -9,6 +9,7 @@ parameters over all ranks and applies the slow momentum.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -90,13 +91,13 @@ class SlowMomentumOptimizer(Optimizer):
     Let x be the parameters after the last slow step, y their current average over ranks, and lr the
     base learning rate: ``u = slowmo_factor * u + (x - y) / lr`` and ``x = x - slowmo_lr * lr * u``.
     With ``slowmo_factor=0`` and ``slowmo_lr=1`` this is local SGD. It needs two additional tensors
-    per parameter. A slow step with base learning rate 0 averages and leaves the momentum out.
+    per parameter. A slow step with a base learning rate of 0, or one so small that 1 / lr is
+    infinite, averages and leaves the momentum out.
 
     Args:
         process_group: the ranks that average; default: all. If FSDP shards parameters inside
             subgroups, the ranks that hold the same shard. All ranks must start with equal
-            parameters, as under
-                DDP.
+            parameters, as under DDP.
 
     Raises:
         ArgumentError: a setting is out of range, or ``base_optim`` has a group without ``lr``.
@@ -123,6 +124,18 @@ class SlowMomentumOptimizer(Optimizer):
         super().__init__(base_optim.param_groups, base_optim.defaults)
         self._share_with_base()
         self._set_anchors()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but hooks, which the base class leaves out of copies, too."""
+        hooks = "_optimizer_"
+        return {name: value for name, value in vars(self).items() if not name.startswith(hooks)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlowMomentumOptimizer:
+        """Copy with the base optimizer and the parameters; the process group is shared."""
+        copied = object.__new__(type(self))
+        memo[id(self)], memo[id(self._process_group)] = copied, self._process_group
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def _configure(self, slowmo_freq: int, slowmo_factor: float, slowmo_lr: float) -> None:
         if slowmo_freq < 1:
@@ -188,11 +201,12 @@ class SlowMomentumOptimizer(Optimizer):
     def _slow_step(self) -> None:
         for param, group in self._parameters():
             lr, anchor = float(group["lr"]), self._anchor[param]
-            if lr > 0:
+            wide = torch.promote_types(param.dtype, torch.float32)
+            if lr * torch.finfo(wide).max > 1:
                 if param not in self._momentum:
                     self._momentum[param] = torch.zeros_like(param)
                 momentum = self._momentum[param].mul_(self.slowmo_factor)
-                momentum.add_(anchor, alpha=1 / lr).sub_(param, alpha=1 / lr)
+                momentum.add_(anchor - param, alpha=1 / lr)
                 param.copy_(anchor.sub_(momentum, alpha=self.slowmo_lr * lr))
             else:
                 anchor.copy_(param)
@@ -216,8 +230,8 @@ class SlowMomentumOptimizer(Optimizer):
         """Continue from a saved state, also between two slow steps.
 
         Raises:
-            ArgumentError: ``state_dict`` is not from a ``SlowMomentumOptimizer``, or has invalid
-                settings.
+            ArgumentError: ``state_dict`` is not from a ``SlowMomentumOptimizer``, has invalid
+                settings, or is of other parameters. Nothing was loaded then.
         """
         own = ("slowmo_freq", "slowmo_factor", "slowmo_lr", "step", "slow_momentum", "slow_anchor")
         missing = [key for key in own if key not in state_dict]
@@ -225,6 +239,9 @@ class SlowMomentumOptimizer(Optimizer):
             raise ArgumentError(
                 f"SlowMomentumOptimizer.load_state_dict: the state has no {', '.join(missing)}"
             )
+        params = [param for param, _ in self._parameters()]
+        momentum = _like(params, state_dict["slow_momentum"])
+        anchor = _like(params, state_dict["slow_anchor"])
         self._configure(
             state_dict["slowmo_freq"], state_dict["slowmo_factor"], state_dict["slowmo_lr"]
         )
@@ -233,16 +250,25 @@ class SlowMomentumOptimizer(Optimizer):
         )
         self._share_with_base()
         self._step_count_slow = state_dict["step"]
-        params = [param for param, _ in self._parameters()]
-        self._momentum = _like(params, state_dict["slow_momentum"])
-        self._anchor = _like(params, state_dict["slow_anchor"])
+        self._momentum, self._anchor = momentum, anchor
         self._set_anchors()
 
 
 def _like(
     params: list[torch.Tensor], saved: dict[int, torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Return copies of the saved tensors with their parameters' dtype and device."""
+    """Return copies of the saved tensors with their parameters' dtype and device.
+
+    Raises:
+        ArgumentError: there is no such parameter, or it has another shape.
+    """
+    for i, tensor in saved.items():
+        if not 0 <= i < len(params) or params[i].shape != tensor.shape:
+            found = f"shape {tuple(params[i].shape)}" if 0 <= i < len(params) else "none"
+            raise ArgumentError(
+                "SlowMomentumOptimizer.load_state_dict: the state is of other parameters: it has "
+                f"parameter {i} with shape {tuple(tensor.shape)}, and this optimizer has {found}"
+            )
     return {
         params[i]: torch.empty_like(params[i]).copy_(tensor).detach() for i, tensor in saved.items()
     }

@@ -58,7 +58,7 @@ MISMATCHES = {
     ),
     "a root that has gone on": (
         "comm.Bcast_(torch.ones(20000 if comm.rank else 10), 0)\ncomm.Recv(torch.empty(3), 1)",
-        ("Bcast(root=0) of torch.float32 (20000,)", "has ended"),
+        ("Bcast(root=0) of torch.float32 (20000,)", "has completed"),
     ),
     "a new communicator": (
         "comm.Allreduce(x, mpi.MPI_SUM) if comm.rank else comm.Split(0)",

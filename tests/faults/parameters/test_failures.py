@@ -4,17 +4,20 @@ checkpoint.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError, UnavailableError
-from torchrelay.parameters import Table, optim
+from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.parameters._starting import start
 from torchrelay.transport import create_key_file
 from torchrelay.world import World
@@ -201,3 +204,73 @@ def test_training_goes_on_from_the_last_checkpoint_on_another_number_of_nodes(
         step, rows = result.value
         assert step == STEPS - 1
         torch.testing.assert_close(torch.tensor(rows)[:, :DIM], expected.detach())
+
+
+def _fork_and_go_on(world: World, *, leave: str, nodes: int) -> None:
+    held: Any = [
+        Table.create(
+            8, 2, node_of_rank=lambda rank: rank * nodes // world.size, optimizer=optim.sgd(1.0)
+        )
+    ]
+    held.append(Embedding(8, 2, table=held[0]))
+    held.append(held[0].optimizer())
+    held[1](torch.tensor([1])).sum().backward()
+    held[2].step()
+    held[0].advance_clock()
+    child = os.fork()
+    if child == 0:
+        if leave == "close":
+            held[0].close()
+        else:
+            held.clear()
+            gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    table, module, optimizer = held
+    assert table.clock == 1
+    table.sync()
+    optimizer.zero_grad()
+    module(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert torch.equal(table.pull(torch.tensor([1])), torch.full((1, 2), -2.0))
+    table.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "leave", "network"),
+    [
+        (1, "drop", "sockets"),
+        (2, "close", "sockets"),
+        (2, "drop", "sockets"),
+        (2, "drop", "zeromq"),
+    ],
+)
+def test_a_forked_child_leaves_the_table_of_its_parent_alone(
+    run_processes: RunProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    leave: str,
+    network: str,
+) -> None:
+    monkeypatch.setenv("TORCHRELAY_TRANSPORT_ZEROMQ", str(int(network == "zeromq")))
+    for result in run_processes(_fork_and_go_on, 2, leave=leave, nodes=nodes):
+        assert result.ok, result.error
+
+
+def test_a_forked_child_that_ends_leaves_the_table_of_its_parent_alone() -> None:
+    script = """if True:
+        import os, sys
+        from torchrelay.parameters import Table, Worker
+        table = Table.create(4, 2)
+        table.advance_clock()
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert table.clock == 1 and not table.server.store.dead_workers()
+        table.close()
+    """
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

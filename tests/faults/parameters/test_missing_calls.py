@@ -84,7 +84,7 @@ def test_a_call_of_one_rank_names_the_others_and_goes_on_when_they_come(
     said = dict(zip(CALLS, results[0].value, strict=True))
     for name in ("sync", "state_dict", "save"):
         assert "2 of 3 did not reach" in said[name] and "ranks [1, 2]" in said[name]
-        assert "none may stand under `if rank == 0:`" in said[name]
+        assert "do not put it inside `if rank == 0:`" in said[name]
     assert "the state to load of processes [1, 2]" in said["load_state_dict"]
 
 
@@ -133,7 +133,7 @@ def test_a_rank_that_does_not_create_the_table_is_named(
     for result in results[:2]:
         assert result.ok, result.error
         message, ranks = result.value
-        assert "of nodes [2] did not arrive" in message and "do all make this call" in message
+        assert "rank 2 did not join the group" in message and "are they running" in message
         assert ranks == (2,)
 
 

@@ -280,7 +280,7 @@ def _main(folder: str) -> None:
 
     warnings.simplefilter("error")
     # torch's own use of it.
-    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script")
     # torch.compile's own look.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     import torch

@@ -19,7 +19,7 @@ from grads import grad_of
 from multi.mpi.reference import Differentiable, Spread, inputs
 from multi.mpi.runner import mpi_test
 from torchrelay import mpi
-from torchrelay.errors import ArgumentError, GraphError
+from torchrelay.errors import ArgumentError, GraphError, UnsupportedError
 from torchrelay.mpi import Communicator
 
 SIZES = (2, 3)
@@ -201,6 +201,102 @@ def test_checkpoints_in_a_row_and_nested(comm: Communicator) -> None:
     mpi.reset()
 
 
+def trailing_send(comm: Communicator, x: Tensor, is_joined: bool) -> Tensor:
+    """Rank 0 sends at last to rank 1, and need not depend on it."""
+    y = comm.Allreduce(x, mpi.MPI_SUM).sum()
+    if comm.rank == 0:
+        sent = comm.Send(x, 1)
+        return mpi.JoinDummies(y, [sent]) if is_joined else y
+    return y + comm.Recv(torch.empty(4).double(), 0).sum() if comm.rank == 1 else y
+
+
+@mpi_test(SIZES)
+def test_functional_gradients_reach_messages(comm: Communicator) -> None:
+    x = leaf(1).detach()
+    grad = torch.func.grad(lambda t: trailing_send(comm, t, True))(x)
+    assert grad.tolist() == [comm.size + (comm.rank == 0)] * 4
+
+
+@mpi_test((1,))
+def test_functional_gradients_refuse_to_drop_messages(comm: Communicator) -> None:
+    """To itself, so that no other rank waits for what is refused."""
+
+    def function(t: Tensor) -> Tensor:
+        y = comm.Sendrecv(t, 0, 0)
+        handle = comm.Isend(t, 0)  # Send may wait for its receiver
+        with torch.no_grad():
+            comm.Recv(torch.empty(4).double(), 0)
+        comm.Wait(handle)
+        return y.sum()
+
+    with pytest.raises(GraphError, match=r"last messages \("):
+        torch.func.grad(function)(leaf(1).detach())
+
+
+@mpi_test(SIZES)
+def test_messages_in_forward_and_batched_transforms_are_refused(comm: Communicator) -> None:
+    x = leaf(1).detach()
+    above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for call in (
+        lambda t: comm.Isend(t, above).dummy,
+        lambda t: comm.Send(t, above),
+        lambda t: comm.Irecv(torch.empty_like(t), below).dummy,
+        lambda t: comm.Recv(torch.empty_like(t), below),
+    ):
+        with pytest.raises(UnsupportedError, match="Jvp transform"):
+            torch.func.jvp(call, (x,), (x,))
+        with pytest.raises(UnsupportedError, match="Vmap transform"):
+            torch.func.vmap(call)(x.unsqueeze(0))
+
+
+def unequal_segments(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Functions whose graph of local operations differs between ranks."""
+    n, r = comm.size, comm.rank
+
+    def total(t: Tensor) -> Tensor:
+        return comm.Allreduce(t.sin(), mpi.MPI_SUM) * t
+
+    def message(t: Tensor) -> Tensor:
+        if r == 0:
+            comm.Send(t.sin(), 1)
+        return comm.Recv(torch.empty_like(t), 0).cos() * t if r == 1 else t.sin()
+
+    def gathered(t: Tensor) -> Tensor:
+        y = comm.Gather(total(t), 0, 0)
+        return y.cos().sum() if r == 0 else y.sum()
+
+    yield "Iexscan", lambda t: comm.Iexscan(total(t), mpi.MPI_MAX).Wait()
+    yield "Ireduce", lambda t: comm.Ireduce(total(t), mpi.MPI_MAX, n - 1).Wait()
+    yield "Gather with work on root", gathered
+    yield "Send and Recv", message
+    yield "loss on rank 0", lambda t: total(t).cos() * (r == 0)
+
+
+@mpi_test(SIZES)
+def test_checkpoints_recompute_at_one_place_where_local_graphs_differ(comm: Communicator) -> None:
+    x = leaf(comm.rank + 1)
+    for name, segment in unequal_segments(comm):
+        for has_loss in (True, comm.rank == 0):
+            found = []
+            for function in (
+                segment,
+                lambda t: checkpoint(segment, t, use_reentrant=False),
+                lambda t: checkpoint(
+                    lambda t: (
+                        checkpoint(segment, t.exp().log(), use_reentrant=False).sinh().asinh()
+                    ),
+                    t,
+                    use_reentrant=False,
+                ),
+            ):
+                x.grad = torch.zeros_like(x)
+                y = comm.Allreduce(x, mpi.MPI_SUM).sum() * function(x)
+                mpi.backward(y.sum() if has_loss else None)
+                found.append(x.grad)
+            assert torch.allclose(found[0], found[1]), (name, has_loss)
+            assert torch.allclose(found[0], found[2]), (name, has_loss)
+
+
 @mpi_test(SIZES)
 def test_each_thread_has_a_chain_of_its_own(comm: Communicator) -> None:
     """Threads that communicate over communicators of their own do not disturb each other."""
@@ -244,8 +340,6 @@ def test_unreachable_policy_of_a_communicator_reaches_its_backward(comm: Communi
     warns.Allreduce(g, mpi.MPI_SUM)  # out of reach of what follows
     torch.autograd.grad(g.sum(), x)
     mpi.reset()
-    with pytest.warns(DeprecationWarning, match="unreached.* is now unreachable_policy"):
-        assert comm.replace(unreached="ignore").unreachable_policy == "ignore"  # type: ignore[call-arg]
     assert warns.reverse.unreachable_policy == "ignore" and comm.reverse.unreachable_policy is None
 
 

@@ -187,6 +187,28 @@ def test_retain_graph_runs_again(comm: Communicator) -> None:
     assert grad_of(x).tolist() == [2.0 * comm.size] * 4
 
 
+@mpi_test(SIZES)
+def test_second_backward_through_a_shared_communication_raises(comm: Communicator) -> None:
+    for convention in ("sum", "replicated"):
+        chosen = comm.replace(convention=convention)
+        for function in (
+            lambda t: chosen.Allreduce(t, mpi.MPI_SUM),  # noqa: B023
+            lambda t: chosen.Iallreduce(t, mpi.MPI_SUM).Wait(),  # noqa: B023
+            lambda t: chosen.Bcast_(t * 1, 0),  # noqa: B023
+        ):
+            x = leaf(1)
+            y = function(x * 2)
+            y.sum().backward()
+            with pytest.raises(GraphError, match="retain_graph=True"):
+                (3 * y).sum().backward()
+    x = leaf(1)
+    y = comm.Allreduce(x, mpi.MPI_SUM)
+    with mpi.chain():  # a pass that ran y's backward, but not as a part of y's chain
+        comm.Allreduce(y, mpi.MPI_SUM).sum().backward()
+    comm.Allreduce(x, mpi.MPI_SUM).sum().backward()
+    assert grad_of(x).tolist() == [float(comm.size**2 + comm.size)] * 4
+
+
 @mpi_test((2, 3))
 def test_unreachable_communications_are_named(comm: Communicator) -> None:
     x = leaf(1)

@@ -106,6 +106,15 @@ def test_three_nodes_on_a_cube_and_a_ring(world: World, backend: str) -> None:
             torch.testing.assert_close(grad, expected, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.processes(2)
+def test_large_float16_gradients_do_not_overflow(world: World) -> None:
+    _start("gloo", world)
+    for nodes in ([[0], [1]], [[0, 1]]):
+        grad = torch.full((3,), 60000.0, dtype=torch.float16)
+        gossip_grad_hook(_state(nodes), grad)
+        assert grad.tolist() == [60000.0] * 3
+
+
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()

@@ -254,13 +254,51 @@ def test_schedulers_groups_and_late_parameters(world: World) -> None:
 
 
 @pytest.mark.processes(1)
-def test_a_learning_rate_of_zero_leaves_parameters_alone(world: World) -> None:
+def test_a_learning_rate_of_almost_zero_leaves_parameters_alone(world: World) -> None:
     _alone()
-    param = nn.Parameter(torch.ones(3))
-    optimizer = SlowMomentumOptimizer(torch.optim.SGD([param], lr=0.0), slowmo_freq=1)
-    param.grad = torch.ones(3)
+    for lr in (0.0, 1e-40, 1e-300):
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            param = nn.Parameter(torch.ones(3, dtype=dtype))
+            optimizer = SlowMomentumOptimizer(torch.optim.SGD([param], lr=lr), slowmo_freq=1)
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            assert torch.equal(param, torch.ones_like(param)), (lr, dtype)
+
+
+@pytest.mark.processes(1)
+def test_low_precision_parameters_do_not_overflow(world: World) -> None:
+    """What moved is divided by the learning rate, not the parameter itself."""
+    _alone()
+    param = nn.Parameter(torch.full((3,), 8.0, dtype=torch.float16))
+    optimizer = SlowMomentumOptimizer(torch.optim.SGD([param], lr=1e-4), slowmo_freq=1)
+    param.grad = torch.full_like(param, 1000.0)
     optimizer.step()
-    assert torch.equal(param, torch.ones(3))
+    assert torch.allclose(param, torch.tensor(7.9, dtype=torch.float16), atol=0.02)
+
+
+@pytest.mark.processes(1)
+def test_a_copy_goes_on_by_itself(world: World) -> None:
+    from torchrelay.compat.torchdistx.slowmo import slowmo_optimizer
+
+    _alone()
+    for kind in (SlowMomentumOptimizer, slowmo_optimizer.SlowMomentumOptimizer):
+        model = _model()
+        base = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        optimizer = kind(base, 2, FACTOR, process_group=dist.group.WORLD)
+        for step in range(3):
+            _backward(model, 0, step)
+            optimizer.step()
+        copied_model, copied = copy.deepcopy((model, optimizer))
+        before = copy.deepcopy(model.state_dict())
+        for step in range(3, 6):
+            _backward(copied_model, 0, step)
+            copied.step()
+        assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+        for step in range(3, 6):
+            _backward(model, 0, step)
+            optimizer.step()
+        pairs = zip(model.parameters(), copied_model.parameters(), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 @pytest.mark.processes(1)
@@ -279,5 +317,10 @@ def test_what_cannot_work_is_refused(world: World) -> None:
         SlowMomentumOptimizer([nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="slowmo_freq, slowmo_factor"):
         SlowMomentumOptimizer(base).load_state_dict(base.state_dict())
+    others = SlowMomentumOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), 7)
+    refusing = SlowMomentumOptimizer(base)
+    with pytest.raises(ArgumentError, match=r"shape \(2,\), and this optimizer has shape \(1,\)"):
+        refusing.load_state_dict(others.state_dict())
+    assert refusing.slowmo_freq == 48
     with pytest.raises(UnsupportedError, match="NO_SHARD"):
         slowmo_hook(SlowMoState(), torch.ones(4), torch.ones(2))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,55 @@ def test_processes_that_a_script_spawns_find_the_modules(tmp_path: Path) -> None
     script.write_text(SPAWNING)
     command = [sys.executable, "-m", "torchrelay.compat", str(script), "argument"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+OWN = """
+import multiprocessing
+import sys
+
+def check(queue=None):
+    import torch
+    import torchdistx
+    import pipeswitch.worker
+    import adapm
+    assert pipeswitch.worker.__name__ == "pipeswitch.worker"
+    assert torchdistx.__file__.startswith(sys.argv[1]), torchdistx.__file__
+    assert adapm.__name__ == "torchrelay.compat.adapm"
+    if queue is None:
+        torch.cuda.allocate_shared_cache
+    else:
+        queue.put("checked")
+
+if __name__ == "__main__":
+    check()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=check, args=(queue,))
+    child.start()
+    assert queue.get(timeout=60) == "checked"
+    child.join()
+"""
+
+
+def test_what_a_script_has_itself_comes_first(tmp_path: Path) -> None:
+    """A package beside it, and one in PYTHONPATH, keep their names."""
+    (tmp_path / "repository" / "pipeswitch").mkdir(parents=True)
+    (tmp_path / "repository" / "pipeswitch" / "__init__.py").write_text("")
+    (tmp_path / "repository" / "pipeswitch" / "worker.py").write_text("")
+    (tmp_path / "path" / "torchdistx").mkdir(parents=True)
+    (tmp_path / "path" / "torchdistx" / "__init__.py").write_text("")
+    script = tmp_path / "repository" / "script.py"
+    script.write_text(OWN)
+    folder = str(tmp_path / "path")
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrelay.compat", str(script), folder],
+        env={**os.environ, "PYTHONPATH": folder},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -40,7 +40,7 @@ def test_the_six_calls_of_the_original(tmp_path: Path) -> None:
     environ = {
         "TORCHRELAY_SWITCHING_ARENA_BYTES": str(1 << 20),
         "TORCHRELAY_SWITCHING_DEVICE": "cpu",
-        "TORCHRELAY_SWITCHING_SOCKET": str(tmp_path / "cache.sock"),
+        "TORCHRELAY_PIPESWITCH_SOCKET": str(tmp_path / "cache.sock"),
         "PYTHONWARNINGS": "ignore",
     }
     command = [sys.executable, "-m", "torchrelay.compat", str(script)]

@@ -51,6 +51,9 @@ def test_a_part_equals_a_slice(
     func: Any, values: tuple[float, ...], dtype: torch.dtype, count: int
 ) -> None:
     rule = rule_for(func, dtype, (None, *values))
+    if func is aten.normal_.default and dtype.itemsize == 2 and torch.__version__ < "2.12":
+        assert rule is None  # it is drawn whole
+        return
     assert rule is not None
     total = rule.total(count)
     assert total is not None

@@ -65,6 +65,26 @@ def test_real_tensors_stay_real(tmp_path: Path) -> None:
         assert not any(equals_eager(build))
 
 
+def test_deep_copies_of_what_is_real_are_real() -> None:
+    """Buffers, plain tensors, views and modules; TransformerEncoder copies a layer that it gets."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    norm, plain = nn.BatchNorm1d(4), torch.randn(3)
+    for what in (norm, nn.Sequential(nn.Linear(2, 2), norm), [plain, plain.conj(), plain[1:]]):
+        copied = deferred_init(copy.deepcopy, what)
+        tensors = copied.state_dict().values() if isinstance(copied, nn.Module) else copied
+        expected = what.state_dict().values() if isinstance(what, nn.Module) else what
+        for mine, theirs in zip(tensors, expected, strict=True):
+            assert not is_deferred(mine) and torch.equal(mine, theirs)
+            assert mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
+    first, *_, view = deferred_init(copy.deepcopy, [plain, plain[1:]])
+    assert view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+
+    def encoder() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3))
+
+    equals_eager(lambda: encoder().state_dict())
+
+
 def test_safetensors_stay_real(tmp_path: Path) -> None:
     files = pytest.importorskip("safetensors.torch")
     files.save_file(nn.Linear(3, 3).state_dict(), tmp_path / "state")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from nodes import on_nodes
+from nodes import SETTINGS, eventually, in_threads, on_nodes
+from torchrelay import _native
 from torchrelay.errors import PeerLostError, UnavailableError
-from torchrelay.parameters import Server, Worker
+from torchrelay.parameters import Embedding, Server, Table, Worker, optim
+from torchrelay.parameters._topology import Topology
 
 KEYS, VALUES = torch.arange(2), torch.ones(2)
 
@@ -66,6 +70,41 @@ def test_a_server_or_worker_that_is_closed_raises(nodes: int, leave: str) -> Non
         server.abort()
 
     on_nodes(nodes, body, table={"keys": 4})
+
+
+def _descriptors_and_threads() -> list[int]:
+    return [len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task")]
+
+
+def _make_and_drop() -> None:
+    for name in (None, "named"):
+        table = Table.create(10, 4, optimizer=optim.sgd(1.0), name=name)
+        module, optimizer = Embedding(10, 4, table=table), table.optimizer()
+        module(KEYS).sum().backward()
+        optimizer.step()
+        del table, module, optimizer
+    topologies = Topology.in_memory(2, _native.TcpNetwork(token=bytes(16)), settings=SETTINGS)
+
+    def use(node: int) -> None:
+        server = Server(4, topology=topologies[node])
+        worker = Worker(0, server)
+        worker.push(KEYS, VALUES)
+        worker.barrier()
+
+    in_threads([partial(use, node) for node in range(2)])
+
+
+def test_dropped_tables_hold_no_descriptors_or_threads() -> None:
+    _make_and_drop()  # torch's own threads start
+    gc.collect()
+    gc.disable()
+    try:
+        before = _descriptors_and_threads()
+        for _ in range(3):
+            _make_and_drop()
+        eventually(lambda: _descriptors_and_threads() <= before)
+    finally:
+        gc.enable()
 
 
 def test_a_closed_worker_raises_and_another_takes_its_place() -> None:

@@ -105,6 +105,15 @@ def test_options_are_torchs(create: Callable[..., Table], options: dict[str, obj
     torch.testing.assert_close(everything(table), reference.weight.detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_max_norm_is_computed_in_the_tables_dtype() -> None:
+    weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    theirs = nn.Embedding(ROWS, DIM, max_norm=1.0, _weight=weight.clone())
+    ours = Embedding.from_pretrained(weight, max_norm=1.0)
+    keys = torch.arange(ROWS)
+    torch.testing.assert_close(ours(keys), theirs(keys).detach(), rtol=1e-14, atol=0)
+    ours.close()
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("offsets", [None, [0, 2, 2, 7]])
@@ -256,7 +265,7 @@ def test_wrong_arguments_are_named(create: Callable[..., Table]) -> None:
     table = create()
     with pytest.raises(ArgumentError, match="not 51 of 8"):
         Embedding(51, DIM, table=table)
-    with pytest.raises(ArgumentError, match="uphill"):
+    with pytest.raises(ArgumentError, match="increase the loss"):
         Embedding(ROWS, DIM, table=create(optim.add(), name="adds"))
     with pytest.raises(ArgumentError, match="padding_idx"):
         Embedding(ROWS, DIM, padding_idx=ROWS, table=table)

@@ -6,11 +6,12 @@ import copy
 import inspect
 import os
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel
@@ -223,6 +224,113 @@ def test_compiled_models_have_one_graph(apply_gradients: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", [optim.sgd(0.5), optim.adagrad(0.5), optim.adam(0.5)])
+def test_half_precision_rows_are_trained_saved_and_loaded(rule: Any, dtype: torch.dtype) -> None:
+    weight = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ours = Embedding(ROWS, DIM, _weight=weight, dtype=dtype, optimizer=rule)
+    exact = Embedding(ROWS, DIM, _weight=weight.float(), optimizer=rule)
+    keys = torch.tensor([1, 2, 1])
+    assert ours(keys).dtype is dtype
+    for module in (ours, exact):
+        optimizer = module.table.optimizer()
+        module(keys).square().sum().backward()
+        optimizer.step()
+    expected = exact(keys)
+    torch.testing.assert_close(ours(keys).float(), expected, rtol=2e-2, atol=2e-2)
+    state = ours.state_dict()
+    other = Embedding(ROWS, DIM, dtype=dtype, optimizer=rule)
+    other.load_state_dict(state)
+    assert torch.equal(other.table.rows().view(torch.int16), state["rows"].view(torch.int16))
+    for module in (ours, exact, other):
+        module.close()
+
+
+@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
+def test_functional_calls_use_the_rows_that_they_are_given(kind: Any) -> None:
+    keys = torch.tensor([[1, 2, 1], [3, 3, 0]])
+    options = {"padding_idx": 2, "scale_grad_by_freq": kind is Embedding}
+    theirs = {Embedding: nn.Embedding, EmbeddingBag: nn.EmbeddingBag}[kind](ROWS, DIM, **options)
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        module = kind(ROWS, DIM, table=table, **options)
+
+        def call(called: nn.Module, weight: Tensor) -> Tensor:
+            found: Tensor = torch.func.functional_call(called, {"weight": weight}, keys)
+            return found.square().sum()
+
+        weight = torch.randn(ROWS, DIM)
+        for given in (weight, nn.Parameter(weight)):
+            torch.testing.assert_close(call(module, given), call(theirs, given))
+        gradients = [torch.func.grad(call, argnums=1)(each, weight) for each in (module, theirs)]
+        torch.testing.assert_close(*gradients)
+        assert call(module, module.weight) == 0  # the table's
+        with pytest.raises(UnsupportedError, match=r"shape \(10, 4\)"):
+            call(module, torch.ones(2, DIM))
+
+
+INITIALIZERS: dict[str, Callable[[Tensor], object]] = {
+    "constant_": lambda w: nn.init.constant_(w, 1.0),
+    "eye_": nn.init.eye_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "kaiming_uniform_": nn.init.kaiming_uniform_,
+    "normal_": nn.init.normal_,
+    "ones_": nn.init.ones_,
+    "orthogonal_": nn.init.orthogonal_,
+    "sparse_": lambda w: nn.init.sparse_(w, 0.5),
+    "trunc_normal_": nn.init.trunc_normal_,
+    "uniform_": nn.init.uniform_,
+    "xavier_normal_": nn.init.xavier_normal_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "zeros_": nn.init.zeros_,
+}
+
+
+def _assign_data(weight: Tensor) -> None:
+    weight.data = torch.ones(ROWS, DIM)
+
+
+FILLS: dict[str, Callable[[Tensor], object]] = {
+    "assignment to data": _assign_data,
+    "copy_": lambda w: w.data.copy_(torch.ones(ROWS, DIM)),
+    "fill_": lambda w: w.detach().fill_(1.0),
+    "normal_": lambda w: w.data.normal_(),
+    "__setitem__": lambda w: w.data.__setitem__(0, 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fill"), [*INITIALIZERS.items(), *FILLS.items()], ids=[*INITIALIZERS, *FILLS]
+)
+def test_initializers_are_refused_and_named(name: str, fill: Callable[[Tensor], object]) -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        module = Embedding(ROWS, DIM, table=table)
+        with pytest.raises(UnsupportedError, match=rf"^{name}: .* table\.load_state_dict"):
+            fill(module.weight)
+        rows = nn.init.xavier_uniform_(torch.empty(ROWS, DIM))  # what the message advises
+        table.load_state_dict({"weight": rows})
+        assert torch.equal(module(torch.arange(ROWS)), rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("linalg_vector_norm", lambda w: torch.linalg.vector_norm(x=w)),
+        ("add", lambda w: torch.add(input=torch.ones(1), other=w)),
+        ("norm", lambda w: w.data.norm()),
+        ("double", lambda w: w.double().norm()),
+        ("T", lambda w: torch.ones(2, DIM) @ w.T),
+        ("numpy", lambda w: w.detach().numpy()),
+        ("clone", lambda w: w.detach().clone()),
+    ],
+)
+def test_computing_with_the_weight_is_refused(name: str, use: Callable[[Tensor], object]) -> None:
+    with (
+        Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table,
+        pytest.raises(UnsupportedError, match=rf"^{name}: .* Look rows up"),
+    ):
+        use(table.weight)
+
+
 def test_bags_scale_gradients_by_frequency() -> None:
     """Against a sum of nn.Embedding's: torch's own bags take counts of other keys on the CPU."""
     weight = torch.randn(ROWS, DIM)
@@ -261,7 +369,7 @@ def test_casts_profiles_and_transforms() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_inductor_trains_the_rows_that_eager_mode_trains() -> None:
     torch._dynamo.reset()
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:

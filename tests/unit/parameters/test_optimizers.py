@@ -69,6 +69,38 @@ def test_equal_to_torch(name: str) -> None:
     torch.testing.assert_close(_train(rule, start), _reference(make, start), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_half_precision_values_have_state_in_float32(kind: str, dtype: torch.dtype) -> None:
+    """Each step is that of float32, rounded; rows and their state move as they are."""
+    length, rule = 5, UpdateRule(kind, lr=0.05, eps=1e-8)  # state that is not aligned
+    server = Server(KEYS, length=length, dtype=dtype, rule=rule)
+    reference = Server(KEYS, length=length, rule=rule)
+    copy = Server(KEYS, length=length, dtype=dtype, rule=rule)
+    worker, other, third = Worker(0, server), Worker(0, reference), Worker(0, copy)
+    numbers = reference.row_length() - length
+    assert server.row_length() == length + 2 * numbers
+    keys = torch.arange(KEYS)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):  # more than bfloat16 can count
+        gradients = torch.randn(KEYS, length, generator=generator).to(dtype)
+        worker.push(keys, gradients)
+        other.push(keys, gradients.float())
+        expected = torch.empty(KEYS, reference.row_length())
+        other.pull_rows(keys, expected)
+        rows = torch.empty(KEYS, server.row_length(), dtype=dtype)
+        worker.pull_rows(keys, rows)
+        assert torch.equal(rows[:, :length], expected[:, :length].to(dtype))
+        if numbers:
+            state = rows[:, length:].contiguous().view(torch.float32)
+            assert torch.equal(state, expected[:, length:])
+        other.set(keys, rows[:, :length].float())
+    third.set_rows(keys, rows)
+    copied = torch.empty_like(rows)
+    third.pull_rows(keys, copied)
+    assert torch.equal(copied.view(torch.int16), rows.view(torch.int16))
+
+
 def test_rowwise_adagrad_has_one_accumulator_a_row() -> None:
     start = torch.randn(
         KEYS, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5)

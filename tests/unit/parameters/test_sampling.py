@@ -12,7 +12,7 @@ import torch
 
 from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.parameters import Server, Topology, Worker
-from torchrelay.parameters._sampling import alias_table
+from torchrelay.parameters._sampling import Sampling, alias_table
 
 SCHEMES = ["naive", "preloc", "pool", "local"]
 LOW, HIGH = 10, 30
@@ -75,6 +75,33 @@ def test_without_replacement_no_key_comes_twice_in_a_sample(scheme: str, distrib
         assert len(drawn(worker, total, pieces=min(total, 3)).unique()) == total
     with pytest.raises(ArgumentError, match="20 keys to draw"):
         worker.prepare_sample(21, 0)
+
+
+@pytest.mark.parametrize("scheme", ["naive", "preloc", "pool"])
+def test_keys_of_tiny_weights_are_drawn_when_no_others_are_left(scheme: str) -> None:
+    weights = np.full(20, 1.0)
+    weights[3], weights[7], weights[9] = 1e-18, 1e-300, 0.0
+    worker = make(scheme, replacement=False, weights=weights)
+    assert set(drawn(worker, 17).tolist()).isdisjoint({LOW + 3, LOW + 7, LOW + 9})
+    assert set(range(LOW, HIGH)) - set(drawn(worker, 18).tolist()) == {LOW + 7, LOW + 9}
+    assert LOW + 9 not in drawn(worker, 19)
+
+
+def test_draws_without_replacement_have_the_weights_that_are_left() -> None:
+    """The probability of each ordered pair, from the keys that are left after the first."""
+    weights = np.array([0.5, 0.3, 0.15, 0.05])
+    sampling = Sampling("pool", False, "uniform", 0, 4, weights, seed=3)
+    pairs = np.zeros((4, 4))
+    draws = 20_000
+    for _ in range(draws):
+        keys = sampling.prepare(2).keys
+        assert keys is not None
+        pairs[keys[0], keys[1]] += 1
+    expected = draws * np.outer(weights / (1 - weights), weights)
+    apart = ~np.eye(4, dtype=bool)
+    assert (pairs[~apart] == 0).all()
+    chi_square = ((pairs - expected)[apart] ** 2 / expected[apart]).sum()
+    assert chi_square < 31.3  # the 0.999 quantile for 11 degrees of freedom
 
 
 def test_samples_are_used_up_and_finished() -> None:

@@ -15,7 +15,16 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.parameters import Embedding, EmbeddingBag, Table, TableOptimizer, TableWeight, optim
+from torchrelay.parameters import (
+    Embedding,
+    EmbeddingBag,
+    Server,
+    Table,
+    TableOptimizer,
+    TableWeight,
+    Worker,
+    optim,
+)
 
 # Of the references: torch's sparse Adagrad.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -178,10 +187,45 @@ def test_gradients_that_are_not_finite_change_nothing(bad: float) -> None:
             assert not table.pull(torch.arange(ROWS)).any()
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_pushed_gradients_that_are_not_finite_change_nothing(bad: float) -> None:
+    keys = torch.tensor([4, 2, 4])
+    values = torch.ones(3, DIM)
+    values[1, 0] = bad
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        for push in (table.push, table.worker.push):
+            with pytest.raises(ArgumentError, match="1 rows, the first that of key 2"):
+                push(keys, values)
+        with pytest.raises(ArgumentError, match="key 2"):
+            table.worker.push(keys.numpy(), values.numpy())
+        assert not table.pull(torch.arange(ROWS)).any()
+        table.push(keys, torch.full((3, DIM), torch.finfo(torch.float32).max / 4))
+    with Table.create(ROWS, DIM) as table:
+        table.push(keys, values)  # what is added may be anything
+        assert not table.pull(keys).isfinite().all()
+    lengths = Server(torch.tensor([2, 1]), rule=optim.sgd(1.0))
+    with (
+        lengths,
+        Worker(0, lengths) as worker,
+        pytest.raises(ArgumentError, match="some gradients are NaN"),
+    ):
+        worker.push(torch.tensor([0, 1]), torch.tensor([0.0, 0.0, bad]))
+
+
+def test_only_the_newest_optimizer_of_a_table_steps() -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        module, keys = Embedding(ROWS, DIM, table=table), torch.tensor([1])
+        old, new = table.optimizer(), TableOptimizer([table.weight])
+        module(keys).sum().backward()
+        with pytest.raises(ArgumentError, match="newer optimizer"):
+            old.step()
+        new.step()
+        assert torch.equal(table.pull(keys), torch.full((1, DIM), -1.0))
+
+
 def test_a_script_without_an_optimizer_is_told_and_works_as_before() -> None:
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
         module = Embedding(ROWS, DIM, table=table)
-        torch.optim.Adagrad(module.parameters())  # has nothing to do, as before
         with pytest.warns(DeprecationWarning, match=r"table\.optimizer\(\)"):
             module(torch.tensor([1])).sum().backward()
         module(torch.tensor([1])).sum().backward()
@@ -215,14 +259,19 @@ def test_applying_in_the_backward_pass_refuses_a_scaler() -> None:
     ],
 )
 def test_torchs_optimizers_refuse_the_weight(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="step") as table:
+    for apply_gradients in ("step", "backward", None):
+        with Table.create(
+            ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients
+        ) as table:
+            model = nn.Sequential(Embedding(ROWS, DIM, table=table), nn.Linear(DIM, 1))
+            for parameters in (model.parameters(), model.named_parameters()):
+                with pytest.raises(UnsupportedError, match=r"table\.optimizer\(\)"):
+                    make(parameters)
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
         module = Embedding(ROWS, DIM, table=table)
-        module(torch.tensor([1])).sum().backward()
-        with pytest.raises(UnsupportedError, match=r"table\.optimizer\(\)"):
-            make(module.parameters()).step()
         with pytest.raises(ArgumentError, match="torch's optimizers the other parameters"):
             TableOptimizer(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
-        with pytest.raises(UnsupportedError, match="look rows up"):
+        with pytest.raises(UnsupportedError, match="Look rows up"):
             nn.functional.linear(torch.ones(1, DIM), module.weight)
 
 
@@ -247,6 +296,110 @@ def test_several_tables_have_one_optimizer_which_is_saved() -> None:
     assert other.param_groups[0]["lr"] == 0.1 and other.state[model[0].weight]["step"] == 2
     for module in model:
         module.close()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_zeros_are_steps(pair: Any, set_to_none: bool) -> None:
+    """Adam's moments decay, for the rows that were looked up and no others."""
+    ours, theirs, *optimizers = pair
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in optimizers]
+    for step, (keys, target) in enumerate(batches(16)):
+        # Every other batch has a gradient of zeros, sometimes accumulated with another batch's.
+        factor = float(step % 2)
+        for module, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            scaler.scale(factor * loss_of(module, keys, target)).backward()
+            if step % 3 == 2:
+                continue
+            scaler.unscale_(optimizer)
+            if module is ours:
+                nn.utils.clip_grad_norm_(module.parameters(), 1e6)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if step % 4 == 3:  # a step without gradients; SparseAdam counts it if they were cleared
+                optimizer.step()
+        if step % 3 != 2:
+            assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("reset", ["optimizer", "module", "gradient"])
+def test_cleared_gradients_are_no_steps(reset: str) -> None:
+    clear = {
+        "optimizer": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+        "module": lambda module, optimizer: module.zero_grad(set_to_none=False),
+        "gradient": lambda module, optimizer: module.weight.grad.zero_(),
+    }[reset]
+    with Table.create(ROWS, DIM, optimizer=optim.adam(0.1)) as table:
+        module, optimizer = Embedding(ROWS, DIM, table=table), table.optimizer()
+        for factor in (1.0, 0.0):
+            (factor * module(torch.tensor([1])).sum()).backward()
+            assert not module.weight.is_cleared
+            optimizer.step()
+            clear(module, optimizer)
+            assert module.weight.is_cleared
+        first = table.pull(torch.tensor([1]))
+        module(torch.tensor([2])).sum().backward()
+        optimizer.step()
+        assert torch.equal(table.pull(torch.tensor([1])), first)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_weight_decay_of_rows_with_a_gradient_of_zeros(name: str) -> None:
+    makers: dict[str, tuple[Any, Any]] = {
+        "sgd": (optim.sgd(0.5, weight_decay=0.1), torch.optim.SGD),
+        "adagrad": (optim.adagrad(0.5, weight_decay=0.1), torch.optim.Adagrad),
+    }
+    rule, make = makers[name]
+    weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    theirs = nn.Embedding(ROWS, DIM, _weight=weight.clone())  # torch decays no sparse gradients
+    ours = Embedding.from_pretrained(weight, freeze=False, optimizer=rule)
+    pairs = (
+        (ours, ours.table.optimizer()),
+        (theirs, make(theirs.parameters(), 0.5, weight_decay=0.1)),
+    )
+    everything = torch.arange(ROWS)
+    for step in range(6):
+        for module, optimizer in pairs:
+            optimizer.zero_grad()
+            (step % 2 * module(everything).square().sum()).backward()
+            optimizer.step()
+        assert_same(ours, theirs)
+    ours.close()
+
+
+def test_gradients_of_chosen_inputs() -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        table.optimizer()
+        module, keys = Embedding(ROWS, DIM, table=table), torch.tensor([1, 2, 1])
+        factor = torch.ones(DIM, requires_grad=True)
+        (module(keys) * factor).sum().backward(inputs=[factor])
+        assert module.weight.keys is None and factor.grad is not None
+        (module(keys) * factor).sum().backward(inputs=[module.weight])
+        gradient = module.weight.grad
+        assert gradient is not None
+        assert torch.equal(gradient, torch.tensor([[2.0], [1.0]]).expand(2, DIM))
+        torch.autograd.backward((module(keys) * factor).sum(), inputs=module.weight)
+        gradient = module.weight.grad
+        assert gradient is not None
+        assert torch.equal(gradient, torch.tensor([[4.0], [2.0]]).expand(2, DIM))
+        module.weight.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="requir"):
+            factor.sum().backward(inputs=[module.weight])
+
+
+@pytest.mark.parametrize("apply_gradients", ["step", "backward"])
+def test_rows_frozen_after_the_forward_pass_get_no_gradient(apply_gradients: Any) -> None:
+    with Table.create(
+        ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients
+    ) as table:
+        module, keys = Embedding(ROWS, DIM, table=table), torch.tensor([1])
+        loss = module(keys).sum()
+        module.requires_grad_(False)
+        loss.backward()
+        module.requires_grad_(True)
+        assert module.weight.grad is None and not table.pull(keys).any()
+        module(keys).sum().backward()
+        assert module.weight.grad is not None or table.pull(keys).eq(-1).all()
 
 
 def test_freezing() -> None:

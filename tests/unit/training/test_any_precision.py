@@ -11,7 +11,7 @@ from torch import nn
 from torchrelay.errors import ArgumentError
 from torchrelay.training._any_precision import AnyPrecisionAdamW
 
-FULL = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}
+FULL: dict[str, Any] = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}
 
 
 @pytest.fixture(autouse=True)
@@ -232,8 +232,63 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
         AnyPrecisionAdamW([nn.Parameter(torch.ones(1))], **options)
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    embedding = nn.Embedding(10, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
+def test_a_sparse_gradient_is_refused_before_any_update() -> None:
+    embedding, first = nn.Embedding(10, 2, sparse=True), nn.Parameter(torch.ones(2))
+    (embedding(torch.tensor([1])) * first).sum().backward()
     with pytest.raises(ArgumentError, match="sparse"):
-        AnyPrecisionAdamW(embedding.parameters()).step()
+        AnyPrecisionAdamW([first, *embedding.parameters()]).step()
+    assert first.tolist() == [1.0, 1.0]
+
+
+def test_complex_parameters_equal_torch_adamw_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(2)
+    value = torch.randn(100, dtype=torch.complex64, generator=generator)
+    gradients = [torch.randn(100, dtype=torch.complex64, generator=generator) for _ in range(30)]
+    ours = _run(value, gradients, weight_decay=0.1, **FULL)
+    theirs = _run(value, gradients, torch.optim.AdamW, weight_decay=0.1, foreach=False)
+    assert torch.equal(ours, theirs)
+
+
+def test_state_of_torch_adamw_can_be_loaded() -> None:
+    for dtype in (torch.float32, torch.complex64):
+        gradients = [torch.ones(4, dtype=dtype)] * 6
+        param = nn.Parameter(torch.ones(4, dtype=dtype))
+        theirs = torch.optim.AdamW([param], lr=0.1, foreach=False)
+        ours_param = nn.Parameter(torch.ones(4, dtype=dtype))
+        ours = AnyPrecisionAdamW([ours_param], **FULL)
+        for step, gradient in enumerate(gradients):
+            if step == 3:
+                ours_param.data.copy_(param)
+                ours.load_state_dict(theirs.state_dict())
+            param.grad, ours_param.grad = gradient, gradient.clone()
+            theirs.step()
+            ours.step()
+        assert torch.equal(ours_param, param)
+
+
+def test_kahan_summation_can_be_enabled_later() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = AnyPrecisionAdamW([param], lr=1e-4, compensation_buffer_dtype=torch.float32)
+    for step in range(100):
+        optimizer.param_groups[0]["use_kahan_summation"] = step >= 1
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert param.tolist() == [torch.tensor(1 - 99e-4).bfloat16().item()] * 4
+
+
+def test_limits_of_the_default_types_are_where_the_docs_say() -> None:
+    """Updates below 2^-17 of a bfloat16 parameter need a float32 compensation; a bfloat16 variance
+    makes steps up to twice too large.
+    """
+    value, gradients = torch.ones(4, dtype=torch.bfloat16), [torch.ones(4)] * 4000
+    for lr, moves in ((2.0**-16, True), (2.0**-20, False)):
+        options = {"lr": lr, "use_kahan_summation": True, "variance_dtype": torch.float32}
+        assert (_run(value, gradients, **options) < 1).all() == moves, lr
+        assert (
+            _run(value, gradients * 2, compensation_buffer_dtype=torch.float32, **options) < 1
+        ).all(), lr
+    moved = [
+        1 - _run(torch.ones(4), gradients[:1000], lr=1e-4, variance_dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert (moved[1] > 1.2 * moved[0]).all() and (moved[1] < 2 * moved[0]).all()

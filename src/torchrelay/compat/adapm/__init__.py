@@ -222,8 +222,8 @@ class Worker(_Worker):
     )
     finish_sample = _with_names(_Worker.finish_sample, id="sample_id")
     get_key_size = _with_names(_Worker.get_key_size, key_id="key")
-    wait = _Worker.wait_for  # type: ignore[assignment]
-    is_finished = _Worker.has_finished  # type: ignore[assignment]
+    wait = _Worker.wait_for
+    is_finished = _Worker.has_finished
     waitall = _Worker.wait_all
 
     def intent(self, keys: Any, start: int, end: int = 0) -> int:  # type: ignore[override]

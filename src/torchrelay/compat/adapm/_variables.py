@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torchrelay import config
 from torchrelay.errors import ConfigError
-from torchrelay.parameters._rendezvous import interface_towards, node_network, topology_of
+from torchrelay.parameters._rendezvous import address_in, node_network, topology_of
 from torchrelay.parameters._topology import Topology
 from torchrelay.world import World
 
@@ -46,16 +46,16 @@ def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -
     node = store.add("torchrelay/parameters/arrived", 1) - 1
     if node >= num_nodes:
         raise ConfigError(f"DMLC_NUM_SERVER={num_nodes}, but this is server number {node + 1}")
-    loopback = address in ("127.0.0.1", "localhost")
+    solo = Topology(node, num_nodes, store=store, settings=settings, transport=messages)
+    interface = address_in(solo, address)
     return Topology(
         node,
         num_nodes,
         workers_per_node=num_threads,
         techniques=techniques,
         store=store,
-        network=node_network(
-            store, node, 0, "127.0.0.1" if loopback else interface_towards(address), messages
-        ),
+        network=node_network(store, node, 0, interface, messages),
+        interface=interface,
         settings=settings,
         transport=messages,
     )

@@ -149,7 +149,7 @@ class _Communicator:
 def make_scriptable(kind: type[Communicator]) -> None:
     """Let scripted functions take a ``kind``, and make and wait for handles."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is
+        warnings.filterwarnings("ignore", "`torch.jit.script")  # torch deprecates it
         script: Any = torch.jit.script  # it looks for `Op` where it is called
         script(_WaitHandle)
         _torch.script_as(WaitHandle, _WaitHandle)

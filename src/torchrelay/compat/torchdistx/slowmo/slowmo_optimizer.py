@@ -63,6 +63,10 @@ class SlowMomentumOptimizer(_slowmo.SlowMomentumOptimizer):
     def __repr__(self) -> str:
         return repr(self._base_optim)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _slowmo.SlowMomentumOptimizer:
+        memo[id(self.averager.process_group)] = self.averager.process_group
+        return super().__deepcopy__(memo)
+
     def _after_step(self) -> None:
         self.averager.average_parameters(self.param_groups)
         self._step_count_slow = self.averager.step
