@@ -12,7 +12,7 @@ from report import table, write
 TORCH = "import torch"
 CASES = {
     "torchrelay": "import torchrelay",
-    "the foundation": "from torchrelay import buffers, config, telemetry, world",
+    "the foundation": "from torchrelay import buffers, config, world",
 }
 PROGRAM = """
 import sys, time

@@ -22,9 +22,9 @@ def settings_page() -> str:
         "is",
         "imported; the others read theirs when a process group, table, network, cache or "
         "asynchronous",
-        "save is created. An unknown `TORCHRELAY_<SECTION>_...` variable or an invalid value "
-        "raises a",
-        "`ConfigError` that names it.",
+        "save is created. An unknown variable that begins with `TORCHRELAY_`, or an invalid value, "
+        "raises",
+        "a `ConfigError` that names it.",
     ]
     for name in sorted(SECTIONS):
         section = SECTIONS[name]
@@ -61,7 +61,7 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-FOUNDATION = ("world", "transport", "buffers", "config", "telemetry")
+FOUNDATION = ("world", "transport", "buffers", "config")
 COMPONENTS = {
     "aggregation": "aggregation.md",
     "aggregation.switch": "switch.md",

@@ -1,18 +1,37 @@
-"""The addresses of this host."""
+"""The addresses of this host, and the one at which other hosts reach it."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import ipaddress
+import os
 import socket
 import struct
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-__all__ = ["DISCARD_PORT", "address_of_device", "address_towards"]
+from torchrelay.errors import UnavailableError
+
+__all__ = [
+    "DISCARD_PORT",
+    "address_for_peers",
+    "address_of_device",
+    "address_towards",
+    "boot_id",
+    "is_loopback",
+    "listen_at",
+]
 
 # Connecting a datagram socket to it sends nothing, but finds the route.
 DISCARD_PORT = 9
+# Addresses reserved for documentation: the route to them is the default route.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
 _SIOCGIFADDR = 0x8915
 _MAX_NAME = 15  # bytes of a device's name
+_SCOPES = {"00", "10"}  # of IPv6 addresses: global, this host
+_BACKLOG = 1024
 
 
 def address_towards(address: tuple[Any, ...], family: int = socket.AF_INET) -> str:
@@ -27,11 +46,144 @@ def address_towards(address: tuple[Any, ...], family: int = socket.AF_INET) -> s
 
 
 def address_of_device(name: str) -> str:
-    """Return the IPv4 address of a network device.
+    """Return the address of a network device: IPv4, if it has one, else IPv6.
 
     Raises:
-        OSError: there is no such device, or it has no IPv4 address.
+        OSError: there is no such device, or it has no address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", name.encode()[:_MAX_NAME])
-        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            address = _ipv6_of_device(name)
+            if address is None:
+                raise
+            return address
+
+
+def _ipv6_of_device(name: str) -> str | None:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # the kernel has no IPv6
+        return None
+    for line in lines:
+        digits, _, _, scope, _, device = line.split()
+        if device == name and scope in _SCOPES:
+            return str(ipaddress.IPv6Address(int(digits, 16)))
+    return None
+
+
+def boot_id() -> str:
+    """Return the kernel's boot id, which is different after each boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def listen_at(address: str) -> socket.socket:
+    """Return a TCP socket that listens at a free port of ``address``."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+
+
+def address_for_peers(
+    gather: Callable[[str, Any], list[Any]], me: str, server: str | None, interface: str
+) -> str:
+    """Return the address at which the other processes of a job reach this one. Collective.
+
+    Loopback, if all processes are in one network namespace. Else that of ``interface`` or
+    ``GLOO_SOCKET_IFNAME``, if one is given; else that on the route to ``server``, or, where that is
+    this host, on the route to another one.
+
+    Args:
+        gather: returns what each process passes for a step.
+        me: this process, for messages.
+        server: the host of the store, MASTER_ADDR.
+        interface: addresses or devices of this host, separated by commas; empty: none is given.
+
+    Raises:
+        UnavailableError: a process has no such address; on every process.
+    """
+    network = f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
+    mine: dict[str, str | None] = {"network": network, "address": None, "error": None}
+    given = "TORCHRELAY_TRANSPORT_INTERFACE" if interface else "GLOO_SOCKET_IFNAME"
+    interface = interface or os.environ.get(given, "")
+    try:
+        mine["address"] = _given(interface) if interface else _towards_host(server)
+    except OSError as error:
+        cause = f"{given}={interface!r}" if interface else f"MASTER_ADDR={server!r}"
+        mine["error"] = f"{me}: {cause}: {error}"
+    everyone = gather("networks", mine)
+    _raise_first([each["error"] for each in everyone])
+    if len({each["network"] for each in everyone}) == 1:
+        return "127.0.0.1"
+    address = mine["address"] or _towards_any(
+        [each["address"] for each in everyone if each["network"] != network and each["address"]]
+    )
+    problem = None
+    if address is None:
+        problem = f"{me}: this host has no address but loopback, where other hosts cannot reach it"
+    elif is_loopback(address):
+        problem = f"{me}: {given}={interface!r} is a loopback device, but there are other hosts"
+    _raise_first(gather("addresses", problem))
+    assert address is not None
+    return address
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise UnavailableError(
+                f"{problem}. Set TORCHRELAY_TRANSPORT_INTERFACE to an address or device of each "
+                "host that the others reach"
+            )
+
+
+def _given(interface: str) -> str:
+    """Return the first address of the list ``interface`` that is not loopback, else the first."""
+    addresses = []
+    for name in interface.split(","):
+        try:
+            addresses.append(str(ipaddress.ip_address(name.strip())))
+        except ValueError:
+            addresses.append(address_of_device(name.strip()))
+    return next((one for one in addresses if not is_loopback(one)), addresses[0])
+
+
+def _towards_host(host: str | None) -> str | None:
+    """Return this host's address on a route to ``host``; None if ``host`` is this host.
+
+    Raises:
+        OSError: ``host`` cannot be resolved.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or socket.gethostname(), DISCARD_PORT, type=socket.SOCK_DGRAM
+        )
+    except OSError:
+        if host is None:
+            return None
+        raise
+    for family, _, _, _, address in found:
+        with contextlib.suppress(OSError):
+            mine = address_towards(address, family)
+            if not is_loopback(mine):
+                return mine
+    return None
+
+
+def _towards_any(peers: list[str]) -> str | None:
+    """Return this host's address on the route to one of ``peers``, else to anywhere, else any."""
+    for host in (*peers, *_ANYWHERE):
+        address = _towards_host(host)
+        if address is not None:
+            return address
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            address = address_of_device(name)
+            if not is_loopback(address):
+                return address
+    return None

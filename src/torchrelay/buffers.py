@@ -54,7 +54,7 @@ class Segment:
 
         Raises:
             ArgumentError: ``address`` is malformed.
-            SegmentError: its creator has ended, is another user's, or has closed it.
+            SegmentError: its creator has exited, is another user's, or has closed it.
         """
         return cls(_native.SharedMemory.attach(address, read_only))
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import dataclass_transform
 
-from torchrelay import _deprecation
 from torchrelay.errors import ConfigError
 
 __all__ = [
@@ -24,6 +23,7 @@ __all__ = [
     "Host",
     "Mpi",
     "Parameters",
+    "PipeSwitch",
     "Section",
     "Switching",
     "TransportSettings",
@@ -54,7 +54,6 @@ def setting(
     unit: str = "",
     allowed: Collection[Any] = (),
     minimum: float | None = None,
-    was: str = "",
 ) -> Any:
     """Define a field of a :class:`Section`.
 
@@ -64,14 +63,12 @@ def setting(
         unit: such as ``s`` or ``bytes``.
         allowed: the only values that are valid; empty: all.
         minimum: the smallest valid value.
-        was: the name of the field in the version before, which warns.
     """
     metadata = {
         "doc": doc,
         "unit": unit,
         "allowed": tuple(allowed),
         "minimum": minimum,
-        "was": was,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -80,18 +77,8 @@ def setting(
 def section(cls: type[S]) -> type[S]:
     """Make a class a frozen dataclass and register it in :data:`SECTIONS`."""
     frozen = dataclasses.dataclass(frozen=True)(cls)
-    old = _old_fields(frozen)
-    if old:
-        _deprecation.old_keywords(**old)(frozen)
-    for name, new in old.items():
-        setattr(frozen, name, _deprecation.old_attribute(name, new))
     SECTIONS[cls.name] = frozen
     return frozen
-
-
-def _old_fields(cls: type[Section]) -> dict[str, str]:
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return {field.metadata["was"]: field.name for field in fields if field.metadata["was"]}
 
 
 def variable(cls: type[Section], field: str) -> str:
@@ -116,10 +103,7 @@ def parse_value(text: str, field: dataclasses.Field[Any], origin: str) -> Any:
         else:
             value = kind(text)
     except (ValueError, KeyError):
-        expected = (
-            "one of 1, true, yes, 0, false, no" if kind is bool else f"of type {kind.__name__}"
-        )
-        raise ConfigError(f"{origin} = {text!r}: the value must be {expected}") from None
+        raise ConfigError(f"{origin} = {text!r}: the value must be {_expected(kind)}") from None
     check_value(value, field, origin)
     return value
 
@@ -138,34 +122,59 @@ def check_value(value: Any, field: dataclasses.Field[Any], origin: str) -> None:
         )
 
 
-def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
+def load(
+    cls: type[S],
+    environ: Mapping[str, str] | None = None,
+    *,
+    file: Mapping[str, Any] | None = None,
+    origin: str = "",
+) -> S:
     """Read one section from ``environ`` (default: the process environment).
 
+    Args:
+        file: values from a file, which variables override.
+        origin: names the file in errors.
+
     Raises:
-        ConfigError: a value is invalid, or a ``TORCHRELAY_<SECTION>_...`` variable is unknown.
+        ConfigError: a value is invalid, or a ``TORCHRELAY_...`` variable or a key of the file is
+            unknown.
     """
-    environ = _with_new_names(cls, os.environ if environ is None else environ)
-    fields = {variable(cls, field.name): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    prefix = variable(cls, "")
-    for key in environ:
-        if key.startswith(prefix) and key not in fields:
-            raise ConfigError(f"{key}: no such setting; {cls.name} has {', '.join(sorted(fields))}")
-    values = {
+    environ = os.environ if environ is None else environ
+    named = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {variable(cls, name): field for name, field in named.items()}
+    _check_variables(cls, environ, fields)
+    values = {}
+    for key, value in (file or {}).items():
+        if key not in named:
+            raise ConfigError(
+                f"{origin} has the unknown key {key}; known are {', '.join(sorted(named))}"
+            )
+        kind = type(named[key].default)
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ConfigError(f"{origin} {key} = {value!r}: the value must be {_expected(kind)}")
+        check_value(value, named[key], f"{origin} {key}")
+        values[key] = kind(value)
+    values |= {
         f.name: parse_value(environ[key], f, key) for key, f in fields.items() if key in environ
     }
     return cls(**values)
 
 
-def _with_new_names(cls: type[Section], environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return ``environ`` with the variables of renamed settings under their new names."""
-    renamed = {}
-    for old, new in _old_fields(cls).items():
-        old_key, new_key = variable(cls, old), variable(cls, new)
-        if old_key in environ:
-            _deprecation.warn(f"the variable {old_key} is now {new_key}", stacklevel=3)
-            renamed[old_key] = new_key
-    given = {renamed[key]: environ[key] for key in renamed}
-    return given | {key: text for key, text in environ.items() if key not in renamed}
+def _check_variables(
+    cls: type[Section], environ: Mapping[str, str], known: Collection[str]
+) -> None:
+    sections = tuple(f"TORCHRELAY_{name}_".upper() for name in (*SECTIONS, "test"))
+    for key in environ:
+        if key.startswith(variable(cls, "")) and key not in known:
+            raise ConfigError(f"{key}: no such setting; {cls.name} has {', '.join(sorted(known))}")
+        if key.startswith("TORCHRELAY_") and not key.startswith(sections):
+            raise ConfigError(
+                f"{key}: no such setting; variables begin with {', '.join(sorted(sections))}"
+            )
+
+
+def _expected(kind: type[Any]) -> str:
+    return "one of 1, true, yes, 0, false, no" if kind is bool else f"of type {kind.__name__}"
 
 
 @section
@@ -212,7 +221,6 @@ class Mpi(Section):
         "raise",
         "what to do if a backward pass cannot reach all communications recorded before it",
         allowed=("raise", "warn", "ignore"),
-        was="unreached",
     )
     chain_warning: int = setting(
         10_000,
@@ -265,11 +273,6 @@ class Aggregation(Section):
         unit="bytes",
         minimum=4096,
     )
-    interface: str = setting(
-        "",
-        "address or network device at which ranks of other hosts reach this one; empty: "
-        "GLOO_SOCKET_IFNAME if set, else the device of the route to the store",
-    )
     switch: str = setting(
         "",
         "host or host:port of the aggregation switch through which hosts sum: all_reduce with SUM "
@@ -317,7 +320,6 @@ class Aggregation(Section):
         "how long it then polls and yields, if there are more ranks than cores",
         unit="us",
         minimum=0,
-        was="crowded_yield_us",
     )
     dummy_bandwidth: float = setting(
         0.0,
@@ -396,7 +398,7 @@ class Checkpoint(Section):
 
 @section
 class Switching(Section):
-    """Model switching and the shared cache."""
+    """Model switching: the server's variables, and the table ``[server]`` of its models file."""
 
     name = "switching"
 
@@ -409,21 +411,69 @@ class Switching(Section):
         unit="bytes",
         minimum=512,
     )
+    workers: int = setting(
+        2, "worker processes: one computes, the others stand by", unit="processes", minimum=1
+    )
+    threads: int = setting(
+        0, "torch threads of a worker; 0: torch's default", unit="threads", minimum=0
+    )
+    link_gbps: float = setting(
+        0.0,
+        "on the CPU, rate of an emulated link to the arena; 0: the memory's own rate",
+        unit="GB/s",
+        minimum=0.0,
+    )
+    request_bytes: int = setting(
+        64 << 20, "maximum size of the tensors of one request", unit="bytes", minimum=1
+    )
+    queue_limit: int = setting(
+        256, "maximum number of waiting requests", unit="requests", minimum=1
+    )
+    client_limit: int = setting(
+        64, "maximum number of waiting requests of one client", unit="requests", minimum=1
+    )
+    run_timeout_s: float = setting(
+        60.0, "a worker that computes one request for longer is ended", unit="s", minimum=0.0
+    )
+    grace_s: float = setting(
+        10.0, "how long a server that is stopped may finish queued requests", unit="s", minimum=0.0
+    )
+    host: str = setting("127.0.0.1", "address that the server listens on")
+    port: int = setting(8000, "port that the server listens on; 0: any free one", minimum=0)
+    allowed_hosts: str = setting(
+        "",
+        "host names, separated by commas, by which clients may address the server, beside "
+        "localhost, this machine's name and IP addresses; *: any",
+    )
+    api_key: str = setting(
+        "",
+        "a secret that every request except health checks must carry; empty: none",
+    )
+    repository_control: bool = setting(False, "clients may load and unload the models of the file")
+
+
+@section
+class PipeSwitch(Section):
+    """The shared cache of ``compat.pipeswitch``, beside ``TORCHRELAY_SWITCHING_DEVICE`` and
+    ``_ARENA_BYTES``.
+    """
+
+    name = "pipeswitch"
+
     parameter_bytes: int = setting(
         1 << 30,
-        "part of compat.pipeswitch's shared cache that is for parameters; a quarter of a smaller "
-        "cache",
+        "part of the shared cache that is for parameters; a quarter of a smaller cache",
         unit="bytes",
         minimum=512,
     )
     socket: str = setting(
         "",
-        "path of the socket over which compat.pipeswitch sends its cache; empty: a file of this "
-        "user in $XDG_RUNTIME_DIR or /tmp",
+        "path of the socket over which the cache is sent; empty: a file of this user in "
+        "$XDG_RUNTIME_DIR or /tmp",
     )
     timeout_s: float = setting(
         60.0,
-        "how long sending or receiving a shared cache waits for the other process",
+        "how long sending or receiving the cache waits for the other process",
         unit="s",
         minimum=0.0,
     )
@@ -431,7 +481,7 @@ class Switching(Section):
 
 @section
 class TransportSettings(Section):
-    """Messages between nodes."""
+    """Messages between hosts."""
 
     name = "transport"
 
@@ -451,7 +501,6 @@ class TransportSettings(Section):
         "heartbeat_s",
         unit="s",
         minimum=0.1,
-        was="silence_s",
     )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
     linger_s: float = setting(
@@ -461,6 +510,12 @@ class TransportSettings(Section):
         False,
         "the parameter manager uses ZeroMQ, as it always does with a key file; otherwise plain "
         "sockets, which wake fewer threads per request",
+    )
+    interface: str = setting(
+        "",
+        "address or network device at which other hosts reach this one, or several, separated by "
+        "commas: the first that is not loopback; empty: GLOO_SOCKET_IFNAME if set, else the device "
+        "of the route to the store",
     )
     local_sockets: bool = setting(
         True, "use Unix sockets instead of TCP between processes of one host"

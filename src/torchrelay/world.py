@@ -6,16 +6,20 @@ any of them the world has one process. Importing this module does not import ``t
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import os
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrelay import config
+from torchrelay._addresses import boot_id
 from torchrelay._waiting import listed, wait_for_others
 from torchrelay.errors import ConfigError, MismatchError, OperationTimeoutError, PeerLostError
 
@@ -26,6 +30,9 @@ __all__ = ["Meeting", "Process", "World", "host_identity", "ranks_on_my_host"]
 
 # Interval at which a waiting rank checks the others.
 _SLICE_S = 1.0
+_FIRST_LOOK_S = 0.02  # how long a rank waits for others that were there before to come again
+
+_TWO_JOBS = "do two jobs use one MASTER_ADDR and MASTER_PORT, or was a rank started twice?"
 
 # Equal for all ranks of one job. torchrun sets "none" without --rdzv-id.
 _JOB_VARIABLES = (
@@ -88,12 +95,15 @@ class World:
     def connect(self, timeout_s: float = 300.0) -> Store:
         """Return the store that all processes share; one process gets its own.
 
-        Under torchrun this is a client of the agent's store; else rank 0 serves it at
-        ``MASTER_ADDR:MASTER_PORT``. Blocks until it answers.
+        Under torchrun its agent serves the store, also to the processes that it starts after a
+        failure: this store is one of this attempt alone, and the first call waits for all ranks.
+        Else rank 0 serves it at ``MASTER_ADDR:MASTER_PORT``, and the call waits until it answers.
 
         Raises:
             ConfigError: there are several processes and no ``MASTER_PORT``.
-            OperationTimeoutError: the store did not answer within ``timeout_s``.
+            OperationTimeoutError: the store did not answer within ``timeout_s``, or a rank is
+                missing.
+            PeerLostError: a rank has died.
         """
         import torch.distributed as dist  # noqa: PLC0415 - importing it takes longer than all of torchrelay
 
@@ -108,7 +118,7 @@ class World:
             )
         try:
             served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return dist.TCPStore(
+            store = dist.TCPStore(
                 self.master_addr,
                 self.master_port,
                 self.size,
@@ -123,6 +133,16 @@ class World:
                 f"MASTER_PORT name its host? ({error})",
                 ranks=(0,),
             ) from error
+        if not served_by_agent:
+            return store
+        place = self.master_addr, self.master_port, self.rank, self.size
+        if place not in _attempts:
+            _attempts[place] = Meeting(store, self.rank, self.size, timeout_s).attempt
+        return dist.PrefixStore(_attempts[place], store)
+
+
+# Those of this process, which takes part in one attempt only.
+_attempts: dict[tuple[str, int, int, int], str] = {}
 
 
 def _has_set(launcher: tuple[str, str, str, str], environ: Mapping[str, str]) -> bool:
@@ -142,11 +162,10 @@ def _number(environ: Mapping[str, str], key: str) -> int:
 def host_identity() -> str:
     """Return a string that is equal for processes that can attach each other's segments.
 
-    Made of kernel, PID namespace and user; ``TORCHRELAY_HOST_ID`` distinguishes further.
+    Made of kernel, PID and user namespaces, and user; ``TORCHRELAY_HOST_ID`` distinguishes further.
     """
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    host_id = config.load(config.Host).id
-    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}/{host_id}"
+    namespaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "user")]
+    return "/".join([boot_id(), *namespaces, str(os.geteuid()), config.load(config.Host).id])
 
 
 @dataclass(frozen=True)
@@ -167,14 +186,18 @@ class Process:
         )
         return cls(host_identity(), os.getpid(), _start_ticks("self") or 0, job)
 
+    def is_alive_here(self) -> bool:
+        """Return whether it is running on this host; False for other hosts."""
+        return self.host == host_identity() and not self.has_died()
+
     def has_died(self) -> bool:
-        """Return whether it ran on this host and has ended; False for other hosts."""
+        """Return whether it ran on this host and has exited; False for other hosts."""
         return self.host == host_identity() and _start_ticks(str(self.pid)) != self.start_ticks
 
 
 def _start_ticks(pid: str) -> int | None:
-    """When the process started, or None if it has ended (proc(5): state and start time follow the
-    name).
+    """Return when the process started, or None if it has exited (proc(5): state and start time
+    follow the name).
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -183,15 +206,37 @@ def _start_ticks(pid: str) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+@dataclass(frozen=True)
+class _Registration:
+    """What a rank writes to the store when it joins a rendezvous."""
+
+    process: Process
+    draw: str  # random; different at each rendezvous of a process
+    at_ticks: int  # since boot, as Process.start_ticks
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> _Registration:
+        fields = json.loads(text)
+        return cls(Process(**fields.pop("process")), **fields)
+
+
 class Meeting:
-    """Rendezvous of the ranks of a group through a store.
+    """Rendezvous of the ranks of a group through a store, which may outlive processes.
 
     Creation is collective over all ranks, and may be repeated over the same store.
+
+    torchrun's agent keeps its store when it restarts the ranks, so there may be keys of processes
+    that have exited. Each rank draws a random name, registers under it, and is done once all ranks
+    have seen the same names: what an earlier process saw lacks the name of a later one.
 
     Args:
         store: used by the group's ranks only.
         names: the ranks as users know them, for messages; default: the group's own ranks.
         known: processes of other ranks from earlier rendezvous, by name.
+
+    Attributes:
+        attempt: equal on all ranks, and different for every other rendezvous.
+        store: for this rendezvous only: no key is there at first.
 
     Raises:
         OperationTimeoutError: ranks are missing after ``timeout_s``; ``ranks`` names them.
@@ -213,22 +258,38 @@ class Meeting:
         self.rank = rank
         self.size = size
         self.names = list(names) or list(range(size))
-        self._whole = store
-        self._processes = dict(known or {})
-        me = Process.current()
+        self._whole: Store = dist.PrefixStore("torchrelay", store)
+        self._places = list(range(size))  # the ranks that registered in `_whole`
+        self._known = dict(known or {})
+        self._present: list[_Registration] = []
+        self._agreed = False
+        self.attempt = ""
         try:
-            self.store = dist.PrefixStore(f"torchrelay/{self._turn(me)}", store)
-            self.announce("rank", json.dumps(asdict(me)))
-            found = [Process(**json.loads(text)) for text in self.wait("rank", timeout_s)]
+            self._me = self._register()
+            self._agree(timeout_s)
         except dist.DistNetworkError as error:
             raise self._store_lost(error) from error
-        self._processes.update(zip(self.names, found, strict=True))
+        self.store: Store = dist.PrefixStore(self.attempt, self._whole)
         self._check_jobs()
+
+    def among(self, ranks: Sequence[int]) -> Meeting:
+        """Return the rendezvous of ``ranks``, for groups that have no rank in common. Does not
+        block.
+        """
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        part = copy.copy(self)
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part.names = [self.names[rank] for rank in ranks]
+        part._places = [self._places[rank] for rank in ranks]
+        part._present = [self._present[rank] for rank in ranks]
+        part.store = dist.PrefixStore(f"among/{ranks[0]}", self.store)
+        return part
 
     @property
     def processes(self) -> list[Process]:
         """In the order of the ranks."""
-        return [self._processes[name] for name in self.names]
+        return [registration.process for registration in self._present]
 
     @property
     def by_name(self) -> dict[int, Process]:
@@ -238,6 +299,14 @@ class Meeting:
         """Return the ranks that share this process's host, in order."""
         mine = host_identity()
         return tuple(rank for rank, process in enumerate(self.processes) if process.host == mine)
+
+    def gather(self, step: str, mine: Any, timeout_s: float) -> list[Any]:
+        """Return what each rank passes for ``step``; anything that JSON can hold. Blocks.
+
+        Raises as the class does.
+        """
+        self.announce(step, json.dumps(mine))
+        return [json.loads(text) for text in self.wait(step, timeout_s)]
 
     def announce(self, step: str, text: str = "") -> None:
         """Notify the others that this rank has reached ``step``. Raises as the class does."""
@@ -264,85 +333,168 @@ class Meeting:
 
         try:
             wait_for_others(
-                lambda: self._wait_a_slice(keys, deadline_s - time.monotonic()),
+                lambda: _wait_a_slice(self.store, keys, deadline_s - time.monotonic()),
                 lambda: [self.names[rank] for rank in missing()],
                 self._late,
-                lambda: self._check_processes(missing()),
+                lambda: self._check_processes(missing),
                 timeout_s,
             )
-            return [self.store.get(key).decode() for key in keys]
+            return [text.decode() for text in _values(self.store, keys)]
         except dist.DistNetworkError as error:
             raise self._store_lost(error) from error
 
-    def _wait_a_slice(self, keys: list[str], left_s: float) -> bool:
-        import torch.distributed as dist  # noqa: PLC0415 - as above
+    # --- the rendezvous
 
-        try:
-            self.store.wait(keys, timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
-        except dist.DistNetworkError:
-            raise
-        except Exception:  # DistStoreError from a TCPStore, RuntimeError from others: not yet
-            return False
-        return True
+    def _register(self) -> _Registration:
+        """Take this rank's place in the store.
 
-    def _turn(self, me: Process) -> int:
-        """Count this rank's rendezvous over this store; all must have been of this process."""
-        turn = self._whole.add(f"torchrelay/turns/{self.rank}", 1)
-        key = f"torchrelay/taken/{self.rank}"
-        if turn > 1:
-            before = Process(**json.loads(self._whole.get(key)))
-            if before != me:
-                self._refuse(
-                    f"rank {self.names[self.rank]} is process "
-                    f"{before.pid}{'' if before.host == me.host else ' of another host'} already, "
-                    f"and process {me.pid} wants to be it too: do two jobs use one MASTER_ADDR and "
-                    "MASTER_PORT, or was a rank started twice?"
+        Raises:
+            MismatchError: a running process of this host has it.
+        """
+        me = Process.current()
+        key = f"rank/{self.rank}"
+        if self._whole.check([key]):
+            before = _Registration.parse(self._whole.get(key))
+            if before.process != me and before.process.is_alive_here():
+                message = (
+                    f"rank {self.names[self.rank]} is already claimed by process "
+                    f"{before.process.pid}, and process {me.pid} claims it too: {_TWO_JOBS}"
                 )
-        self._whole.set(key, json.dumps(asdict(me)))
-        return int(turn)
+                self._whole.set("refused", json.dumps({"draw": before.draw, "message": message}))
+                raise MismatchError(message)
+        now_ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+        registration = _Registration(me, secrets.token_hex(8), now_ticks)
+        self._whole.set(key, json.dumps(asdict(registration)))
+        return registration
 
-    def _refuse(self, message: str) -> None:
-        self._whole.set("torchrelay/refused", message)
-        raise MismatchError(message)
+    def _agree(self, timeout_s: float) -> None:
+        """Wait until all ranks have seen the same registrations."""
+        keys = [f"rank/{rank}" for rank in range(self.size)]
+        deadline_s = time.monotonic() + timeout_s
+        next_look_s, interval_s = 0.0, _FIRST_LOOK_S
+
+        def is_complete() -> bool:
+            nonlocal next_look_s, interval_s
+            now_s = time.monotonic()
+            if not self._present and not _wait_a_slice(self._whole, keys, deadline_s - now_s):
+                return False
+            if now_s >= next_look_s:
+                present = [_Registration.parse(text) for text in _values(self._whole, keys)]
+                # If it is complete, another rank may be at its next rendezvous over this store.
+                if present != self._present and not self._is_complete():
+                    self._see(present)
+                    interval_s = _FIRST_LOOK_S
+                next_look_s, interval_s = now_s + interval_s, min(2 * interval_s, _SLICE_S)
+            return self._is_complete()
+
+        def missing() -> list[int]:
+            key = f"{self.attempt}/seen" if self._present else "rank"
+            return [rank for rank in range(self.size) if not self._whole.check([f"{key}/{rank}"])]
+
+        wait_for_others(
+            is_complete,
+            lambda: [self.names[rank] for rank in missing()],
+            self._late,
+            lambda: self._check_processes(missing),
+            timeout_s,
+        )
+        self._agreed = True
+
+    def _is_complete(self) -> bool:
+        return bool(self.attempt) and self._whole.check([f"{self.attempt}/complete"])
+
+    def _see(self, present: list[_Registration]) -> None:
+        """Publish which registrations this rank has seen."""
+        if present[self.rank] != self._me:
+            other = present[self.rank].process
+            raise MismatchError(
+                f"rank {self.names[self.rank]} is claimed by process {self._me.process.pid}, and "
+                f"process {other.pid}{'' if other.is_alive_here() else ' of another host'} claims "
+                f"it too: {_TWO_JOBS}"
+            )
+        draws = " ".join(registration.draw for registration in present)
+        self.attempt = hashlib.blake2b(draws.encode(), digest_size=8).hexdigest()
+        self._present = present
+        self._whole.set(f"{self.attempt}/seen/{self.rank}", "")
+        if self._whole.add(f"{self.attempt}/count", 1) == self.size:
+            self._whole.set(f"{self.attempt}/complete", "")
 
     def _check_jobs(self) -> None:
         jobs = {process.job: name for name, process in self.by_name.items() if process.job}
         if len(jobs) > 1:
             found = ", ".join(f"rank {name} to {job}" for job, name in jobs.items())
             raise MismatchError(
-                f"{self._me}: the ranks belong to different jobs ({found}); give each job a "
+                f"{self._name}: the ranks belong to different jobs ({found}); give each job a "
                 "MASTER_PORT of its own"
             )
 
-    def _check_processes(self, missing: Sequence[int]) -> None:
-        """Raise if the group was refused, or one of the ranks ``missing`` has died."""
-        if self._whole.check(["torchrelay/refused"]):
-            raise MismatchError(f"{self._me}: {self._whole.get('torchrelay/refused').decode()}")
-        for rank in missing:
-            process = self._processes.get(self.names[rank])
-            if process is not None and process.has_died():
+    def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Raise if a rank was refused, or one of the ranks ``missing`` can no longer join."""
+        if self._whole.check(["refused"]):
+            refused = json.loads(self._whole.get("refused"))
+            if any(each.draw == refused["draw"] for each in self._present):
+                raise MismatchError(f"{self._name}: {refused['message']}")
+        for rank in missing():
+            process, cause = self._lost(rank)
+            if process is not None and rank in missing():
                 raise PeerLostError(
-                    f"{self._me}: rank {self.names[rank]} (process {process.pid}) died before it "
-                    "joined the group; look at its own output for the cause",
+                    f"{self._name}: rank {self.names[rank]} (process {process.pid}) {cause} before "
+                    "it joined the group; look at its own output for the cause",
                     ranks=(self.names[rank],),
                 )
 
+    def _lost(self, rank: int) -> tuple[Process | None, str]:
+        """Return the process of a rank and what happened to it if it is lost in this attempt."""
+        died = "died"
+        if not self._present:
+            process = self._known.get(self.names[rank])
+            return (process if process is not None and process.has_died() else None), died
+        seen = self._present[rank]
+        # A rank that registered before this process started may be of an earlier attempt.
+        is_of_this_attempt = self._agreed or seen.at_ticks >= self._me.process.start_ticks
+        if seen.process.has_died():
+            return (seen.process if is_of_this_attempt else None), died
+        now = _Registration.parse(self._whole.get(f"rank/{self._places[rank]}"))
+        return (seen.process if self._agreed and now != seen else None), "was started again"
+
     def _late(self, names: Sequence[int], elapsed_s: float) -> str:
         return (
-            f"{self._me}: {listed('rank', names)} did not join the group within {elapsed_s:.1f} s; "
-            "are they running, and do they make the same groups in the same order?"
+            f"{self._name}: {listed('rank', names)} did not join the group within "
+            f"{elapsed_s:.1f} s; are they running, and do they make the same groups in the same "
+            "order?"
         )
 
     def _store_lost(self, error: Exception) -> PeerLostError:
         return PeerLostError(
-            f"{self._me}: the store through which the ranks meet is gone: the process that serves "
-            f"it, rank 0 or torchrun's agent, has ended ({error})",
+            f"{self._name}: the store through which the ranks meet is gone: the process that "
+            f"serves it, rank 0 or torchrun's agent, has exited ({error})",
             ranks=(0,),
         )
 
     @property
-    def _me(self) -> str:
+    def _name(self) -> str:
         return f"rank {self.names[self.rank]}"
+
+
+def _values(store: Any, keys: list[str]) -> list[bytes]:
+    """Return the values of ``keys``, which exist, from a torch store."""
+    if store.has_extended_api():
+        values: list[bytes] = store.multi_get(keys)
+        return values
+    return [store.get(key) for key in keys]
+
+
+def _wait_a_slice(store: Store, keys: list[str], left_s: float) -> bool:
+    """Wait for ``keys`` for up to a second; return whether they are there."""
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
+    except dist.DistNetworkError:
+        raise
+    except Exception:  # DistStoreError from a TCPStore, RuntimeError from others: not yet
+        return False
+    return True
 
 
 def ranks_on_my_host(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...]:

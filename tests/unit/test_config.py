@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.config import SECTIONS, Section, TransportSettings, load, section, setting, variable
+from torchrelay.config import SECTIONS, Section, load, section, setting, variable
 from torchrelay.errors import ConfigError
 
 
@@ -48,6 +48,7 @@ def test_the_environment_wins(sample: type[Any]) -> None:
         ("TORCHRELAY_SAMPLE_PLANE", "tcp", "one of shm, udp"),
         ("TORCHRELAY_SAMPLE_DEBUG", "maybe", "one of 1, true"),
         ("TORCHRELAY_SAMPLE_SLOTS", "1.5", "of type int"),
+        ("TORCHRELAY_SAMPEL_SLOTS", "1", "begin with TORCHRELAY_AGGREGATION_, "),
         ("TORCHRELAY_SAMPLE_TIMEOUT", "1", "no such setting; sample has TORCHRELAY_SAMPLE_DEBUG"),
     ],
 )
@@ -57,18 +58,6 @@ def test_bad_values_name_the_variable(
     with pytest.raises(ConfigError, match=message) as caught:
         load(sample, {key: value})
     assert key in str(caught.value)
-
-
-def test_renamed_settings_are_accepted_under_their_old_names_and_warn() -> None:
-    with pytest.warns(DeprecationWarning, match="SILENCE_S is now TORCHRELAY_TRANSPORT_PEER_TIME"):
-        loaded = load(TransportSettings, {"TORCHRELAY_TRANSPORT_SILENCE_S": "30"})
-    assert loaded.peer_timeout_s == 30
-    with pytest.warns(DeprecationWarning, match="silence_s is now peer_timeout_s"):
-        assert loaded.silence_s == 30  # type: ignore[attr-defined]
-    with pytest.warns(DeprecationWarning, match="silence_s of .* is now peer_timeout_s"):
-        assert TransportSettings(silence_s=30) == loaded  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="both silence_s and peer_timeout_s"):
-        TransportSettings(silence_s=30, peer_timeout_s=30)  # type: ignore[call-arg]
 
 
 def test_settings_cannot_be_changed(sample: type[Any]) -> None:

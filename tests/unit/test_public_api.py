@@ -1,4 +1,4 @@
-"""The public API: its names, their docstrings, deprecated names, and what an import costs."""
+"""The public API: its names, their docstrings, and what an import costs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-import warnings
 
 import pytest
 
 import torchrelay
-from torchrelay import _deprecation
 
 MODULES = sorted(
     module.name
@@ -24,7 +22,7 @@ PUBLIC = {
     "aggregation.switch": "Controller DataPlane SessionShape SessionStats SwitchClient"
     " SwitchClientStats SwitchOptions SwitchServer SwitchStats UdpDataPlane XdpDataPlane"
     " session_from_controller session_from_store",
-    "checkpoint": "Reader SaveHandle Writer async_save latest load save verify",
+    "checkpoint": "Keep LoadResult Reader SaveHandle Writer async_save latest load save verify",
     "deferred": "Plan deferred_init dematerialize fake from_recipe is_deferred materialize_module"
     " materialize_tensor plan recipe",
     "deferred.fake": "FakeTensor fake_mode is_fake meta_like",
@@ -81,40 +79,12 @@ def test_no_two_public_classes_have_one_name() -> None:
     assert not {public: names for public, names in shared.items() if public[0].isupper()}
 
 
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        ("torchrelay.demo.evaluation", "Metrics", "RankingMetrics"),
-        ("torchrelay.demo.options", "Options", "DemoOptions"),
-        ("torchrelay.parameters", "Place", "Participant"),
-        ("torchrelay.training", "Topology", "GossipTopology"),
-        ("torchrelay.deferred.training", "Topology", "GossipTopology"),
-    ],
-)
-def test_old_names_warn(module: str, old: str, new: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        imported = importlib.import_module(module)
-    with pytest.warns(DeprecationWarning, match=new):
-        assert getattr(imported, old) is getattr(imported, new)
-
-
 def test_only_components_and_the_foundation_have_public_modules() -> None:
     components = {*PUBLIC, "compat", "cli", "demo"}
-    foundation = {"buffers", "config", "errors", "telemetry", "transport", "world"}
+    foundation = {"buffers", "config", "errors", "transport", "world"}
     names = {name.removeprefix("torchrelay.") for name in MODULES}
     inside = {name for name in names if name.split(".")[0] in ("compat", "cli", "demo")}
     assert names - inside == (components | foundation) - {"compat", "cli", "demo"}
-
-
-@pytest.mark.parametrize("name", sorted(_deprecation.MODULES))
-def test_old_modules_warn(name: str) -> None:
-    new = importlib.import_module(_deprecation.MODULES[name])
-    sys.modules.pop(name, None)
-    with pytest.warns(DeprecationWarning, match=new.__name__):
-        old = importlib.import_module(name)
-    for public in new.__all__:
-        assert getattr(old, public) is getattr(new, public)
 
 
 def _python(code: str) -> str:
@@ -134,7 +104,7 @@ def test_importing_the_foundation_costs_little_beyond_torch_and_no_distributed()
     code = """
 import sys, torch
 torch_alone = set(sys.modules)
-import torchrelay, torchrelay.buffers, torchrelay.world, torchrelay.config, torchrelay.telemetry
+import torchrelay, torchrelay.buffers, torchrelay.world, torchrelay.config
 added = sorted(name for name in set(sys.modules) - torch_alone if not name.startswith("torchrelay"))
 print([name for name in added if name.startswith("torch.distributed")], len(added))
 """

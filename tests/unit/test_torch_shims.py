@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import inspect
 import sys
 import weakref
@@ -21,7 +21,45 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay import _torch
+from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.errors import PeerLostError
+from torchrelay.parameters import Table
+
+
+def test_only_a_newer_torch_than_the_tested_ones_is_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    major, minor = _torch.TESTED
+    requirements = importlib.metadata.requires("torchrelay") or []
+    assert f"torch<{major}.{minor + 1},>=2.11" in requirements
+    for version in (torch.__version__, f"{major}.{minor}.1+cu132"):
+        _torch.warn_if_untested(version)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=f"up to {major}.{minor}, and this is torch 2.100.0a0"):
+        _torch.warn_if_untested("2.100.0a0+git1234")
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # before torch 2.13
+def test_a_profiler_shows_what_components_do() -> None:
+    keys = torch.tensor([1])
+    with torch.profiler.profile() as profile, Table.create(4, 2) as table:
+        table.push(keys, torch.ones(1, 2))
+        materialize_module(deferred_init(torch.nn.Linear, 2, 2))
+    names = {event.name for event in profile.events()}
+    assert {"torchrelay.parameters.push", "torchrelay.deferred.materialize_module"} <= names
+    assert _torch.span("idle") is _torch.span("idle")  # one object, where nobody records
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(1, 5)[:, 0], torch.ones(2, 3), torch.tensor(1.0), torch.ones(0, 4)[:, 1]],
+    ids=["one element of a row", "matrix", "scalar", "empty"],
+)
+def test_flat_bytes_share_the_memory_of_any_contiguous_tensor(tensor: torch.Tensor) -> None:
+    found = _torch.flat_bytes(tensor)
+    assert found.shape == (tensor.nbytes,) and found.dtype == torch.uint8
+    found.zero_()
+    assert not tensor.any()
 
 
 def test_has_fast_bfloat16_follows_the_processor() -> None:
@@ -182,7 +220,7 @@ def test_every_recognized_caller_exists_in_torch(caller: str) -> None:
         code = inspect.unwrap(found).__code__
         assert last in [const.co_name for const in code.co_consts if inspect.iscode(const)]
     else:
-        assert getattr(found, last).__code__.co_name == last
+        assert inspect.unwrap(getattr(found, last)).__code__.co_name == last
 
 
 def test_frames_of_functions_with_the_same_name_are_not_recognized() -> None:
@@ -286,6 +324,7 @@ def test_dcp_asks_a_reader_for_metadata_in_a_function_of_this_name() -> None:
     assert not _torch.is_dcp_loading(sys._getframe())
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # before torch 2.13
 def test_watched_sees_profilers_and_dispatch_modes() -> None:
     assert not _torch.watched() and not _torch.profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -362,6 +401,28 @@ def test_backends_asked_reads_what_c10d_makes() -> None:
     assert torch.device("cpu") in found.group._device_types
 
 
+def test_compiled_modules_and_parts_are_found() -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert not _torch.is_compiled(plain)
+    part: Any = torch.compile(plain, backend="eager")
+    assert _torch.is_compiled(torch.nn.Sequential(part))
+    plain[0].compile(backend="eager")
+    assert _torch.is_compiled(plain)
+
+
+def test_a_storage_at_an_address_knows_who_views_it() -> None:
+    memory = torch.arange(8, dtype=torch.float32)
+    storage = _torch.storage_at(memory.data_ptr(), memory.nbytes, torch.device("cpu"))
+    assert not _torch.is_viewed(storage)
+    view = torch.empty(0).set_(storage, 2, (2,), (1,))
+    assert view.tolist() == [2.0, 3.0] and _torch.is_viewed(storage)
+    array = view.numpy()
+    del view
+    assert _torch.is_viewed(storage)
+    del array
+    assert not _torch.is_viewed(storage)
+
+
 def test_tensor_at_describes_memory_to_the_cuda_array_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -393,7 +454,7 @@ def test_group_store_is_where_a_group_met_and_gloo_groups_need_no_other(tmp_path
         assert _torch.store_host(dist.FileStore(str(tmp_path / "store"), 1)) is None
     finally:
         dist.destroy_process_group()
-    group = _torch.gloo_group(dist.HashStore(), 0, 1, 10.0)
+    group = _torch.gloo_group(dist.HashStore(), 0, 1, 10.0, "127.0.0.1")
     gathered = [torch.zeros(2)]
     group.allgather([gathered], [torch.ones(2)]).wait()
     assert torch.equal(gathered[0], torch.ones(2))
@@ -408,10 +469,52 @@ def test_a_timeout_is_set_through_what_stands_for_a_backend() -> None:
         def _get_backend(self, _: torch.device) -> Any:
             return _torch.TimeoutOnly(given.append) if _torch.is_setting_timeout() else None
 
+        def set_timeout(self, timeout: timedelta) -> None:  # what c10d calls since torch 2.14
+            given.append(timeout)
+
     group = Group(0, 1)  # type: ignore[call-arg]
     assert group._get_backend(torch.device("cpu")) is None
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    set_timeout(timedelta(seconds=3), group)
     assert given == [timedelta(seconds=3)]
+
+
+def test_running_initializer_names_the_function_that_was_called() -> None:
+    class Asks(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(_torch.running_initializer())
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    seen: list[str | None] = []
+    parameter = Asks(torch.empty(2, 3))
+    names = [name for name in vars(torch.nn.init) if name[0] != "_" and name.endswith("_")]
+    for name in set(names) - {"dirac_"}:  # which takes three dimensions
+        seen.clear()
+        arguments = {"constant_": (1.0,), "sparse_": (0.5,)}.get(name, ())
+        getattr(torch.nn.init, name)(parameter, *arguments)
+        assert set(seen) == {name}
+    seen.clear()
+    assert parameter.add(1).shape == parameter.shape
+    assert seen and not any(seen)
+
+
+def test_hooks_of_c10d_attach_to_a_group_with_a_named_backend() -> None:
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    _torch.name_backend(group, "mine")
+    if torch.__version__ < "2.14":
+        pytest.skip("this torch has no hooks")
+    assert group._get_backend(torch.device("cpu")).name() == "mine"
+    hook: Any = torch._C._distributed_c10d
+    hook.FlightRecorderHook.attach(group).remove()
+
+
+@pytest.mark.parametrize("factor", [2.5, torch.tensor([2.5])], ids=["number", "tensor"])
+def test_premul_factor_is_what_the_op_was_made_with(factor: float | torch.Tensor) -> None:
+    make: Any = torch._C._distributed_c10d._make_nccl_premul_sum
+    assert _torch.premul_factor(make(factor)) == 2.5
 
 
 def test_model_of_ddp_being_made_is_seen_by_a_module_that_is_asked_for_its_parameters() -> None:
@@ -464,7 +567,7 @@ def _scaled(x: torch.Tensor, by: _Factor) -> torch.Tensor:
     return by.scale(x)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_script_as_lets_scripted_code_take_another_class() -> None:
     torch.jit.script(_Scripted)
     _torch.script_as(_Factor, _Scripted)

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
+from torchrelay import world as world_module
 from torchrelay.errors import ConfigError, OperationTimeoutError, PeerLostError
 from torchrelay.world import Meeting, Process, World, ranks_on_my_host
 
@@ -103,11 +103,13 @@ def test_a_store_that_is_not_there_times_out() -> None:
         World(1, 2, master_port=1).connect(timeout_s=0.5)
 
 
-def test_ranks_on_other_hosts_are_left_out() -> None:
+def test_ranks_on_other_hosts_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "host_identity", lambda: threading.current_thread().name)
     store = dist.HashStore()
-    far = Process("another kernel", 1, 1, "")
-    store.set("torchrelay/1/rank/1", json.dumps(asdict(far)))
-    assert ranks_on_my_host(store, 0, 2, 5.0) == (0,)
+    other = threading.Thread(target=lambda: ranks_on_my_host(store, 1, 2, 10), name="elsewhere")
+    other.start()
+    assert ranks_on_my_host(store, 0, 2, 10) == (0,)
+    other.join()
 
 
 def test_ranks_as_threads() -> None:

@@ -1,0 +1,78 @@
+"""Ranks that torchrun starts again: its store keeps the keys of the ranks before them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ranks import free_port
+
+JOB = str(Path(__file__).with_name("restarted_job.py"))
+
+
+@contextlib.contextmanager
+def agent(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """An agent with two ranks at most, which looks after them often."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1", *arguments]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def finished(process: subprocess.Popen[str]) -> list[tuple[str, ...]]:
+    """The rank, number of ranks and first step of each rank that came to its end."""
+    output, _ = process.communicate(timeout=220)
+    assert process.returncode == 0, output
+    return sorted(re.findall(r"rank (\d) of (\d) did steps (\d) to 4", output))
+
+
+@pytest.mark.timeout(240)
+def test_restarts_in_one_agent_at_all_moments(tmp_path: Path) -> None:
+    moments = ["registered", "joining", "table", "step"]
+    with agent(
+        "--standalone", "--nproc-per-node=2", "--max-restarts=4", JOB, str(tmp_path), "torchrun",
+        *moments,
+    ) as process:  # fmt: skip
+        assert finished(process) == [("0", "2", "2"), ("1", "2", "2")]
+
+
+@pytest.mark.timeout(240)
+def test_restarts_of_two_hosts_with_static_ranks(tmp_path: Path) -> None:
+    where = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "--nnodes=2"]
+    job = ["--max-restarts=3", JOB, str(tmp_path), "connect", "registered", "step"]
+    with (
+        agent(*where, "--node-rank=0", *job, TORCHRELAY_HOST_ID="a", VICTIM="0") as first,
+        agent(*where, "--node-rank=1", *job, TORCHRELAY_HOST_ID="b", VICTIM="1") as second,
+    ):
+        assert finished(second) == [("1", "2", "2")]
+        assert finished(first) == [("0", "2", "2")]
+
+
+@pytest.mark.timeout(240)
+def test_a_job_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    beat = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+    where = [
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job",
+        "--nnodes=1:2", "--max-restarts=3", "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+    job = [JOB, str(tmp_path), "torchrun", "agent"]
+    with (
+        agent(*where, f"--rdzv-conf=is_host=1,{beat}", *job, VICTIM="0") as first,
+        agent(*where, f"--rdzv-conf=is_host=0,{beat}", *job, VICTIM="1"),
+    ):
+        assert finished(first) == [("0", "1", "2")]
