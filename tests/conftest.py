@@ -147,6 +147,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST))
 
     items.sort(key=place)
+    for item in items:
+        # Ranks have a limit of their own, and the first test of those that share ranks runs all.
+        if item.get_closest_marker("processes") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -71,7 +71,7 @@ def pulled(
     return out
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen"

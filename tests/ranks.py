@@ -214,20 +214,22 @@ def run_together(jobs: list[Job], size: int, timeout_s: float) -> list[list[str 
     outcomes: list[list[str | None]] = []
     while left := jobs[len(outcomes) :]:
         processes, pipes = _start(_together_main, left, size)
-        for _ in left:
-            for pipe in pipes:
-                with contextlib.suppress(OSError):
-                    pipe.send("go")
-            deadline = time.monotonic() + timeout_s
-            outcomes.append([_error(pipe, deadline, timeout_s) for pipe in pipes])
-            if any(outcomes[-1]):
-                break
-        for process, pipe in zip(processes, pipes, strict=True):
-            pipe.close()
-            process.join(20)
-            process.kill()
-            process.join()
-            process.close()
+        try:
+            for _ in left:
+                for pipe in pipes:
+                    with contextlib.suppress(OSError):
+                        pipe.send("go")
+                deadline = time.monotonic() + timeout_s
+                outcomes.append([_error(pipe, deadline, timeout_s) for pipe in pipes])
+                if any(outcomes[-1]):
+                    break
+        finally:
+            for process, pipe in zip(processes, pipes, strict=True):
+                pipe.close()
+                process.join(20)
+                process.kill()
+                process.join()
+                process.close()
     return outcomes
 
 

@@ -86,7 +86,7 @@ def serve(folder: Path) -> Iterator[Server]:
         address = lines[3].split()[-1]
         yield Server(address, process.pid)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(post, address, "/v2/models/slow/infer", slow_request(1.0))
+            answer = pool.submit(post, address, "/v2/models/slow/infer", slow_request(4.0))
             until(lambda: bool(running(address)))
             process.send_signal(signal.SIGTERM)
             assert answer.result()[0] == 200

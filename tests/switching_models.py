@@ -265,7 +265,7 @@ def lazy() -> nn.Module:
     return nn.LazyLinear(8)
 
 
-def slow_training() -> Training:
+def slow_training(**kwargs: Any) -> Training:
     """A task that takes a while to build."""
     time.sleep(0.5)
-    return Training()
+    return Training(**kwargs)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+# A process that imports torch starts slowly where many others run.
+pytestmark = pytest.mark.timeout(400)
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
     r"^```python\n(.*?)^```\n+(?:Save it as `(.+?)` and run\s`(.+?)`)?", re.MULTILINE | re.DOTALL
@@ -63,7 +66,7 @@ def test_printed_example(example: Example, tmp_path: Path) -> None:
         env=_environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

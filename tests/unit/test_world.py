@@ -106,9 +106,9 @@ def test_a_store_that_is_not_there_times_out() -> None:
 def test_ranks_on_other_hosts_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_module, "host_identity", lambda: threading.current_thread().name)
     store = dist.HashStore()
-    other = threading.Thread(target=lambda: ranks_on_my_host(store, 1, 2, 10), name="elsewhere")
+    other = threading.Thread(target=lambda: ranks_on_my_host(store, 1, 2, 100), name="elsewhere")
     other.start()
-    assert ranks_on_my_host(store, 0, 2, 10) == (0,)
+    assert ranks_on_my_host(store, 0, 2, 100) == (0,)
     other.join()
 
 
@@ -116,7 +116,7 @@ def test_ranks_as_threads() -> None:
     store = dist.HashStore()
     found: list[tuple[int, ...]] = []
     threads = [
-        threading.Thread(target=lambda r=rank: found.append(ranks_on_my_host(store, r, 3, 10)))
+        threading.Thread(target=lambda r=rank: found.append(ranks_on_my_host(store, r, 3, 100)))
         for rank in range(3)
     ]
     for thread in threads:

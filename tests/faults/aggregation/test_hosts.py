@@ -136,7 +136,7 @@ def _lose_a_link(world: World, hosts: namespaces.Hosts, path: str) -> tuple[str,
     store.wait([f"ready/{rank}" for rank in range(world.size)])
     if world.rank == 0:
         hosts.cut(0, 1)
-        cast(Any, dist.group.WORLD).set_timeout(timedelta(seconds=3))
+        cast(Any, dist.group.WORLD).set_timeout(timedelta(seconds=6))
         store.set("cut", "")
     store.wait(["cut"])
     with pytest.raises(OperationTimeoutError) as caught:

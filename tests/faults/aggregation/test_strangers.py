@@ -53,6 +53,10 @@ def listening_ports() -> list[int]:
     return [port for port in ports if port != int(os.environ["MASTER_PORT"])]
 
 
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < CONNECTIONS + 50,
+    reason="a process may not open so many files here",
+)
 @pytest.mark.parametrize("kind", ["idle", "slow"])
 @pytest.mark.processes(4)
 def test_strangers_do_not_keep_ranks_from_each_other(world: World, kind: str) -> None:

@@ -71,7 +71,7 @@ def test_mistakes_are_raised_on_every_rank(world: World) -> None:
     with controlled(world) as port:
         mine = port if world.rank < 2 else 9  # where nobody listens
         with pytest.raises(UnavailableError, match="could not join its switch: controller"):
-            start(world, Options(controller_ip="127.0.0.1", controller_port=mine), timeout_s=2)
+            start(world, Options(controller_ip="127.0.0.1", controller_port=mine), timeout_s=6)
         options: dict[str, Any] = (
             {"controller_ip": "127.0.0.1"} if world.rank else {"switch": "127.0.0.1"}
         )

@@ -122,6 +122,7 @@ print("switched")
 """
 
 
+@pytest.mark.timeout(400)
 def test_a_script_of_the_original_runs_unchanged(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -133,7 +134,7 @@ def test_a_script_of_the_original_runs_unchanged(tmp_path: Path) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -5,12 +5,16 @@ containers and on several hosts.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ranks import free_port
+
+# The ranks import torch: minutes where many others run.
+pytestmark = pytest.mark.timeout(400)
 
 USER = ["unshare", "--user", "--map-root-user"]
 PROCESS = [*USER, "--pid", "--fork", "--kill-child"]
@@ -22,7 +26,7 @@ from torchrelay.errors import UnavailableError
 from torchrelay.world import World
 
 world = World.from_environment()
-store = world.connect(60)
+store = world.connect(300)
 dist.init_process_group("sml", store=store, rank=world.rank, world_size=world.size)
 tensor = torch.full((1000,), float(world.rank + 1))
 dist.all_reduce(tensor)
@@ -63,7 +67,7 @@ def can_unshare(unshare: list[str]) -> bool:
     try:
         return (
             subprocess.run(
-                [*unshare, "true"], capture_output=True, timeout=20, check=False
+                [*unshare, "true"], capture_output=True, timeout=100, check=False
             ).returncode
             == 0
         )
@@ -78,9 +82,7 @@ def test_ranks_in_two_namespaces_are_on_two_hosts(unshare: list[str], tmp_path: 
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
     size = 3
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(size):
         environ = {
@@ -99,7 +101,7 @@ def test_ranks_in_two_namespaces_are_on_two_hosts(unshare: list[str], tmp_path: 
             )
         )
     try:
-        ended = [process.communicate(timeout=90) for process in processes]
+        ended = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -98,7 +98,7 @@ def test_many_saves_need_the_memory_of_one(tmp_path: Path) -> None:
     for pid in both:
         resident, opened = before[pid]
         assert _memory(pid, "VmHWM") < resident + size_bytes // 4
-        assert files(pid) == opened
+        assert files(pid) <= opened  # what earlier tests left may be closed meanwhile
     verify(tmp_path / "step-11")
 
 
@@ -146,7 +146,7 @@ def test_trainers_that_are_killed_have_saved_what_they_staged(
 ) -> None:
     results = run_processes(_save_and_die, 2, folder=str(tmp_path))
     assert [result.exitcode for result in results] == [-signal.SIGKILL] * 2
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 90
     while not (tmp_path / "step").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _loaded(tmp_path / "step", 200_000) == 7.0
@@ -171,7 +171,9 @@ def _lose_a_writer(world: World, folder: str) -> str:
     if world.rank == 1:
         os.kill(_state.writer.pid, signal.SIGSTOP)
     state["w"].add_(1)
+    os.environ["TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S"] = "2"  # of this save only
     handle = async_save(state, f"{folder}/lost")
+    del os.environ["TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S"]
     if world.rank == 1:
         os.kill(_state.writer.pid, signal.SIGKILL)
     try:
@@ -188,8 +190,7 @@ def _lose_a_writer(world: World, folder: str) -> str:
 def test_a_writer_that_is_lost_ends_the_save_on_every_rank(
     tmp_path: Path, run_processes: RunProcesses
 ) -> None:
-    environ = {"TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S": "2"}
-    results = run_processes(_lose_a_writer, 2, environ=environ, folder=str(tmp_path))
+    results = run_processes(_lose_a_writer, 2, folder=str(tmp_path))
     assert all(result.ok for result in results), [result.error for result in results]
     assert results[0].value.startswith("OperationTimeoutError") and "ranks [1]" in results[0].value
     assert results[1].value.startswith("PeerLostError (1,)")

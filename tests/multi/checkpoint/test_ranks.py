@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -281,7 +282,7 @@ def test_all_ranks_read_the_same_checkpoint(
         monkeypatch.undo()
         if world.rank == 1:
             while not (tmp_path / "opened").exists():
-                pass
+                time.sleep(0.01)
             save({"w": torch.full((3,), 7.0)}, path, no_dist=True, fsync=False)
         found = open_checkpoint(path, *args)
         (tmp_path / "opened").touch()

@@ -210,14 +210,17 @@ def _save_often(world: World, url: str, saves: int) -> None:
     dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
     for step in range(saves):
         state = {f"w{world.rank}": torch.full((10,), float(step)), "step": step}
-        async_save(state, f"{url}/step-{step}", keep=2).result(60)
+        async_save(state, f"{url}/step-{step}", keep=2).result(200)
     _state.close()
 
 
+@pytest.mark.timeout(300)
 def test_asynchronous_saves_of_two_ranks(bucket: str, run_processes: RunProcesses) -> None:
     """The coordinator removes the parts' notes as soon as it has committed."""
     environ = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    results = run_processes(_save_often, 2, environ=environ, url=f"{bucket}/run", saves=6)
+    results = run_processes(
+        _save_often, 2, timeout_s=250, environ=environ, url=f"{bucket}/run", saves=6
+    )
     assert all(result.ok for result in results), [result.error for result in results]
     verify(latest(f"{bucket}/run"))
     assert len(fsspec.filesystem("s3").ls("bucket/run", refresh=True)) == 2

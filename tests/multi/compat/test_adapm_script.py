@@ -13,6 +13,9 @@ import pytest
 
 from ranks import free_port
 
+# A process that imports torch starts slowly where many others run.
+pytestmark = pytest.mark.timeout(400)
+
 SCRIPT = Path(__file__).parents[2] / "adapm_script.py"
 
 
@@ -20,7 +23,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchrelay.compat", str(SCRIPT), *map(str, arguments)]
     environ = {**os.environ, "DMLC_PS_ROOT_PORT": str(free_port())}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env=environ
+        command, capture_output=True, text=True, timeout=300, check=False, env=environ
     )
 
 

@@ -15,6 +15,9 @@ import pytest
 from torchrelay.demo.code_graph import split_facts
 from torchrelay.demo.triples import write_facts
 
+# A process that imports torch starts slowly where many others run.
+pytestmark = pytest.mark.timeout(400)
+
 _COMMAND = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo"]
 
 
@@ -32,7 +35,7 @@ def run_demo(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str
         [*_COMMAND, *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=180,
         env={**os.environ, "COLUMNS": "120", **environ},
         check=False,
     )

@@ -32,6 +32,7 @@ def spawned(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.timeout(400)  # two processes that import torch
 def test_spawned_processes_share_a_table(tmp_path: Path) -> None:
     mp.spawn(spawned, args=(free_port(), str(tmp_path)), nprocs=2)
     for rank in range(2):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 KEYS, STEPS, BATCH, DELAY_MS = 300, 120, 32, 2.0
 QUICK_TO_NOTICE = {
     "TORCHRELAY_TRANSPORT_HEARTBEAT_S": "0.1",
-    "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "2",
+    "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "5",
 }
 
 

@@ -402,7 +402,8 @@ def test_training_preempted_fifty_times_ends_with_the_bits_of_an_uninterrupted_r
 def test_training_goes_on_if_requests_come_faster_than_its_factory_builds(
     switcher: Switcher,
 ) -> None:
-    handle = switcher.train("slow", models.slow_training, steps=3)
+    # Long steps: a request preempts them also where this process is held up.
+    handle = switcher.train("slow", models.slow_training, kwargs={"pace_s": 1.0}, steps=3)
     while not handle.done:
         switcher.infer("chain0", {"x": torch.ones(1, 64)})
         until(lambda: bool(switcher.status()["training"]) or handle.done)
@@ -443,7 +444,7 @@ def test_nothing_is_left_and_a_closed_switcher_says_so(store: ModelStore) -> Non
         made.load("chain0")
         made.infer("chain0", {"x": torch.ones(1, 64)})
         (pid,) = [worker["pid"] for worker in made.status()["workers"]]
-    assert (descriptors(), threading.active_count()) == before
+    assert descriptors() <= before[0] and threading.active_count() <= before[1]
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(UnavailableError, match="closed"):
         made.infer("chain0", {"x": torch.ones(1, 64)})

@@ -182,6 +182,7 @@ def test_a_worker_that_comes_back_replaces_itself(network: Network) -> None:
 def test_the_ports_of_a_silent_worker_are_free_for_another_job(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_server, "_TAKEOVER_S", 600.0)  # however slow the next lines run
     with SwitchServer(network.plane) as server:
         worker = network.connect(0)
         assert join(worker, 1, 0) == JOINED

@@ -15,6 +15,7 @@ import torch
 
 import namespaces
 from switch_ports import (
+    MANY_PROBES,
     add_worker,
     enable_gro,
     ip_packet,
@@ -118,7 +119,7 @@ def test_it_loads_unloads_and_refuses() -> None:
 @needs_xdp
 @pytest.mark.parametrize("gro", [False, True])
 def test_auto_takes_native_only_where_results_arrive(
-    gro: bool, caplog: pytest.LogCaptureFixture
+    gro: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """veth drops what a program sends unless its other end has GRO."""
     with namespaces.star(2) as star, contextlib.ExitStack() as stack:
@@ -141,7 +142,10 @@ def test_auto_takes_native_only_where_results_arrive(
             workers.append(stack.enter_context(within(star.pids[host], connected)))
             address, port = workers[host].getsockname()
             add = functools.partial(add_worker, plane, 1, host, address, port, 1)
-            within(star.switch, add)
+            with monkeypatch.context() as patch:
+                if gro or host == 0:
+                    patch.setattr(_xdp, "_PROBES", MANY_PROBES)
+                within(star.switch, add)
         assert plane.mode == ("native" if gro else "generic")
         assert programs(star.switch) == 2
         for worker in workers:
