@@ -27,8 +27,8 @@ A message names what failed, where (rank, peer, operation), after what time, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 __all__ = [
     "ArgumentError",
@@ -50,6 +50,8 @@ __all__ = [
     "TorchRelayError",
     "UnavailableError",
     "UnsupportedError",
+    "from_json",
+    "to_json",
 ]
 
 
@@ -152,3 +154,37 @@ class StorageError(TorchRelayError, OSError):
 
 class CorruptionError(TorchRelayError, OSError):
     """Stored data is damaged, truncated, or was not written by TorchRelay."""
+
+
+def to_json(error: BaseException) -> dict[str, Any]:
+    """Return the type, message, ``errno`` and ranks of ``error`` as JSON values, to send it to
+    another process.
+    """
+    return {
+        "type": type(error).__name__,
+        "message": str(getattr(error, "strerror", None) or error),
+        "errno": getattr(error, "errno", None),
+        "ranks": list(getattr(error, "ranks", ())),
+    }
+
+
+def from_json(
+    value: Mapping[str, Any], foreign: type[TorchRelayError] = PeerLostError
+) -> TorchRelayError:
+    """Return the error that :func:`to_json` described, of the same type.
+
+    Only ``type`` and ``message`` are required. An error that is not one of this module becomes a
+    ``foreign``, whose message begins with the name of its type.
+
+    Raises:
+        KeyError: ``value`` has no type or no message.
+    """
+    name, message = str(value["type"]), str(value["message"])
+    kind = globals().get(name) if name in __all__ else None
+    if not (isinstance(kind, type) and issubclass(kind, TorchRelayError)):
+        kind, message = foreign, f"{name}: {message}"
+    if issubclass(kind, _PeersError):
+        return kind(message, value.get("ranks") or ())
+    if issubclass(kind, OSError) and value.get("errno") is not None:
+        return kind(value["errno"], message)
+    return kind(message)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import inspect
+import json
 import pickle
 import re
 
@@ -8,7 +10,8 @@ import pytest
 
 from torchrelay import errors
 
-CLASSES = [getattr(errors, name) for name in errors.__all__]
+CLASSES = [value for name in errors.__all__ if inspect.isclass(value := getattr(errors, name))]
+FUNCTIONS = {"from_json", "to_json"}
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
@@ -24,7 +27,9 @@ def test_everything_defined_is_listed() -> None:
     defined = {
         n for n, o in inspect.getmembers(errors, inspect.isclass) if o.__module__ == errors.__name__
     }
-    assert {name for name in defined if not name.startswith("_")} == set(errors.__all__)
+    assert {name for name in defined if not name.startswith("_")} == (
+        set(errors.__all__) - FUNCTIONS
+    )
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
@@ -38,3 +43,28 @@ def test_ranks_are_kept() -> None:
     error = pickle.loads(pickle.dumps(errors.PeerLostError("rank 3 died", ranks=[3])))
     assert error.ranks == (3,)
     assert errors.OperationTimeoutError("late").ranks == ()
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_errors_survive_json(cls: type[Exception]) -> None:
+    error = errors.from_json(json.loads(json.dumps(errors.to_json(cls("what, where")))))
+    assert type(error) is cls
+    assert str(error) == "what, where"
+
+
+def test_json_keeps_errno_and_ranks() -> None:
+    full = errors.from_json(errors.to_json(errors.StorageError(errno.ENOSPC, "/x: disk full")))
+    assert isinstance(full, errors.StorageError)
+    assert (full.errno, full.strerror) == (errno.ENOSPC, "/x: disk full")
+    lost = errors.from_json(errors.to_json(errors.PeerLostError("ranks died", [3, 5])))
+    assert isinstance(lost, errors.PeerLostError)
+    assert lost.ranks == (3, 5)
+
+
+@pytest.mark.parametrize("name", ["KeyError", "to_json", "Any", "_PeersError", "no such"])
+def test_json_of_other_types_becomes_the_given_type(name: str) -> None:
+    described = {"type": name, "message": "what"}
+    assert type(errors.from_json(described)) is errors.PeerLostError
+    error = errors.from_json(described, foreign=errors.ModelError)
+    assert type(error) is errors.ModelError
+    assert str(error) == f"{name}: what"
