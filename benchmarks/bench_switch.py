@@ -41,11 +41,11 @@ from switch_ports import enable_gro, missing_for_xdp, within
 from torchrelay.aggregation.switch import (
     DataPlane,
     SwitchClient,
-    SwitchOptions,
     SwitchServer,
     UdpDataPlane,
     XdpDataPlane,
 )
+from torchrelay.config import Aggregation
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "switch.png"
 PLANES = ("udp", "xdp generic", "xdp native")
@@ -82,7 +82,7 @@ class Switch:
     def clients(self, window: int = 256) -> Iterator[list[SwitchClient]]:
         """One worker on each host."""
         session_id, port = secrets.randbits(64), self.server.plane.port
-        options = SwitchOptions(num_worker_threads=1, max_outstanding_packets=window)
+        options = Aggregation(num_worker_threads=1, max_outstanding_packets=window)
 
         def connect(host: int) -> SwitchClient:
             address = f"10.78.{host}.1:{port}"
@@ -197,10 +197,10 @@ def measure(switch: Switch, size: Size, dtype: torch.dtype, window: int = 256) -
             for tensor in tensors:
                 tensor.fill_(1)
             if round_ == 1:  # the first warms up
-                packets, switch_s = switch.server.stats().received, switch.cpu_s()
+                packets, switch_s = switch.server.stats().counts["received"], switch.cpu_s()
             seconds.append(sum_all(clients, tensors))
             assert all(bool((tensor == len(clients)).all()) for tensor in tensors), "a wrong sum"
-        packets = switch.server.stats().received - packets
+        packets = switch.server.stats().counts["received"] - packets
         again = sum(client.stats().retransmissions for client in clients)
         switch_s = switch.cpu_s() - switch_s
         return Speed(seconds[1:], size.count * dtype.itemsize, packets, switch_s, again)

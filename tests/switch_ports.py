@@ -126,8 +126,8 @@ class Network:
             sock.sendto(ip, (socket.inet_ntoa(ip[16:20]), 0))
 
     def dealt_with(self) -> int:
-        stats = self.plane.stats()
-        return stats.received + stats.malformed + stats.strangers + stats.control
+        counts = self.plane.stats().counts
+        return sum(counts[name] for name in ("received", "malformed", "strangers", "control"))
 
 
 def add_worker(

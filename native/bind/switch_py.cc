@@ -21,6 +21,12 @@ namespace {
 
 using namespace switchml;
 
+#define TORCHRELAY_SWITCH_STAT_TEXT(enumerator, name, meaning) {name, meaning},
+constexpr struct {
+  const char* name;
+  const char* meaning;
+} kStatTexts[] = {TORCHRELAY_SWITCH_STATS(TORCHRELAY_SWITCH_STAT_TEXT)};
+
 Microseconds microseconds(double seconds) { return from_seconds<Microseconds>(seconds); }
 
 Bytes bytes_of(const nb::bytes& data) {
@@ -185,25 +191,24 @@ void register_stream(nb::module_& module) {
              "What float32 values are multiplied with before they are rounded to int32.");
 }
 
+// The first `count` stats, by name.
+nb::dict counts_of(const SwitchCounts& counts, std::size_t count) {
+  nb::dict by_name;
+  for (std::size_t stat = 0; stat < count; ++stat) by_name[kStatTexts[stat].name] = counts[stat];
+  return by_name;
+}
+
 void register_counts(nb::module_& module) {
-  nb::class_<SwitchCounts>(module, "SwitchCounts", "Data packets of one session, or of all.")
-      .def_ro("received", &SwitchCounts::received)
-      .def_ro("sent", &SwitchCounts::sent)
-      .def_ro("completed", &SwitchCounts::completed, "Results sent to every worker.")
-      .def_ro("answered_again", &SwitchCounts::answered_again)
-      .def_ro("duplicates", &SwitchCounts::duplicates, "Sent again before the result was complete.")
-      .def_ro("stale", &SwitchCounts::stale, "Older than the newest packet of their slot.")
-      .def_ro("rejected", &SwitchCounts::rejected, "No such slot, or not the session's packet size.");
-  nb::class_<SwitchStats>(module, "UdpSwitchStats", "What the UDP switch has done.")
-      .def_ro("counts", &SwitchStats::counts)
-      .def_ro("malformed", &SwitchStats::malformed)
-      .def_ro("strangers", &SwitchStats::strangers)
-      .def_ro("control", &SwitchStats::control)
-      .def_ro("control_dropped", &SwitchStats::control_dropped)
-      .def_ro("dropped_ingress", &SwitchStats::dropped_ingress)
-      .def_ro("dropped_egress", &SwitchStats::dropped_egress)
-      .def_ro("socket_lost", &SwitchStats::socket_lost)
-      .def_ro("send_lost", &SwitchStats::send_lost);
+  module.def(
+      "switch_stats",
+      [] {
+        nb::dict meanings;
+        for (const auto& [name, meaning] : kStatTexts) meanings[name] = meaning;
+        return meanings;
+      },
+      nb::sig("def switch_stats() -> dict[str, str]"),
+      "What a switch counts, with the meanings; SWITCH_NUM_SESSION_STATS of them for each session too.");
+  module.attr("SWITCH_NUM_SESSION_STATS") = static_cast<int>(kNumSessionStats);
   nb::class_<WorkerCounts>(module, "SwitchWorkerCounts", "Packets of one worker of a session.")
       .def_ro("rank", &WorkerCounts::rank)
       .def_ro("received", &WorkerCounts::received)
@@ -212,8 +217,9 @@ void register_counts(nb::module_& module) {
   nb::class_<SessionInfo>(module, "SwitchSessionInfo", "One session of a switch.")
       .def_ro("id", &SessionInfo::id)
       .def_ro("shape", &SessionInfo::shape)
-      .def_ro("idle_s", &SessionInfo::idle_s)
-      .def_ro("counts", &SessionInfo::counts)
+      .def_prop_ro(
+          "counts", [](const SessionInfo& self) { return counts_of(self.counts, kNumSessionStats); },
+          nb::sig("def counts(self) -> dict[str, int]"))
       .def_ro("workers", &SessionInfo::workers);
 }
 
@@ -257,7 +263,9 @@ void register_udp_switch(nb::module_& module) {
           [](UdpSwitch& self, const nb::bytes& message, std::uint32_t ip, std::uint16_t port,
              std::uint16_t switch_port) { self.send_control(bytes_of(message), {ip, port}, switch_port); },
           "message"_a, "ip"_a, "port"_a, "switch_port"_a)
-      .def("stats", &UdpSwitch::stats, Released())
+      .def(
+          "stats", [](const UdpSwitch& self) { return counts_of(self.stats(), kNumSwitchStats); },
+          nb::sig("def stats(self) -> dict[str, int]"))
       .def("sessions", &UdpSwitch::sessions, Released())
       .def("missing", &UdpSwitch::missing, "id"_a, Released())
       .def("stop", &UdpSwitch::stop, Released());

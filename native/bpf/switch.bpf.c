@@ -14,6 +14,8 @@
 #include <linux/udp.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
+
+#include "../include/torchrelay/switch/stats.h"
 // clang-format on
 
 #define MAX_NUMEL 256
@@ -29,22 +31,11 @@ enum kind { JOIN = 1, LEAVE = 6, ASK_MISSING = 7, ALIVE = 10 };  // of control m
 
 enum verdict { CONSUMED, MULTICAST, UNICAST, DUPLICATE, STALE, REJECTED };
 
-// What the control plane reads; in the order of _xdp.py.
-enum stat {
-  RECEIVED,
-  SENT,
-  COMPLETED,
-  ANSWERED_AGAIN,
-  DUPLICATES,
-  STALE_PACKETS,
-  REJECTED_PACKETS,
-  MALFORMED,
-  STRANGERS,
-  CONTROL,
-  CONTROL_DROPPED,
-  COALESCED,
-  PROBES,  // that came back
-  NUM_STATS
+// What this program counts beyond SwitchStat.
+enum {
+  kCoalesced = kNumSwitchStats,
+  kProbes,  // that came back
+  kNumStats
 };
 
 struct header {
@@ -76,7 +67,7 @@ struct member {
 
 struct session {
   __u64 heard_ns[MAX_WORKERS];  // the last packet or sign of life
-  __u64 stats[NUM_STATS];
+  __u64 stats[kNumSessionStats];
   __u64 worker_received[MAX_WORKERS];
   __u64 worker_again[MAX_WORKERS];
   __u32 num_workers;
@@ -170,7 +161,7 @@ struct {
   __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
   __type(key, __u32);
   __type(value, __u64);
-  __uint(max_entries, NUM_STATS);
+  __uint(max_entries, kNumStats);
 } stats SEC(".maps");
 
 // What the control plane sets before the program is loaded.
@@ -183,7 +174,7 @@ static __always_inline void count(__u32 what) {
 }
 
 static __always_inline void count_for(struct session* session, __u32 what) {
-  if (what < NUM_STATS) __sync_fetch_and_add(&session->stats[what], 1);
+  if (what < kNumSessionStats) __sync_fetch_and_add(&session->stats[what], 1);
 }
 
 static __always_inline int is_stale(__u32 used, __u32 old, __u32 tsi, int any, int seen, __u32 missing) {
@@ -266,7 +257,7 @@ static __always_inline int call(__be32 ip, __u32 is_control) {
     return XDP_PASS;
   }
   if (__sync_fetch_and_add(&calls->count, 1) < MAX_CALLS) return XDP_PASS;
-  count(CONTROL_DROPPED);
+  count(kControlDropped);
   return XDP_DROP;
 }
 
@@ -278,9 +269,7 @@ static __always_inline __u16 folded(__u64 sum) {
 }
 
 // The sum of `bytes` (a multiple of 4), as checksums have it.
-static __always_inline __u32 sum_of(void* data, __u32 bytes) {
-  return bpf_csum_diff(0, 0, data, bytes, 0);
-}
+static __always_inline __u32 sum_of(void* data, __u32 bytes) { return bpf_csum_diff(0, 0, data, bytes, 0); }
 
 // Whether the checksums are right, as the kernel demands of what it delivers to a socket; a UDP checksum of
 // 0 is none. A sender on this machine leaves the sum over the payload to a device, and over veth no device
@@ -325,57 +314,56 @@ int torchrelay_switch(struct xdp_md* context) {
   if ((void*)(udp + 1) > end) return XDP_PASS;
   if (eth->h_proto == bpf_htons(ETH_P_ARP)) {
     const struct arp* arp = (void*)(eth + 1);
-    if (arp->operation == bpf_htons(2) && arp->target_ip == 0) count(PROBES);
+    if (arp->operation == bpf_htons(2) && arp->target_ip == 0) count(kProbes);
     return XDP_PASS;
   }
   if (eth->h_proto != bpf_htons(ETH_P_IP) || ip->protocol != IPPROTO_UDP) return XDP_PASS;
   if ((ip->frag_off & bpf_htons(0x1FFF)) != 0) return XDP_PASS;  // a later fragment: it has no UDP header
   const struct udphdr* real_udp = (void*)ip + ip->ihl * 4;
-  if ((void*)(real_udp + 1) > end || (bpf_ntohs(real_udp->dest) & udp_port_mask) != udp_port)
-    return XDP_PASS;
+  if ((void*)(real_udp + 1) > end || (bpf_ntohs(real_udp->dest) & udp_port_mask) != udp_port) return XDP_PASS;
   if (ip->ihl != 5 || (ip->frag_off & bpf_htons(0x2000)) != 0) {  // with options, or the first fragment
-    count(MALFORMED);
+    count(kMalformed);
     return XDP_DROP;
   }
 
   const __u32 bytes = bpf_ntohs(udp->len) - sizeof *udp;
   if ((void*)(header + 1) > end || bytes < HEADER_BYTES) {
-    count(MALFORMED);
+    count(kMalformed);
     return XDP_DROP;
   }
   if (header->type_and_size >> 4 == CONTROL_TYPE) {
     const enum kind kind = header->job;  // a control message's second byte
     if (kind == JOIN || kind == LEAVE || kind == ASK_MISSING) {
-      count(CONTROL);
+      count(kControl);
       return call(ip->saddr, 1);
     }
     if (kind != ALIVE) {
-      count(MALFORMED);
+      count(kMalformed);
       return XDP_DROP;
     }
-    count(CONTROL);
+    count(kControl);
     const struct member* member = find_member(ip->saddr, udp->source);
     if (member) find_session(member);
     return XDP_DROP;
   }
   if (header->type_and_size >> 4 != DATA_TYPE) {
-    count(MALFORMED);
+    count(kMalformed);
     return XDP_DROP;
   }
   const __u32 code = header->type_and_size & 7;
   const __u32 numel = code == 3 ? 256 : 64;
   const __u32 expected = HEADER_BYTES + 4 * numel;
   if (code != 1 && code != 3) {
-    count(MALFORMED);
+    count(kMalformed);
     return XDP_DROP;
   }
   if (bytes != expected) {
     // A run of packets that the sender's segmentation or this host's receive offload has left in one piece.
     if (bytes > expected && bytes % expected == 0) {
-      count(COALESCED);
+      count(kCoalesced);
       return call(ip->saddr, 0);
     }
-    count(MALFORMED);
+    count(kMalformed);
     return XDP_DROP;
   }
 
@@ -387,13 +375,13 @@ int torchrelay_switch(struct xdp_md* context) {
       intact = (void*)(payload + 64) <= end && is_intact(ip, udp, 64);
   }
   if (!intact) {
-    count(MALFORMED);
+    count(kMalformed);
     return XDP_DROP;
   }
 
   const struct member* member = find_member(ip->saddr, udp->source);
   if (!member) {
-    count(STRANGERS);
+    count(kStrangers);
     return call(ip->saddr, 0);
   }
   const __u32 session_index = member->session;
@@ -401,14 +389,14 @@ int torchrelay_switch(struct xdp_md* context) {
   if (!session) return XDP_DROP;
   session->switch_ips[member->rank & 63] = ip->daddr;
   session->switch_ports[member->rank & 63] = udp->dest;
-  count_for(session, RECEIVED);
+  count_for(session, kReceived);
   __sync_fetch_and_add(&session->worker_received[member->rank & 63], 1);
 
   const __u32 slot_index = bpf_ntohs(header->index) & 0x3FFF;
   __u32 at = session->first_slot + slot_index;
   struct slot* slot = bpf_map_lookup_elem(&slots, &at);
   if (slot_index >= session->num_slots || numel != session->numel || !slot) {
-    count_for(session, REJECTED_PACKETS);
+    count_for(session, kRejected);
     return XDP_DROP;
   }
   int verdict = REJECTED;
@@ -420,18 +408,18 @@ int torchrelay_switch(struct xdp_md* context) {
     verdict = aggregate(slot, session, member, header, payload, udp->source, 64);
   }
 
-  if (verdict == STALE) count_for(session, STALE_PACKETS);
-  if (verdict == DUPLICATE) count_for(session, DUPLICATES);
+  if (verdict == STALE) count_for(session, kStale);
+  if (verdict == DUPLICATE) count_for(session, kDuplicates);
   if (verdict == DUPLICATE || verdict == UNICAST)
     __sync_fetch_and_add(&session->worker_again[member->rank & 63], 1);
   if (verdict == UNICAST) {
-    count_for(session, ANSWERED_AGAIN);
-    count_for(session, SENT);
+    count_for(session, kAnsweredAgain);
+    count_for(session, kSent);
     turn_around(eth, ip, udp);
     return bpf_redirect(context->ingress_ifindex, 0);  // not XDP_TX, which veth has only between two programs
   }
   if (verdict != MULTICAST) return XDP_DROP;
-  count_for(session, COMPLETED);
+  count_for(session, kCompleted);
   turn_around(eth, ip, udp);
   eth->h_dest[0] = RESULT_MARK;
   __builtin_memcpy(eth->h_dest + 1, &session_index, sizeof session_index);
@@ -441,7 +429,7 @@ int torchrelay_switch(struct xdp_md* context) {
 // Replaces one address of an IP header, and corrects its checksum (RFC 1624).
 static __always_inline void replace_address(struct iphdr* ip, __be32* address, __be32 by) {
   const __be32 old = *address;
-  __u32 sum = (__u16)~ip->check + (__u16)~(old & 0xFFFF) + (__u16)~(old >> 16) + (by & 0xFFFF) + (by >> 16);
+  __u32 sum = (__u16)~ip->check + (__u16) ~(old & 0xFFFF) + (__u16) ~(old >> 16) + (by & 0xFFFF) + (by >> 16);
   sum = (sum & 0xFFFF) + (sum >> 16);
   sum = (sum & 0xFFFF) + (sum >> 16);
   ip->check = (__u16)~sum;
@@ -474,12 +462,12 @@ int torchrelay_port(struct xdp_md* context) {
   replace_address(ip, &ip->saddr, session->switch_ips[worker->rank & 63]);
   udp->source = session->switch_ports[worker->rank & 63];
   udp->dest = slot->ports[(index >> 15) & 1][worker->rank & 63];
-  count_for(session, SENT);
+  count_for(session, kSent);
   return XDP_PASS;
 }
 
-// Runs on the control plane's probes: sends one out of the port whose index stands behind its ARP message. The
-// answer, to the IP address 0, shows that frames which leave through XDP arrive.
+// Runs on the control plane's probes: sends one out of the port whose index stands behind its ARP message.
+// The answer, to the IP address 0, shows that frames which leave through XDP arrive.
 SEC("xdp")
 int torchrelay_probe(struct xdp_md* context) {
   void* data = (void*)(long)context->data;

@@ -223,8 +223,8 @@ TEST(workers_sum_over_loopback_with_and_without_loss) {
       const auto sessions = cluster.udp_switch().sessions();
       CHECK(sessions.size() == 1 && sessions[0].counts.completed > 0 &&
             sessions[0].workers.size() == num_workers);
-      CHECK(cluster.udp_switch().stats().strangers == 0);
-      CHECK((cluster.udp_switch().stats().dropped_egress > 0) == (drop > 0));
+      CHECK(cluster.udp_switch().stats()[kStrangers] == 0);
+      CHECK((cluster.udp_switch().stats()[kDroppedEgress] > 0) == (drop > 0));
     }
 }
 

@@ -575,63 +575,12 @@ def switch_scale(exponent: int, num_workers: int) -> float:
     What float32 values are multiplied with before they are rounded to int32.
     """
 
-class SwitchCounts:
-    """Data packets of one session, or of all."""
+def switch_stats() -> dict[str, str]:
+    """
+    What a switch counts, with the meanings; SWITCH_NUM_SESSION_STATS of them for each session too.
+    """
 
-    @property
-    def received(self) -> int: ...
-
-    @property
-    def sent(self) -> int: ...
-
-    @property
-    def completed(self) -> int:
-        """Results sent to every worker."""
-
-    @property
-    def answered_again(self) -> int: ...
-
-    @property
-    def duplicates(self) -> int:
-        """Sent again before the result was complete."""
-
-    @property
-    def stale(self) -> int:
-        """Older than the newest packet of their slot."""
-
-    @property
-    def rejected(self) -> int:
-        """No such slot, or not the session's packet size."""
-
-class UdpSwitchStats:
-    """What the UDP switch has done."""
-
-    @property
-    def counts(self) -> SwitchCounts: ...
-
-    @property
-    def malformed(self) -> int: ...
-
-    @property
-    def strangers(self) -> int: ...
-
-    @property
-    def control(self) -> int: ...
-
-    @property
-    def control_dropped(self) -> int: ...
-
-    @property
-    def dropped_ingress(self) -> int: ...
-
-    @property
-    def dropped_egress(self) -> int: ...
-
-    @property
-    def socket_lost(self) -> int: ...
-
-    @property
-    def send_lost(self) -> int: ...
+SWITCH_NUM_SESSION_STATS: int = 7
 
 class SwitchWorkerCounts:
     """Packets of one worker of a session."""
@@ -658,10 +607,7 @@ class SwitchSessionInfo:
     def shape(self) -> SwitchTableShape: ...
 
     @property
-    def idle_s(self) -> float: ...
-
-    @property
-    def counts(self) -> SwitchCounts: ...
+    def counts(self) -> dict[str, int]: ...
 
     @property
     def workers(self) -> list[SwitchWorkerCounts]: ...
@@ -687,7 +633,7 @@ class UdpSwitch:
 
     def send_control(self, message: bytes, ip: int, port: int, switch_port: int) -> None: ...
 
-    def stats(self) -> UdpSwitchStats: ...
+    def stats(self) -> dict[str, int]: ...
 
     def sessions(self) -> list[SwitchSessionInfo]: ...
 

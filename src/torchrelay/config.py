@@ -333,6 +333,16 @@ class Aggregation(Section):
         "stay unchanged",
     )
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_value(getattr(self, field.name), field, field.name)
+        if not self.num_worker_threads <= self.max_outstanding_packets <= 1 << 13:
+            raise ConfigError(
+                f"num_worker_threads = {self.num_worker_threads}, max_outstanding_packets = "
+                f"{self.max_outstanding_packets}: there must be a packet for each thread, and at "
+                "most 8192 packets"
+            )
+
 
 @section
 class Parameters(Section):

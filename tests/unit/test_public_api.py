@@ -20,8 +20,8 @@ MODULES = sorted(
 PUBLIC = {
     "aggregation": "LinkStats Options PlaneStats SmlGroup register stats",
     "aggregation.switch": "Controller DataPlane SessionShape SessionStats SwitchClient"
-    " SwitchClientStats SwitchOptions SwitchServer SwitchStats UdpDataPlane XdpDataPlane"
-    " session_from_controller session_from_store",
+    " SwitchClientStats SwitchServer SwitchStats SwitchWorkerStats"
+    " UdpDataPlane XdpDataPlane session_from_controller session_from_store",
     "checkpoint": "Keep LoadResult Reader SaveHandle Writer async_save latest load save verify",
     "deferred": "Plan deferred_init dematerialize fake from_recipe is_deferred materialize_module"
     " materialize_tensor plan recipe",

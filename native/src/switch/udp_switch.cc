@@ -43,7 +43,7 @@ struct Session {
   std::uint64_t id;
   SlotTable table;
   std::vector<std::uint32_t> addresses;  // of the workers; 0: not known yet
-  SwitchCounts counts;
+  SwitchCounts counts{};
   std::vector<WorkerCounts> workers;
   std::vector<std::uint16_t> switch_ports;  // to which the workers send
   std::vector<Clock::time_point> heard;     // the workers' last packets or signs of life
@@ -90,11 +90,11 @@ std::uint16_t port_of(int fd) {
 void count(SwitchCounts& counts, Verdict verdict) {
   switch (verdict) {
     case Verdict::kConsumed: break;
-    case Verdict::kMulticast: ++counts.completed; break;
-    case Verdict::kUnicast: ++counts.answered_again; break;
-    case Verdict::kDuplicate: ++counts.duplicates; break;
-    case Verdict::kStale: ++counts.stale; break;
-    case Verdict::kRejected: ++counts.rejected; break;
+    case Verdict::kMulticast: ++counts[kCompleted]; break;
+    case Verdict::kUnicast: ++counts[kAnsweredAgain]; break;
+    case Verdict::kDuplicate: ++counts[kDuplicates]; break;
+    case Verdict::kStale: ++counts[kStale]; break;
+    case Verdict::kRejected: ++counts[kRejected]; break;
   }
 }
 
@@ -170,7 +170,7 @@ struct UdpSwitch::State {
 
   void take(Bytes datagram, const Endpoint& from, Gate& gate) {
     if (const auto request = parse_request(datagram)) {
-      ++stats.control;
+      ++stats[kControl];
       if (*request == Request::kAlive) {
         if (const Member* member = find(from)) member->session->heard[member->rank] = Clock::now();
         return;
@@ -182,17 +182,17 @@ struct UdpSwitch::State {
       return;
     }
     if (chance(options.drop_ingress)) {
-      ++stats.dropped_ingress;
+      ++stats[kDroppedIngress];
       return;
     }
     const auto header = parse(datagram);
     if (!header) {
-      ++stats.malformed;
+      ++stats[kMalformed];
       return;
     }
     const Member* member = find(from);
     if (member == nullptr) {
-      ++stats.strangers;
+      ++stats[kStrangers];
       call(false, {from, gate.port, {}});
       return;
     }
@@ -206,7 +206,7 @@ struct UdpSwitch::State {
     session.switch_ports[member.rank] = gate.port;
     const Verdict verdict = session.table.apply(header, payload, member.rank, from.port);
     count(session.counts, verdict);
-    ++session.counts.received;
+    ++session.counts[kReceived];
     WorkerCounts& worker = session.workers[member.rank];
     ++worker.received;
     if (verdict == Verdict::kDuplicate || verdict == Verdict::kUnicast) ++worker.retransmissions;
@@ -231,10 +231,10 @@ struct UdpSwitch::State {
   // Sends what the gate's outbox was given last to one more worker.
   void answer(Session& session, const Endpoint& to, Gate& gate) {
     if (chance(options.drop_egress)) {
-      ++stats.dropped_egress;
+      ++stats[kDroppedEgress];
       return;
     }
-    ++session.counts.sent;
+    ++session.counts[kSent];
     gate.outbox.send_to(to);
   }
 
@@ -256,7 +256,7 @@ struct UdpSwitch::State {
     if (now - calls.begin > std::chrono::seconds(1)) calls = {now, 0};
     const std::lock_guard guard(queue_lock);
     if (++calls.count > kMaxCalls || queue.size() >= kMaxControlQueue) {
-      ++stats.control_dropped;
+      ++stats[kControlDropped];
       return;
     }
     queue.push_back(std::move(message));
@@ -274,18 +274,12 @@ struct UdpSwitch::State {
     const auto found = sessions.find(id);
     if (found == sessions.end()) return;
     std::erase_if(members, [&](const auto& entry) { return entry.second.session == found->second.get(); });
-    add(ended, found->second->counts);
+    add(stats, found->second->counts);
     sessions.erase(found);
   }
 
   static void add(SwitchCounts& sum, const SwitchCounts& more) {
-    sum.received += more.received;
-    sum.sent += more.sent;
-    sum.completed += more.completed;
-    sum.answered_again += more.answered_again;
-    sum.duplicates += more.duplicates;
-    sum.stale += more.stale;
-    sum.rejected += more.rejected;
+    for (std::size_t stat = 0; stat < kNumSessionStats; ++stat) sum[stat] += more[stat];
   }
 
   // The lock, for all threads but the switch's own.
@@ -313,8 +307,7 @@ struct UdpSwitch::State {
   std::unordered_map<std::uint64_t, std::unique_ptr<Session>> sessions;
   std::unordered_map<std::uint64_t, Member> members;  // by key(); port 0 stands for all
   std::unordered_map<std::uint64_t, Calls> callers;   // by address, and whether it is control
-  SwitchStats stats;
-  SwitchCounts ended;  // of sessions that are closed
+  SwitchCounts stats{};                               // and those of closed sessions
 };
 
 UdpSwitch::UdpSwitch(const UdpSwitchOptions& options) : state_(make_process_owned<State>(options)) {
@@ -388,15 +381,14 @@ void UdpSwitch::send_control(Bytes message, const Endpoint& to, std::uint16_t sw
   gate.outbox.flush();
 }
 
-SwitchStats UdpSwitch::stats() const {
+SwitchCounts UdpSwitch::stats() const {
   const auto guard = state_->hold();
-  SwitchStats stats = state_->stats;
+  SwitchCounts stats = state_->stats;
   for (const auto& gate : state_->gates) {
-    stats.socket_lost += gate->inbox.lost();
-    stats.send_lost += gate->outbox.lost();
+    stats[kSocketLost] += gate->inbox.lost();
+    stats[kSendLost] += gate->outbox.lost();
   }
-  stats.counts = state_->ended;
-  for (const auto& entry : state_->sessions) State::add(stats.counts, entry.second->counts);
+  for (const auto& entry : state_->sessions) State::add(stats, entry.second->counts);
   return stats;
 }
 
@@ -407,8 +399,7 @@ std::vector<SessionInfo> UdpSwitch::sessions() const {
     const auto silent_s = [now = Clock::now()](Clock::time_point heard) {
       return std::chrono::duration<double>(now - heard).count();
     };
-    const double idle_s = silent_s(*std::max_element(session->heard.begin(), session->heard.end()));
-    infos.push_back({id, session->table.shape(), idle_s, session->counts, session->workers});
+    infos.push_back({id, session->table.shape(), session->counts, session->workers});
     for (WorkerCounts& worker : infos.back().workers) worker.silent_s = silent_s(session->heard[worker.rank]);
   }
   std::sort(infos.begin(), infos.end(), [](const auto& a, const auto& b) { return a.id < b.id; });

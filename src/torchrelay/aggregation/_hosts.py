@@ -47,7 +47,6 @@ from torchrelay.aggregation._switch_transport import (
     check_agreement,
     is_used,
     join,
-    options_of,
     terms,
 )
 from torchrelay.config import Aggregation
@@ -154,7 +153,6 @@ class HostsPlane:
     ) -> SwitchTransport | None:
         if not is_used(settings):
             return None
-        options_of(settings)
         client = join(meeting, self._at, settings, session_id, timeout_s)
         return SwitchTransport(
             self._at, self._names, settings, client, self._messages, self._shm.check

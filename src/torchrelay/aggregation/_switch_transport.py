@@ -14,13 +14,13 @@ from torchrelay.aggregation._inter_host import divide
 from torchrelay.aggregation._messages import Failure, Messages
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op
-from torchrelay.aggregation.switch._client import SwitchClient, SwitchOptions
+from torchrelay.aggregation.switch._client import SwitchClient
 from torchrelay.aggregation.switch._controller_client import session_from_controller
 from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError, OperationTimeoutError, TorchRelayError, UnavailableError
 from torchrelay.world import Meeting
 
-__all__ = ["SwitchTransport", "check_agreement", "is_used", "join", "options_of", "terms"]
+__all__ = ["SwitchTransport", "check_agreement", "is_used", "join", "terms"]
 
 _INTEGERS = (torch.int32,)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,22 +29,6 @@ _ANSWER_S = 30.0
 _LEAST_ANSWER_S = 1.0
 _POLL_S = 0.1
 _DONE_S = 1.0  # a leader that is gone may have done its part
-
-
-def options_of(settings: Aggregation) -> SwitchOptions:
-    """How this rank's host uses the switch.
-
-    Raises:
-        ConfigError: the settings contradict each other.
-    """
-    return SwitchOptions(
-        settings.num_worker_threads,
-        settings.max_outstanding_packets,
-        settings.packet_numel,
-        settings.packet_timeout_s,
-        settings.timeout_threshold,
-        settings.timeout_threshold_increment,
-    )
 
 
 def terms(settings: Aggregation) -> dict[str, object]:
@@ -139,15 +123,14 @@ def _connect(
     """This leader's worker, in a session that a controller formed where there is one."""
     deadline_s = time.monotonic() + timeout_s
     switch, worker, workers = settings.switch, placement.host, len(placement.hosts)
-    options = options_of(settings)
     if settings.controller_ip:
         controller = f"{settings.controller_ip}:{settings.controller_port}"
         session_id, address = session_from_controller(
-            controller, worker, workers, options, group=session_id, timeout_s=timeout_s
+            controller, worker, workers, settings, group=session_id, timeout_s=timeout_s
         )
         switch = switch or address
     left_s = max(_LEAST_ANSWER_S, deadline_s - time.monotonic())
-    return SwitchClient(switch, worker, workers, session_id, options, left_s)
+    return SwitchClient(switch, worker, workers, session_id, settings, left_s)
 
 
 class SwitchTransport:

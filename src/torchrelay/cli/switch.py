@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["switch"]
 
-_COLUMNS = ("received", "sent", "completed", "answered_again", "duplicates", "stale", "rejected")
-_TROUBLE = (
-    "malformed",
-    "strangers",
-    "control",
-    "control_dropped",
-    "dropped_ingress",
-    "dropped_egress",
-    "socket_lost",
-    "send_lost",
-)
-
 
 class Kind(str, Enum):
     """What aggregates the packets."""
@@ -184,7 +172,8 @@ def _report_table(
             stats = server.stats()
             if console.is_terminal:
                 live.update(
-                    _view(stats, (stats.received - last.received) / interval_s), refresh=True
+                    _view(stats, (stats.counts["received"] - last.counts["received"]) / interval_s),
+                    refresh=True,
                 )
             last = stats
     console.print(_view(server.stats(), None))
@@ -194,16 +183,22 @@ def _view(stats: SwitchStats, packets_per_s: float | None) -> Group:
     """Return the tables: packets by session, and what was dropped."""
     rate = "" if packets_per_s is None else f", {packets_per_s:,.0f} packets/s"
     title = f"{stats.data_plane} switch {stats.address}:{stats.port}{rate}"
-    sessions = Table("session", "workers", "idle", *_COLUMNS, "sent again by", title=title)
+    from torchrelay import _native  # noqa: PLC0415
+
+    names, num_columns = list(_native.switch_stats()), _native.SWITCH_NUM_SESSION_STATS
+    columns, others = names[:num_columns], names[num_columns:]
+    sessions = Table("session", "workers", "idle", *columns, "sent again by", title=title)
     for index, session in enumerate(stats.sessions):
         again = ", ".join(
-            f"{rank}: {count}" for rank, (_, count) in session.workers.items() if count
+            f"{rank}: {worker.retransmissions}"
+            for rank, worker in enumerate(session.workers)
+            if worker.retransmissions
         )
-        counts = [f"{getattr(session, name):,}" for name in _COLUMNS]
+        counts = [f"{session.counts[name]:,}" for name in columns]
         sessions.add_row(
             str(index), str(session.shape.num_workers), f"{session.idle_s:.0f} s", *counts, again
         )
-    sessions.add_row("all", "", "", *(f"{getattr(stats, name):,}" for name in _COLUMNS), "")
-    others = Table(*_TROUBLE)
-    others.add_row(*(f"{getattr(stats, name):,}" for name in _TROUBLE))
-    return Group(sessions, others)
+    sessions.add_row("all", "", "", *(f"{stats.counts[name]:,}" for name in columns), "")
+    trouble = Table(*others)
+    trouble.add_row(*(f"{stats.counts[name]:,}" for name in others))
+    return Group(sessions, trouble)

@@ -24,11 +24,11 @@ from ranks import free_port
 from switch_ports import wait_until, within
 from torchrelay.aggregation.switch import (
     SwitchClient,
-    SwitchOptions,
     SwitchServer,
     UdpDataPlane,
     session_from_store,
 )
+from torchrelay.config import Aggregation
 from torchrelay.errors import (
     ArgumentError,
     ConfigError,
@@ -37,7 +37,7 @@ from torchrelay.errors import (
     UnavailableError,
 )
 
-SMALL = SwitchOptions(num_worker_threads=2, max_outstanding_packets=16, packet_numel=64)
+SMALL = Aggregation(num_worker_threads=2, max_outstanding_packets=16, packet_numel=64)
 
 
 @pytest.fixture
@@ -130,10 +130,13 @@ def test_what_does_not_fit_is_refused(server: SwitchServer) -> None:
         SwitchServer(UdpDataPlane(port=0), max_slots=1024) as small,
         pytest.raises(UnavailableError, match="allows 1024 slots"),
     ):
-        SwitchClient(small.address, 0, 2, 2, SwitchOptions(max_outstanding_packets=2048))
-    for options in ({"packet_numel": 100}, {"num_worker_threads": 0}, {"packet_timeout_s": 0}):
-        with pytest.raises(ConfigError):
-            SwitchOptions(**options)
+        SwitchClient(small.address, 0, 2, 2, Aggregation(max_outstanding_packets=2048))
+    with pytest.raises(ConfigError):
+        Aggregation(packet_numel=100)
+    with pytest.raises(ConfigError):
+        Aggregation(num_worker_threads=0)
+    with pytest.raises(ConfigError):
+        Aggregation(packet_timeout_s=0)
     with pytest.raises(ConfigError, match="host or host:port"):
         SwitchClient("switch:x", 0, 1, 1)
 
@@ -160,7 +163,9 @@ def test_joining_waits_for_a_place() -> None:
     ):
         with SwitchClient(server.address, 0, 1, 1, SMALL):
             joining = pool.submit(SwitchClient, server.address, 0, 1, 2, SMALL)
-            wait_until(lambda: server.stats().control >= 4)  # two for each socket of the first
+            wait_until(
+                lambda: server.stats().counts["control"] >= 4
+            )  # two for each socket of the first
         with joining.result(60) as client:
             client.all_reduce(torch.ones(1))
 
@@ -172,8 +177,10 @@ def test_an_idle_worker_keeps_its_session_and_a_lost_one_does_not(
         SwitchServer(UdpDataPlane(port=0)) as server,
         SwitchClient(server.address, 0, 1, 1, SMALL) as idle,
     ):
-        heard = server.stats().control
-        wait_until(lambda: server.stats().control > heard)  # of a worker that does nothing
+        heard = server.stats().counts["control"]
+        wait_until(
+            lambda: server.stats().counts["control"] > heard
+        )  # of a worker that does nothing
         idle.all_reduce(torch.ones(1))
         monkeypatch.setattr(server, "_session_timeout_s", 0.0)  # as if it were silent
         wait_until(lambda: not server.stats().sessions)
@@ -261,7 +268,7 @@ def test_the_command_and_the_loss_of_its_process() -> None:
         with urllib.request.urlopen(command.start["metrics"], timeout=60) as page:
             metrics = page.read().decode()
         assert 'torchrelay_switch_sessions{data_plane="udp"} 1' in metrics
-        assert 'torchrelay_switch_worker_retransmissions{session="0",rank="1"}' in metrics
+        assert 'torchrelay_switch_worker_retransmissions{rank="1",session="0"}' in metrics
         command.end(signal.SIGKILL)
         with pytest.raises(PeerLostError, match=f"switch {address}.*nothing listens"):
             clients[0].all_reduce(tensors[0], timeout_s=100)
@@ -318,6 +325,6 @@ with SwitchClient({server.address!r}, 0, 2, 5) as client:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        wait_until(lambda: server.stats().received > 0)
+        wait_until(lambda: server.stats().counts["received"] > 0)
         process.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]

@@ -29,11 +29,11 @@ from switch_ports import (
 from torchrelay.aggregation.switch import (
     SessionShape,
     SwitchClient,
-    SwitchOptions,
     SwitchServer,
     XdpDataPlane,
     _xdp,
 )
+from torchrelay.config import Aggregation
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
 
 needs_xdp = pytest.mark.skipif(bool(missing_for_xdp()), reason=missing_for_xdp())
@@ -49,7 +49,7 @@ def programs(pid: int) -> int:
 
 @needs_xdp
 def test_workers_sum_through_the_kernel() -> None:
-    options = SwitchOptions(num_worker_threads=2, max_outstanding_packets=32)
+    options = Aggregation(num_worker_threads=2, max_outstanding_packets=32)
     with namespaces.star(3) as star:
         plane = within(
             star.switch, lambda: XdpDataPlane(["port0", "port1", "port2"], 0, mode="generic")
@@ -78,8 +78,8 @@ def test_workers_sum_through_the_kernel() -> None:
                 error[77] = 0
                 assert (error <= 9 * 2**16 / 2**32 + exact * 1e-7).all()
             stats = server.stats()
-            assert stats.completed > 0
-            assert stats.sent >= 3 * stats.completed
+            assert stats.counts["completed"] > 0
+            assert stats.counts["sent"] >= 3 * stats.counts["completed"]
 
 
 @needs_xdp
@@ -179,7 +179,7 @@ def test_a_packet_with_a_wrong_ip_checksum_is_not_summed() -> None:
         with network.within(0, link) as sock:
             bad = good[:8] + b"\x20" + good[9:]  # another time to live
             sock.sendto(bad, ("eth0", 0x0800, 0, 0, b"\xff" * 6))
-            wait_until(lambda: network.plane.stats().malformed == 1)
+            wait_until(lambda: network.plane.stats().counts["malformed"] == 1)
             assert not worker.has_received()
             sock.sendto(good, ("eth0", 0x0800, 0, 0, b"\xff" * 6))
         assert values_of(worker.receive()) == {5}

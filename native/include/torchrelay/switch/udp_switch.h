@@ -6,6 +6,7 @@
 // plane.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -15,6 +16,7 @@
 #include "torchrelay/origin.h"
 #include "torchrelay/switch/datagrams.h"
 #include "torchrelay/switch/state.h"
+#include "torchrelay/switch/stats.h"
 
 namespace torchrelay::switchml {
 
@@ -26,28 +28,8 @@ struct UdpSwitchOptions {
   std::uint64_t drop_seed = 0;
 };
 
-// What one session, or the whole switch, has done. Data packets only.
-struct SwitchCounts {
-  std::uint64_t received = 0;
-  std::uint64_t sent = 0;
-  std::uint64_t completed = 0;       // results multicast
-  std::uint64_t answered_again = 0;  // results sent again to a worker that asked again
-  std::uint64_t duplicates = 0;      // retransmissions for packets that others are missing from
-  std::uint64_t stale = 0;           // older than the slot's newest packet
-  std::uint64_t rejected = 0;        // of a member, but no such slot or packet size
-};
-
-struct SwitchStats {
-  SwitchCounts counts;
-  std::uint64_t malformed = 0;  // neither data nor control
-  std::uint64_t strangers = 0;  // data packets whose sender is in no session
-  std::uint64_t control = 0;
-  std::uint64_t control_dropped = 0;  // the queue was full
-  std::uint64_t dropped_ingress = 0;  // by the probabilities
-  std::uint64_t dropped_egress = 0;
-  std::uint64_t socket_lost = 0;  // by the kernel: the socket's receive buffer was full
-  std::uint64_t send_lost = 0;    // by the kernel: a send buffer was full
-};
+// By SwitchStat. A session has only the first kNumSessionStats.
+using SwitchCounts = std::array<std::uint64_t, kNumSwitchStats>;
 
 struct WorkerCounts {
   std::uint32_t rank = 0;
@@ -59,8 +41,7 @@ struct WorkerCounts {
 struct SessionInfo {
   std::uint64_t id = 0;
   TableShape shape;
-  double idle_s = 0;  // since a member's last packet or sign of life
-  SwitchCounts counts;
+  SwitchCounts counts{};
   std::vector<WorkerCounts> workers;
 };
 
@@ -92,7 +73,7 @@ class UdpSwitch {
   std::optional<ControlMessage> receive_control(std::chrono::milliseconds timeout);
   void send_control(Bytes message, const Endpoint& to, std::uint16_t switch_port);
 
-  SwitchStats stats() const;
+  SwitchCounts stats() const;
   std::vector<SessionInfo> sessions() const;
   // The workers that packets in progress wait for.
   std::vector<std::uint32_t> missing(std::uint64_t id) const;

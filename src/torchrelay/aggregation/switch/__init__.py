@@ -15,7 +15,6 @@ from __future__ import annotations
 from torchrelay.aggregation.switch._client import (
     SwitchClient,
     SwitchClientStats,
-    SwitchOptions,
     session_from_store,
 )
 from torchrelay.aggregation.switch._controller import Controller
@@ -25,6 +24,7 @@ from torchrelay.aggregation.switch._data_plane import (
     SessionShape,
     SessionStats,
     SwitchStats,
+    SwitchWorkerStats,
 )
 from torchrelay.aggregation.switch._server import SwitchServer
 from torchrelay.aggregation.switch._udp import UdpDataPlane
@@ -37,9 +37,9 @@ __all__ = [
     "SessionStats",
     "SwitchClient",
     "SwitchClientStats",
-    "SwitchOptions",
     "SwitchServer",
     "SwitchStats",
+    "SwitchWorkerStats",
     "UdpDataPlane",
     "XdpDataPlane",
     "session_from_controller",

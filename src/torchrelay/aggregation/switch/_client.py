@@ -20,6 +20,7 @@ from torchrelay._waiting import listed, read_key
 from torchrelay.aggregation.switch import _messages as messages
 from torchrelay.aggregation.switch._data_plane import SessionShape
 from torchrelay.aggregation.switch._messages import Kind
+from torchrelay.config import Aggregation
 from torchrelay.errors import (
     ArgumentError,
     ConfigError,
@@ -31,56 +32,12 @@ from torchrelay.errors import (
 __all__ = [
     "SwitchClient",
     "SwitchClientStats",
-    "SwitchOptions",
     "parse_address",
     "session_from_store",
 ]
 
 _RESEND_S = 0.2
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
-
-
-@dataclass(frozen=True)
-class SwitchOptions:
-    """How a worker uses a switch; equal on all workers.
-
-    Args:
-        num_worker_threads: threads of each worker, each with a socket and a part of the data.
-        max_outstanding_packets: unanswered packets of one worker, over all its threads.
-        packet_numel: elements of a packet, 64 or 256.
-        packet_timeout_s: seconds after which an unanswered packet is sent again.
-        timeout_threshold: timeouts in a row, with no prompt answer in between, after which the
-            timeout doubles.
-        timeout_threshold_increment: the threshold grows by this each time it is reached.
-    """
-
-    num_worker_threads: int = 4
-    max_outstanding_packets: int = 256
-    packet_numel: int = 256
-    packet_timeout_s: float = 0.01
-    timeout_threshold: int = 100
-    timeout_threshold_increment: int = 100
-
-    def __post_init__(self) -> None:
-        if self.packet_numel not in (64, 256):
-            raise ConfigError(f"packet_numel = {self.packet_numel}: it must be 64 or 256")
-        if not 1 <= self.num_worker_threads <= self.max_outstanding_packets <= 1 << 13:
-            raise ConfigError(
-                f"num_worker_threads = {self.num_worker_threads}, max_outstanding_packets = "
-                f"{self.max_outstanding_packets}: there must be at least one thread, a packet for "
-                "each, and at most 8192 packets"
-            )
-        if (
-            self.packet_timeout_s <= 0
-            or self.timeout_threshold < 1
-            or self.timeout_threshold_increment < 0
-        ):
-            raise ConfigError(
-                f"packet_timeout_s = {self.packet_timeout_s}, timeout_threshold = "
-                f"{self.timeout_threshold}, timeout_threshold_increment = "
-                f"{self.timeout_threshold_increment}: they must be above 0, at least 1 and at "
-                "least 0"
-            )
 
 
 @dataclass(frozen=True)
@@ -132,7 +89,8 @@ class SwitchClient(Resource):
         rank: of this worker in the session.
         num_workers: of the session, one per host.
         session_id: 64 random bits that all workers of the session know, and nobody else.
-        options: equal on all workers.
+        options: how it uses the switch, from ``num_worker_threads`` to
+            ``timeout_threshold_increment``; equal on all workers.
         timeout_s: how long to wait for the switch to answer, and to have a free session.
 
     Raises:
@@ -146,10 +104,10 @@ class SwitchClient(Resource):
         rank: int,
         num_workers: int,
         session_id: int,
-        options: SwitchOptions | None = None,
+        options: Aggregation | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self.options = options or SwitchOptions()
+        self.options = options or Aggregation()
         self.rank, self.num_workers, self.session_id = rank, num_workers, session_id
         self._shape = SessionShape(
             num_workers,

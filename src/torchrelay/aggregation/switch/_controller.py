@@ -1,6 +1,6 @@
 """The controller of a switch: workers form sessions by it, over gRPC.
 
-See ``controller.proto``. One thread serves all calls with asyncio: a worker that waits for others
+See ``_controller.proto``. One thread serves all calls with asyncio: a worker that waits for others
 takes no thread.
 """
 
@@ -16,23 +16,11 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrelay._addresses import DISCARD_PORT, address_of_device, address_towards
 from torchrelay._resource import Resource
 from torchrelay._waiting import listed
-from torchrelay.aggregation.switch._controller_messages import (
-    MAX_BYTES,
-    NUMEL_OF_SIZE,
-    BarrierRequest,
-    BarrierResponse,
-    BroadcastRequest,
-    BroadcastResponse,
-    UdpSessionRequest,
-    UdpSessionResponse,
-    decode,
-    encode,
-)
 from torchrelay.aggregation.switch._data_plane import SessionShape
 from torchrelay.aggregation.switch._messages import Join
 from torchrelay.aggregation.switch._server import SwitchServer
@@ -45,10 +33,14 @@ from torchrelay.errors import (
     UnavailableError,
 )
 
-__all__ = ["DEFAULT_PORT", "PACKAGE", "Controller", "import_grpc"]
+if TYPE_CHECKING:
+    from torchrelay.aggregation.switch import _controller_pb2 as pb
+
+__all__ = ["DEFAULT_PORT", "NUMEL_OF_SIZE", "Controller", "import_grpc"]
 
 DEFAULT_PORT = 50099
-PACKAGE = "switchml_proto"
+NUMEL_OF_SIZE = {1: 64, 3: 256}  # PacketSize, and the values of a packet
+_MAX_BYTES = 256  # of a message; the longest here has 64
 _MAX_CALLS = 4096  # at a time
 _MAX_GROUP = 1024  # workers, as of a session
 _MAX_WAIT_S = 600.0
@@ -56,19 +48,22 @@ _MAX_JOIN_S, _RETRY_S = 15.0, 0.2  # for a place in the switch
 _SIOCGIFHWADDR = 0x8927
 
 
-def import_grpc() -> Any:
-    """Return the module ``grpc``.
+def import_grpc() -> tuple[Any, Any]:
+    """Return the module ``grpc``, and the messages of ``_controller.proto``.
 
     Raises:
-        UnavailableError: the package is not installed.
+        UnavailableError: a package is not installed.
     """
     try:
         import grpc  # noqa: PLC0415 - optional
+
+        from torchrelay.aggregation.switch import _controller_pb2  # noqa: PLC0415
     except ImportError as error:
         raise UnavailableError(
-            f"the controller of a switch needs the package grpcio ({error}): pip install grpcio"
+            f"the controller of a switch needs the packages grpcio and protobuf ({error}): pip "
+            "install grpcio protobuf"
         ) from error
-    return grpc
+    return grpc, _controller_pb2
 
 
 _Key = tuple[str, int, tuple[int | None, ...]]  # step, group, and more where there is no group
@@ -89,7 +84,7 @@ class _Gathering:
 
 
 class Controller(Resource):
-    """Serves the calls of ``controller.proto`` for a switch, until :meth:`close`.
+    """Serves the calls of ``_controller.proto`` for a switch, until :meth:`close`.
 
     Nothing is encrypted or authenticated: whoever reaches the port may form sessions.
 
@@ -99,13 +94,13 @@ class Controller(Resource):
         port: TCP; 0 is any free one.
 
     Raises:
-        UnavailableError: the package grpcio is missing, or the port cannot be bound.
+        UnavailableError: grpcio or protobuf is missing, or the port cannot be bound.
     """
 
     def __init__(
         self, server: SwitchServer, address: str = "127.0.0.1", port: int = DEFAULT_PORT
     ) -> None:
-        self._grpc = import_grpc()
+        self._grpc, self._messages = import_grpc()
         self._server = server
         self._gatherings: dict[_Key, _Gathering] = {}
         self._stop = asyncio.Event()
@@ -134,19 +129,21 @@ class Controller(Resource):
         from grpc import aio  # noqa: PLC0415 - optional
 
         self._loop = asyncio.get_running_loop()
-        options = [("grpc.max_receive_message_length", MAX_BYTES), ("grpc.so_reuseport", 0)]
+        options = [("grpc.max_receive_message_length", _MAX_BYTES), ("grpc.so_reuseport", 0)]
         server = aio.server(options=options, maximum_concurrent_rpcs=_MAX_CALLS)
-        calls = {
-            "Session": {"UdpSession": self._handler(UdpSessionRequest, self._udp_session)},
-            "Sync": {
-                "Barrier": self._handler(BarrierRequest, self._barrier),
-                "Broadcast": self._handler(BroadcastRequest, self._broadcast),
-            },
+        answers = {
+            "UdpSession": self._udp_session,
+            "Barrier": self._barrier,
+            "Broadcast": self._broadcast,
         }
-        make = self._grpc.method_handlers_generic_handler
-        server.add_generic_rpc_handlers(
-            [make(f"{PACKAGE}.{service}", methods) for service, methods in calls.items()]
-        )
+        for service in self._messages.DESCRIPTOR.services_by_name.values():
+            handlers = {
+                method.name: self._handler(method, answers[method.name])
+                for method in service.methods
+            }
+            server.add_generic_rpc_handlers(
+                [self._grpc.method_handlers_generic_handler(service.full_name, handlers)]
+            )
         try:
             bound = server.add_insecure_port(f"{address}:{port}")
             await server.start()
@@ -159,7 +156,7 @@ class Controller(Resource):
         await self._stop.wait()
         await server.stop(grace=None)
 
-    def _handler(self, kind: type[Any], answer: Callable[[Any, float], Awaitable[object]]) -> Any:
+    def _handler(self, method: Any, answer: Callable[[Any, float], Awaitable[Any]]) -> Any:
         """A method's handler. The errors of ``answer`` go to the caller as status and text."""
         status = self._grpc.StatusCode
         codes = {
@@ -171,7 +168,8 @@ class Controller(Resource):
 
         async def handle(data: bytes, context: Any) -> bytes:
             try:
-                return encode(await answer(decode(kind, data), _left_s(context)))
+                answered = await answer(self._parse(method.input_type.name, data), _left_s(context))
+                return bytes(answered.SerializeToString())
             except TorchRelayError as error:
                 missing = ",".join(map(str, getattr(error, "ranks", ())))
                 await context.abort(
@@ -183,24 +181,34 @@ class Controller(Resource):
 
         return self._grpc.unary_unary_rpc_method_handler(handle)
 
+    def _parse(self, kind: str, data: bytes) -> Any:
+        from google.protobuf.message import DecodeError  # noqa: PLC0415 - optional
+
+        try:
+            return getattr(self._messages, kind).FromString(data)
+        except DecodeError as error:
+            raise ProtocolError(f"not a {kind}: {error}") from error
+
     # --- Sync
 
-    async def _barrier(self, request: BarrierRequest, left_s: float) -> BarrierResponse:
+    async def _barrier(self, request: pb.BarrierRequest, left_s: float) -> pb.BarrierResponse:
         await self._gather("barrier", request, left_s, request.rank, None, 0)
-        return BarrierResponse()
+        answer: pb.BarrierResponse = self._messages.BarrierResponse()
+        return answer
 
-    async def _broadcast(self, request: BroadcastRequest, left_s: float) -> BroadcastResponse:
+    async def _broadcast(self, request: pb.BroadcastRequest, left_s: float) -> pb.BroadcastResponse:
         if request.root >= request.num_workers:
             raise ProtocolError(f"root {request.root} is not below {request.num_workers} workers")
         value = await self._gather(
             "broadcast", request, left_s, request.rank, request.root, request.value
         )
-        return BroadcastResponse(value)
+        answer: pb.BroadcastResponse = self._messages.BroadcastResponse(value=value)
+        return answer
 
     async def _gather(
         self,
         step: str,
-        request: BarrierRequest | BroadcastRequest,
+        request: pb.BarrierRequest | pb.BroadcastRequest,
         left_s: float,
         rank: int,
         root: int | None,
@@ -268,7 +276,9 @@ class Controller(Resource):
 
     # --- Session
 
-    async def _udp_session(self, request: UdpSessionRequest, left_s: float) -> UdpSessionResponse:
+    async def _udp_session(
+        self, request: pb.UdpSessionRequest, left_s: float
+    ) -> pb.UdpSessionResponse:
         numel = NUMEL_OF_SIZE.get(request.packet_size)
         if numel is None:
             raise ProtocolError(
@@ -292,11 +302,15 @@ class Controller(Resource):
             else:
                 break
         mac, own = _own_address(self._server.plane.address, address)
-        return UdpSessionResponse(
-            request.session_id, mac, int(ipaddress.IPv4Address(own)), self._server.plane.port
+        answer: pb.UdpSessionResponse = self._messages.UdpSessionResponse(
+            session_id=request.session_id,
+            mac=mac,
+            ipv4=int(ipaddress.IPv4Address(own)),
+            port=self._server.plane.port,
         )
+        return answer
 
-    def _admit(self, request: UdpSessionRequest, shape: SessionShape, address: str) -> None:
+    def _admit(self, request: pb.UdpSessionRequest, shape: SessionShape, address: str) -> None:
         if request.rank == 0:  # it makes the session, whose slots must be clear
             self._server.reset(request.session_id)
         if request.joins:

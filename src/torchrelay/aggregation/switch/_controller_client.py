@@ -5,22 +5,16 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import time
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torchrelay._addresses import address_towards
-from torchrelay.aggregation.switch._client import SwitchOptions, parse_address
-from torchrelay.aggregation.switch._controller import DEFAULT_PORT, PACKAGE, import_grpc
-from torchrelay.aggregation.switch._controller_messages import (
+from torchrelay.aggregation.switch._client import parse_address
+from torchrelay.aggregation.switch._controller import (
+    DEFAULT_PORT,
     NUMEL_OF_SIZE,
-    BarrierRequest,
-    BarrierResponse,
-    BroadcastRequest,
-    BroadcastResponse,
-    UdpSessionRequest,
-    UdpSessionResponse,
-    decode,
-    encode,
+    import_grpc,
 )
+from torchrelay.config import Aggregation
 from torchrelay.errors import (
     MismatchError,
     OperationTimeoutError,
@@ -30,18 +24,20 @@ from torchrelay.errors import (
     UnavailableError,
 )
 
+if TYPE_CHECKING:
+    from torchrelay.aggregation.switch import _controller_pb2 as pb
+
 __all__ = ["session_from_controller"]
 
 _GRACE_S = 10.0  # the controller says who is late; this much later it counts as lost
 _SIZE_OF_NUMEL = {numel: size for size, numel in NUMEL_OF_SIZE.items()}
-M = TypeVar("M")
 
 
 def session_from_controller(
     controller: str,
     rank: int,
     num_workers: int,
-    options: SwitchOptions | None = None,
+    options: Aggregation | None = None,
     *,
     group: int = 0,
     timeout_s: float = 30.0,
@@ -62,14 +58,14 @@ def session_from_controller(
         The session id and the switch's address, for :class:`SwitchClient`.
 
     Raises:
-        UnavailableError: the package grpcio is missing, the controller does not answer, or it
+        UnavailableError: grpcio or protobuf is missing, the controller does not answer, or it
             refuses this worker.
         OperationTimeoutError: names the workers that did not join, in ``ranks`` too.
         MismatchError: the workers disagree on their number.
         PeerLostError: the controller was stopped meanwhile.
         ProtocolError: the server that answers is not a controller.
     """
-    options = options or SwitchOptions()
+    options = options or Aggregation()
     host, port = parse_address(controller, DEFAULT_PORT)
     with _Calls(f"{host}:{port}", rank, num_workers, group, timeout_s) as calls:
         session_id = calls.broadcast(secrets.randbits(64) if rank == 0 else 0)
@@ -100,7 +96,7 @@ class _Calls:
     def __init__(
         self, controller: str, rank: int, num_workers: int, group: int, timeout_s: float
     ) -> None:
-        self._grpc = import_grpc()
+        self._grpc, self._messages = import_grpc()
         self._controller, self._group = controller, group
         self._rank, self._num_workers = rank, num_workers
         self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
@@ -123,34 +119,50 @@ class _Calls:
 
     def broadcast(self, value: int) -> int:
         """Return worker 0's value."""
-        request = BroadcastRequest(
-            value, self._rank, self._num_workers, 0, self._group, self._left_ms()
-        )
-        return self._call("Sync/Broadcast", request, BroadcastResponse).value
+        request = self._messages.BroadcastRequest(value=value, rank=self._rank, **self._shared())
+        return int(self._call("Sync", "Broadcast", request).value)
 
     def barrier(self) -> None:
-        request = BarrierRequest(self._num_workers, self._group, self._rank, self._left_ms())
-        self._call("Sync/Barrier", request, BarrierResponse)
+        request = self._messages.BarrierRequest(rank=self._rank, **self._shared())
+        self._call("Sync", "Barrier", request)
 
-    def session(self, session_id: int, options: SwitchOptions, ipv4: int) -> UdpSessionResponse:
-        request = UdpSessionRequest(
-            session_id,
-            self._rank,
-            self._num_workers,
+    def session(self, session_id: int, options: Aggregation, ipv4: int) -> pb.UdpSessionResponse:
+        request = self._messages.UdpSessionRequest(
+            session_id=session_id,
+            rank=self._rank,
+            num_workers=self._num_workers,
             ipv4=ipv4,
             packet_size=_SIZE_OF_NUMEL[options.packet_numel],
             num_slots=options.max_outstanding_packets,
             joins=1,
         )
-        return self._call("Session/UdpSession", request, UdpSessionResponse)
+        answer: pb.UdpSessionResponse = self._call("Session", "UdpSession", request)
+        return answer
+
+    def _shared(self) -> dict[str, int]:
+        return {
+            "num_workers": self._num_workers,
+            "group": self._group,
+            "timeout_ms": self._left_ms(),
+        }
 
     def _left_ms(self) -> int:
         return max(1, int((self._deadline_s - time.monotonic()) * 1e3))
 
-    def _call(self, method: str, request: Any, answer: type[M]) -> M:
-        call = self._channel.unary_unary(f"/{PACKAGE}.{method}")
+    def _call(self, service_name: str, method: str, request: Any) -> Any:
+        from google.protobuf.message import DecodeError  # noqa: PLC0415 - optional
+
+        service = self._messages.DESCRIPTOR.services_by_name[service_name]
+        answer = getattr(self._messages, service.methods_by_name[method].output_type.name)
+        call = self._channel.unary_unary(f"/{service.full_name}/{method}")
         try:
-            return decode(answer, call(encode(request), timeout=self._left_ms() / 1e3 + _GRACE_S))
+            data = call(request.SerializeToString(), timeout=self._left_ms() / 1e3 + _GRACE_S)
+            return answer.FromString(data)
+        except DecodeError as error:
+            raise ProtocolError(
+                f"controller {self._controller} does not answer {method} as a controller does: "
+                f"{error}"
+            ) from None
         except self._grpc.RpcError as error:
             raise self._translate(method, error) from None
 

@@ -7,10 +7,18 @@ from any thread.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["ControlMessage", "DataPlane", "SessionShape", "SessionStats", "SwitchStats"]
+__all__ = [
+    "ControlMessage",
+    "DataPlane",
+    "SessionShape",
+    "SessionStats",
+    "SwitchStats",
+    "SwitchWorkerStats",
+]
 
 
 @dataclass(frozen=True)
@@ -26,46 +34,44 @@ class SessionShape:
 
 
 @dataclass(frozen=True)
+class SwitchWorkerStats:
+    """Statistics of one worker of a session."""
+
+    received: int  # data packets
+    retransmissions: int
+    silent_s: float  # since its last packet or sign of life
+
+
+@dataclass(frozen=True)
 class SessionStats:
-    """Statistics of one session: its data packets, in total and by worker (rank: received,
-    retransmitted)."""
+    """Statistics of one session: its data packets, in total and by rank.
+
+    ``counts`` has the first ``_native.SWITCH_NUM_SESSION_STATS`` names of
+    ``_native.switch_stats()``, which gives their meanings.
+    """
 
     session_id: int
     shape: SessionShape
-    idle_s: float  # since a worker's last packet or sign of life
-    received: int
-    sent: int
-    completed: int  # results that every worker was sent
-    answered_again: int  # results sent again because a worker asked again
-    duplicates: int  # packets sent again while other workers' were missing
-    stale: int  # packets older than their slot's newest
-    rejected: int  # packets of a wrong size or for a slot that does not exist
-    workers: dict[int, tuple[int, int]]
-    silent_s: dict[int, float]  # by worker: since its last packet or sign of life
+    counts: Mapping[str, int]
+    workers: tuple[SwitchWorkerStats, ...]
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since a worker's last packet or sign of life."""
+        return min(worker.silent_s for worker in self.workers)
 
 
 @dataclass(frozen=True)
 class SwitchStats:
-    """Statistics of a switch since its start, including ended sessions."""
+    """Statistics of a switch since its start, including ended sessions.
+
+    ``counts`` has the names of ``_native.switch_stats()``.
+    """
 
     data_plane: str
     address: str
     port: int
-    received: int
-    sent: int
-    completed: int
-    answered_again: int
-    duplicates: int
-    stale: int
-    rejected: int
-    malformed: int  # datagrams that are neither data nor control, or have a wrong checksum
-    strangers: int  # data packets whose sender is in no session
-    control: int
-    control_dropped: int  # control messages beyond what is kept
-    dropped_ingress: int  # by the drop probabilities
-    dropped_egress: int
-    socket_lost: int  # the kernel's receive buffer was full
-    send_lost: int  # the kernel's send buffer was full, or it has no route
+    counts: Mapping[str, int]
     sessions: tuple[SessionStats, ...]
 
 

@@ -228,7 +228,7 @@ class SwitchServer(Resource):
         """End the least used session (of an opener); raise if all are in use."""
 
         def is_idle(stats: SessionStats) -> bool:
-            has_summed = stats.completed > 0
+            has_summed = stats.counts["completed"] > 0
             limit_s = self._idle_timeout_s if has_summed else self._session_timeout_s
             is_theirs = opener in (None, self._sessions[stats.session_id].opener)
             return is_theirs and stats.idle_s >= limit_s
@@ -236,14 +236,16 @@ class SwitchServer(Resource):
         idle = [stats for stats in self.plane.stats().sessions if is_idle(stats)]
         if not idle:
             raise UnavailableError(f"{why}, and none is idle")
-        self._close(min(idle, key=lambda one: (one.completed > 0, -one.idle_s)).session_id)
+        self._close(
+            min(idle, key=lambda one: (one.counts["completed"] > 0, -one.idle_s)).session_id
+        )
 
     def _end_former(self, session_id: int, ports: set[tuple[str, int]]) -> None:
         """End a session whose worker's ports another one has now; raise if that worker lives."""
         ranks = self._sessions[session_id].ports
         (stats,) = [one for one in self.plane.stats().sessions if one.session_id == session_id]
         silent_s, (address, port) = min(
-            (stats.silent_s[ranks[port]], port) for port in ports & ranks.keys()
+            (stats.workers[ranks[port]].silent_s, port) for port in ports & ranks.keys()
         )
         if silent_s < _TAKEOVER_S:
             raise UnavailableError(

@@ -11,6 +11,7 @@ from torchrelay.aggregation.switch._data_plane import (
     SessionShape,
     SessionStats,
     SwitchStats,
+    SwitchWorkerStats,
 )
 from torchrelay.errors import ConfigError
 
@@ -81,47 +82,21 @@ class UdpDataPlane(Resource):
         self._native.send_control(message, int(ipaddress.IPv4Address(address)), port, switch_port)
 
     def stats(self) -> SwitchStats:
-        stats = self._native.stats()
-        counts = stats.counts
-        return SwitchStats(
-            self.name,
-            self.address,
-            self.port,
-            counts.received,
-            counts.sent,
-            counts.completed,
-            counts.answered_again,
-            counts.duplicates,
-            counts.stale,
-            counts.rejected,
-            stats.malformed,
-            stats.strangers,
-            stats.control,
-            stats.control_dropped,
-            stats.dropped_ingress,
-            stats.dropped_egress,
-            stats.socket_lost,
-            stats.send_lost,
-            tuple(_session(info) for info in self._native.sessions()),
-        )
+        sessions = tuple(map(_session_stats, self._native.sessions()))
+        return SwitchStats(self.name, self.address, self.port, self._native.stats(), sessions)
 
     def close(self) -> None:
         self._native.stop()
 
 
-def _session(info: _native.SwitchSessionInfo) -> SessionStats:
-    shape, counts = info.shape, info.counts
+def _session_stats(info: _native.SwitchSessionInfo) -> SessionStats:
+    shape = info.shape
     return SessionStats(
         info.id,
         SessionShape(shape.num_workers, shape.num_slots, shape.numel, shape.sequenced),
-        info.idle_s,
-        counts.received,
-        counts.sent,
-        counts.completed,
-        counts.answered_again,
-        counts.duplicates,
-        counts.stale,
-        counts.rejected,
-        {worker.rank: (worker.received, worker.retransmissions) for worker in info.workers},
-        {worker.rank: worker.silent_s for worker in info.workers},
+        info.counts,
+        tuple(
+            SwitchWorkerStats(worker.received, worker.retransmissions, worker.silent_s)
+            for worker in info.workers
+        ),
     )

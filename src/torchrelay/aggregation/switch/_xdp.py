@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from torchrelay.aggregation.switch._data_plane import (
     SessionShape,
     SessionStats,
     SwitchStats,
+    SwitchWorkerStats,
 )
 from torchrelay.aggregation.switch._libbpf import XDP_DRIVER, XDP_GENERIC, BpfObject
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
@@ -44,12 +46,9 @@ _logger = logging.getLogger("torchrelay.aggregation.switch")
 _SO_RCVBUFFORCE, _BUFFER_BYTES = 33, 4 << 20
 _SIOCGIFHWADDR, _SIOCGARP, _ATF_COM = 0x8927, 0x8954, 2
 
-# enum stat of the program.
-_STATS = (
-    "received", "sent", "completed", "answered_again", "duplicates", "stale", "rejected",
-    "malformed", "strangers", "control", "control_dropped", "coalesced", "probes",
-)  # fmt: skip
-_SESSION_STATS = _STATS[:7]
+# The program counts these, and then what it alone has.
+_STATS = (*_native.switch_stats(), "coalesced", "probes")
+_SESSION_STATS = _STATS[: _native.SWITCH_NUM_SESSION_STATS]
 
 
 class _Source(ctypes.Structure):
@@ -63,7 +62,7 @@ class _Member(ctypes.Structure):
 class _Session(ctypes.Structure):
     _fields_ = (
         ("heard_ns", ctypes.c_uint64 * _MAX_WORKERS),
-        ("stats", ctypes.c_uint64 * len(_STATS)),
+        ("stats", ctypes.c_uint64 * len(_SESSION_STATS)),
         ("worker_received", ctypes.c_uint64 * _MAX_WORKERS),
         ("worker_again", ctypes.c_uint64 * _MAX_WORKERS),
         ("num_workers", ctypes.c_uint32),
@@ -182,7 +181,7 @@ class XdpDataPlane(Resource):
         self._free_indices = list(range(max_sessions))
         self.max_slots = max_slots
         self._send_lost = 0
-        self._ended = dict.fromkeys(_SESSION_STATS, 0)
+        self._ended: Counter[str] = Counter()
         self._sockets: dict[int, socket.socket] = {}  # by port
         try:
             for place in range(
@@ -419,9 +418,7 @@ class XdpDataPlane(Resource):
             del self._members[source]
         for ifindex in opened.ports:
             self._bpf.delete(self._bpf.map("workers"), _WorkerKey(opened.index, ifindex))
-        counts = self._read_session(opened).stats
-        for index, name in enumerate(_SESSION_STATS):
-            self._ended[name] += counts[index]
+        self._ended.update(_counts(self._read_session(opened)))
         self._free_indices.append(opened.index)
 
     def _session(self, session_id: int) -> _Open:
@@ -477,25 +474,10 @@ class XdpDataPlane(Resource):
                 _session_stats(session_id, opened, self._read_session(opened))
                 for session_id, opened in sorted(self._sessions.items())
             )
-            counts = {
-                name: self._ended[name] + sum(getattr(session, name) for session in sessions)
-                for name in _SESSION_STATS
-            }
-            return SwitchStats(
-                self.name,
-                self.address,
-                self.port,
-                **counts,
-                malformed=self._global("malformed"),
-                strangers=self._global("strangers"),
-                control=self._global("control"),
-                control_dropped=self._global("control_dropped"),
-                dropped_ingress=0,
-                dropped_egress=0,
-                socket_lost=0,
-                send_lost=self._send_lost,
-                sessions=sessions,
-            )
+            counts = {name: self._global(name) for name in _native.switch_stats()}
+            counts["send_lost"] += self._send_lost
+            total = sum((Counter(one.counts) for one in sessions), self._ended)
+            return SwitchStats(self.name, self.address, self.port, {**counts, **total}, sessions)
 
     def close(self) -> None:
         if self._is_closed:
@@ -521,22 +503,18 @@ def _source(address: str, port: int) -> _Source:
     return _Source(_array(socket.inet_aton(address)), _array(port.to_bytes(2, "big")), 0)
 
 
+def _counts(session: _Session) -> dict[str, int]:
+    return dict(zip(_SESSION_STATS, session.stats, strict=True))
+
+
 def _session_stats(session_id: int, opened: _Open, session: _Session) -> SessionStats:
-    now = time.monotonic()  # like the kernel's heard_ns, CLOCK_MONOTONIC
-    silent_s = {
-        rank: now - max(session.heard_ns[rank] / 1e9, opened.joined.get(rank, opened.opened))
+    now_s = time.monotonic()  # like the kernel's heard_ns, CLOCK_MONOTONIC
+    workers = tuple(
+        SwitchWorkerStats(
+            session.worker_received[rank],
+            session.worker_again[rank],
+            now_s - max(session.heard_ns[rank] / 1e9, opened.joined.get(rank, opened.opened)),
+        )
         for rank in range(opened.shape.num_workers)
-    }
-    counts = dict(zip(_SESSION_STATS, session.stats, strict=False))
-    workers = {
-        rank: (session.worker_received[rank], session.worker_again[rank])
-        for rank in range(opened.shape.num_workers)
-    }
-    return SessionStats(
-        session_id,
-        opened.shape,
-        min(silent_s.values()),
-        **counts,
-        workers=workers,
-        silent_s=silent_s,
     )
+    return SessionStats(session_id, opened.shape, _counts(session), workers)

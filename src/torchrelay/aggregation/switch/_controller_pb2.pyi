@@ -1,0 +1,87 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PacketSize(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MTU_128: _ClassVar[PacketSize]
+    MTU_256: _ClassVar[PacketSize]
+    MTU_512: _ClassVar[PacketSize]
+    MTU_1024: _ClassVar[PacketSize]
+MTU_128: PacketSize
+MTU_256: PacketSize
+MTU_512: PacketSize
+MTU_1024: PacketSize
+
+class UdpSessionRequest(_message.Message):
+    __slots__ = ("session_id", "rank", "num_workers", "mac", "ipv4", "packet_size", "num_slots", "joins")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    IPV4_FIELD_NUMBER: _ClassVar[int]
+    PACKET_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    JOINS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    rank: int
+    num_workers: int
+    mac: int
+    ipv4: int
+    packet_size: PacketSize
+    num_slots: int
+    joins: int
+    def __init__(self, session_id: _Optional[int] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ..., packet_size: _Optional[_Union[PacketSize, str]] = ..., num_slots: _Optional[int] = ..., joins: _Optional[int] = ...) -> None: ...
+
+class UdpSessionResponse(_message.Message):
+    __slots__ = ("session_id", "mac", "ipv4", "port")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    IPV4_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    mac: int
+    ipv4: int
+    port: int
+    def __init__(self, session_id: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ..., port: _Optional[int] = ...) -> None: ...
+
+class BarrierRequest(_message.Message):
+    __slots__ = ("num_workers", "group", "rank", "timeout_ms")
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    num_workers: int
+    group: int
+    rank: int
+    timeout_ms: int
+    def __init__(self, num_workers: _Optional[int] = ..., group: _Optional[int] = ..., rank: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class BarrierResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BroadcastRequest(_message.Message):
+    __slots__ = ("value", "rank", "num_workers", "root", "group", "timeout_ms")
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    value: int
+    rank: int
+    num_workers: int
+    root: int
+    group: int
+    timeout_ms: int
+    def __init__(self, value: _Optional[int] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., root: _Optional[int] = ..., group: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class BroadcastResponse(_message.Message):
+    __slots__ = ("value",)
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    value: int
+    def __init__(self, value: _Optional[int] = ...) -> None: ...
