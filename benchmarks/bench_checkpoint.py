@@ -43,13 +43,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.multiprocessing.spawn import start_processes
 
-from torchrelay.checkpoint._assemble import Description, TensorDescription, assemble, record_of
-from torchrelay.checkpoint._load import MAX_BUFFER_BYTES
-from torchrelay.checkpoint._manifest import from_bytes
+from torchrelay.checkpoint._manifest import chunk_text, from_bytes
 from torchrelay.checkpoint._plan import Held, deal
-from torchrelay.checkpoint._read import segments_of
-from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile
-from torchrelay.checkpoint._write import Part, Source
+from torchrelay.checkpoint._read import MAX_BUFFER_BYTES, segments_of
+from torchrelay.checkpoint._saving import Description, TensorDescription, assemble
+from torchrelay.checkpoint._types import Box, DataFile
+from torchrelay.checkpoint._write import ChunkRecord, Part
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
 UNVERIFIED = 'torchrelay, verify="header"'
@@ -111,26 +110,22 @@ def plan_ours(ranks: int, tensors: int) -> Plan:
     shape = (PLAN_ROWS * ranks, COLUMNS)
     files = [f"data-{rank:05d}-00000.safetensors" for rank in range(ranks)]
     boxes = [Box((PLAN_ROWS * rank, 0), (PLAN_ROWS, COLUMNS)) for rank in range(ranks)]
-    parts = [
-        Part(
-            {file: DataFile(512 + tensors * size_bytes, 512, 0)},
-            [
-                (
-                    Source((name,), DTYPES["float32"], shape, box, lambda: memoryview(b"")),
-                    Chunk(box, file, name, 512 + i * size_bytes, bytes(4)),
-                )
-                for i, name in enumerate(names)
-            ],
-        )
-        for file, box in zip(files, boxes, strict=True)
-    ]
-    others = [record_of(part) for part in parts[1:]]
+
+    def part(file: str, box: Box) -> Part:
+        starts = range(512, 512 + tensors * size_bytes, size_bytes)
+        chunks = [
+            ChunkRecord((name,), box, chunk_text(box, file, name, start, bytes(4), size_bytes))
+            for name, start in zip(names, starts, strict=True)
+        ]
+        return Part({file: DataFile(512 + tensors * size_bytes, 512, 0)}, chunks)
+
+    others = [part(file, box) for file, box in zip(files[1:], boxes[1:], strict=True)]
     held = [Held((name,), size_bytes, (0,), name) for name in names]
     everyone = [Description(dict.fromkeys(names, TensorDescription("float32", shape)), {}, {})]
 
     def plan_save() -> bytes:
         deal(held, 0)
-        return assemble(everyone, [record_of(parts[0]), *others], name="step-1")[0]
+        return assemble(everyone, [part(files[0], boxes[0]), *others], name="step-1")[0]
 
     save_s, data = seconds_of(plan_save)
     read_s, manifest = seconds_of(lambda: from_bytes(data, "the manifest"))

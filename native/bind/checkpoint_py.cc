@@ -1,9 +1,12 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "register.h"
@@ -52,19 +55,21 @@ nb::bytes block_checksums(nb::handle data, std::size_t block_bytes) {
   return nb::bytes(checksums.data(), checksums.size() * sizeof(std::uint32_t));
 }
 
-nb::tuple file_checksums(int fd, std::size_t offset, std::size_t size, std::size_t block_bytes) {
-  if (block_bytes == 0) throw nb::value_error("block_bytes must be at least 1");
-  std::vector<std::uint32_t> checksums((size + block_bytes - 1) / block_bytes);
-  std::size_t done = 0;
+using Sizes = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::pair<nb::bytes, std::uint64_t> file_checksums(int fd, const Sizes& starts, const Sizes& sizes) {
+  if (starts.size() != sizes.size()) throw nb::value_error("starts and sizes must have one length");
+  std::vector<std::uint32_t> checksums(starts.size());
+  std::uint64_t end = 0;
   try {
     nb::gil_scoped_release release;
-    done = crc32c_of_file(fd, offset, size, block_bytes, checksums);
+    end = crc32c_of_file(fd, {starts.data(), starts.size()}, {sizes.data(), sizes.size()}, checksums);
   } catch (const std::system_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
   }
-  return nb::make_tuple(nb::bytes(checksums.data(), checksums.size() * sizeof(std::uint32_t)), done);
+  return {nb::bytes(checksums.data(), checksums.size() * sizeof(std::uint32_t)), end};
 }
 
 }  // namespace
@@ -77,9 +82,9 @@ void register_checkpoint(nb::module_& module) {
              nb::sig("def crc32c_blocks(data: object, block_bytes: int) -> bytes"),
              "The CRC32C of each block of a buffer, 4 bytes each in the machine's order. Releases the GIL.");
   module.def(
-      "crc32c_of_file", &file_checksums, "fd"_a, "offset"_a, "size"_a, "block_bytes"_a,
-      nb::sig("def crc32c_of_file(fd: int, offset: int, size: int, block_bytes: int) -> tuple[bytes, int]"),
-      "The CRC32C of each block of a part of a file, and how many bytes of it were there. Releases the GIL.");
+      "crc32c_of_file", &file_checksums, "fd"_a, "starts"_a, "sizes"_a,
+      "The CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file before it. "
+      "Releases the GIL.");
 }
 
 }  // namespace torchrelay

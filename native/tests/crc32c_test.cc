@@ -55,20 +55,33 @@ TEST(blocks_of_a_file_have_the_checksums_of_their_bytes) {
   std::FILE* file = std::tmpfile();
   CHECK(std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size() && std::fflush(file) == 0);
   constexpr std::size_t kOffset = 5;
-  const std::size_t size = bytes.size() - kOffset;
   for (const std::size_t block : {1'000UL, 262'144UL, 300'000UL, 2'000'000UL}) {
-    std::vector<std::uint32_t> found((size + block - 1) / block);
-    CHECK(crc32c_of_file(fileno(file), kOffset, size, block, found) == size);
+    std::vector<std::uint64_t> starts;
+    std::vector<std::uint64_t> sizes;
+    for (std::size_t at = kOffset; at < bytes.size(); at += block) {
+      starts.push_back(at);
+      sizes.push_back(std::min(block, bytes.size() - at));
+    }
+    std::vector<std::uint32_t> found(starts.size());
+    CHECK(crc32c_of_file(fileno(file), starts, sizes, found) == bytes.size());
     for (std::size_t i = 0; i < found.size(); ++i) {
-      const std::size_t start = kOffset + i * block;
-      CHECK(found[i] == crc32c_portable(0, bytes.data() + start, std::min(block, bytes.size() - start)));
+      CHECK(found[i] == crc32c_portable(0, bytes.data() + starts[i], sizes[i]));
     }
   }
+  const std::vector<std::uint64_t> scattered{5, 1'000, 400'000, 3, 700'000};
+  const std::vector<std::uint64_t> lengths{900, 0, 300'000, 10, 1};
+  std::vector<std::uint32_t> each(scattered.size());
+  CHECK(crc32c_of_file(fileno(file), scattered, lengths, each) == 700'001);
+  for (std::size_t i = 0; i < each.size(); ++i) {
+    CHECK(each[i] == crc32c_portable(0, bytes.data() + scattered[i], lengths[i]));
+  }
+  const std::vector<std::uint64_t> ends{bytes.size() - 10, bytes.size() + 990};
+  const std::vector<std::uint64_t> thousands{1'000, 1'000};
   std::vector<std::uint32_t> beyond(2);
-  CHECK(crc32c_of_file(fileno(file), bytes.size() - 10, 2'000, 1'000, beyond) == 10);
+  CHECK(crc32c_of_file(fileno(file), ends, thousands, beyond) == bytes.size());
   bool refused = false;
   try {
-    crc32c_of_file(-1, 0, 10, 10, beyond);
+    crc32c_of_file(-1, ends, thousands, beyond);
   } catch (const std::system_error& error) {
     refused = error.code() == std::errc::bad_file_descriptor;
   }

@@ -20,9 +20,9 @@ def crc32c_blocks(data: object, block_bytes: int) -> bytes:
     The CRC32C of each block of a buffer, 4 bytes each in the machine's order. Releases the GIL.
     """
 
-def crc32c_of_file(fd: int, offset: int, size: int, block_bytes: int) -> tuple[bytes, int]:
+def crc32c_of_file(fd: int, starts: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple[bytes, int]:
     """
-    The CRC32C of each block of a part of a file, and how many bytes of it were there. Releases the GIL.
+    The CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file before it. Releases the GIL.
     """
 
 class Endpoint:

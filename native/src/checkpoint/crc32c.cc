@@ -118,23 +118,33 @@ std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t size) noex
   return crc32c_portable(crc, data, size);
 }
 
-std::size_t crc32c_of_file(int fd, std::size_t offset, std::size_t size, std::size_t block_bytes,
-                           std::span<std::uint32_t> checksums) {
-  const auto piece = std::make_unique_for_overwrite<unsigned char[]>(std::min(kPiece, block_bytes));
-  std::size_t done = 0;
-  for (auto& checksum : checksums) {
-    checksum = 0;
-    for (const std::size_t end = std::min(size, done + block_bytes); done < end;) {
-      const auto count =
-          pread(fd, piece.get(), std::min(kPiece, end - done), static_cast<off_t>(offset + done));
-      if (count < 0 && errno == EINTR) continue;
-      if (count < 0) throw std::system_error(errno, std::generic_category());
-      if (count == 0) return done;
-      checksum = crc32c(checksum, piece.get(), static_cast<std::size_t>(count));
-      done += static_cast<std::size_t>(count);
+std::uint64_t crc32c_of_file(int fd, std::span<const std::uint64_t> starts,
+                             std::span<const std::uint64_t> sizes, std::span<std::uint32_t> checksums) {
+  const auto buffer = std::make_unique_for_overwrite<unsigned char[]>(kPiece);
+  std::uint64_t begin = 0;  // the bytes of the file that are in the buffer
+  std::uint64_t end = 0;
+  std::uint64_t at = 0;
+  for (std::size_t i = 0; i < starts.size(); ++i) {
+    checksums[i] = 0;
+    at = starts[i];
+    const std::uint64_t last = std::max(starts.back() + sizes.back(), at + sizes[i]);
+    for (std::uint64_t left = sizes[i]; left > 0;) {
+      if (at < begin || at >= end) {
+        const auto count =
+            pread(fd, buffer.get(), std::min<std::uint64_t>(kPiece, last - at), static_cast<off_t>(at));
+        if (count < 0 && errno == EINTR) continue;
+        if (count < 0) throw std::system_error(errno, std::generic_category());
+        if (count == 0) return at;
+        begin = at;
+        end = at + static_cast<std::uint64_t>(count);
+      }
+      const std::uint64_t size = std::min(left, end - at);
+      checksums[i] = crc32c(checksums[i], buffer.get() + (at - begin), size);
+      at += size;
+      left -= size;
     }
   }
-  return done;
+  return at;
 }
 
 }  // namespace torchrelay

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
 import socket
 import subprocess
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any
 
 from torchrelay import _native, config
 from torchrelay._python import module_command
-from torchrelay.checkpoint._catalog import Keep, check_keep
-from torchrelay.checkpoint._failures import rebuild
+from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._group import group_of
-from torchrelay.checkpoint._inventory import sources_of
-from torchrelay.checkpoint._save import check_count, gather_inventory
+from torchrelay.checkpoint._inventory import gather_inventory, sources_of
+from torchrelay.checkpoint._saving import SaveOptions, Saving
 from torchrelay.checkpoint._staging import Staging
-from torchrelay.checkpoint._storage import Path, open_transaction
-from torchrelay.checkpoint._write import Source, default_threads
-from torchrelay.checkpoint._writer_process import receive, send
-from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError
+from torchrelay.checkpoint._storage import Path
+from torchrelay.checkpoint._write import Source
+from torchrelay.checkpoint._writer_process import Job
+from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, from_json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,7 +85,7 @@ class _Writer:
                 # Ctrl-C is for the trainer; what is staged is still written
                 start_new_session=True,
             )
-        self._socket = ours
+        self._connection = Connection(ours.detach())
         self.staging = Staging()
         self._handle: SaveHandle | None = None
         self._lock = threading.Lock()
@@ -96,12 +96,13 @@ class _Writer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def submit(self, handle: SaveHandle, job: dict[str, Any], fds: tuple[int, ...]) -> None:
-        if job["new_staging"]:
-            fds = (self.staging.fd, *fds)
+    def submit(self, handle: SaveHandle, job: Job, fds: Sequence[int]) -> None:
+        """Send a job and duplicates of the descriptors ``fds``."""
         self._handle = handle
-        with suppress(ConnectionError):  # it has died: poll() finds its end of the socket closed
-            send(self._socket, job, fds)
+        with suppress(ConnectionError):  # it has died: poll() finds its end closed
+            self._connection.send(job)
+            for fd in fds:
+                send_handle(self._connection, fd, self.pid)
 
     def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
         """Wait for the result of ``handle``; return whether it has arrived."""
@@ -113,11 +114,11 @@ class _Writer:
         with self._lock:
             if handle is not self._handle:
                 return True
-            if not select.select([self._socket], [], [], timeout_s)[0]:
+            if not self._connection.poll(timeout_s):
                 return False
             self._handle = None
             try:
-                answer, _ = receive(self._socket)
+                failure = self._connection.recv()
             except (EOFError, ConnectionError):
                 code = self._process.wait()
                 handle._settle(
@@ -128,20 +129,20 @@ class _Writer:
                     )
                 )
                 return True
-            error = answer["error"]
-            handle._settle(None if error is None else rebuild(error, handle._rank))
+            handle._settle(None if failure is None else from_json(failure))
             return True
 
     def close(self) -> None:
         """Let the process end after its current job."""
-        self._socket.shutdown(socket.SHUT_RDWR)  # also if a forked child has the socket open
-        self._socket.close()
+        with socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            ours.shutdown(socket.SHUT_RDWR)  # also if a forked child has it open
+        self._connection.close()
         self._process.wait()
         self.staging.close()
 
     def abandon(self) -> None:
         """Forget the writer, which belongs to the process that forked this one."""
-        self._socket.close()
+        self._connection.close()
         self._process.returncode = 0  # nothing to wait for here
 
 
@@ -220,21 +221,19 @@ def async_save(
         MismatchError, UnsupportedError, StorageError, PeerLostError: as for :func:`save`; also what
             ended the previous save, unless its handle has raised it.
     """
-    threads = check_count("threads", threads, default_threads())
-    rule = check_keep(keep, path)
-    check_count("max_staging_bytes", max_staging_bytes, 1)
+    options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
+    saving = Saving(path, options)
     ranks = group_of(group, no_dist)
     mine, everyone = gather_inventory(state, ranks, before=_state.finish_last)
     sources = sources_of(mine, everyone, ranks)
-    transaction = open_transaction(path, fsync=fsync)
-    path = transaction.location
+    transaction = saving.transaction
 
     save_id = ranks.coordinate(transaction.begin)
     staged: list[tuple[_Writer, list[int], bool]] = []
 
     def stage() -> None:
         _check_size(sources, max_staging_bytes, ranks.global_rank)
-        transaction.join(save_id)
+        saving.check_shared(transaction.seen_id(), save_id)
         writer = _state.ready()
         staged.append((writer, *writer.staging.copy(sources)))
 
@@ -245,25 +244,21 @@ def async_save(
         if ranks.is_coordinator:
             transaction.discard()
         raise
-    fds = transaction.hand_over() if ranks.is_coordinator else ()
-    job = {
-        "path": path,
-        "fsync": fsync,
-        "id": save_id,
-        "index": ranks.rank,
-        "rank": ranks.global_rank,
-        "ranks": ranks.ranks,
-        "keep": None if rule is None else asdict(rule),
-        "threads": threads,
-        "checksum": checksum,
-        "timeout_s": config.load(config.Checkpoint).commit_timeout_s,
-        "new_staging": is_new,
-        "everyone": [asdict(one) for one in everyone] if ranks.is_coordinator else [],
-        "sources": [
-            _source_json(source, start) for source, start in zip(sources, starts, strict=True)
-        ],
-    }
-    handle = SaveHandle(path, ranks.global_rank, writer)
+    fds = [writer.staging.fd] if is_new else []
+    fds += transaction.hand_over() if ranks.is_coordinator else ()
+    job = Job(
+        saving.path,
+        options,
+        save_id,
+        ranks.ranks,
+        ranks.rank,
+        [(*source[:5], start) for source, start in zip(sources, starts, strict=True)],
+        everyone if ranks.is_coordinator else (),
+        config.load(config.Checkpoint).commit_timeout_s,
+        is_new,
+        len(fds),
+    )
+    handle = SaveHandle(saving.path, ranks.global_rank, writer)
     writer.submit(handle, job, fds)
     transaction.release()
     _state.last = handle
@@ -277,14 +272,3 @@ def _check_size(sources: list[Source], max_staging_bytes: int | None, rank: int)
             f"rank {rank}: the copy of its part needs {size_bytes} bytes, and max_staging_bytes is "
             f"{max_staging_bytes}; allow more, or use save()"
         )
-
-
-def _source_json(source: Source, start: int) -> dict[str, Any]:
-    return {
-        "keys": source.keys,
-        "dtype": source.dtype.name,
-        "shape": source.shape,
-        "offsets": source.box.offsets,
-        "sizes": source.box.sizes,
-        "start": start,
-    }

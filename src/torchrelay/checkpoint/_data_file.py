@@ -12,12 +12,13 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrelay.checkpoint._types import DTYPES, Dtype
 from torchrelay.errors import CorruptionError
 
 __all__ = [
+    "ALIGNMENT",
     "MAX_HEADER_BYTES",
     "PADDING",
     "WRITER",
@@ -31,30 +32,30 @@ __all__ = [
 
 PADDING = "__padding__"
 WRITER = {"writer": "torchrelay"}  # in the metadata of a file that has padding
-_ALIGNMENT = 64
+ALIGNMENT = 64
 MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A chunk to store: its name in the file, dtype and shape."""
+class Wanted(NamedTuple):
+    """A chunk to store: its name in the file, dtype, shape and size."""
 
     name: str
     dtype: Dtype
     sizes: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
+    size_bytes: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a file: ``header`` is its first bytes, ``starts`` the offset of each tensor."""
+    """The layout of a file: ``header`` is its first bytes, ``starts`` the offset of each tensor,
+    ``order`` the tensors in the order of the file, and ``paddings`` the bytes of padding after each
+    of these.
+    """
 
     header: bytes
-    starts: tuple[int, ...]
-    paddings: tuple[tuple[int, int], ...]  # start and length of each
+    starts: list[int]
+    order: list[int]
+    paddings: list[int]
     size_bytes: int
 
 
@@ -70,38 +71,29 @@ class StoredTensor:
 
 def lay_out(wanted: Sequence[Wanted]) -> Layout:
     """Return the layout of a file with these tensors, whose names must differ."""
-    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].size_bytes % _ALIGNMENT != 0, i))
+    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].size_bytes % ALIGNMENT != 0, i))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **WRITER}}
     starts = [0] * len(wanted)
-    paddings: list[tuple[int, int]] = []
+    paddings: list[int] = []
     position = 0
     for place, i in enumerate(order):
-        one = wanted[i]
-        starts[i], end = position, position + one.size_bytes
-        shape = [*one.sizes, one.dtype.width] if one.dtype.width > 1 else list(one.sizes)
-        entries[one.name] = {
-            "dtype": one.dtype.code,
-            "shape": shape,
-            "data_offsets": [position, end],
-        }
-        position = end if place == len(order) - 1 else -(-end // _ALIGNMENT) * _ALIGNMENT
+        name, dtype, sizes, size_bytes = wanted[i]
+        starts[i], end = position, position + size_bytes
+        shape = [*sizes, dtype.width] if dtype.width > 1 else sizes
+        entries[name] = {"dtype": dtype.code, "shape": shape, "data_offsets": (position, end)}
+        position = end if place == len(order) - 1 else -(-end // ALIGNMENT) * ALIGNMENT
+        paddings.append(position - end)
         if position > end:
-            entries[f"{PADDING}.{len(paddings)}"] = {
+            entries[f"{PADDING}.{place}"] = {
                 "dtype": "U8",
-                "shape": [position - end],
-                "data_offsets": [end, position],
+                "shape": (position - end,),
+                "data_offsets": (end, position),
             }
-            paddings.append((end, position - end))
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text = text.ljust(-(-(len(text) + 8) // _ALIGNMENT) * _ALIGNMENT - 8)
+    text = json.dumps(entries, separators=(",", ":"), check_circular=False).encode()
+    text = text.ljust(-(-(len(text) + 8) // ALIGNMENT) * ALIGNMENT - 8)
     header = struct.pack("<Q", len(text)) + text
     base = len(header)
-    return Layout(
-        header,
-        tuple(base + start for start in starts),
-        tuple((base + start, length) for start, length in paddings),
-        base + position,
-    )
+    return Layout(header, [base + start for start in starts], order, paddings, base + position)
 
 
 def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 import sys
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -34,29 +35,24 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay import _torch
-from torchrelay.checkpoint._assemble import (
-    ChunkRecord,
-    Description,
-    PartRecord,
-    TensorDescription,
-    assemble,
-)
-from torchrelay.checkpoint._catalog import Keep, check_keep, retain
-from torchrelay.checkpoint._choice import check_same
-from torchrelay.checkpoint._foreign import open_checkpoint
-from torchrelay.checkpoint._load import MAX_BUFFER_BYTES, check_verify
-from torchrelay.checkpoint._manifest import chunk_text
+from torchrelay.checkpoint._catalog import Keep, check_keep
+from torchrelay.checkpoint._group import check_same
 from torchrelay.checkpoint._progress import Progress, tracking
-from torchrelay.checkpoint._read import ChunkReader, Segment, warn_without_checksums
-from torchrelay.checkpoint._save import check_count
-from torchrelay.checkpoint._storage import (
-    Folder,
-    Path,
-    Transaction,
-    open_transaction,
-    split,
-    text_of,
+from torchrelay.checkpoint._read import (
+    MAX_BUFFER_BYTES,
+    ChunkReader,
+    Segment,
+    check_verify,
+    warn_without_checksums,
 )
+from torchrelay.checkpoint._saving import (
+    Description,
+    SaveOptions,
+    Saving,
+    TensorDescription,
+    check_count,
+)
+from torchrelay.checkpoint._storage import Path, split, text_of
 from torchrelay.checkpoint._tensors import (
     check_memory,
     check_target,
@@ -64,9 +60,9 @@ from torchrelay.checkpoint._tensors import (
     memory_of,
     source_data,
 )
-from torchrelay.checkpoint._types import Box, DataFile, Manifest
+from torchrelay.checkpoint._types import Box, Manifest
 from torchrelay.checkpoint._values import decode, encode
-from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Source, default_threads, write_part
+from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Source
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["Reader", "Writer"]
@@ -103,15 +99,12 @@ class Writer(StorageWriter):
     ) -> None:
         super().__init__()
         self._path = None if path is None else text_of(path)
-        self._threads = check_count("threads", threads, default_threads())
-        self._fsync = fsync
-        self._checksum = checksum
-        self._keep = keep
-        if keep is not None and path is not None:
+        self._options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
+        if path is not None:
             check_keep(keep, path)
-        self._max_staging_bytes = check_count("max_staging_bytes", max_staging_bytes, 1)
         self._progress = progress
-        self._transaction: Transaction | None = None
+        self._saving: Saving | None = None
+        self._save_id = ""
         self._is_coordinator = False
         self._rank = 0
 
@@ -136,12 +129,12 @@ class Writer(StorageWriter):
         self._discard()
 
     def _discard(self) -> None:
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None and self._is_coordinator:
-            transaction.discard()
+        saving, self._saving = self._saving, None
+        if saving is not None and self._is_coordinator:
+            saving.transaction.discard()
 
     def __del__(self) -> None:
-        if getattr(self, "_transaction", None) is not None:
+        if getattr(self, "_saving", None) is not None:
             self._discard()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -153,14 +146,14 @@ class Writer(StorageWriter):
         """
         if self._path is None:
             raise ArgumentError("Writer() has no path: give it one, or dcp.save() a checkpoint_id")
-        self._rule = check_keep(self._keep, self._path)
+        saving = Saving(self._path, self._options)
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
                 "a Writer needs use_collectives=True: rank 0 commits for all ranks"
             )
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
-        self._transaction = open_transaction(self._path, fsync=self._fsync)
+        self._saving = saving
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -168,8 +161,8 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder to write to."""
-        assert self._transaction is not None
-        self._transaction.begin()
+        assert self._saving is not None
+        self._save_id = self._saving.transaction.begin()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -179,60 +172,36 @@ class Writer(StorageWriter):
             ArgumentError: a value that JSON cannot hold; the message names its key.
             StorageError: a file cannot be written.
         """
-        assert self._transaction is not None
-        values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        results = [self._value(item, planner) for item in values]
+        assert self._saving is not None
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        values = [item.index for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        objects = {index.fqn: self._value(index, planner) for index in values}
         sources = _sources(tensors, planner)
-        with tracking(
-            self._progress,
-            sum(source.size_bytes for source, _ in sources),
-            "saving",
-            shown=self._is_coordinator,
-        ) as advance:
-            part = write_part(
-                self._transaction,
-                self._rank,
-                [source for source, _ in sources],
-                threads=self._threads,
-                checksum=self._checksum,
-                max_staging_bytes=self._max_staging_bytes,
-                progress=advance,
-            )
-        items = dict(sources)
-        for source, chunk in part.chunks:
-            text = chunk_text(chunk, source.size_bytes)
-            for item in items[source]:
-                record = ChunkRecord((item.index.fqn,), chunk.box, text)
-                written = _Written(chunk.file, part.files[chunk.file], record)
-                results.append(WriteResult(item.index, source.size_bytes, written))
+        seen_id = self._saving.transaction.seen_id()
+        size_bytes = sum(source.size_bytes for source in sources)
+        with tracking(self._progress, size_bytes, "saving", shown=self._is_coordinator) as advance:
+            part = self._saving.write(self._rank, sources, advance)
+        part.objects, part.seen_id = objects, seen_id
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([WriteResult(MetadataIndex(""), size_bytes, part)])
         return future
 
-    def _value(self, item: WriteItem, planner: SavePlanner) -> WriteResult:
-        key = item.index.fqn
+    def _value(self, index: MetadataIndex, planner: SavePlanner) -> Any:
         if not hasattr(planner, "lookup_object"):
             raise UnsupportedError(
-                f"{key}: {type(planner).__name__} gives values as pickled bytes, which this "
+                f"{index.fqn}: {type(planner).__name__} gives values as pickled bytes, which this "
                 "checkpoint does not hold; derive the planner from DefaultSavePlanner"
             )
-        return WriteResult(item.index, 0, encode(key, planner.lookup_object(item.index)))
+        return encode(index.fqn, planner.lookup_object(index))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the checkpoint."""
-        assert self._transaction is not None and self._path is not None
-        objects, records = {}, []
-        for rank_results in results:
-            record = PartRecord({}, [])
-            for result in rank_results:
-                data = result.storage_data
-                if isinstance(data, _Written):
-                    record.files[data.name] = data.file
-                    record.chunks.append(data.record)
-                else:
-                    objects[result.index.fqn] = data
-            records.append(record)
+        """Commit the checkpoint.
+
+        Raises:
+            StorageError: a rank has written elsewhere, or the checkpoint cannot be committed.
+        """
+        assert self._saving is not None
+        saving, parts = self._saving, [part.storage_data for (part,) in results]
         tensors = {
             key: TensorDescription(
                 str(found.properties.dtype).removeprefix("torch."), tuple(found.size)
@@ -240,59 +209,32 @@ class Writer(StorageWriter):
             for key, found in metadata.state_dict_metadata.items()
             if isinstance(found, TensorStorageMetadata)
         }
-        description = Description(tensors, objects, dict(metadata.planner_data or {}))
         try:
-            _, name = split(self._path)
-            self._transaction.commit(*assemble([description], records, name=name))
+            for part in parts:
+                saving.check_shared(part.seen_id, self._save_id)
+            saving.commit([Description(tensors, {}, dict(metadata.planner_data or {}))], parts)
         finally:
             self._discard()
-        if self._rule is not None:
-            retain(self._path, self._rule)
+        saving.retain()
 
 
-class _Written(NamedTuple):
-    """A chunk that was written, and its file."""
-
-    name: str
-    file: DataFile
-    record: ChunkRecord
-
-
-def _sources(items: list[WriteItem], planner: SavePlanner) -> list[tuple[Source, list[WriteItem]]]:
-    """Return what to write, and the items that each source serves: several for tied tensors."""
-    by_memory: dict[object, tuple[list[WriteItem], torch.Tensor]] = {}
+def _sources(items: list[WriteItem], planner: SavePlanner) -> list[Source]:
+    """Return what to write; items of tied tensors share a source."""
+    found: dict[object, Source] = {}
     for number, item in enumerate(items):
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor) and item.tensor_data is not None
-        dtype_of(item.index.fqn, tensor)
-        check_memory(item.index.fqn, tensor)
-        at = memory_of(tensor)
-        place = (tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
-        memory = (at, *place) if at is not None else number
-        by_memory.setdefault(memory, ([], tensor))[0].append(item)
-    found = []
-    for same, tensor in by_memory.values():
-        data = same[0].tensor_data
-        assert data is not None
-        if not tensor.numel():
-            continue
-        source = Source(
-            tuple(item.index.fqn for item in same),
-            dtype_of(same[0].index.fqn, tensor),
-            tuple(data.size),
-            Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)),
-            *source_data(tensor),
-        )
-        found.append((source, same))
-    return found
-
-
-class _Opened(NamedTuple):
-    """The open checkpoint of a :class:`Reader`, for one load."""
-
-    folder: Folder
-    manifest: Manifest
-    chunks: ChunkReader
+        key, tensor, data = item.index.fqn, planner.resolve_data(item), item.tensor_data
+        assert isinstance(tensor, torch.Tensor) and data is not None
+        dtype = dtype_of(key, tensor)
+        check_memory(key, tensor)
+        if tensor.numel():
+            box, shape = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tuple(data.size)
+            memory = memory_of(tensor)
+            place = number if memory is None else (memory, shape, box.offsets)
+            source = found.get(place) or Source(
+                (), dtype, shape, box, box.numel * dtype.itemsize, *source_data(tensor)
+            )
+            found[place] = source._replace(keys=(*source.keys, key))
+    return list(found.values())
 
 
 class Reader(StorageReader):
@@ -324,9 +266,11 @@ class Reader(StorageReader):
         check_verify(verify)
         self._path = None if path is None else text_of(path)
         self._verify = verify
-        self._threads = check_count("threads", threads, default_threads())
-        self._max_buffer_bytes = check_count("max_buffer_bytes", max_buffer_bytes, 1)
-        self._opened: _Opened | None = None
+        check_count("threads", threads)
+        check_count("max_buffer_bytes", max_buffer_bytes)
+        self._threads = threads
+        self._max_buffer_bytes = max_buffer_bytes
+        self._opened: ChunkReader | None = None
         self._failure: Exception | None = None
 
     @property
@@ -348,20 +292,18 @@ class Reader(StorageReader):
 
     def _close(self) -> None:
         if self._opened is not None:
-            self._opened.folder.close()
+            self._opened.close()
             self._opened = None
 
-    def _open(self) -> _Opened:
+    def _open(self) -> ChunkReader:
         if self._opened is None:
             if self._path is None:
                 raise ArgumentError(
                     "Reader() has no path: give it one, or dcp.load() a checkpoint_id"
                 )
-            folder, manifest = open_checkpoint(self._path)
-            chunks = ChunkReader(
-                folder, manifest, threads=self._threads, max_buffer_bytes=self._max_buffer_bytes
+            self._opened = ChunkReader.open(
+                self._path, threads=self._threads, max_buffer_bytes=self._max_buffer_bytes
             )
-            self._opened = _Opened(folder, manifest, chunks)
         return self._opened
 
     def read_metadata(self, *args: Any) -> Metadata:
@@ -399,13 +341,13 @@ class Reader(StorageReader):
             CorruptionError: it is damaged; the message names file, tensor and byte.
         """
         segments = [self._segment(item) for item in plan.items if item.type == LoadItemType.TENSOR]
-        chunks = self._open().chunks
+        reader = self._open()
         if self._verify != "none":
-            chunks.check_files(segment.chunk.file for segment in segments)
+            reader.check_files(segment.chunk.file for segment in segments)
         if self._verify == "data":
-            warn_without_checksums(self._open().manifest, str(self._path))
-            chunks.verify(segments)
-        opened = (str(self._path), self._open().manifest.fingerprint)
+            warn_without_checksums(reader.manifest, str(self._path))
+            reader.verify(segments)
+        opened = (str(self._path), reader.manifest.fingerprint)
         return replace(plan, storage_data=opened)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -416,7 +358,7 @@ class Reader(StorageReader):
         """
         opened = [plan.storage_data for plan in plans]
         if all(opened):  # a custom planner may have replaced them
-            check_same(tuple(range(len(plans))), opened)
+            check_same(range(len(plans)), opened)
         return plans
 
     def _segment(self, item: ReadItem) -> Segment:
@@ -449,7 +391,7 @@ class Reader(StorageReader):
                 check_target(segment.key, target)
                 if segment.inner.numel:
                     targets.append((item, segment, target))
-        self._open().chunks.fill([(segment, target) for _, segment, target in targets])
+        self._open().fill([(segment, target) for _, segment, target in targets])
         for item, _, target in targets:
             planner.commit_tensor(item, target)
         for item in plan.items:

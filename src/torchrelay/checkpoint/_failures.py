@@ -1,6 +1,4 @@
-"""Errors that several modules raise, and errors as text, to send them to other processes without
-pickles. Imports no torch.
-"""
+"""Errors that several modules raise, and errors in a form for other processes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +6,9 @@ import errno
 import re
 from typing import Any
 
-from torchrelay import errors
-from torchrelay.errors import PeerLostError, StorageError, TorchRelayError
+from torchrelay.errors import StorageError, TorchRelayError, to_json
 
-__all__ = ["describe", "not_shared", "rebuild", "removed_error"]
+__all__ = ["described", "not_shared", "removed_error"]
 
 _NAMES_RANK = re.compile(r"rank \d+: ")
 
@@ -33,26 +30,11 @@ def not_shared(location: str) -> str:
     )
 
 
-def describe(error: Exception) -> dict[str, Any]:
-    """Return type, ``errno`` and message of ``error`` as JSON values."""
-    return {
-        "type": type(error).__name__,
-        "errno": getattr(error, "errno", None),
-        "message": str(getattr(error, "strerror", None) or error),
-    }
-
-
-def rebuild(described: dict[str, Any], rank: int) -> Exception:
-    """Return an error of the same type that names the rank it happened on.
-
-    Errors that are not of this package become PeerLostError.
-    """
-    kind = getattr(errors, described["type"], None)
-    message = described["message"]
-    if not _NAMES_RANK.match(message):
-        message = f"rank {rank}: {message}"
-    if isinstance(kind, type) and issubclass(kind, TorchRelayError):
-        if issubclass(kind, OSError) and described["errno"] is not None:
-            return kind(described["errno"], message)
-        return kind(message)
-    return PeerLostError(f"{message} ({described['type']})", ranks=(rank,))
+def described(error: Exception, rank: int) -> dict[str, Any]:
+    """Return an error as JSON values, with a message that names the rank it happened on."""
+    found = to_json(error)
+    if not _NAMES_RANK.match(found["message"]):
+        found["message"] = f"rank {rank}: {found['message']}"
+    if not isinstance(error, TorchRelayError):
+        found["ranks"] = [rank]
+    return found

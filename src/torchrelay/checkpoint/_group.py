@@ -5,22 +5,36 @@ An error that one rank raises inside :meth:`Group.together` is raised on every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from torchrelay.checkpoint._failures import describe, rebuild
-from torchrelay.errors import ArgumentError, PeerLostError, TorchRelayError
+from torchrelay.checkpoint._failures import described
+from torchrelay.errors import (
+    ArgumentError,
+    MismatchError,
+    PeerLostError,
+    TorchRelayError,
+    from_json,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Group", "group_of"]
+__all__ = ["Group", "check_same", "group_of"]
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class _Outcome(NamedTuple):
+    """What a function returned on a rank, or the error that it raised, as JSON."""
+
+    rank: int
+    value: Any = None
+    failure: dict[str, Any] | None = None
 
 
 class Group:
@@ -28,6 +42,7 @@ class Group:
 
     def __init__(self, group: ProcessGroup | None, ranks: tuple[int, ...], rank: int) -> None:
         self._group = group
+        self._error: Exception | None = None  # that this rank raised last
         self.ranks = ranks  # global ranks, in the group's order
         self.rank = rank  # this process's place in it
         self.is_coordinator = rank == 0
@@ -55,14 +70,16 @@ class Group:
         Raises:
             TorchRelayError: ``local`` raised on some rank; the first such error, on every rank.
         """
-        outcomes: list[Any] = self.all_gather(self._outcome(local))
-        for outcome in outcomes:
-            _result(outcome)
-        return outcomes
+        outcomes = self.all_gather(self._outcome(local))
+        if self.size > 1:
+            self._error = None  # it has the same message everywhere, which names its rank
+        return [self._result(outcome) for outcome in outcomes]
 
     def coordinate(self, local: Callable[[], T]) -> T:
         """Call ``local`` on the coordinator; return or raise its outcome on every rank."""
-        result: T = _result(self._broadcast(self._outcome(local) if self.is_coordinator else None))
+        result: T = self._result(
+            self._broadcast(self._outcome(local) if self.is_coordinator else None)
+        )
         return result
 
     def conclude(self, local: Callable[[], T], finish: Callable[[list[T]], U]) -> U:
@@ -74,45 +91,46 @@ class Group:
             TorchRelayError: ``local`` raised on some rank, or ``finish``; the first error, on every
                 rank.
         """
-        mine = self._outcome(local)
-        outcomes = self._gather(mine)
-        outcome: Any = None
-        if self.is_coordinator:
-            failed = (one for one in outcomes if isinstance(one, _Failure))
-            outcome = next(failed, None) or self._outcome(lambda: finish(outcomes))
-        outcome = self._broadcast(outcome)
-        if (
-            isinstance(outcome, _Failure)
-            and outcome.rank == self.global_rank
-            and isinstance(mine, _Failure)
-        ):
-            outcome = mine
-        result: U = _result(outcome)
+        outcomes = self._gather(self._outcome(local))
+        outcome = next((one for one in outcomes if one.failure is not None), None)
+        if self.is_coordinator and outcome is None:
+            outcome = self._outcome(lambda: finish([one.value for one in outcomes]))
+        result: U = self._result(self._broadcast(outcome))
         return result
 
-    def _outcome(self, local: Callable[[], T]) -> T | _Failure:
+    def _outcome(self, local: Callable[[], Any]) -> _Outcome:
+        self._error = None
         try:
-            return local()
+            return _Outcome(self.global_rank, local())
         except Exception as error:
-            return _Failure(error, self.global_rank)
+            self._error = error
+            return _Outcome(self.global_rank, failure=described(error, self.global_rank))
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _result(self, outcome: _Outcome) -> Any:
+        """Return the value, or raise the error; the original on the rank that raised it."""
+        if outcome.failure is None:
+            return outcome.value
+        if outcome.rank == self.global_rank and self._error is not None:
+            raise self._error
+        raise from_json(outcome.failure)
+
+    def _gather(self, value: _Outcome) -> list[_Outcome]:
         """Return every rank's value, in the group's order; empty except on the coordinator."""
         if self.size == 1:
             return [value]
-        found = [None] * self.size if self.is_coordinator else None
+        found: list[Any] | None = [None] * self.size if self.is_coordinator else None
         with self._lost_peers("gathering"):
             dist.gather_object(value, found, dst=self.ranks[0], group=self._group)
         return found or []
 
-    def _broadcast(self, value: Any) -> Any:
+    def _broadcast(self, value: _Outcome | None) -> _Outcome:
         """Return the coordinator's value."""
-        if self.size == 1:
-            return value
-        found = [value]
-        with self._lost_peers("waiting for the coordinator"):
-            dist.broadcast_object_list(found, src=self.ranks[0], group=self._group)
-        return found[0]
+        found: list[Any] = [value]
+        if self.size > 1:
+            with self._lost_peers("waiting for the coordinator"):
+                dist.broadcast_object_list(found, src=self.ranks[0], group=self._group)
+        outcome: _Outcome = found[0]
+        return outcome
 
     @contextmanager
     def _lost_peers(self, what: str) -> Iterator[None]:
@@ -125,28 +143,6 @@ class Group:
                 f"rank {self.global_rank}: another rank was lost while {what} for a checkpoint "
                 f"({error}); earlier checkpoints are intact"
             ) from error
-
-
-class _Failure:
-    """An error in a form for other ranks; the rank that raised it raises the original."""
-
-    def __init__(self, error: Exception, rank: int) -> None:
-        self.rank = rank
-        self._mine: Exception | None = error
-        self._described = describe(error)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mine": None}
-
-    @property
-    def error(self) -> Exception:
-        return self._mine or rebuild(self._described, self.rank)
-
-
-def _result(outcome: T | _Failure) -> T:
-    if isinstance(outcome, _Failure):
-        raise outcome.error
-    return outcome
 
 
 def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
@@ -169,3 +165,20 @@ def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
         )
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     return Group(group, ranks, ranks.index(dist.get_rank()))
+
+
+def check_same(ranks: Sequence[int], opened: Sequence[tuple[str, str]]) -> None:
+    """Compare the checkpoints that ranks have opened: their paths and fingerprints.
+
+    Raises:
+        MismatchError: they are not the same.
+    """
+    first = opened[0]
+    for rank, other in zip(ranks, opened, strict=True):
+        if other[1] != first[1]:
+            raise MismatchError(
+                f"the ranks read different checkpoints: rank {ranks[0]} has opened {first[0]} (id "
+                f"{first[1][:16]}), rank {rank} {other[0]} (id {other[1][:16]}); all must read the "
+                "same: let one rank choose, as load() does for the folder that holds the "
+                "checkpoints"
+            )

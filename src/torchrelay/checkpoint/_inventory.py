@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchrelay.checkpoint._assemble import Description, TensorDescription
 from torchrelay.checkpoint._group import Group
-from torchrelay.checkpoint._plan import Held, deal
+from torchrelay.checkpoint._plan import Held, deal, no_collection
+from torchrelay.checkpoint._saving import Description, TensorDescription
 from torchrelay.checkpoint._state import Index, Leaf, Subclass, expand
 from torchrelay.checkpoint._tensors import (
     Shard,
@@ -26,7 +26,7 @@ from torchrelay.checkpoint._values import encode
 from torchrelay.checkpoint._write import Source
 from torchrelay.errors import ArgumentError, MismatchError
 
-__all__ = ["Inventory", "agree", "encoded", "sources_of", "take_inventory", "ties"]
+__all__ = ["Inventory", "encoded", "gather_inventory", "sources_of", "take_inventory", "ties"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Inventory:
     description: Description
 
 
+@no_collection()
 def take_inventory(state: Any) -> Inventory:
     """Return the leaves of a state.
 
@@ -100,26 +101,43 @@ def ties(tensors: Mapping[str, TensorState]) -> dict[str, str]:
     return tied
 
 
-def agree(mine: Description, fingerprints: Sequence[bytes], ranks: Group) -> list[Description]:
-    """Return one description if it is equal on all ranks, else each rank's, in the group's order.
+def gather_inventory(
+    state: Any, ranks: Group, before: Callable[[], None] = lambda: None
+) -> tuple[Inventory, list[Description]]:
+    """Return this rank's inventory and, in the group's order, the descriptions of all ranks; one
+    description if it is equal on all.
+
+    An error on one rank is raised on all.
+
+    ``before`` is called first, in the same round of messages.
 
     Raises:
         MismatchError: two ranks have different values, dtypes, shapes or layouts under one key.
+        ArgumentError, DeferredError, UnsupportedError: as :func:`take_inventory`.
     """
+    found: list[Inventory] = []
+
+    def take() -> bytes:
+        before()
+        found.append(take_inventory(state))
+        return found[0].description.fingerprint() if ranks.size > 1 else b""
+
+    fingerprints = ranks.together(take)
+    (mine,) = found
     if len(set(fingerprints)) == 1:
-        return [mine]
-    everyone = ranks.all_gather(mine)
+        return mine, [mine.description]
+    everyone = ranks.all_gather(mine.description)
     seen: dict[str, tuple[int, Any]] = {}
     for rank, description in zip(ranks.ranks, everyone, strict=True):
         comparable = {key: what.comparable for key, what in description.tensors.items()}
         for key, what in [*comparable.items(), *description.objects.items()]:
-            other, before = seen.setdefault(key, (rank, what))
-            if before != what:
+            other, known = seen.setdefault(key, (rank, what))
+            if known != what:
                 raise MismatchError(
-                    f"{key}: rank {other} has {_shown(before)}, rank {rank} has {_shown(what)}; "
+                    f"{key}: rank {other} has {_shown(known)}, rank {rank} has {_shown(what)}; "
                     "values that differ need keys that differ, such as one with the rank in it"
                 )
-    return everyone
+    return mine, everyone
 
 
 def _shown(what: Any) -> str:
@@ -130,6 +148,7 @@ def _shown(what: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
+@no_collection()
 def sources_of(mine: Inventory, everyone: Sequence[Description], ranks: Group) -> list[Source]:
     """Return the chunks that this rank writes. Pure."""
     held = []
@@ -137,16 +156,13 @@ def sources_of(mine: Inventory, everyone: Sequence[Description], ranks: Group) -
         state = mine.tensors[keys[0]]
         for shard in state.shards:
             if shard.box.numel:
+                size_bytes = shard.box.numel * state.dtype.itemsize
+                data = source_data(shard.tensor)
                 source = Source(
-                    keys,
-                    state.dtype,
-                    state.shape,
-                    shard.box,
-                    *source_data(shard.tensor),
-                    shard.tensor,
+                    keys, state.dtype, state.shape, shard.box, size_bytes, *data, shard.tensor
                 )
                 holders = _holders(keys[0], shard, everyone, ranks)
-                held.append(Held((keys[0], shard.box.offsets), source.size_bytes, holders, source))
+                held.append(Held((keys[0], shard.box.offsets), size_bytes, holders, source))
     return deal(held, ranks.global_rank)
 
 
@@ -168,7 +184,7 @@ def _holders(
     key: str, shard: Shard, everyone: Sequence[Description], ranks: Group
 ) -> tuple[int, ...]:
     """Return the ranks of the group that have the same block, ascending."""
-    if shard.positions == ():
+    if shard.positions == () or ranks.size == 1:
         return (ranks.global_rank,)
     if len(everyone) == 1:
         having = dict.fromkeys(ranks.ranks, everyone[0].tensors[key])

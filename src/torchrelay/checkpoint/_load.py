@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchrelay import _torch
-from torchrelay.checkpoint._choice import open_same
-from torchrelay.checkpoint._foreign import open_checkpoint
-from torchrelay.checkpoint._group import Group, group_of
+from torchrelay.checkpoint._catalog import newest_inside
+from torchrelay.checkpoint._group import Group, check_same, group_of
 from torchrelay.checkpoint._inventory import encoded
 from torchrelay.checkpoint._optimizers import fitted, may_lack
-from torchrelay.checkpoint._plan import deal_blocks
+from torchrelay.checkpoint._plan import deal_blocks, no_collection
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._read import (
-    VERIFY,
+    MAX_BUFFER_BYTES,
     ChunkReader,
     Segment,
+    check_verify,
     segments_of,
     warn_without_checksums,
-    whole_segments,
+    within,
 )
-from torchrelay.checkpoint._save import check_count
+from torchrelay.checkpoint._saving import check_count
 from torchrelay.checkpoint._state import (
     SUBCLASS,
     Leaf,
@@ -37,7 +39,7 @@ from torchrelay.checkpoint._state import (
     key_of,
     put,
 )
-from torchrelay.checkpoint._storage import Folder, Path
+from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import (
     check_target,
     dtype_of,
@@ -45,20 +47,19 @@ from torchrelay.checkpoint._tensors import (
     memory_of,
     tensor_state,
 )
-from torchrelay.checkpoint._types import Box, Manifest
+from torchrelay.checkpoint._types import Box
 from torchrelay.checkpoint._values import decode
-from torchrelay.checkpoint._write import default_threads
 from torchrelay.deferred import is_deferred, materialize_module
 from torchrelay.deferred._shards import Shard as DeferredShard
 from torchrelay.deferred._shards import local_slices
-from torchrelay.errors import ArgumentError, MismatchError
+from torchrelay.errors import ArgumentError, MismatchError, StorageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["MAX_BUFFER_BYTES", "LoadResult", "check_verify", "load", "verify"]
+__all__ = ["LoadResult", "load", "verify"]
 
-MAX_BUFFER_BYTES = 256 << 20
+_ATTEMPTS = 10  # for checkpoints that savers replace or remove again and again
 _SHOWN = 3  # keys that an error lists
 
 
@@ -141,24 +142,22 @@ def load(
         UnsupportedError: another version of the format.
     """
     check_verify(verify)
-    threads = check_count("threads", threads, default_threads())
-    check_count("max_buffer_bytes", max_buffer_bytes, 1)
+    check_count("threads", threads)
+    check_count("max_buffer_bytes", max_buffer_bytes)
     ranks = group_of(group, no_dist)
-    loading = _Loading(state, _Options(prefix, strict, initialize_missing, device, shard))
+    options = _Options(
+        prefix, strict, initialize_missing, verify, threads, max_buffer_bytes, device, shard
+    )
+    loading = _Loading(state, options, ranks)
     with closing(loading):
-        open_same(ranks, path, lambda here: loading.open(here, threads, max_buffer_bytes, verify))
+        loading.open(path)
         if verify == "data":
-            loading.verify(ranks)
+            loading.verify()
         with tracking(
             progress, loading.size_bytes, "loading", shown=ranks.is_coordinator
         ) as advance:
             ranks.together(lambda: loading.fill(advance))
     return loading.result()
-
-
-def check_verify(verify: str) -> None:
-    if verify not in VERIFY:
-        raise ArgumentError(f"verify = {verify!r}: it must be one of {', '.join(VERIFY)}")
 
 
 @dataclass(frozen=True)
@@ -168,6 +167,9 @@ class _Options:
     prefix: str
     strict: bool
     initialize_missing: bool
+    verify: str
+    threads: int | None
+    max_buffer_bytes: int
     device: torch.device | str | None
     shard: DeferredShard | None
 
@@ -180,8 +182,6 @@ class _Part:
         self.state = state
         self.start = f"{name}." if name else ""  # what its keys begin with in the whole state
         self.leaves = flatten(state) if owner is not None else {}
-        # For deferred tensors that become plain ones: their part of the saved tensor.
-        self.slices: dict[str, Box] = {}
 
     def renew(self) -> None:
         """Read the state of a module again, whose tensors are materialised now."""
@@ -228,50 +228,88 @@ def _part(owner: Any, name: str) -> _Part:
     return _Part(owner, name, owner.state_dict())
 
 
+class _Wanted(NamedTuple):
+    """A block of a tensor to read: the ``place``-th shard of a leaf. ``target`` is None if the
+    tensor is deferred.
+    """
+
+    part: _Part
+    name: str
+    place: int
+    box: Box
+    segments: list[Segment]
+    target: torch.Tensor | None
+
+
 class _Loading:
     """One load: which bytes go to which tensor."""
 
-    def __init__(self, state: Any, options: _Options) -> None:
+    def __init__(self, state: Any, options: _Options, ranks: Group) -> None:
         self._root = state
         self._options = options
-        self._parts: list[_Part] = []
-        self._objects: list[tuple[_Part, Leaf, Any]] = []
-        self._segments: list[Segment] = []
+        self._ranks = ranks
         self._files = ExitStack()
-        self._missing: dict[str, tuple[_Part, Leaf]] = {}
-        self._unexpected: list[str] = []
 
-    def open(self, path: Path, threads: int, max_buffer_bytes: int, verify: str) -> str:
-        """Read the manifest and compare it with the state; changes nothing.
+    def open(self, path: Path) -> None:
+        """Open one checkpoint on all ranks, and compare it with the state; changes nothing.
 
-        Returns the fingerprint of the checkpoint.
+        Of a folder of checkpoints, the coordinator chooses the newest.
+
+        Raises:
+            MismatchError: the checkpoint does not fit, or the ranks opened different ones.
         """
+        for attempt in range(1, _ATTEMPTS + 1):
+            chosen = self._ranks.coordinate(lambda: newest_inside(path))
+            place = text_of(path) if chosen is None else f"{text_of(path).rstrip('/')}/{chosen}"
+            try:
+                opened = self._ranks.together(partial(self._open, place))
+            except StorageError as error:
+                # If retention has removed the one that was chosen, the newest is another one now.
+                if chosen is None or error.errno != errno.ENOENT or attempt == _ATTEMPTS:
+                    raise
+                continue
+            may_be_replaced = len({place for place, _ in opened}) == 1 and attempt < _ATTEMPTS
+            if len({fingerprint for _, fingerprint in opened}) > 1 and may_be_replaced:
+                continue
+            check_same(self._ranks.ranks, opened)
+            return
 
-        def check(folder: Folder, manifest: Manifest) -> None:
-            self._folder, self._manifest = folder, manifest
-            self._files.callback(folder.close)
-            self._reader = ChunkReader(
-                folder, manifest, threads=threads, max_buffer_bytes=max_buffer_bytes
-            )
+    def _open(self, path: str) -> tuple[str, str]:
+        """Open the checkpoint at ``path``; return it and its fingerprint."""
+
+        def check(reader: ChunkReader) -> None:
+            self._files.callback(reader.close)
+            self._reader, self._manifest = reader, reader.manifest
+            self._location = reader.folder.location
             self._parts = _parts(self._root)
-            self._objects, self._segments = [], []
+            self._objects: list[tuple[_Part, Leaf, Any]] = []
+            self._wanted: list[_Wanted] = []
             self._match()
-            if verify != "none":
-                self._reader.check_files(segment.chunk.file for segment in self._segments)
+            if self._options.verify != "none":
+                reader.check_files(segment.chunk.file for segment in self._segments())
 
-        open_checkpoint(path, check)
-        return self._manifest.fingerprint
+        ChunkReader.open(
+            path,
+            check,
+            threads=self._options.threads,
+            max_buffer_bytes=self._options.max_buffer_bytes,
+        )
+        return path, self._manifest.fingerprint
 
     def close(self) -> None:
         self._files.close()
 
+    def _segments(self) -> Iterator[Segment]:
+        return (segment for wanted in self._wanted for segment in wanted.segments)
+
     @property
     def size_bytes(self) -> int:
-        return sum(s.inner.numel * s.entry.dtype.itemsize for s in self._segments)
+        return sum(s.inner.numel * s.entry.dtype.itemsize for s in self._segments())
 
     def result(self) -> LoadResult:
         return LoadResult([*self._missing], self._unexpected)
 
+    @no_collection()
     def _match(self) -> None:
         """Find what to read for each leaf, and compare the keys.
 
@@ -280,7 +318,7 @@ class _Loading:
         """
         known: dict[str, _Part] = {}
         lacking: dict[str, tuple[_Part, Leaf]] = {}
-        filled: set[Any] = set()  # the memory of the tensors that are read
+        read: list[Leaf] = []
         for part in self._parts:
             self._fit_optimizer(part)
             for name, leaf in part.leaves.items():
@@ -289,10 +327,11 @@ class _Loading:
                     raise ArgumentError(f"two values of the state have the key {key!r}")
                 known[key] = part
                 if self._match_leaf(part, name, key, leaf):
-                    filled |= _identities(leaf)
+                    read.append(leaf)
                 else:
                     lacking[key] = part, leaf
         # The second name of a tied tensor is filled by its first one.
+        filled = set().union(*map(_identities, read)) if lacking else set()
         self._missing = {
             key: found for key, found in lacking.items() if not _identities(found[1]) & filled
         }
@@ -323,7 +362,7 @@ class _Loading:
         if bad:
             waiting = any(is_waiting(self._missing[key][1].value) for key in bad)
             raise MismatchError(
-                f"{self._folder.location}: the checkpoint lacks {_listed(bad)}, which the state "
+                f"{self._location}: the checkpoint lacks {_listed(bad)}, which the state "
                 "has; prefix= names what its keys begin with, strict=False leaves them as they are"
                 + (", initialize_missing=True initialises deferred ones" if waiting else "")
             )
@@ -342,7 +381,7 @@ class _Loading:
             extra = [key for key in self._unexpected if key.startswith(start)]
             if part.owner is not None and extra:
                 raise MismatchError(
-                    f"{self._folder.location}: the checkpoint has {_listed(extra)}, which this "
+                    f"{self._location}: the checkpoint has {_listed(extra)}, which this "
                     f"{type(part.owner).__name__} lacks; prefix= names what its keys begin with, "
                     "strict=False ignores the rest"
                 )
@@ -353,11 +392,13 @@ class _Loading:
         if key in (self._manifest.objects if is_tensor else self._manifest.tensors):
             here, there = ("a tensor", "a value") if is_tensor else ("a value", "a tensor")
             raise MismatchError(
-                f"{self._folder.location}: {key!r} is {there} in the checkpoint and {here} here"
+                f"{self._location}: {key!r} is {there} in the checkpoint and {here} here"
             )
         if is_tensor and key in self._manifest.tensors:
-            for box in self._boxes(part, name, key, leaf.value):
-                self._segments += segments_of(key, self._manifest.tensors[key], box)
+            entry = self._manifest.tensors[key]
+            for place, (box, target) in enumerate(self._blocks(part, name, key, leaf.value)):
+                segments = segments_of(key, entry, box)
+                self._wanted.append(_Wanted(part, name, place, box, segments, target))
             return True
         if key not in self._manifest.objects:
             return False
@@ -367,45 +408,50 @@ class _Loading:
             self._objects.append((part, leaf, decode(key, value)))
         elif value != encoded(key, leaf):
             raise MismatchError(
-                f"{self._folder.location}: {key.removesuffix(f'.{SUBCLASS}')!r} is of another "
+                f"{self._location}: {key.removesuffix(f'.{SUBCLASS}')!r} is of another "
                 f"tensor class in the checkpoint than here, or has other parameters: {value} and "
                 f"{encoded(key, leaf)}"
             )
         return True
 
-    def _boxes(self, part: _Part, name: str, key: str, tensor: torch.Tensor) -> Iterator[Box]:
+    def _blocks(
+        self, part: _Part, name: str, key: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[Box, torch.Tensor | None]]:
+        """Return the blocks of a tensor to read, and what to read each into if it is not
+        deferred.
+        """
         entry, dtype = self._manifest.tensors[key], dtype_of(key, tensor)
         if entry.shape != tuple(tensor.shape) or entry.dtype != dtype:
             raise MismatchError(
-                f"{self._folder.location}: tensor {key!r} is {entry.dtype.name} of shape "
+                f"{self._location}: tensor {key!r} is {entry.dtype.name} of shape "
                 f"{list(entry.shape)} in the checkpoint, and {dtype.name} of shape "
                 f"{list(tensor.shape)} here"
             )
-        is_module = isinstance(part.owner, torch.nn.Module)
-        will_be_made = is_module and is_waiting(tensor)
+        will_be_made = isinstance(part.owner, torch.nn.Module) and is_waiting(tensor)
         slices = (
             local_slices(self._options.shard, name, tensor)
             if will_be_made and is_deferred(tensor)
             else None
         )
-        if slices is None:
-            for shard in tensor_state(key, tensor).shards:
-                if not will_be_made:
-                    check_target(key, shard.tensor)
-                yield shard.box
+        if slices is not None:
+            full = (*slices, *(slice(None),) * (tensor.ndim - len(slices)))
+            ranges = [
+                range(*item.indices(size)) for item, size in zip(full, tensor.shape, strict=True)
+            ]
+            yield Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges)), None
             return
-        full = (*slices, *(slice(None),) * (tensor.ndim - len(slices)))
-        ranges = [range(*item.indices(size)) for item, size in zip(full, tensor.shape, strict=True)]
-        box = Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges))
-        part.slices[name] = box
-        yield box
+        for shard in tensor_state(key, tensor).shards:
+            if not will_be_made:
+                check_target(key, shard.tensor)
+            yield shard.box, None if will_be_made else shard.tensor
 
-    def verify(self, ranks: Group) -> None:
+    def verify(self) -> None:
         """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
+        ranks = self._ranks
         if ranks.is_coordinator:
-            warn_without_checksums(self._manifest, self._folder.location)
+            warn_without_checksums(self._manifest, self._location)
         wanted = ranks.together(
-            lambda: (self._folder.identity, self._reader.blocks_of(self._segments))
+            lambda: (self._reader.folder.identity, self._reader.blocks_of(self._segments()))
         )
         identity, blocks = wanted[ranks.rank]
         if identity:
@@ -418,15 +464,19 @@ class _Loading:
 
     def fill(self, advance: Callable[[int], None] | None) -> None:
         """Materialise the deferred tensors, read everything, and set the values."""
-        targets: list[tuple[Segment, torch.Tensor]] = []
         for part in self._parts:
             if isinstance(part.owner, torch.nn.Module) and is_deferred(part.owner):
                 self._materialize(part)
-            for name, leaf in part.leaves.items():
-                key = self._key(part, name)
-                if isinstance(leaf.value, torch.Tensor) and key in self._manifest.tensors:
-                    targets += self._targets(key, leaf.value, part.slices.get(name))
-        self._reader.fill(targets, advance)
+        self._reader.fill(
+            [
+                (segment, target if inner == wanted.box else target[within(inner, wanted.box)])
+                for wanted in self._wanted
+                for target in [_plain_target(wanted)]
+                for segment in wanted.segments
+                for inner in [segment.inner]
+            ],
+            advance,
+        )
         for part, leaf, value in self._objects:
             put(part.state, leaf.path, value)
         for part in self._parts:
@@ -444,26 +494,14 @@ class _Loading:
         )
         part.renew()
 
-    def _targets(
-        self, key: str, tensor: torch.Tensor, part: Box | None
-    ) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """Return what to read into a tensor of the state; ``part``: its part of the saved
-        tensor.
-        """
-        entry = self._manifest.tensors[key]
-        shards = tensor_state(key, tensor).shards
-        if part is not None and shards[0].positions is None:
-            shards = (replace(shards[0], box=part),)
-        for shard in shards:
-            for segment in segments_of(key, entry, shard.box):
-                inner = segment.inner
-                within = tuple(
-                    slice(a - b, a - b + size)
-                    for a, b, size in zip(
-                        inner.offsets, shard.box.offsets, inner.sizes, strict=True
-                    )
-                )
-                yield segment, shard.tensor.as_subclass(torch.Tensor)[within]
+
+def _plain_target(wanted: _Wanted) -> torch.Tensor:
+    """Return the tensor to read a block into, without its class."""
+    target = wanted.target
+    if target is None:
+        tensor = wanted.part.leaves[wanted.name].value
+        target = tensor_state(wanted.name, tensor).shards[wanted.place].tensor
+    return target if type(target) is torch.Tensor else target.as_subclass(torch.Tensor)
 
 
 def _identities(leaf: Leaf) -> set[Any]:
@@ -492,18 +530,12 @@ def verify(path: Path, *, threads: int | None = None, progress: Progress = False
         CorruptionError: the first damage found; the message names file, tensor and byte.
         StorageError: the checkpoint is not there or cannot be read.
     """
-    threads = check_count("threads", threads, default_threads())
-
-    def reader_of(folder: Folder, manifest: Manifest) -> ChunkReader:
-        return ChunkReader(folder, manifest, threads=threads, max_buffer_bytes=MAX_BUFFER_BYTES)
-
-    folder, manifest = open_checkpoint(
-        path, lambda *found: reader_of(*found).check_files(found[1].files)
+    check_count("threads", threads)
+    reader = ChunkReader.open(
+        path, lambda reader: reader.check_files(reader.manifest.files), threads=threads
     )
-    with closing(folder):
-        size_bytes = sum(file.size_bytes for file in manifest.files.values())
+    with closing(reader):
+        size_bytes = sum(file.size_bytes for file in reader.manifest.files.values())
         with tracking(progress, size_bytes, "verifying") as advance:
-            reader = reader_of(folder, manifest)
-            reader.verify(whole_segments(manifest), advance)
-            reader.verify_padding()
-    return manifest.has_checksums
+            reader.verify_all(advance)
+    return reader.manifest.has_checksums

@@ -30,6 +30,7 @@ from torchrelay._addresses import boot_id
 from torchrelay.checkpoint import _linux, _manifest
 from torchrelay.checkpoint._failures import not_shared, removed_error
 from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._storage import Sizes
 from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME
 from torchrelay.errors import CorruptionError, PeerLostError, StorageError, UnsupportedError
 
@@ -137,27 +138,23 @@ class LocalFolder:
     def size_bytes(self, name: str) -> int:
         return os.fstat(self._fd(name)).st_size
 
-    def read(self, name: str, offset: int, into: memoryview) -> None:
-        fd, done = self._fd(name), 0
+    def read(self, name: str, offset: int, *into: memoryview) -> None:
         with storage_errors(f"reading {self.location}/{name} at byte {offset}"):
-            while done < len(into):
-                count = os.preadv(fd, [into[done:]], offset + done)
-                if count == 0:
-                    raise self._too_short(name, offset, done, len(into))
-                done += count
+            end = _transfer(os.preadv, self._fd(name), into, offset)
+        self._check_end(name, end, offset + sum(map(len, into)))
 
-    def checksums(self, name: str, offset: int, size_bytes: int, block_bytes: int) -> bytes:
-        with storage_errors(f"reading {self.location}/{name} at byte {offset}"):
-            found, done = _native.crc32c_of_file(self._fd(name), offset, size_bytes, block_bytes)
-        if done < size_bytes:
-            raise self._too_short(name, offset, done, size_bytes)
+    def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
+        with storage_errors(f"reading {self.location}/{name} at byte {starts[0]}"):
+            found, end = _native.crc32c_of_file(self._fd(name), starts, sizes)
+        self._check_end(name, end, int(starts[-1] + sizes[-1]))
         return found
 
-    def _too_short(self, name: str, offset: int, done: int, size_bytes: int) -> CorruptionError:
-        return CorruptionError(
-            f"{self.location}/{name}: the file ends at byte {offset + done}, "
-            f"{size_bytes - done} bytes before it should"
-        )
+    def _check_end(self, name: str, end: int, expected: int) -> None:
+        if end < expected:
+            raise CorruptionError(
+                f"{self.location}/{name}: the file ends at byte {end}, {expected - end} bytes "
+                "before it should"
+            )
 
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
         fd, first = self._fd(name), offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -186,6 +183,23 @@ class LocalFolder:
                 self._folder_fd = -1
 
 
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int],
+    fd: int,
+    data: Sequence[memoryview],
+    offset: int,
+) -> int:
+    """Call ``preadv`` or ``pwritev`` until all is done, or the file ends; return where it did."""
+    left = [piece for piece in data if len(piece)]
+    while left and (count := call(fd, left, offset)):
+        offset += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return offset
+
+
 class _LocalSink:
     """Writes at any offset, from several threads; errors name the file."""
 
@@ -196,13 +210,12 @@ class _LocalSink:
         ):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        done = 0
+    def write(self, offset: int, *data: memoryview) -> None:
+        size_bytes = sum(map(len, data))
         with storage_errors(f"writing {self._path} at byte {offset}"):
-            while done < len(data):
-                done += os.pwrite(self._fd, data[done:], offset + done)
+            _transfer(os.pwritev, self._fd, data, offset)
         if self._fsync:
-            _linux.start_writeback(self._fd, offset, len(data))
+            _linux.start_writeback(self._fd, offset, size_bytes)
 
     def close(self) -> None:
         try:
@@ -371,16 +384,14 @@ class LocalTransaction:
         self._lock_fd = lock_fd
         return True
 
-    def join(self, save_id: str) -> None:
+    def seen_id(self) -> str:
         try:
-            found = (self._saving / LOCK).read_bytes()
+            return (self._saving / LOCK).read_bytes().decode(errors="replace")
         except OSError as error:
-            code, reason = error.errno or errno.EIO, error.strerror
-        else:
-            if found == save_id.encode():
-                return
-            code, reason = errno.EBUSY, "it belongs to another save"
-        raise StorageError(code, f"{self._saving}: {reason}; {not_shared(self.location)}")
+            raise StorageError(
+                error.errno or errno.EIO,
+                f"{self._saving}: {error.strerror}; {not_shared(self.location)}",
+            ) from None
 
     def create(self, name: str) -> _LocalSink:
         return _LocalSink(str(self._saving / name), self._fsync)

@@ -7,14 +7,11 @@ done with it.
 
 from __future__ import annotations
 
-import base64
 import binascii
-import gc
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -22,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._data_file import MAX_HEADER_BYTES
+from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
     DTYPES,
@@ -114,20 +112,17 @@ def to_bytes(
 
 def tensor_text(dtype: str, shape: tuple[int, ...], chunks: Sequence[str]) -> str:
     """Return a tensor's entry in the manifest; ``chunks`` are results of :func:`chunk_text`."""
-    return f'{{"dtype":{_json(dtype)},"shape":{_json(shape)},"chunks":[{",".join(chunks)}]}}'
+    return f'{{"dtype":{_json(dtype)},"shape":{[*shape]},"chunks":[{",".join(chunks)}]}}'
 
 
-def chunk_text(chunk: Chunk, size_bytes: int) -> str:
+def chunk_text(
+    box: Box, file: str, name: str, start: int, checksums: bytes, size_bytes: int
+) -> str:
     """Return a chunk's entry in the manifest."""
-    return _json(
-        {
-            "offsets": chunk.box.offsets,
-            "sizes": chunk.box.sizes,
-            "file": chunk.file,
-            "name": chunk.name,
-            "bytes": (chunk.start, chunk.start + size_bytes),
-            "crc32c": base64.b64encode(chunk.checksums).decode(),
-        }
+    return (
+        f'{{"offsets":{[*box.offsets]},"sizes":{[*box.sizes]},"file":"{file}","name":{_json(name)},'
+        f'"bytes":[{start},{start + size_bytes}],'
+        f'"crc32c":"{binascii.b2a_base64(checksums, newline=False).decode()}"}}'
     )
 
 
@@ -219,6 +214,7 @@ def claims_of(folder: Folder) -> frozenset[str]:
     return frozenset(filter(_FILE_NAME.fullmatch, files))
 
 
+@no_collection()
 def from_bytes(data: bytes, where: str) -> Manifest:
     """Parse a manifest. ``where`` is its path, for errors.
 
@@ -226,26 +222,6 @@ def from_bytes(data: bytes, where: str) -> Manifest:
         CorruptionError: it is damaged, of another format, or contradicts itself.
         UnsupportedError: a version of TorchRelay wrote it that this one does not know.
     """
-    with _no_collection():
-        return _from_bytes(data, where)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would visit every object of the process repeatedly.
-
-    The new objects have no cycles. Reading a large manifest takes a third of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _from_bytes(data: bytes, where: str) -> Manifest:
     document = _parse(data, where)
     reader = _Reader(where)
     reader.check_format(document)

@@ -1,4 +1,5 @@
-"""Distribution of writing and verification over ranks: pure functions. Imports no torch.
+"""Distribution of writing and verification over ranks, and what planning has in common: pure
+functions. Imports no torch.
 
 A chunk that several ranks hold (its *holders*) is written by one of them. Every holder has the same
 list of chunks that the same holders share, so each deals the list out for itself and all come to
@@ -7,15 +8,17 @@ the same result: nothing is gathered, and the work is linear in the rank's own c
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Held", "deal", "deal_blocks"]
+__all__ = ["Held", "deal", "deal_blocks", "no_collection"]
 
 T = TypeVar("T")
 _RUN_BLOCKS = 16  # successive blocks that one rank verifies
@@ -70,3 +73,18 @@ def deal_blocks(touched: NDArray[np.bool_], rank: int) -> NDArray[np.bool_]:
     first = touched[asked, columns].argmax(axis=0)
     mine: NDArray[np.bool_] = touched[rank] & (asked[first, columns] == rank)
     return mine
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would visit every object of the process again and again.
+
+    Planning makes many objects, and none with cycles. Also a decorator.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

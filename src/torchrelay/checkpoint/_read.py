@@ -2,19 +2,20 @@
 
 Verification is a pass of its own, before the first byte is written to a tensor, so that a damaged
 checkpoint changes nothing. On a local file system it also brings what is read next into the page
-cache.
+cache. Ranges that lie side by side in a file are verified and read together.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,33 +23,38 @@ from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
-from torchrelay.checkpoint._data_file import header_size, parse_header
-from torchrelay.checkpoint._storage import Folder
+from torchrelay.checkpoint._foreign import open_checkpoint
+from torchrelay.checkpoint._plan import no_collection
+from torchrelay.checkpoint._storage import Folder, Path, Sizes
 from torchrelay.checkpoint._tensors import byte_view
 from torchrelay.checkpoint._types import Box, Chunk, Manifest, TensorEntry
-from torchrelay.errors import CorruptionError
+from torchrelay.checkpoint._write import default_threads
+from torchrelay.errors import ArgumentError, CorruptionError
 
 __all__ = [
-    "VERIFY",
+    "MAX_BUFFER_BYTES",
     "Blocks",
     "ChunkReader",
     "Segment",
+    "check_verify",
     "segments_of",
     "warn_without_checksums",
-    "whole_segments",
+    "within",
 ]
 
 Blocks = dict[str, NDArray[np.bool_]]  # of each file, whether a block is meant
-Task = tuple[Callable[..., None], tuple[object, ...]]
+Progress = Callable[[int], None] | None
+Task = Callable[[], None]
 
-VERIFY = ("data", "header", "none")
+MAX_BUFFER_BYTES = 256 << 20
+_VERIFY = ("data", "header", "none")
 _PIECE_BYTES = 16 << 20
-_CHECKSUM_BYTES = 4
+_PIECE_PARTS = 500  # of one call, with the gaps between them; Linux takes 1,024
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
+_gap = memoryview(bytearray(_GAP_BYTES))  # where that goes; nobody reads it
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A box to read that lies in one chunk. ``inner`` is in coordinates of the whole tensor."""
 
     key: str
@@ -56,20 +62,35 @@ class Segment:
     chunk: Chunk
     inner: Box
 
+    @property
+    def is_whole(self) -> bool:
+        return self.inner == self.chunk.box
+
     def spans(self) -> Iterator[tuple[int, int]]:
         """Return the byte ranges of the chunk that a reader of ``inner`` touches, as [start,
         end).
         """
+        if self.is_whole and self.chunk.strides is None:
+            yield 0, self.entry.chunk_bytes(self.chunk)
+            return
         for part in _parts(self, _PIECE_BYTES):
             yield _span(self.entry, self.chunk, part)
 
 
-def segments_of(
-    key: str, entry: TensorEntry, box: Box, index: BoxIndex | None = None
-) -> list[Segment]:
+def segments_of(key: str, entry: TensorEntry, box: Box) -> list[Segment]:
     """Return the segments that cover a box of a tensor exactly once. Pure."""
-    index = index or BoxIndex([chunk.box for chunk in entry.chunks])
+    if len(entry.chunks) == 1:
+        return [Segment(key, entry, entry.chunks[0], box)] if box.numel else []
+    index = BoxIndex([chunk.box for chunk in entry.chunks])
     return [Segment(key, entry, entry.chunks[i], common) for i, common in index.meeting(box)]
+
+
+def within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the place of a box in a tensor that holds ``outer``."""
+    return tuple(
+        slice(a - b, a - b + size)
+        for a, b, size in zip(inner.offsets, outer.offsets, inner.sizes, strict=True)
+    )
 
 
 def _span(entry: TensorEntry, chunk: Chunk, part: Box) -> tuple[int, int]:
@@ -104,19 +125,27 @@ def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
         todo += [second, first]
 
 
-@dataclass(frozen=True)
 class _FileBlocks:
-    """The checksummed blocks of a file, numbered over all its chunks."""
+    """The checksummed blocks of a file, numbered over all its chunks.
 
-    chunks: list[tuple[str, Chunk, int]]  # key, chunk and its size, in the order of the file
-    starts: list[int]  # where each chunk begins
-    firsts: list[int]  # the number of each chunk's first block, and at the end how many there are
+    ``firsts`` are the numbers of each chunk's first block, and at the end how many there are;
+    ``starts`` and ``sizes`` are those of each block, in bytes of the file.
+    """
 
-    @classmethod
-    def of(cls, chunks: list[tuple[str, Chunk, int]]) -> _FileBlocks:
-        chunks = sorted(chunks, key=lambda found: found[1].start)
-        counts = (len(chunk.checksums) // _CHECKSUM_BYTES for _, chunk, _ in chunks)
-        return cls(chunks, [chunk.start for _, chunk, _ in chunks], [0, *accumulate(counts)])
+    def __init__(self, chunks: list[tuple[str, Chunk, int]], block_bytes: int) -> None:
+        first_at = {(one[1].start, one[2]): one for one in reversed(chunks)}  # tied ones share it
+        self.chunks = sorted(first_at.values(), key=lambda found: found[1].start)
+        self.chunk_starts = np.array([chunk.start for _, chunk, _ in self.chunks], np.uint64)
+        sizes = np.array([size for _, _, size in self.chunks], np.uint64)
+        checksums = [chunk.checksums for _, chunk, _ in self.chunks]
+        self.expected = np.frombuffer(b"".join(checksums), "<u4")
+        counts = np.array([len(found) // 4 for found in checksums], np.intp)
+        self.firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.intp)
+        self.chunk_of = np.repeat(np.arange(len(counts)), counts)
+        within_chunk = np.arange(len(self.expected)) - self.firsts[self.chunk_of]
+        start_in_chunk = within_chunk.astype(np.uint64) * np.uint64(block_bytes)
+        self.starts = self.chunk_starts[self.chunk_of] + start_in_chunk
+        self.sizes = np.minimum(sizes[self.chunk_of] - start_in_chunk, np.uint64(block_bytes))
 
 
 class ChunkReader:
@@ -133,12 +162,45 @@ class ChunkReader:
     def __init__(
         self, folder: Folder, manifest: Manifest, *, threads: int, max_buffer_bytes: int
     ) -> None:
-        self._folder = folder
-        self._manifest = manifest
+        self.folder = folder
+        self.manifest = manifest
         self._threads = threads
         self._limit_bytes = max(1 << 16, min(_PIECE_BYTES, max_buffer_bytes // threads))
         self._local = threading.local()
         self._files: dict[str, _FileBlocks] = {}
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        check: Callable[[ChunkReader], None] = lambda reader: None,
+        *,
+        threads: int | None = None,
+        max_buffer_bytes: int = MAX_BUFFER_BYTES,
+    ) -> ChunkReader:
+        """Open a checkpoint of any format. ``check`` is called with the reader that is returned,
+        and again with another if a save has replaced the checkpoint in the middle of it.
+
+        Raises:
+            As :func:`open_checkpoint`, and what ``check`` raises.
+        """
+        opened: list[ChunkReader] = []
+
+        def checked(folder: Folder, manifest: Manifest) -> None:
+            reader = cls(
+                folder,
+                manifest,
+                threads=threads or default_threads(),
+                max_buffer_bytes=max_buffer_bytes,
+            )
+            check(reader)
+            opened.append(reader)
+
+        open_checkpoint(path, checked)
+        return opened[-1]
+
+    def close(self) -> None:
+        self.folder.close()
 
     def check_files(self, names: Iterable[str]) -> None:
         """Compare sizes and headers of data files with the manifest.
@@ -146,33 +208,26 @@ class ChunkReader:
         Raises:
             CorruptionError: a file is missing, truncated, damaged or of another checkpoint.
         """
-        self._run([(self._check_file, (name,)) for name in sorted(set(names))])
+        self._run([partial(self._check_file, name) for name in sorted(set(names))])
 
     def _check_file(self, name: str) -> None:
-        known, where = self._manifest.files[name], f"{self._folder.location}/{name}"
-        size = self._folder.size_bytes(name)
+        known, where = self.manifest.files[name], f"{self.folder.location}/{name}"
+        size = self.folder.size_bytes(name)
         if size != known.size_bytes:
             raise CorruptionError(
                 f"{where}: the file has {size} bytes, and {known.size_bytes} in the manifest; it "
                 "was " + ("cut short" if size < known.size_bytes else "replaced or appended to")
             )
-        if not self._manifest.id:  # made up from this very header
+        if not self.manifest.id:  # made up from this very header
             return
         header = bytearray(known.header_bytes)
-        self._folder.read(name, 0, memoryview(header))
+        self.folder.read(name, 0, memoryview(header))
         if _native.crc32c(header) != known.header_crc32c:
             raise CorruptionError(
                 f"{where}: the header, bytes 0 to {known.header_bytes}, is damaged"
             )
-        if header_size(bytes(header[:8]), size, where) != len(header):
-            raise CorruptionError(
-                f"{where}: the header is not {known.header_bytes} bytes long, as in the manifest"
-            )
-        parse_header(bytes(header), size, where)
 
-    def verify(
-        self, segments: Iterable[Segment], progress: Callable[[int], None] | None = None
-    ) -> None:
+    def verify(self, segments: Iterable[Segment], progress: Progress = None) -> None:
         """Compare every block that a reader of ``segments`` touches with its checksum.
 
         Raises:
@@ -180,119 +235,107 @@ class ChunkReader:
         """
         self.verify_blocks(self.blocks_of(segments), progress)
 
+    def verify_all(self, progress: Progress = None) -> None:
+        """Compare all blocks of all files, and check that bytes that belong to no tensor are zero.
+
+        Raises:
+            CorruptionError: as for :meth:`verify`.
+        """
+        names = self.manifest.files
+        blocks = {name: np.ones(len(self._blocks(name).starts), np.bool_) for name in names}
+        self.verify_blocks(blocks, progress)
+        if self.manifest.id:  # other writers may leave anything there
+            self._run([partial(self._verify_gaps, name) for name in names])
+
+    @no_collection()
     def blocks_of(self, segments: Iterable[Segment]) -> Blocks:
         """Return the blocks that a reader of ``segments`` touches."""
-        block_bytes = self._manifest.block_bytes
+        block_bytes = self.manifest.block_bytes
         spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         for segment in segments:
-            if segment.chunk.checksums:
-                spans[segment.chunk.file] += (
-                    (segment.chunk.start, start // block_bytes, -(-end // block_bytes))
+            chunk = segment.chunk
+            if chunk.checksums:
+                spans[chunk.file] += [
+                    (chunk.start, start // block_bytes, -(-end // block_bytes))
                     for start, end in segment.spans()
-                )
+                ]
         touched = {}
         for name, ranges in spans.items():
-            file = self._file_blocks(name)
-            touched[name] = np.zeros(file.firsts[-1], dtype=np.bool_)
-            for start, first, last in ranges:
-                number = file.firsts[bisect_left(file.starts, start)]
-                touched[name][number + first : number + last] = True
+            file = self._blocks(name)
+            starts, first, last = np.array(ranges, np.uint64).T
+            base = file.firsts[np.searchsorted(file.chunk_starts, starts)]
+            edges = np.zeros(len(file.starts) + 1, np.intp)
+            np.add.at(edges, base + first.astype(np.intp), 1)
+            np.add.at(edges, base + last.astype(np.intp), -1)
+            touched[name] = np.cumsum(edges[:-1]) > 0
         return touched
 
-    def verify_blocks(self, blocks: Blocks, progress: Callable[[int], None] | None = None) -> None:
+    def verify_blocks(self, blocks: Blocks, progress: Progress = None) -> None:
         """Compare ``blocks`` with their checksums.
 
         Raises:
             CorruptionError: one does not match; the message names file, tensor and byte.
         """
-        longest = max(1, self._limit_bytes // self._manifest.block_bytes)
         tasks: list[Task] = []
         for name, wanted in blocks.items():
-            file = self._file_blocks(name)
-            bounds = pairwise(file.firsts)
-            for (key, chunk, size), (first, end) in zip(file.chunks, bounds, strict=True):
-                numbers = np.flatnonzero(wanted[first:end]).tolist()
-                tasks += [
-                    (self._verify_range, (key, chunk, *run, size, progress))
-                    for run in _ranges(numbers, longest)
-                ]
+            file = self._blocks(name)
+            numbers = np.flatnonzero(wanted)
+            pieces = _pieces(file.starts[numbers], file.sizes[numbers], self._limit_bytes)
+            tasks += [
+                partial(self._verify_piece, name, numbers[piece], progress) for piece in pieces
+            ]
         self._run(tasks)
 
-    def _file_blocks(self, name: str) -> _FileBlocks:
+    def _blocks(self, name: str) -> _FileBlocks:
         if not self._files:
-            chunks: dict[str, list[tuple[str, Chunk, int]]] = defaultdict(list)
-            for key, entry in self._manifest.tensors.items():
+            chunks: dict[str, list[tuple[str, Chunk, int]]] = {f: [] for f in self.manifest.files}
+            for key, entry in self.manifest.tensors.items():
                 for chunk in entry.chunks:
                     chunks[chunk.file].append((key, chunk, entry.chunk_bytes(chunk)))
-            self._files = {file: _FileBlocks.of(found) for file, found in chunks.items()}
-        return self._files.get(name) or _FileBlocks.of([])
+            self._files = {
+                file: _FileBlocks(found, self.manifest.block_bytes)
+                for file, found in chunks.items()
+            }
+        return self._files[name]
 
-    def _verify_range(
-        self,
-        key: str,
-        chunk: Chunk,
-        first: int,
-        last: int,
-        size: int,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        """Verify the blocks [first, last) of a chunk of ``size`` bytes."""
-        block_bytes = self._manifest.block_bytes
-        start, end = first * block_bytes, min(last * block_bytes, size)
-        found = self._folder.checksums(chunk.file, chunk.start + start, end - start, block_bytes)
-        expected = chunk.checksums[_CHECKSUM_BYTES * first : _CHECKSUM_BYTES * last]
-        if found != expected:
-            differ = (np.frombuffer(found, "<u4") != np.frombuffer(expected, "<u4")).argmax()
-            start += int(differ) * block_bytes
-            end = min(start + block_bytes, size)
+    def _verify_piece(self, name: str, numbers: NDArray[np.intp], progress: Progress) -> None:
+        file = self._blocks(name)
+        starts, sizes = file.starts[numbers], file.sizes[numbers]
+        found = np.frombuffer(self.folder.checksums(name, starts, sizes), "<u4")
+        differs = found != file.expected[numbers]
+        if differs.any():
+            place = int(differs.argmax())
+            key, chunk, _ = file.chunks[file.chunk_of[numbers[place]]]
             raise CorruptionError(
-                f"{self._folder.location}/{chunk.file}: tensor {key!r} is damaged between "
-                f"bytes {chunk.start + start} and {chunk.start + end} (chunk at "
+                f"{self.folder.location}/{name}: tensor {key!r} is damaged between bytes "
+                f"{starts[place]} and {starts[place] + sizes[place]} (chunk at "
                 f"{list(chunk.box.offsets)}): the checksum does not match"
             )
         if progress is not None:
-            progress(end - start)
-
-    def verify_padding(self) -> None:
-        """Check that all bytes of the data files that belong to no tensor are zero.
-
-        Raises:
-            CorruptionError: some are not; the message names file and bytes.
-        """
-        if self._manifest.id:  # other writers may leave anything there
-            self._run([(self._verify_gaps, (name,)) for name in self._manifest.files])
+            progress(int(sizes.sum()))
 
     def _verify_gaps(self, name: str) -> None:
-        file = self._manifest.files[name]
+        file = self.manifest.files[name]
+        ends = [(chunk.start, chunk.start + size) for _, chunk, size in self._blocks(name).chunks]
         end = file.header_bytes
-        for _, chunk, size in self._file_blocks(name).chunks:
-            self._verify_zeros(name, end, chunk.start)
-            end = max(end, chunk.start + size)
-        self._verify_zeros(name, end, file.size_bytes)
+        for start, following in [*ends, (file.size_bytes, 0)]:
+            self._verify_zeros(name, end, start)
+            end = max(end, following)
 
     def _verify_zeros(self, name: str, start: int, end: int) -> None:
         while start < end:
             size = min(end - start, self._limit_bytes)
             piece = bytearray(size)
-            self._folder.read(name, start, memoryview(piece))
+            self.folder.read(name, start, memoryview(piece))
             if any(piece):
                 raise CorruptionError(
-                    f"{self._folder.location}/{name}: the padding between bytes {start} and "
+                    f"{self.folder.location}/{name}: the padding between bytes {start} and "
                     f"{start + size} is damaged: it is not zero"
                 )
             start += size
 
-    def _buffer(self, size: int) -> memoryview:
-        """Return the reused buffer of this thread."""
-        held = getattr(self._local, "buffer", None)
-        if held is None or held.numel() < size:
-            held = self._local.buffer = torch.empty(size, dtype=torch.uint8)
-        return byte_view(held)[:size]
-
     def fill(
-        self,
-        targets: Sequence[tuple[Segment, torch.Tensor]],
-        progress: Callable[[int], None] | None = None,
+        self, targets: Iterable[tuple[Segment, torch.Tensor]], progress: Progress = None
     ) -> None:
         """Read each segment into its tensor, which has the segment's shape. Blocks.
 
@@ -300,53 +343,63 @@ class ChunkReader:
             CorruptionError, StorageError: a file cannot be read. Some tensors may then have new
                 values.
         """
+        self._run(self._read_tasks(targets, progress))
+
+    @no_collection()
+    def _read_tasks(
+        self, targets: Iterable[tuple[Segment, torch.Tensor]], progress: Progress
+    ) -> list[Task]:
+        direct: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
         tasks: list[Task] = []
         for segment, target in targets:
             if _is_direct(segment, target):
                 if not target.is_inference():  # such tensors have no version
                     torch.autograd.graph.increment_version(target)
-                view, chunk = byte_view(target), segment.chunk
-                start = chunk.start + _span(segment.entry, chunk, segment.inner)[0]
-                tasks += [
-                    (
-                        self._read,
-                        (chunk.file, start + first, view[first : first + _PIECE_BYTES], progress),
-                    )
+                chunk, start = segment.chunk, segment.chunk.start
+                if not segment.is_whole:
+                    start += _span(segment.entry, chunk, segment.inner)[0]
+                view = byte_view(target)
+                direct[chunk.file] += [
+                    (start + first, view[first : first + _PIECE_BYTES])
                     for first in range(0, len(view), _PIECE_BYTES)
                 ]
             else:
                 tasks += [
-                    (self._copy, (segment, part, target, progress))
+                    partial(self._copy, segment, part, target, progress)
                     for part in _parts(segment, self._limit_bytes)
                 ]
-        self._run(tasks)
+        for name, views in direct.items():
+            views.sort(key=itemgetter(0))
+            starts = np.array([start for start, _ in views], np.uint64)
+            sizes = np.array([len(view) for _, view in views], np.uint64)
+            tasks += [
+                partial(self._read, name, views[piece], progress)
+                for piece in _pieces(starts, sizes, _PIECE_BYTES)
+            ]
+        return tasks
 
-    def _read(
-        self, name: str, offset: int, into: memoryview, progress: Callable[[int], None] | None
-    ) -> None:
-        self._folder.read(name, offset, into)
+    def _read(self, name: str, views: list[tuple[int, memoryview]], progress: Progress) -> None:
+        """Fill ``views``, which are close together in the file, by one call."""
+        end = first = views[0][0]
+        into: list[memoryview] = []
+        for start, view in views:
+            if start > end:
+                into.append(_gap[: start - end])
+            into.append(view)
+            end = start + len(view)
+        self.folder.read(name, first, *into)
         if progress is not None:
-            progress(len(into))
+            progress(sum(len(view) for _, view in views))
 
-    def _copy(
-        self,
-        segment: Segment,
-        part: Box,
-        target: torch.Tensor,
-        progress: Callable[[int], None] | None,
-    ) -> None:
+    def _copy(self, segment: Segment, part: Box, target: torch.Tensor, progress: Progress) -> None:
         """Copy the elements of ``part`` out of its span."""
         chunk = segment.chunk
         start, end = _span(segment.entry, chunk, part)
         data = self._bytes(chunk.file, chunk.start + start, end - start, target.element_size())
         _, _, strides = contiguous_runs(part, chunk.box, chunk.strides)
         found = data.view(target.dtype).as_strided(part.sizes, strides)
-        within = tuple(
-            slice(a - b, a - b + size)
-            for a, b, size in zip(part.offsets, segment.inner.offsets, part.sizes, strict=True)
-        )
         with torch.inference_mode(target.is_inference()), torch.no_grad():
-            target[within].copy_(found)
+            target[within(part, segment.inner)].copy_(found)
         if progress is not None:
             progress(part.numel * segment.entry.dtype.itemsize)
 
@@ -355,20 +408,22 @@ class ChunkReader:
         into this thread's buffer.
         """
         if offset % itemsize == 0:
-            mapped = self._folder.map(name, offset, size)
+            mapped = self.folder.map(name, offset, size)
             if mapped is not None:
                 return torch.frombuffer(mapped, dtype=torch.uint8)
-        self._folder.read(name, offset, self._buffer(size))
-        buffer: torch.Tensor = self._local.buffer
+        buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8)
+        self.folder.read(name, offset, byte_view(buffer)[:size])
         return buffer[:size]
 
     def _run(self, tasks: Sequence[Task]) -> None:
         """Run all tasks; the first error, in their order, cancels the rest."""
         if len(tasks) == 1:
-            tasks[0][0](*tasks[0][1])
+            tasks[0]()
             return
         with ThreadPoolExecutor(self._threads, "torchrelay-checkpoint") as pool:
-            futures = [pool.submit(function, *arguments) for function, arguments in tasks]
+            futures = [pool.submit(task) for task in tasks]
             try:
                 for future in futures:
                     future.result()
@@ -379,22 +434,35 @@ class ChunkReader:
 
 def _is_direct(segment: Segment, target: torch.Tensor) -> bool:
     """Return whether the bytes of the file are those of the tensor, contiguously."""
-    _, run, _ = contiguous_runs(segment.inner, segment.chunk.box, segment.chunk.strides)
+    chunk = segment.chunk
+    if not segment.is_whole or chunk.strides is not None:
+        _, run, _ = contiguous_runs(segment.inner, chunk.box, chunk.strides)
+        if run != segment.inner.numel:
+            return False
     return (
-        run == segment.inner.numel
-        and target.device.type == "cpu"
+        target.device.type == "cpu"
         and target.is_contiguous()
         and not (target.is_conj() or target.is_neg())
     )
 
 
-def _ranges(numbers: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of consecutive numbers as [first, end), each of at most ``longest``."""
-    first = 0
-    for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1 or i - first == longest:
-            yield numbers[first], numbers[i - 1] + 1
-            first = i
+def _pieces(starts: Sizes, sizes: Sizes, limit_bytes: int) -> Iterator[slice]:
+    """Yield slices of ascending byte ranges that are close together, of at most ``limit_bytes``, or
+    of one range.
+    """
+    if not len(starts):
+        return
+    ends = np.maximum.accumulate(starts + sizes)
+    apart = (starts[1:] < ends[:-1]) | (starts[1:] - ends[:-1] > _GAP_BYTES)
+    for begin, end in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]):
+        first = begin
+        while first < end:
+            reach = int(
+                np.searchsorted(ends[:end], starts[first] + np.uint64(limit_bytes), "right")
+            )
+            stop = min(max(reach, first + 1), first + _PIECE_PARTS, end)
+            yield slice(first, stop)
+            first = stop
 
 
 def warn_without_checksums(manifest: Manifest, location: str) -> None:
@@ -407,9 +475,7 @@ def warn_without_checksums(manifest: Manifest, location: str) -> None:
         )
 
 
-def whole_segments(manifest: Manifest) -> Iterator[Segment]:
-    """Return segments for all tensors of a checkpoint."""
-    for key, entry in manifest.tensors.items():
-        for chunk in entry.chunks:
-            if chunk.box.numel:
-                yield Segment(key, entry, chunk, chunk.box)
+def check_verify(verify: str) -> None:
+    """Raise ArgumentError unless ``verify`` is one of the ways to verify a load."""
+    if verify not in _VERIFY:
+        raise ArgumentError(f"verify = {verify!r}: it must be one of {', '.join(_VERIFY)}")

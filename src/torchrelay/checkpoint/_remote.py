@@ -16,10 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
+
 from torchrelay import _native
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._failures import not_shared, removed_error
 from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._storage import Sizes
 from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME
 from torchrelay.errors import CorruptionError, StorageError, TorchRelayError, UnavailableError
 
@@ -93,22 +96,31 @@ class RemoteFolder:
         self._was_read = True
         return size
 
-    def read(self, name: str, offset: int, into: memoryview) -> None:
-        if not len(into):
-            return
-        where = f"{self.location}/{name}"
-        with self._errors(f"reading {where} at byte {offset}"):
-            data = self._fs.cat_file(f"{self._root}/{name}", start=offset, end=offset + len(into))
-        if len(data) != len(into):
-            raise CorruptionError(
-                f"{where}: the file ends at byte {offset + len(data)}, before it should"
-            )
-        into[:] = data
+    def read(self, name: str, offset: int, *into: memoryview) -> None:
+        data = self._read(name, offset, offset + sum(map(len, into)))
+        done = 0
+        for piece in into:
+            piece[:] = data[done : done + len(piece)]
+            done += len(piece)
 
-    def checksums(self, name: str, offset: int, size_bytes: int, block_bytes: int) -> bytes:
-        data = bytearray(size_bytes)
-        self.read(name, offset, memoryview(data))
-        return _native.crc32c_blocks(data, block_bytes)
+    def _read(self, name: str, start: int, end: int) -> memoryview:
+        if start == end:
+            return memoryview(b"")
+        where = f"{self.location}/{name}"
+        with self._errors(f"reading {where} at byte {start}"):
+            data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=end)
+        if len(data) != end - start:
+            raise CorruptionError(
+                f"{where}: the file ends at byte {start + len(data)}, before it should"
+            )
+        return memoryview(data)
+
+    def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
+        first = int(starts[0])
+        data = self._read(name, first, int(starts[-1] + sizes[-1]))
+        ranges = zip((starts - first).tolist(), sizes.tolist(), strict=True)
+        found = [_native.crc32c(data[start : start + size]) for start, size in ranges]
+        return np.array(found, "<u4").tobytes()
 
     def map(self, name: str, offset: int, size_bytes: int) -> None:
         return None
@@ -126,11 +138,12 @@ class _RemoteSink:
             self._file = fs.open(path, "wb")
         self._done = 0
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, *data: memoryview) -> None:
         assert offset == self._done, "objects are written from their first byte to their last"
         with remote_errors(f"writing {self._where} at byte {offset}"):
-            self._file.write(data)
-        self._done += len(data)
+            for piece in data:
+                self._file.write(piece)
+                self._done += len(piece)
 
     def close(self) -> None:
         with remote_errors(f"writing {self._where}"):
@@ -164,10 +177,12 @@ class RemoteTransaction:
             self._fs.pipe_file(f"{self._root}/{_MARKER}", self._id.encode())
             return self._id
 
-    def join(self, save_id: str) -> None:
+    def seen_id(self) -> str:
         with remote_errors(f"reading {self.location}/{_MARKER}"):
-            if _content(self._fs, f"{self._root}/{_MARKER}") != save_id.encode():
-                raise StorageError(errno.ENOENT, not_shared(self.location))
+            found = _content(self._fs, f"{self._root}/{_MARKER}")
+        if found is None:
+            raise StorageError(errno.ENOENT, not_shared(self.location))
+        return found.decode(errors="replace")
 
     def _check_target(self, names: list[str]) -> None:
         """Check that there is nothing, or what an interrupted save has left.

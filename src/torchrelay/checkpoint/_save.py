@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint._assemble import Description, PartRecord, assemble, record_of
-from torchrelay.checkpoint._catalog import Keep, check_keep, retain
-from torchrelay.checkpoint._group import Group, group_of
-from torchrelay.checkpoint._inventory import Inventory, agree, sources_of, take_inventory
+from torchrelay.checkpoint._catalog import Keep
+from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._inventory import gather_inventory, sources_of
 from torchrelay.checkpoint._progress import Progress, tracking
-from torchrelay.checkpoint._storage import Path, open_transaction, split
-from torchrelay.checkpoint._write import MAX_STAGING_BYTES, default_threads, write_part
-from torchrelay.errors import ArgumentError
+from torchrelay.checkpoint._saving import SaveOptions, Saving
+from torchrelay.checkpoint._storage import Path
+from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_count", "gather_inventory", "save"]
+__all__ = ["save"]
 
 
 def save(
@@ -65,70 +63,22 @@ def save(
             way.
         PeerLostError: a rank died. The checkpoint that was at ``path`` before is intact.
     """
-    threads = check_count("threads", threads, default_threads())
-    rule = check_keep(keep, path)
-    check_count("max_staging_bytes", max_staging_bytes, 1)
+    saving = Saving(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
     ranks = group_of(group, no_dist)
     mine, everyone = gather_inventory(state, ranks)
     sources = sources_of(mine, everyone, ranks)
-    transaction = open_transaction(path, fsync=fsync)
-    _, name = split(path)
 
-    def write() -> PartRecord:
-        transaction.join(save_id)
+    def write() -> Part:
+        saving.check_shared(saving.transaction.seen_id(), save_id)
         size_bytes = sum(source.size_bytes for source in sources)
         with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
-            part = write_part(
-                transaction,
-                ranks.global_rank,
-                sources,
-                threads=threads,
-                checksum=checksum,
-                max_staging_bytes=max_staging_bytes,
-                progress=advance,
-            )
-        return record_of(part)
+            return saving.write(ranks.global_rank, sources, advance)
 
-    save_id = ranks.coordinate(transaction.begin)
+    save_id = ranks.coordinate(saving.transaction.begin)
     try:
-        ranks.conclude(
-            write, lambda records: transaction.commit(*assemble(everyone, records, name=name))
-        )
+        ranks.conclude(write, lambda parts: saving.commit(everyone, parts))
     finally:
         if ranks.is_coordinator:
-            transaction.discard()  # does nothing after a commit
-    if rule is not None:
-        ranks.coordinate(lambda: retain(path, rule))
-
-
-def check_count(name: str, value: int | None, default: int) -> int:
-    """Return ``value``, or the default for None.
-
-    Raises:
-        ArgumentError: it is less than 1.
-    """
-    if value is None:
-        return default
-    if value < 1:
-        raise ArgumentError(f"{name} must be at least 1, not {value}")
-    return value
-
-
-def gather_inventory(
-    state: Any, ranks: Group, before: Callable[[], None] = lambda: None
-) -> tuple[Inventory, list[Description]]:
-    """Return this rank's inventory, and the descriptions of all ranks (see :func:`agree`).
-
-    An error on one rank is raised on all.
-
-    ``before`` is called first, in the same round of messages.
-    """
-    found: list[Inventory] = []
-
-    def take() -> bytes:
-        before()
-        found.append(take_inventory(state))
-        return found[0].description.fingerprint()
-
-    fingerprints = ranks.together(take)
-    return found[0], agree(found[0].description, fingerprints, ranks)
+            saving.transaction.discard()  # does nothing after a commit
+    if saving.retains:
+        ranks.coordinate(saving.retain)

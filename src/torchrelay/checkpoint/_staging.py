@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from torchrelay.buffers import Segment
-from torchrelay.checkpoint._tensors import plain
+from torchrelay.checkpoint._tensors import byte_view, plain
 from torchrelay.checkpoint._write import Source
 
 __all__ = ["Staging"]
 
 _logger = logging.getLogger("torchrelay.checkpoint")
 _ALIGNMENT = 64
+_SMALL_BYTES = 256 << 10  # of a copy that is not worth several threads
 
 
 class Staging:
@@ -44,9 +45,14 @@ class Staging:
             end = -(-(end + source.size_bytes) // _ALIGNMENT) * _ALIGNMENT
         devices = {source.tensor.device for source in sources if source.tensor.is_cuda}
         is_new = self.reserve(end, locked=bool(devices))
+        if self._segment is None:
+            return starts, is_new  # there are no bytes
+        whole = byte_view(self._segment.tensor((self._segment.size_bytes,), torch.uint8))
         with torch.no_grad():
             for source, start in zip(sources, starts, strict=True):
-                assert self._segment is not None
+                if not source.copies and source.size_bytes <= _SMALL_BYTES:
+                    whole[start : start + source.size_bytes] = source.data()
+                    continue
                 target = self._segment.tensor(source.box.sizes, source.tensor.dtype, start)
                 target.copy_(plain(source.tensor), non_blocking=source.tensor.is_cuda)
         for device in devices:

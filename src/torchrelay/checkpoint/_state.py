@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +37,7 @@ class Index(int):
     """A position in a list, as distinct from an integer key of a dictionary."""
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A value of a nested state. ``path`` has the caller's own keys and indices."""
 
     path: tuple[Any, ...]
@@ -62,7 +61,11 @@ class Subclass:
 
 def is_stateful(value: Any) -> bool:
     """Return whether ``value`` has a state dict, as modules and optimizers do."""
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return (
+        not isinstance(value, torch.Tensor)
+        and hasattr(value, "state_dict")
+        and hasattr(value, "load_state_dict")
+    )
 
 
 def key_of(path: tuple[Any, ...]) -> str:
@@ -116,7 +119,9 @@ def _visit(found: dict[str, Leaf], path: tuple[Any, ...], value: Any) -> None:
         raise ArgumentError(
             f"{key_of(path[:3])}...: the state is nested more than {MAX_DEPTH} levels deep"
         )
-    if is_stateful(value):
+    if isinstance(value, torch.Tensor):
+        _visit_tensor(found, path, value)
+    elif is_stateful(value):
         _add(found, Leaf(path, value))
     elif isinstance(value, Mapping):
         for name, item in value.items():
@@ -124,13 +129,12 @@ def _visit(found: dict[str, Leaf], path: tuple[Any, ...], value: Any) -> None:
     elif isinstance(value, list | tuple) and _is_nested(value):
         for index, item in enumerate(value):
             _visit(found, (*path, Index(index)), item)
-    elif isinstance(value, torch.Tensor):
-        _visit_tensor(found, path, _torch.waited(value))
     else:
         _add(found, Leaf(path, value))
 
 
 def _visit_tensor(found: dict[str, Leaf], path: tuple[Any, ...], tensor: torch.Tensor) -> None:
+    tensor = _torch.waited(tensor)
     is_plain = _torch.sharding_of(tensor) == "plain" and not tensor.is_nested
     parts = _torch.parts_of(tensor) if is_plain else None
     if parts is None:

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchrelay.errors import ArgumentError
 
 __all__ = [
@@ -13,6 +16,7 @@ __all__ = [
     "Note",
     "Path",
     "Sink",
+    "Sizes",
     "Transaction",
     "local_path",
     "open_folder",
@@ -22,6 +26,7 @@ __all__ = [
 ]
 
 Path = str | bytes | os.PathLike[str]
+Sizes = NDArray[np.uint64]  # of bytes
 
 
 class Folder(Protocol):
@@ -51,16 +56,16 @@ class Folder(Protocol):
             StorageError: the checkpoint was removed meanwhile.
         """
 
-    def read(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``offset``. Blocks.
+    def read(self, name: str, offset: int, *into: memoryview) -> None:
+        """Fill ``into``, one after another, with the bytes from ``offset``. Blocks.
 
         Raises:
             CorruptionError: the file ends before.
             StorageError: it cannot be read.
         """
 
-    def checksums(self, name: str, offset: int, size_bytes: int, block_bytes: int) -> bytes:
-        """Return the CRC32C of each block of a range, 4 little-endian bytes each. Blocks.
+    def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
+        """Return the CRC32C of byte ranges, in ascending order, 4 little-endian bytes each. Blocks.
 
         Raises:
             As :meth:`read`.
@@ -79,8 +84,8 @@ class Folder(Protocol):
 class Sink(Protocol):
     """A data file that is being written."""
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data``. Blocks. Offsets ascend without gaps where
+    def write(self, offset: int, *data: memoryview) -> None:
+        """Write all of ``data``, one after another. Blocks. Offsets ascend without gaps where
         ``Transaction.sequential``.
         """
 
@@ -112,17 +117,18 @@ class Transaction(Protocol):
     def begin(self) -> str:
         """Create the folder, and remove what an interrupted save has left. Coordinator only.
 
-        Returns the id of the save, for :meth:`join`.
+        Returns the id of the save, which :meth:`seen_id` returns on every rank.
 
         Raises:
             StorageError: another save to this path is in progress, or the path cannot be written.
         """
 
-    def join(self, save_id: str) -> None:
-        """Check that this rank sees the folder that the coordinator created.
+    def seen_id(self) -> str:
+        """Return the id of the save that is under way where this rank writes.
 
         Raises:
-            StorageError: it does not: the path is another, or on a file system of its own.
+            StorageError: there is none: the path is another than the coordinator's, or on a file
+                system of its own.
         """
 
     def create(self, name: str) -> Sink: ...

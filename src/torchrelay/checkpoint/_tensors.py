@@ -5,8 +5,7 @@ filled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +21,7 @@ __all__ = [
     "check_memory",
     "check_target",
     "dtype_of",
+    "is_ordinary",
     "is_waiting",
     "memory_of",
     "plain",
@@ -30,8 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """A block of a tensor in this process's memory.
 
     ``positions`` are the places in the tensor's mesh that have the same block; None: every rank
@@ -43,8 +42,7 @@ class Shard:
     positions: tuple[int, ...] | None
 
 
-@dataclass(frozen=True)
-class TensorState:
+class TensorState(NamedTuple):
     """A tensor of the state.
 
     ``layout`` is equal on all ranks if they shard the tensor in the same way, be it over different
@@ -58,6 +56,14 @@ class TensorState:
     mesh: tuple[int, ...] = ()
 
 
+_DTYPES = {getattr(torch, name): dtype for name, dtype in DTYPES.items()}
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is of no subclass, so that it is neither deferred nor sharded."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
     """Return how the dtype of ``tensor`` is stored.
 
@@ -69,8 +75,7 @@ def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
             f"{key}: the tensor has no shape before the first call of its lazy module; call the "
             "module once"
         )
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    if tensor.dtype not in _DTYPES:
         raise UnsupportedError(f"{key}: a checkpoint cannot hold tensors of {tensor.dtype}")
     if _torch.sharding_of(tensor) == "plain" and tensor.is_nested:
         raise UnsupportedError(
@@ -81,7 +86,7 @@ def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
         raise UnsupportedError(
             f"{key}: a checkpoint holds strided tensors, not {tensor.layout}; save its parts"
         )
-    return DTYPES[name]
+    return _DTYPES[tensor.dtype]
 
 
 def check_memory(key: str, tensor: torch.Tensor) -> None:
@@ -92,6 +97,8 @@ def check_memory(key: str, tensor: torch.Tensor) -> None:
         DeferredError: it is deferred or fake.
         UnsupportedError: it is a wrapper around other tensors.
     """
+    if is_ordinary(tensor) and tensor.data_ptr():
+        return
     kind = type(tensor).__name__
     if is_deferred(tensor) or isinstance(tensor, fake.FakeTensor) or _torch.is_fake(tensor):
         raise DeferredError(
@@ -131,6 +138,8 @@ def check_target(key: str, tensor: torch.Tensor) -> None:
         DeferredError, UnsupportedError: as for :func:`check_memory`.
     """
     check_memory(key, tensor)
+    if tensor.is_contiguous():
+        return
     end = 1  # one past the last element of the dimensions before
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -151,8 +160,8 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
         return (id(tensor),)
     if not tensor.numel() or not _has_address(tensor):
         return None
-    view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (str(tensor.device), tensor.data_ptr(), *view)
+    view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *view)
 
 
 def tensor_state(key: str, tensor: torch.Tensor) -> TensorState:
@@ -206,7 +215,7 @@ def _distributed(key: str, tensor: Any, dtype: Dtype, shape: tuple[int, ...]) ->
 
 def is_waiting(value: Any) -> bool:
     """Return whether ``value`` is a deferred tensor, or a DTensor over one."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or is_ordinary(value):
         return False
     return is_deferred(value) or is_deferred(getattr(value, "_local_tensor", value))
 
@@ -231,4 +240,7 @@ def source_data(tensor: torch.Tensor) -> tuple[Callable[[], memoryview], bool]:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` without its class and without lazy conjugation or negation."""
-    return tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    return tensor.resolve_conj().resolve_neg()

@@ -13,21 +13,17 @@ from typing import Any
 import torch
 
 from torchrelay._torch import flat_bytes
-from torchrelay.checkpoint._boxes import BoxIndex
-from torchrelay.checkpoint._foreign import open_checkpoint
 from torchrelay.checkpoint._local import storage_errors
-from torchrelay.checkpoint._read import ChunkReader, segments_of
+from torchrelay.checkpoint._read import ChunkReader, segments_of, within
 from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
-from torchrelay.checkpoint._types import Box, Manifest
+from torchrelay.checkpoint._types import Box
 from torchrelay.checkpoint._values import decode
-from torchrelay.checkpoint._write import default_threads
 from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError
 
 __all__ = ["FORMATS", "convert", "differences", "read_state"]
 
 FORMATS = ("torchrelay", "dcp", "safetensors", "torch")
-_BUFFER_BYTES = 64 << 20
 # A zip archive, or the pickled magic number of files from before torch 1.6.
 _TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 
@@ -49,21 +45,27 @@ def read_state(path: str, wanted: Callable[[str], bool] = lambda key: True) -> d
             if wanted(key):
                 insert(state, leaf.path, leaf.value)
         return state
-    folder, manifest = open_checkpoint(
-        path, lambda folder, found: _reader(folder, found).check_files(found.files)
-    )
-    with closing(folder):
-        reader = _reader(folder, manifest)
-        for key, value in manifest.objects.items():
-            if wanted(key):
-                insert(state, leaf_path(manifest.paths.get(key, (key,))), decode(key, value))
-        for key in manifest.tensors:
-            if wanted(key):
-                insert(
-                    state,
-                    leaf_path(manifest.paths.get(key, (key,))),
-                    _read_tensor(reader, manifest, key),
-                )
+    reader = ChunkReader.open(path, lambda reader: reader.check_files(reader.manifest.files))
+    with closing(reader):
+        objects, tensors = reader.manifest.objects, reader.manifest.tensors
+        values = {key: decode(key, value) for key, value in objects.items() if wanted(key)}
+        entries = {key: entry for key, entry in tensors.items() if wanted(key)}
+        segments = [
+            segment
+            for key, entry in entries.items()
+            for segment in segments_of(key, entry, Box.whole(entry.shape))
+        ]
+        reader.verify(segments)
+        values |= {
+            key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+            for key, entry in entries.items()
+        }
+        reader.fill(
+            (segment, values[segment.key][within(segment.inner, Box.whole(segment.entry.shape))])
+            for segment in segments
+        )
+        for key, value in values.items():
+            insert(state, leaf_path(reader.manifest.paths.get(key, (key,))), value)
         return state
 
 
@@ -73,29 +75,6 @@ def _is_torch_file(path: str) -> bool:
         return False
     with storage_errors(f"reading {path}"), open(path, "rb") as file:
         return file.read(max(map(len, _TORCH_STARTS))).startswith(_TORCH_STARTS)
-
-
-def _reader(folder: Any, manifest: Manifest) -> ChunkReader:
-    return ChunkReader(folder, manifest, threads=default_threads(), max_buffer_bytes=_BUFFER_BYTES)
-
-
-def _read_tensor(reader: ChunkReader, manifest: Manifest, key: str) -> torch.Tensor:
-    entry = manifest.tensors[key]
-    index = BoxIndex([chunk.box for chunk in entry.chunks])
-    segments = segments_of(key, entry, Box.whole(entry.shape), index)
-    reader.verify(segments)
-    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
-    reader.fill(
-        [
-            (
-                segment,
-                tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))],
-            )
-            for segment in segments
-            for box in [segment.inner]
-        ]
-    )
-    return tensor
 
 
 def _read_torch(path: str) -> dict[str, Any]:

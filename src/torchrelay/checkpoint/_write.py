@@ -1,7 +1,7 @@
-"""Writes one rank's data files: layout, checksums and writes in threads. Imports no torch.
+"""Writing of a rank's data files: layout, checksums and writes in threads. Imports no torch.
 
 The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous
-one).
+one). Sources that follow one another in a file are written together, as one batch.
 """
 
 from __future__ import annotations
@@ -9,25 +9,28 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torchrelay import _native
-from torchrelay.checkpoint._data_file import PADDING, Layout, Wanted, lay_out
+from torchrelay.checkpoint._data_file import ALIGNMENT, PADDING, Wanted, lay_out
+from torchrelay.checkpoint._manifest import chunk_text
+from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Sink, Transaction
-from torchrelay.checkpoint._types import BLOCK_BYTES, Box, Chunk, DataFile, Dtype
+from torchrelay.checkpoint._types import BLOCK_BYTES, Box, DataFile, Dtype
 
-__all__ = ["MAX_STAGING_BYTES", "Part", "Source", "default_threads", "write_part"]
+__all__ = ["MAX_STAGING_BYTES", "ChunkRecord", "Part", "Source", "default_threads", "write_part"]
 
-_PIECE_BYTES = 16 << 20  # written by one call; a multiple of BLOCK_BYTES
+_BATCH_BYTES = 16 << 20  # written by one call; a multiple of BLOCK_BYTES
+_BATCH_PIECES = 1000  # of one call; Linux takes 1,024 with their paddings
 MAX_STAGING_BYTES = 1 << 30
+_ZEROS = memoryview(bytes(ALIGNMENT))
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
+class Source(NamedTuple):
     """A chunk to write. ``data`` returns its bytes when they are needed, as a copy if ``copies``.
 
     ``keys`` has more than one name if tied tensors share the chunk. ``tensor`` is the tensor it
@@ -38,13 +41,10 @@ class Source:
     dtype: Dtype
     shape: tuple[int, ...]
     box: Box
+    size_bytes: int
     data: Callable[[], memoryview]
     copies: bool = False
     tensor: Any = None
-
-    @property
-    def size_bytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
 
     @property
     def name(self) -> str:
@@ -55,12 +55,26 @@ class Source:
         return f"{key}@{','.join(map(str, self.box.offsets))}"
 
 
-@dataclass(frozen=True)
-class Part:
-    """The result of one rank: its files, and the chunk of each source."""
+class ChunkRecord(NamedTuple):
+    """A chunk that was written: the keys that share it, its place, and its entry in the
+    manifest.
+    """
 
-    files: dict[str, DataFile]
-    chunks: list[tuple[Source, Chunk]]
+    keys: tuple[str, ...]
+    box: Box
+    text: str
+
+
+@dataclass
+class Part:
+    """What one rank has written, for the coordinator. With DCP's planner also its encoded values by
+    key, and the id of the save that it has seen.
+    """
+
+    files: dict[str, DataFile] = field(default_factory=dict)
+    chunks: list[ChunkRecord] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    seen_id: str = ""
 
 
 def default_threads() -> int:
@@ -90,38 +104,33 @@ def write_part(
     Raises:
         StorageError: a file cannot be written.
     """
-    files: dict[str, DataFile] = {}
-    chunks: list[tuple[Source, Chunk]] = []
     budget = _Budget(max_staging_bytes)
+    with no_collection():
+        writers = [
+            _FileWriter(
+                transaction, f"data-{rank:05d}-{number:05d}.safetensors", group, checksum, budget
+            )
+            for number, group in enumerate(_grouped(sources, transaction.max_file_bytes))
+        ]
     with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
-        writers = []
-        for number, group in enumerate(_grouped(sources, transaction.max_file_bytes)):
-            name = f"data-{rank:05d}-{number:05d}.safetensors"
-            writer = _FileWriter(transaction, name, group, checksum, budget)
-            writers.append((writer, writer.start(pool, progress)))
+        futures: list[Future[None]] = []
         try:
-            for _, futures in writers:
-                _wait(futures)
-            for finished in [pool.submit(writer.finish) for writer, _ in writers]:
+            for writer in writers:
+                futures += writer.start(pool, progress)
+            for future in futures:
+                future.result()
+            for finished in [pool.submit(writer.finish) for writer in writers]:
                 finished.result()
         except BaseException:
-            for _, futures in writers:
-                for future in futures:
-                    future.cancel()
-            wait([future for _, futures in writers for future in futures])
-            for writer, _ in writers:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            for writer in writers:
                 writer.abort()
             raise
-    for writer, _ in writers:
-        files[writer.name] = writer.file
-        chunks += writer.chunks
-    return Part(files, chunks)
-
-
-def _wait(futures: Sequence[Future[None]]) -> None:
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in done:
-        future.result()
+    files = {writer.name: writer.file for writer in writers}
+    with no_collection():
+        return Part(files, [chunk for writer in writers for chunk in writer.chunks()])
 
 
 def _grouped(sources: Sequence[Source], limit_bytes: int) -> Iterator[list[Source]]:
@@ -160,6 +169,15 @@ class _Budget:
                 self._changed.notify_all()
 
 
+class _Piece(NamedTuple):
+    """The bytes [first, end) of a source, and how many of padding follow them."""
+
+    source: int  # its index
+    first: int
+    end: int
+    padding: int
+
+
 class _FileWriter:
     """One data file: its layout, and the tasks that write it."""
 
@@ -176,63 +194,68 @@ class _FileWriter:
         self._transaction = transaction
         self._sources = sources
         self._checksum = checksum
-        names = _unique([source.name for source in sources])
-        wanted = [
-            Wanted(stored, source.dtype, source.box.sizes)
-            for stored, source in zip(names, sources, strict=True)
-        ]
-        self._layout: Layout = lay_out(wanted)
-        self.file = DataFile(
-            self._layout.size_bytes, len(self._layout.header), _native.crc32c(self._layout.header)
+        self._names = _unique([source.name for source in sources])
+        self._layout = lay_out(
+            [
+                Wanted(stored, source.dtype, source.box.sizes, source.size_bytes)
+                for stored, source in zip(self._names, sources, strict=True)
+            ]
         )
-        self._names = names
-        self._checksums: list[dict[int, bytes]] = [{} for _ in sources]
+        header = self._layout.header
+        self.file = DataFile(self._layout.size_bytes, len(header), _native.crc32c(header))
+        self._checksums: dict[tuple[int, int], bytes] = {}
         self._sink: Sink | None = None
 
     def start(self, pool: ThreadPoolExecutor, progress: Progress | None) -> list[Future[None]]:
         """Start writing; every future returned must be done before :meth:`finish`."""
         if self._transaction.sequential:
             return [pool.submit(self._write_in_order, progress)]
+        self._create()
+        return [pool.submit(self._write, batch, progress) for batch in self._batches()]
+
+    def _create(self) -> None:
         self._sink = self._transaction.create(self.name)
         self._sink.write(0, memoryview(self._layout.header))
-        for start, length in self._layout.paddings:
-            self._sink.write(start, memoryview(bytes(length)))
-        return [
-            pool.submit(self._write_source, index, pieces, progress)
-            for index, source in enumerate(self._sources)
-            for pieces in (
-                [_pieces(source)] if source.copies else [[first] for first in _pieces(source)]
-            )
-        ]
-
-    def _write_source(self, index: int, pieces: Sequence[int], progress: Progress | None) -> None:
-        source = self._sources[index]
-        with self._budget.spent(source.size_bytes if source.copies else 0):
-            data = source.data()
-            for first in pieces:
-                self._write_piece(index, data, first, progress)
-
-    def _write_piece(
-        self, index: int, data: memoryview, first: int, progress: Progress | None
-    ) -> None:
-        piece = data[first : first + _PIECE_BYTES]
-        if self._checksum:
-            self._checksums[index][first] = _native.crc32c_blocks(piece, BLOCK_BYTES)
-        assert self._sink is not None
-        self._sink.write(self._layout.starts[index] + first, piece)
-        if progress is not None:
-            progress(len(piece))
 
     def _write_in_order(self, progress: Progress | None) -> None:
-        self._sink = self._transaction.create(self.name)
-        self._sink.write(0, memoryview(self._layout.header))
-        paddings = dict(self._layout.paddings)
-        for index in sorted(range(len(self._sources)), key=self._layout.starts.__getitem__):
+        self._create()
+        for batch in self._batches():
+            self._write(batch, progress)
+
+    def _batches(self) -> Iterator[list[_Piece]]:
+        """Yield the pieces of each batch, in the order of the file."""
+        batch: list[_Piece] = []
+        size = 0
+        for place, index in enumerate(self._layout.order):
             source = self._sources[index]
-            self._write_source(index, _pieces(source), progress)
-            end = self._layout.starts[index] + source.size_bytes
-            if source.size_bytes and end in paddings:
-                self._sink.write(end, memoryview(bytes(paddings.pop(end))))
+            # A source that copies itself is not divided, so that it does so only once.
+            step = source.size_bytes if source.copies else _BATCH_BYTES
+            for first in range(0, source.size_bytes, max(1, step)):
+                end = min(first + step, source.size_bytes)
+                if batch and (size + end - first > _BATCH_BYTES or 2 * len(batch) >= _BATCH_PIECES):
+                    yield batch
+                    batch, size = [], 0
+                padding = self._layout.paddings[place] if end == source.size_bytes else 0
+                batch.append(_Piece(index, first, end, padding))
+                size += end - first
+        if batch:
+            yield batch
+
+    def _write(self, batch: list[_Piece], progress: Progress | None) -> None:
+        copied = sum(p.end - p.first for p in batch if self._sources[p.source].copies)
+        with self._budget.spent(copied):
+            views: list[memoryview] = []
+            for index, first, end, padding in batch:
+                data = self._sources[index].data()[first:end]
+                if self._checksum:
+                    self._checksums[index, first] = _native.crc32c_blocks(data, BLOCK_BYTES)
+                views.append(data)
+                if padding:
+                    views.append(_ZEROS[:padding])
+            assert self._sink is not None
+            self._sink.write(self._layout.starts[batch[0].source] + batch[0].first, *views)
+        if progress is not None:
+            progress(sum(piece.end - piece.first for piece in batch))
 
     def finish(self) -> None:
         """Wait until the file is durable."""
@@ -243,27 +266,15 @@ class _FileWriter:
         if self._sink is not None:
             self._sink.abort()
 
-    @property
-    def chunks(self) -> list[tuple[Source, Chunk]]:
-        return [
-            (
-                source,
-                Chunk(
-                    source.box,
-                    self.name,
-                    name,
-                    start,
-                    b"".join(checksums[first] for first in sorted(checksums)),
-                ),
-            )
-            for source, name, start, checksums in zip(
-                self._sources, self._names, self._layout.starts, self._checksums, strict=True
-            )
-        ]
-
-
-def _pieces(source: Source) -> range:
-    return range(0, source.size_bytes, _PIECE_BYTES)
+    def chunks(self) -> Iterator[ChunkRecord]:
+        """Return the record of each source, once the file is written."""
+        checksums: list[bytes] = [b""] * len(self._sources)
+        for (index, _), found in sorted(self._checksums.items()):
+            checksums[index] += found
+        places = zip(self._sources, self._names, self._layout.starts, checksums, strict=True)
+        for source, name, start, found in places:
+            text = chunk_text(source.box, self.name, name, start, found, source.size_bytes)
+            yield ChunkRecord(source.keys, source.box, text)
 
 
 def _unique(names: Sequence[str]) -> list[str]:

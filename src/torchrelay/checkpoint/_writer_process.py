@@ -11,106 +11,86 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from torchrelay import _native
-from torchrelay.checkpoint._assemble import (
-    ChunkRecord,
-    Description,
-    PartRecord,
-    TensorDescription,
-    assemble,
-    record_of,
-)
-from torchrelay.checkpoint._catalog import Keep, retain
-from torchrelay.checkpoint._failures import describe, rebuild
-from torchrelay.checkpoint._storage import Transaction, open_transaction, split
-from torchrelay.checkpoint._types import DTYPES, Box, DataFile
-from torchrelay.checkpoint._write import Source, write_part
-from torchrelay.errors import OperationTimeoutError, PeerLostError
+from torchrelay.checkpoint._failures import described
+from torchrelay.checkpoint._saving import Description, SaveOptions, Saving
+from torchrelay.checkpoint._types import Box, DataFile, Dtype
+from torchrelay.checkpoint._write import ChunkRecord, Part, Source
+from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
-__all__ = ["receive", "send"]
+__all__ = ["Job"]
 
 _POLL_S = 0.02
-_MAX_FDS = 2
+# keys, dtype, shape and box of what is staged, its size in bytes, and where it begins
+Staged = tuple[tuple[str, ...], Dtype, tuple[int, ...], Box, int, int]
 
 
-def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send a message and duplicates of the descriptors ``fds``."""
-    data = json.dumps(message).encode()
-    header = len(data).to_bytes(8, "little")
-    if fds:
-        socket.send_fds(sock, [header], list(fds))
-    else:
-        sock.sendall(header)
-    sock.sendall(data)
-
-
-def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the next message and its descriptors. Blocks.
-
-    Raises:
-        EOFError: the other end is closed.
+@dataclass(frozen=True)
+class Job:
+    """A save, as a trainer sends it to its writer process. File descriptors follow: of the staging
+    memory if it is new, and those of the transaction.
     """
-    header, fds, _, _ = socket.recv_fds(sock, 8, _MAX_FDS)
-    header += _exactly(sock, 8 - len(header)) if header else b""
-    if not header:
-        raise EOFError
-    message: dict[str, Any] = json.loads(_exactly(sock, int.from_bytes(header, "little")))
-    return message, list(fds)
 
+    path: str
+    options: SaveOptions
+    save_id: str
+    ranks: Sequence[int]
+    index: int  # of this rank among them
+    sources: Sequence[Staged]
+    everyone: Sequence[Description]  # for the coordinator
+    timeout_s: float
+    new_staging: bool
+    descriptors: int
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = sock.recv(min(size - len(data), 1 << 20))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
+    @property
+    def rank(self) -> int:
+        return self.ranks[self.index]
 
 
 def main(fd: int) -> None:
     """Serve one trainer until it closes its end."""
     staging: _native.SharedMemory | None = None
-    with socket.socket(fileno=fd) as sock:
+    with Connection(fd) as connection:
         while True:
             try:
-                job, fds = receive(sock)
+                job: Job = connection.recv()
+                fds = [recv_handle(connection) for _ in range(job.descriptors)]
             except (EOFError, ConnectionError):
                 return
-            if job["new_staging"]:
+            if job.new_staging:
                 staging = _native.SharedMemory.from_fd(fds[0], True)
                 os.close(fds.pop(0))
+            answer: dict[str, Any] | None = None
             try:
-                _Job(job, staging, fds).run()
-                answer: dict[str, Any] = {"error": None}
+                _Writing(job, staging, fds).run()
             except Exception as error:
-                answer = {"error": describe(error)}
+                answer = described(error, job.rank)
             try:
-                send(sock, answer)
+                connection.send(answer)
             except ConnectionError:
                 # The trainer is gone; the checkpoint is committed or discarded all the same.
                 return
 
 
-class _Job:
+class _Writing:
     """One save: this rank's part and, on the coordinator, the commit."""
 
-    def __init__(
-        self, job: dict[str, Any], staging: _native.SharedMemory | None, fds: list[int]
-    ) -> None:
+    def __init__(self, job: Job, staging: _native.SharedMemory | None, fds: list[int]) -> None:
         self._job = job
         self._staging = staging
-        self._transaction: Transaction = open_transaction(job["path"], fsync=job["fsync"])
-        self._coordinates = job["index"] == 0
+        self._saving = Saving(job.path, job.options)
+        self._transaction = self._saving.transaction
+        self._coordinates = job.index == 0
         if self._coordinates:
-            self._transaction.take_over(job["id"], fds)
+            self._transaction.take_over(job.save_id, fds)
 
     def run(self) -> None:
         """Run the save. Returns when the checkpoint is committed.
@@ -123,10 +103,9 @@ class _Job:
                 self._coordinate()
             finally:
                 self._transaction.discard()  # does nothing after a commit
-            if self._job["keep"] is not None:
-                retain(self._job["path"], Keep(**self._job["keep"]))
+            self._saving.retain()
             return
-        note = self._transaction.open_note(self._note(self._job["index"]))
+        note = self._transaction.open_note(self._note(self._job.index))
         note.finish(json.dumps(self._outcome()).encode())
         self._await_commit()
 
@@ -137,95 +116,78 @@ class _Job:
     def _coordinate(self) -> None:
         outcomes = {0: self._outcome()}
         self._until(lambda: self._collect(outcomes), lambda: self._missing(outcomes))
-        for index, outcome in sorted(outcomes.items()):
-            if "error" in outcome:
-                raise rebuild(outcome["error"], self._job["ranks"][index])
-        records = [_record(outcomes[index]) for index in range(len(self._job["ranks"]))]
-        everyone = [_description(described) for described in self._job["everyone"]]
-        _, name = split(self._job["path"])
-        manifest, files = assemble(everyone, records, name=name, save_id=self._job["id"])
-        self._transaction.commit(manifest, files)
+        parts = []
+        for index in range(len(self._job.ranks)):
+            if "error" in outcomes[index]:
+                raise from_json(outcomes[index]["error"])
+            parts.append(_part(outcomes[index]))
+        self._saving.commit(self._job.everyone, parts, self._job.save_id)
 
     def _outcome(self) -> dict[str, Any]:
+        """Write this rank's part; return it, or the error, as JSON."""
         try:
-            part = write_part(
-                self._transaction,
-                self._job["rank"],
-                [self._source(source) for source in self._job["sources"]],
-                threads=self._job["threads"],
-                checksum=self._job["checksum"],
+            part = self._saving.write(
+                self._job.rank, [self._source(*source) for source in self._job.sources]
             )
         except Exception as error:
-            return {"error": describe(error)}
-        return _record_json(record_of(part))
+            return {"error": described(error, self._job.rank)}
+        files = {name: asdict(file) for name, file in part.files.items()}
+        return {"files": files, "chunks": part.chunks}
 
-    def _source(self, source: dict[str, Any]) -> Source:
-        dtype, box = DTYPES[source["dtype"]], Box(tuple(source["offsets"]), tuple(source["sizes"]))
-        start = source["start"]
+    def _source(
+        self,
+        keys: tuple[str, ...],
+        dtype: Dtype,
+        shape: tuple[int, ...],
+        box: Box,
+        size_bytes: int,
+        start: int,
+    ) -> Source:
         assert self._staging is not None
-        data = memoryview(self._staging)[start : start + box.numel * dtype.itemsize]  # type: ignore[arg-type]
-        return Source(tuple(source["keys"]), dtype, tuple(source["shape"]), box, lambda: data)
+        data = memoryview(self._staging)[start : start + size_bytes]  # type: ignore[arg-type]
+        return Source(keys, dtype, shape, box, size_bytes, lambda: data)
 
     def _collect(self, outcomes: dict[int, dict[str, Any]]) -> bool:
-        for index in range(1, len(self._job["ranks"])):
+        for index in range(1, len(self._job.ranks)):
             if index not in outcomes:
                 note = self._transaction.read_note(self._note(index))
                 if note is not None:
                     outcomes[index] = json.loads(note)
-        return len(outcomes) == len(self._job["ranks"])
+        return len(outcomes) == len(self._job.ranks)
 
     def _missing(self, outcomes: dict[int, dict[str, Any]]) -> list[int]:
-        return [rank for index, rank in enumerate(self._job["ranks"]) if index not in outcomes]
+        return [rank for index, rank in enumerate(self._job.ranks) if index not in outcomes]
 
     def _await_commit(self) -> None:
-        note = self._note(self._job["index"])
-        self._until(lambda: not self._transaction.under_way(note), lambda: [self._job["ranks"][0]])
-        if self._transaction.committed_id() != self._job["id"]:
-            coordinator = self._job["ranks"][0]
+        note = self._note(self._job.index)
+        self._until(lambda: not self._transaction.under_way(note), lambda: [self._job.ranks[0]])
+        if self._transaction.committed_id() != self._job.save_id:
+            coordinator = self._job.ranks[0]
             raise PeerLostError(
-                f"{self._job['path']}: the checkpoint was discarded; look at the output of rank "
+                f"{self._job.path}: the checkpoint was discarded; look at the output of rank "
                 f"{coordinator}, which coordinates the save, for the reason",
                 ranks=(coordinator,),
             )
 
     def _until(self, condition: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        deadline = time.monotonic() + self._job["timeout_s"]
+        deadline = time.monotonic() + self._job.timeout_s
         while not condition():
             if time.monotonic() > deadline:
                 ranks = missing()
                 raise OperationTimeoutError(
-                    f"{self._job['path']}: the writers of ranks {ranks} did not finish their parts "
-                    f"within {self._job['timeout_s']:g} s; the checkpoint is discarded",
+                    f"{self._job.path}: the writers of ranks {ranks} did not finish their parts "
+                    f"within {self._job.timeout_s:g} s; the checkpoint is discarded",
                     ranks=ranks,
                 )
             time.sleep(_POLL_S)
 
 
-def _record_json(record: PartRecord) -> dict[str, Any]:
-    return {
-        "files": {name: asdict(file) for name, file in record.files.items()},
-        "chunks": record.chunks,
-    }
-
-
-def _record(outcome: dict[str, Any]) -> PartRecord:
+def _part(outcome: dict[str, Any]) -> Part:
     chunks = [
         ChunkRecord(tuple(keys), Box(tuple(offsets), tuple(sizes)), text)
         for keys, (offsets, sizes), text in outcome["chunks"]
     ]
-    return PartRecord({name: DataFile(**file) for name, file in outcome["files"].items()}, chunks)
-
-
-def _description(described: dict[str, Any]) -> Description:
-    tensors = {
-        key: TensorDescription(dtype, tuple(shape))
-        for key, (dtype, shape, *_) in described["tensors"].items()
-    }
-    paths = {
-        key: tuple(tuple(item) if isinstance(item, list) else item for item in path)
-        for key, path in described["paths"].items()
-    }
-    return Description(tensors, described["objects"], paths)
+    return Part({name: DataFile(**file) for name, file in outcome["files"].items()}, chunks)
 
 
 if __name__ == "__main__":

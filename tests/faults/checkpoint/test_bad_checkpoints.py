@@ -20,7 +20,7 @@ import torch
 
 from torchrelay import errors
 from torchrelay.checkpoint import Reader, Writer, latest, load, save, verify
-from torchrelay.checkpoint._failures import describe, rebuild
+from torchrelay.checkpoint._failures import described
 from torchrelay.checkpoint._local import LocalTransaction
 from torchrelay.checkpoint._storage import open_transaction
 from torchrelay.checkpoint._tools import read_state
@@ -29,8 +29,10 @@ from torchrelay.errors import (
     ArgumentError,
     CorruptionError,
     MismatchError,
+    PeerLostError,
     StorageError,
     UnsupportedError,
+    from_json,
 )
 
 FOLDER = Path(__file__).with_name("damaged")
@@ -317,5 +319,7 @@ def test_a_fifo_does_not_hang(tmp_path: Path, name: str) -> None:
 
 
 def test_an_error_names_its_rank_once() -> None:
-    error = rebuild(describe(StorageError("rank 0: the disk is full")), 0)
-    assert str(rebuild(describe(error), 0)) == "rank 0: the disk is full"
+    error: Exception = from_json(described(StorageError("rank 0: the disk is full"), 0))
+    assert str(from_json(described(error, 0))) == "rank 0: the disk is full"
+    error = from_json(described(KeyError("x"), 3))
+    assert isinstance(error, PeerLostError) and error.ranks == (3,) and "rank 3: " in str(error)

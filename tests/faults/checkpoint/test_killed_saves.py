@@ -32,7 +32,7 @@ _KILLS = 50
 # What a save does to the disk, in the modules that do it.
 _CALLS = (
     "open",
-    "pwrite",
+    "pwritev",
     "fsync",
     "rename",
     "link",

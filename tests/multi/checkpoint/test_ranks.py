@@ -214,14 +214,14 @@ def _die_while_saving(world: World, folder: str) -> str:
     _start(world)
     save({"w": _rows(1.0)}, f"{folder}/good", fsync=False)
     if world.rank == 1:
-        real_write = os.pwrite
+        real_write = os.pwritev
 
         def write(fd: int, data: Any, offset: int) -> int:
-            real_write(fd, data[: len(data) // 2], offset)
+            real_write(fd, [data[0][: len(data[0]) // 2]], offset)
             os.kill(os.getpid(), signal.SIGKILL)
             return 0
 
-        os.pwrite = write
+        os.pwritev = write  # type: ignore[assignment]
     try:
         save({"w": _rows(2.0)}, f"{folder}/good", fsync=False)
     except PeerLostError as error:
@@ -251,7 +251,7 @@ def test_all_ranks_read_the_same_checkpoint(
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from torchrelay.checkpoint import Reader, _load, load, save
+    from torchrelay.checkpoint import Reader, _read, load, save
     from torchrelay.checkpoint._foreign import open_checkpoint
 
     _start(world)
@@ -288,5 +288,5 @@ def test_all_ranks_read_the_same_checkpoint(
         (tmp_path / "opened").touch()
         return found
 
-    monkeypatch.setattr(_load, "open_checkpoint", opened)
+    monkeypatch.setattr(_read, "open_checkpoint", opened)
     assert loaded(tmp_path / "step-1") == 7.0

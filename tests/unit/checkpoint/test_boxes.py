@@ -4,6 +4,7 @@ rank.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs, intersection, tiling_fault
 from torchrelay.checkpoint._plan import Held, deal, deal_blocks
-from torchrelay.checkpoint._read import Segment, _parts, _span, segments_of
+from torchrelay.checkpoint._read import Segment, _parts, _pieces, _span, segments_of, within
 from torchrelay.checkpoint._types import DTYPES, Box, Chunk, TensorEntry
 
 _property = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -46,10 +47,6 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     )
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
-
-
 @_property
 @given(st.data())
 def test_every_element_is_read_exactly_once(data: st.DataObject) -> None:
@@ -62,9 +59,9 @@ def test_every_element_is_read_exactly_once(data: st.DataObject) -> None:
     for segment in segments_of("k", entry, wanted):
         assert intersection(segment.inner, segment.chunk.box) == segment.inner
         for part in _parts(segment, data.draw(st.integers(4, 200))):
-            count[_slices(part)] += 1
+            count[within(part, Box.whole(shape))] += 1
     expected = torch.zeros(shape, dtype=torch.int64)
-    expected[_slices(wanted)] = 1
+    expected[within(wanted, Box.whole(shape))] = 1
     assert torch.equal(count, expected)
 
 
@@ -79,14 +76,16 @@ def test_a_part_is_where_the_storage_has_it(data: st.DataObject) -> None:
     )
     whole = torch.arange(math.prod(shape)).reshape(shape)
     order = data.draw(st.permutations(range(len(shape))))  # dimensions, the slowest first
-    stored = whole[_slices(outer)].permute(order)
+    stored = whole[within(outer, Box.whole(shape))].permute(order)
     stored = stored.clone(memory_format=torch.contiguous_format)
     in_order = [stored.stride(order.index(dim)) for dim in range(len(shape))]
     stored = stored.reshape(-1)
     is_row_major = order == sorted(order)
     first, run, strides = contiguous_runs(inner, outer, None if is_row_major else in_order)
-    assert torch.equal(stored.as_strided(inner.sizes, strides, first), whole[_slices(inner)])
-    flat = whole[_slices(inner)].reshape(-1, run)
+    assert torch.equal(
+        stored.as_strided(inner.sizes, strides, first), whole[within(inner, Box.whole(shape))]
+    )
+    flat = whole[within(inner, Box.whole(shape))].reshape(-1, run)
     positions = {int(value): index for index, value in enumerate(stored)}
     for row in flat:
         begin = positions[int(row[0])]
@@ -126,7 +125,7 @@ def test_boxes_tile_exactly_if_every_element_is_covered_once(data: st.DataObject
         boxes.append(data.draw(boxes_in(shape)))
     count = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
-        count[_slices(box)] += 1
+        count[within(box, Box.whole(shape))] += 1
     assert (tiling_fault(shape, data.draw(st.permutations(boxes))) is None) == bool(
         (count == 1).all()
     )
@@ -184,3 +183,23 @@ def test_each_block_is_verified_by_one_of_its_readers(rows: list[list[bool]]) ->
 def test_blocks_that_all_read_are_verified_in_equal_shares() -> None:
     touched = np.ones((3, 480), dtype=np.bool_)
     assert [int(deal_blocks(touched, rank).sum()) for rank in range(3)] == [160, 160, 160]
+
+
+@_property
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 18), st.integers(1, 4000)), max_size=60),
+    st.integers(1, 20_000),
+)
+def test_ranges_are_read_together_only_if_they_are_close(
+    ranges: list[tuple[int, int]], limit_bytes: int
+) -> None:
+    ranges.sort()
+    starts, sizes = np.array(ranges, np.uint64).reshape(-1, 2).T
+    pieces = list(_pieces(starts, sizes, limit_bytes))
+    assert [i for piece in pieces for i in range(piece.start, piece.stop)] == [*range(len(ranges))]
+    for piece in pieces:
+        together = ranges[piece]
+        length = together[-1][0] + together[-1][1] - together[0][0]
+        assert len(together) == 1 or length <= limit_bytes
+        for (start, size), (following, _) in itertools.pairwise(together):
+            assert 0 <= following - start - size <= 64 << 10

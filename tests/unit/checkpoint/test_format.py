@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -78,13 +79,52 @@ def test_safetensors_reads_what_we_write_at_aligned_addresses(tmp_path: Path) ->
     assert all(torch.equal(again[key], state[key]) for key in state)
 
 
+def test_many_small_tensors_share_reads_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [*range(1300), 0, 5_000_000]
+    state = {f"layer.{i}": torch.arange(size, dtype=torch.int16) for i, size in enumerate(sizes)}
+    state["turned"] = torch.arange(600.0).reshape(20, 30).t()
+    calls: list[str] = []
+
+    def count(name: str) -> None:
+        transfer = getattr(os, name)
+
+        def counted(*arguments: Any) -> Any:
+            calls.append(name)
+            return transfer(*arguments)
+
+        monkeypatch.setattr(f"torchrelay.checkpoint._local.os.{name}", counted)
+
+    count("pwritev")
+    count("preadv")
+    save(state, tmp_path / "x", fsync=False)
+    found = {key: torch.zeros_like(value) for key, value in state.items()}
+    load(found, tmp_path / "x")
+    assert len(calls) < 40
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+    verify(tmp_path / "x")
+
+    manifest = json.loads((tmp_path / "x" / "manifest.json").read_text())
+    start, _ = manifest["tensors"]["layer.700"]["chunks"][0]["bytes"]
+    data = tmp_path / "x" / "data-00000-00000.safetensors"
+    content = bytearray(data.read_bytes())
+    content[start + 3] ^= 1
+    data.write_bytes(content)
+    where = f"tensor 'layer.700' is damaged between bytes {start} and {start + 1400}"
+    for read in (lambda: load(found, tmp_path / "x"), lambda: verify(tmp_path / "x")):
+        with pytest.raises(CorruptionError, match=where):
+            read()
+
+
 def test_a_file_that_ends_while_it_is_verified_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(2500))
     with closing(LocalFolder(str(tmp_path))) as folder:
-        whole = folder.checksums("data", 0, 2500, 1000)
+        starts, sizes = np.array([0, 1000, 2000], np.uint64), np.array([1000, 1000, 500], np.uint64)
+        whole = folder.checksums("data", starts, sizes)
         assert whole == _native.crc32c_blocks(bytes(2500), 1000)
         with pytest.raises(CorruptionError, match="data: the file ends at byte 2500, 700 bytes"):
-            folder.checksums("data", 100, 3100, 1000)
+            folder.checksums("data", starts + np.uint64(700), sizes)
 
 
 def _random_bits(name: str, *shape: int) -> torch.Tensor:
@@ -380,6 +420,26 @@ def test_dcp_checkpoint_id_and_keep(tmp_path: Path) -> None:
         dcp.save({"w": 1}, storage_writer=Writer())
     with pytest.raises(dcp.CheckpointException, match="tensor 'w' is int64"):
         dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path / "step-1"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_rank_that_wrote_into_another_save_is_refused(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from torchrelay.checkpoint import Writer
+
+    class Elsewhere(Writer):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            (lock,) = tmp_path.glob(".x.torchrelay-saving/.torchrelay-lock")
+            own = lock.read_bytes()
+            lock.write_bytes(b"0123456789abcdef")
+            written = super().write_data(plan, planner)
+            lock.write_bytes(own)
+            return written
+
+    with pytest.raises(dcp.CheckpointException, match="storage that they share"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=Elsewhere(tmp_path / "x"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -16,11 +16,10 @@ std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t size) noex
 // The portable implementation, which tests compare the other with.
 std::uint32_t crc32c_portable(std::uint32_t crc, const void* data, std::size_t size) noexcept;
 
-// Stores in `checksums` that of each block of `block_bytes` bytes from `offset` of a file; the last block is
-// shorter if `size`, the bytes of all, is no multiple. Reads into a buffer that stays in the cache until it
-// is checksummed. Returns the bytes read: fewer than `size` if the file ends before. Blocks; throws
-// std::system_error.
-std::size_t crc32c_of_file(int fd, std::size_t offset, std::size_t size, std::size_t block_bytes,
-                           std::span<std::uint32_t> checksums);
+// Stores in `checksums` that of each range of a file, of `sizes[i]` bytes from `starts[i]`. Reads what lies
+// between the ranges too, if they ascend, into a buffer that stays in the cache until it is checksummed.
+// Returns the end of the last range, or of the file if it ends before. Blocks; throws std::system_error.
+std::uint64_t crc32c_of_file(int fd, std::span<const std::uint64_t> starts,
+                             std::span<const std::uint64_t> sizes, std::span<std::uint32_t> checksums);
 
 }  // namespace torchrelay

@@ -1,0 +1,225 @@
+"""What every way to save does: write this rank's part, and on the coordinator assemble the manifest
+from all parts, commit, and remove old checkpoints. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torchrelay.checkpoint import _manifest
+from torchrelay.checkpoint._boxes import tiling_fault
+from torchrelay.checkpoint._catalog import Keep, check_keep, retain
+from torchrelay.checkpoint._failures import not_shared
+from torchrelay.checkpoint._plan import no_collection
+from torchrelay.checkpoint._storage import Path, open_transaction, split
+from torchrelay.checkpoint._types import Box, DataFile, StatePath
+from torchrelay.checkpoint._write import (
+    MAX_STAGING_BYTES,
+    Part,
+    Source,
+    default_threads,
+    write_part,
+)
+from torchrelay.errors import ArgumentError, MismatchError, StorageError
+
+__all__ = [
+    "Description",
+    "SaveOptions",
+    "Saving",
+    "TensorDescription",
+    "assemble",
+    "check_count",
+]
+
+
+def check_count(name: str, value: int | None) -> None:
+    """Raise ArgumentError if ``value`` is less than 1; None stands for a default."""
+    if value is not None and value < 1:
+        raise ArgumentError(f"{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Arguments of every way to save; see :func:`torchrelay.checkpoint.save`.
+
+    Raises:
+        ArgumentError: one is out of range.
+    """
+
+    threads: int | None = None
+    fsync: bool = True
+    checksum: bool = True
+    keep: int | Keep | None = None
+    max_staging_bytes: int | None = MAX_STAGING_BYTES
+
+    def __post_init__(self) -> None:
+        check_count("threads", self.threads)
+        check_count("max_staging_bytes", self.max_staging_bytes)
+
+
+class Saving:
+    """One save, as a rank takes part in it.
+
+    Raises:
+        ArgumentError: ``path`` cannot be the path of a checkpoint, or not of one with ``keep=``.
+    """
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self._options = options
+        self._rule = check_keep(options.keep, path)
+        self.retains = self._rule is not None
+        self.transaction = open_transaction(path, fsync=options.fsync)
+        self.path = self.transaction.location
+
+    def check_shared(self, seen_id: str, save_id: str) -> None:
+        """Check that the save that a rank sees under way is that of the coordinator.
+
+        Raises:
+            StorageError: it is not.
+        """
+        if seen_id != save_id:
+            raise StorageError(
+                errno.EBUSY, f"another save is under way there; {not_shared(self.path)}"
+            )
+
+    def write(
+        self,
+        rank: int,
+        sources: Sequence[Source],
+        progress: Callable[[int], None] | None = None,
+    ) -> Part:
+        """Write this rank's part. Blocks until it is durable.
+
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        return write_part(
+            self.transaction,
+            rank,
+            sources,
+            threads=self._options.threads or default_threads(),
+            checksum=self._options.checksum,
+            max_staging_bytes=self._options.max_staging_bytes or MAX_STAGING_BYTES,
+            progress=progress,
+        )
+
+    def commit(
+        self, everyone: Sequence[Description], parts: Sequence[Part], save_id: str | None = None
+    ) -> None:
+        """Commit the checkpoint. Coordinator only. Arguments as for :func:`assemble`.
+
+        Raises:
+            MismatchError: the parts do not make whole tensors.
+            StorageError: it cannot be committed.
+        """
+        _, name = split(self.path)
+        self.transaction.commit(*assemble(everyone, parts, name=name, save_id=save_id))
+
+    def retain(self) -> None:
+        """Remove what ``keep=`` does not keep. Coordinator only, after the commit."""
+        if self._rule is not None:
+            retain(self.path, self._rule)
+
+
+class TensorDescription(NamedTuple):
+    """A tensor of a rank. ``layout`` and ``mesh`` are those of its state."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str = ""
+    mesh: tuple[int, ...] = ()
+
+    @property
+    def comparable(self) -> tuple[str, tuple[int, ...], str]:
+        """Return what must be the same on all ranks."""
+        return self.dtype, self.shape, self.layout
+
+
+@dataclass(frozen=True)
+class Description:
+    """An inventory without its data: the ranks compare it, and the manifest is made from it.
+
+    ``owners`` gives the first key of a tensor that has several; it is empty if no element of the
+    tensor is on this rank.
+    """
+
+    tensors: Mapping[str, TensorDescription]
+    objects: Mapping[str, Any]  # encoded
+    paths: Mapping[str, StatePath]
+    owners: Mapping[str, str] = field(default_factory=dict)
+
+    def fingerprint(self) -> bytes:
+        """Equal for two ranks exactly if their descriptions are, apart from empty owners."""
+        owners = {key: owner for key, owner in self.owners.items() if owner}
+        parts = (self.tensors, self.objects, self.paths, owners)
+        text = json.dumps([dict(part) for part in parts])
+        return hashlib.sha256(text.encode()).digest()
+
+    def owner(self, key: str) -> str | None:
+        """Return the first key of the tensor at ``key``; None if nothing of it is here."""
+        return (self.owners.get(key, key) or None) if key in self.tensors else None
+
+
+@no_collection()
+def assemble(
+    everyone: Sequence[Description],
+    parts: Sequence[Part],
+    *,
+    name: str,
+    save_id: str | None = None,
+) -> tuple[bytes, dict[str, int]]:
+    """Return the manifest of a checkpoint whose parts are written, and the sizes of its files.
+
+    Args:
+        everyone: the descriptions of the ranks; one description if it is the same for all.
+        parts: what all ranks have written.
+        name: the last part of the checkpoint's path.
+        save_id: the checkpoint's id; by default a random one.
+
+    Raises:
+        MismatchError: the parts do not make whole tensors.
+    """
+    chunks: dict[str, dict[Box, str]] = defaultdict(dict)
+    files: dict[str, DataFile] = {}
+    for part in parts:
+        files.update(part.files)
+        for keys, box, text in part.chunks:
+            for key in keys:
+                chunks[key].setdefault(box, text)
+    tensors: dict[str, str] = {}
+    objects: dict[str, Any] = {}
+    paths: dict[str, StatePath] = {}
+    for part in parts:
+        objects.update(part.objects)
+    for description in everyone:
+        objects.update(description.objects)
+        paths.update(description.paths)
+        for key, (dtype, shape, *_) in description.tensors.items():
+            if key not in tensors:
+                found = sorted(chunks[key].items())
+                fault = tiling_fault(shape, [box for box, _ in found])
+                if fault:
+                    raise MismatchError(
+                        f"the ranks together do not hold the whole tensor {key!r} of shape "
+                        f"{list(shape)}: {fault}"
+                    )
+                tensors[key] = _manifest.tensor_text(dtype, shape, [text for _, text in found])
+    data = _manifest.to_bytes(
+        save_id=save_id or secrets.token_hex(8),
+        name=name,
+        saved_at_ns=time.time_ns(),
+        world_size=len(parts),
+        files=files,
+        tensors=tensors,
+        objects=objects,
+        paths=paths,
+    )
+    return data, {name: file.size_bytes for name, file in files.items()}
