@@ -68,7 +68,27 @@ from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 __all__ = ["Reader", "Writer"]
 
 
-class Writer(StorageWriter):
+class _AtPath:
+    """A path, as DCP asks for it."""
+
+    _path: str | None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """Return the path, for DCP's log."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Return whether ``checkpoint_id`` can be the path of a checkpoint."""
+        try:
+            split(checkpoint_id)
+        except ArgumentError:
+            return False
+        return True
+
+
+class Writer(_AtPath, StorageWriter):
     """Storage writer for DCP, ``dcp.save(state, storage_writer=Writer(path))``: writes safetensors
     files that are committed in one step.
 
@@ -107,20 +127,6 @@ class Writer(StorageWriter):
         self._save_id = ""
         self._is_coordinator = False
         self._rank = 0
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """Return the path, for DCP's log."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Return whether ``checkpoint_id`` can be the path of a checkpoint."""
-        try:
-            split(checkpoint_id)
-        except ArgumentError:
-            return False
-        return True
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """Start a save. Discards one that failed before its commit."""
@@ -237,7 +243,7 @@ def _sources(items: list[WriteItem], planner: SavePlanner) -> list[Source]:
     return list(found.values())
 
 
-class Reader(StorageReader):
+class Reader(_AtPath, StorageReader):
     """Storage reader for DCP, ``dcp.load(state, storage_reader=Reader(path))``: reads our
     checkpoints, DCP's and safetensors files.
 
@@ -272,16 +278,6 @@ class Reader(StorageReader):
         self._max_buffer_bytes = max_buffer_bytes
         self._opened: ChunkReader | None = None
         self._failure: Exception | None = None
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """Return the path, for DCP's log."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Return whether ``checkpoint_id`` can be the path of a checkpoint."""
-        return Writer.validate_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """Start a load."""

@@ -19,6 +19,7 @@ from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
 from torchrelay.checkpoint._types import Box
 from torchrelay.checkpoint._values import decode
+from torchrelay.checkpoint._write import grouped
 from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError
 
 __all__ = ["FORMATS", "convert", "differences", "read_state"]
@@ -188,7 +189,7 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
             f"{left_out[0]} is not a tensor, nor is anything else here, and safetensors files hold "
             "tensors only"
         )
-    groups = list(_grouped(tensors, max_file_bytes))
+    groups = grouped(tensors, (tensor.nbytes for tensor in tensors.values()), max_file_bytes)
     with storage_errors(f"writing {target}"):
         os.makedirs(target)
         if len(groups) == 1:
@@ -205,18 +206,6 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
         with open(os.path.join(target, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": {"total_size": total}, "weight_map": weights}, file, indent=2)
     return left_out
-
-
-def _grouped(tensors: dict[str, torch.Tensor], limit_bytes: int) -> Iterator[list[str]]:
-    group: list[str] = []
-    size = 0
-    for key, tensor in tensors.items():
-        if group and size + tensor.nbytes > limit_bytes:
-            yield group
-            group, size = [], 0
-        group.append(key)
-        size += tensor.nbytes
-    yield group
 
 
 def differences(one: str, other: str, rtol: float, atol: float) -> Iterator[str]:

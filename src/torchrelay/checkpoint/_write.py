@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torchrelay import _native
 from torchrelay.checkpoint._data_file import ALIGNMENT, PADDING, Wanted, lay_out
@@ -21,13 +21,22 @@ from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Sink, Transaction
 from torchrelay.checkpoint._types import BLOCK_BYTES, Box, DataFile, Dtype
 
-__all__ = ["MAX_STAGING_BYTES", "ChunkRecord", "Part", "Source", "default_threads", "write_part"]
+__all__ = [
+    "MAX_STAGING_BYTES",
+    "ChunkRecord",
+    "Part",
+    "Source",
+    "default_threads",
+    "grouped",
+    "write_part",
+]
 
 _BATCH_BYTES = 16 << 20  # written by one call; a multiple of BLOCK_BYTES
 _BATCH_PIECES = 1000  # of one call; Linux takes 1,024 with their paddings
 MAX_STAGING_BYTES = 1 << 30
 _ZEROS = memoryview(bytes(ALIGNMENT))
 Progress = Callable[[int], None]
+T = TypeVar("T")
 
 
 class Source(NamedTuple):
@@ -110,7 +119,11 @@ def write_part(
             _FileWriter(
                 transaction, f"data-{rank:05d}-{number:05d}.safetensors", group, checksum, budget
             )
-            for number, group in enumerate(_grouped(sources, transaction.max_file_bytes))
+            for number, group in enumerate(
+                grouped(
+                    sources, (source.size_bytes for source in sources), transaction.max_file_bytes
+                )
+            )
         ]
     with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
         futures: list[Future[None]] = []
@@ -133,18 +146,17 @@ def write_part(
         return Part(files, [chunk for writer in writers for chunk in writer.chunks()])
 
 
-def _grouped(sources: Sequence[Source], limit_bytes: int) -> Iterator[list[Source]]:
-    """Yield groups of consecutive sources of at most ``limit_bytes``, or of one that is larger."""
-    group: list[Source] = []
-    size = 0
-    for source in sources:
-        if group and size + source.size_bytes > limit_bytes:
-            yield group
-            group, size = [], 0
-        group.append(source)
-        size += source.size_bytes
-    if group:
-        yield group
+def grouped(items: Iterable[T], sizes: Iterable[int], limit_bytes: int) -> list[list[T]]:
+    """Return groups of consecutive items of at most ``limit_bytes``, or of one that is larger."""
+    groups: list[list[T]] = []
+    total = limit_bytes
+    for item, size_bytes in zip(items, sizes, strict=True):
+        total += size_bytes
+        if not groups or total > limit_bytes:
+            groups.append([])
+            total = size_bytes
+        groups[-1].append(item)
+    return groups
 
 
 class _Budget:
