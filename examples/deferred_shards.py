@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchrelay.deferred import deferred_init, materialize_module, plan, recipe
+from torchrelay.deferred import deferred_init, materialize_module
 
 RANKS = 4
 
@@ -32,8 +32,6 @@ def main() -> None:
     torch.manual_seed(0)
     whole = deferred_init(build)
     print("one layer's weight:", whole.get_parameter("layers.0.linear1.weight"))
-    print("all of it:", plan(whole))
-    print(f"its recipe: {len(recipe(whole))} bytes")
     for rank in range(RANKS):
         torch.manual_seed(0)
         module = deferred_init(build)

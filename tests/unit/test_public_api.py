@@ -23,8 +23,8 @@ PUBLIC = {
     " SwitchClientStats SwitchServer SwitchStats SwitchWorkerStats"
     " UdpDataPlane XdpDataPlane session_from_controller session_from_store",
     "checkpoint": "Keep LoadResult Reader SaveHandle Writer async_save latest load save verify",
-    "deferred": "Plan deferred_init dematerialize fake from_recipe is_deferred materialize_module"
-    " materialize_tensor plan recipe",
+    "deferred": "deferred_init dematerialize fake is_deferred materialize_module"
+    " materialize_tensor",
     "deferred.fake": "FakeTensor fake_mode is_fake meta_like",
     "mpi": "COMM_WORLD MPI_ANY_SOURCE MPI_ANY_TAG MPI_BAND MPI_BOR MPI_BXOR MPI_LAND MPI_LOR"
     " MPI_LXOR MPI_MAX MPI_MAXLOC MPI_MIN MPI_MINLOC MPI_PROC_NULL MPI_PROD MPI_SUM MPI_UNDEFINED"

@@ -1,8 +1,7 @@
 """Fake tensors and deferred initialisation: build a module without memory, materialise it later.
 
 Fake tensors: :mod:`.fake`. Deferred initialisation: :func:`deferred_init`, :func:`is_deferred`,
-:func:`materialize_tensor`, :func:`materialize_module`, :func:`plan`. Back to deferred:
-:func:`dematerialize`, :func:`recipe`, :func:`from_recipe`.
+:func:`materialize_tensor`, :func:`materialize_module`; back to deferred: :func:`dematerialize`.
 """
 
 from torchrelay.deferred import _session, fake
@@ -12,20 +11,15 @@ from torchrelay.deferred._dispatch import value as _value
 from torchrelay.deferred._hooks import hooks as _hooks
 from torchrelay.deferred._initialization import deferred_init, is_deferred
 from torchrelay.deferred._materialization import materialize_module, materialize_tensor
-from torchrelay.deferred._planning import Plan, plan
-from torchrelay.deferred._reversal import dematerialize, from_recipe, recipe
+from torchrelay.deferred._reversal import dematerialize
 
 __all__ = [
-    "Plan",
     "deferred_init",
     "dematerialize",
     "fake",
-    "from_recipe",
     "is_deferred",
     "materialize_module",
     "materialize_tensor",
-    "plan",
-    "recipe",
 ]
 
 _hooks.install(

@@ -14,6 +14,7 @@ from torchrelay.deferred._graph import Storage
 from torchrelay.deferred._modules import children_first, own_tensors
 from torchrelay.deferred._parts import materialize_storage, part_of
 from torchrelay.deferred._replay import Replay
+from torchrelay.deferred._reversal import Trace, remember
 from torchrelay.deferred._shards import (
     Shard,
     Slices,
@@ -23,7 +24,6 @@ from torchrelay.deferred._shards import (
     sliced,
 )
 from torchrelay.deferred._tensor import FakeTensor, become, replacement
-from torchrelay.deferred._traces import Trace, remember
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 
 __all__ = ["materialize_module", "materialize_tensor"]

@@ -1,22 +1,63 @@
-"""Back to deferred, by the record that a module still has or by a recipe."""
+"""Back to deferred: what is known of a tensor's making after it was materialised.
+
+A trace is the recorded operations that decide one tensor's values. It holds no memory of the
+tensor's own.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import weakref
+from dataclasses import dataclass
 
 import torch
 
 from torchrelay import _torch
-from torchrelay.deferred import _recipes
+from torchrelay.deferred._graph import External, History, Node, Region, Storage, map_tensors
 from torchrelay.deferred._modules import children_first
-from torchrelay.deferred._tensor import go_back
-from torchrelay.deferred._traces import Trace, rebuilt, trace_of
-from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
+from torchrelay.deferred._schedule import END, Schedule
+from torchrelay.deferred._tensor import FakeTensor, fake_from_region, go_back
+from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 
-__all__ = ["dematerialize", "from_recipe", "recipe"]
+__all__ = ["Trace", "dematerialize", "remember"]
 
-# Where a tensor stands in a module: its registry, its name there, its qualified name, itself.
-_Place = tuple[dict[str, torch.Tensor | None], str, str, torch.Tensor]
+
+@dataclass
+class Trace:
+    """The operations that decide the values of ``region``, in order."""
+
+    region: Region
+    nodes: list[Node]
+
+    @classmethod
+    def of_fake(cls, fake: FakeTensor) -> Trace | None:
+        """Return what is run to materialise ``fake`` alone; None if its memory has escaped."""
+        region = fake._region
+        if region.storage.history().escaped is not None:
+            return None
+        return cls(region, Schedule([(region.storage, END)], cached=False).nodes)
+
+
+_traces: dict[int, tuple[Trace, int]] = {}
+
+
+def remember(tensor: torch.Tensor, trace: Trace | None) -> None:
+    """Note that ``tensor`` was just materialised by the operations of ``trace``."""
+    if trace is None or any(_reads_outside(node) for node in trace.nodes):
+        return  # the trace would keep somebody else's memory
+    key = id(tensor)
+    _traces[key] = trace, _version(tensor)
+    weakref.finalize(tensor, _traces.pop, key, None).atexit = False
+
+
+def _reads_outside(node: Node) -> bool:
+    found: list[External] = []
+    map_tensors((node.args, node.kwargs), External, found.append)
+    return bool(found)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return -1 if local.is_inference() else local._version
 
 
 def dematerialize(module: torch.nn.Module) -> None:
@@ -30,93 +71,97 @@ def dematerialize(module: torch.nn.Module) -> None:
             changed.
         UnsupportedError: FSDP2 manages the module. Nothing is changed.
     """
-    places = _places(module)
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"dematerialize() takes a module, not {type(module).__name__}.")
     if _torch.has_fsdp2(module):
         raise UnsupportedError(
             "dematerialize(): fully_shard() keeps the memory of the parameters of this module, or "
             "of a part of it, beside the module. Build the module anew with deferred_init(), or "
             "save its values."
         )
-    _put_back(places, {name: trace_of(name, tensor) for name, tensor in _named(places).items()})
-
-
-def recipe(module: torch.nn.Module, path: str | Path | None = None) -> bytes:
-    """Return how the tensors of ``module`` are computed: seeds and operations, as JSON.
-
-    The module may be deferred, or materialised and unchanged since. The size is a few kilobytes for
-    modules of any size.
-
-    Args:
-        path: a file to which the recipe is written.
-
-    Raises:
-        ArgumentError: ``module`` is not a module.
-        DeferredError: a tensor has no record, changed since its materialisation, or was computed
-            from real tensors from outside.
-        UnsupportedError: a recipe cannot contain one of the operations.
-    """
-    data = _recipes.dump(
-        {name: trace_of(name, tensor) for name, tensor in _named(_places(module)).items()}
-    )
-    if path is not None:
-        Path(path).write_bytes(data)
-    return data
-
-
-def from_recipe(module: torch.nn.Module, source: bytes | str | Path) -> None:
-    """Make the tensors of ``module`` deferred, with the values that ``source`` defines.
-
-    Args:
-        module: has tensors of the recipe's names and shapes: deferred, meta or real.
-        source: the result of :func:`recipe`, or the path of a file with it.
-
-    Raises:
-        ArgumentError: ``module`` is not a module.
-        CorruptionError: ``source`` is not a recipe, or is damaged. Nothing is changed.
-        MismatchError: the recipe is for other tensors. Nothing is changed.
-    """
-    places = _places(module)
-    traces = _recipes.load(source if isinstance(source, bytes) else Path(source).read_bytes())
-    named = _named(places)
-    for name in sorted(named.keys() | traces.keys()):
-        there = tuple(named[name].shape) if name in named else "missing"
-        asked = traces[name].region.size if name in traces else "missing"
-        if there != asked:
-            raise MismatchError(
-                f"{name}: the module has shape {there}, the recipe {asked}. Is it of another "
-                "module?"
-            )
-    _put_back(places, {name: traces[name] for name in named})
-
-
-def _places(module: torch.nn.Module) -> list[_Place]:
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(
-            "dematerialize(), recipe() and from_recipe() take a module, not "
-            f"{type(module).__name__}."
-        )
-    return [
+    places = [
         (registry, name, f"{prefix}{name}", tensor)
         for prefix, submodule in children_first(module, "")
-        for registry in _registries(submodule)
+        for registry in (submodule._parameters, submodule._buffers)
         for name, tensor in registry.items()
         if tensor is not None
     ]
-
-
-def _registries(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], ...]:
-    return module._parameters, module._buffers  # type: ignore[return-value]
-
-
-def _named(places: list[_Place]) -> dict[str, torch.Tensor]:
-    """Return each tensor once, under the first of its names."""
+    # Each tensor once, under the first of its names.
     first = {id(tensor): (name, tensor) for _, _, name, tensor in reversed(places)}
-    return dict(first.values())
-
-
-def _put_back(places: list[_Place], traces: dict[str, Trace]) -> None:
-    named = _named(places)
-    fakes = dict(zip(traces, rebuilt(traces.values()), strict=True))
-    new = {id(tensor): go_back(tensor, fakes[name]) for name, tensor in named.items()}
+    traces = [_trace_of(name, tensor) for name, tensor in first.values()]
+    fakes = _rebuilt(traces)
+    new = {
+        id(tensor): go_back(tensor, fake)
+        for (_, tensor), fake in zip(first.values(), fakes, strict=True)
+    }
     for registry, name, _, tensor in places:
-        registry[name] = new[id(tensor)]
+        registry[name] = new[id(tensor)]  # type: ignore[assignment]
+
+
+def _trace_of(name: str, tensor: torch.Tensor) -> Trace:
+    """Return the trace of a deferred or of a materialised tensor; raise as dematerialize()."""
+    if isinstance(tensor, FakeTensor):
+        if not tensor._region.storage.deferred:
+            raise DeferredError(f"{name} was made by fake_mode(), which records nothing.")
+        trace, version = Trace.of_fake(tensor), _version(tensor)
+    else:
+        trace, version = _traces.get(id(tensor), (None, 0))
+    if trace is None:
+        raise DeferredError(
+            f"{name} was not made by deferred_init(), or its initialisation read real tensors from "
+            "outside, or it shares memory with a tensor that was materialized before: there is no "
+            "record to go back to. Save its values instead."
+        )
+    if version != _version(tensor):
+        raise DeferredError(
+            f"{name} has been changed since it was materialized, as by a training step, and going "
+            "back to its record would lose that. Save its values instead."
+        )
+    return trace
+
+
+def _rebuilt(traces: list[Trace]) -> list[FakeTensor]:
+    """Return a deferred tensor for each trace, on one copy of the record."""
+    copier = _Copier()
+    nodes = {node.seq: node for trace in traces for node in trace.nodes}
+    regions = [copier.region(trace.region) for trace in traces]
+    for seq in sorted(nodes):
+        copier.node(nodes[seq])
+    return [fake_from_region(region, region.storage.history()) for region in regions]
+
+
+class _Copier:
+    """Copies nodes, regions and storages, each once."""
+
+    def __init__(self) -> None:
+        self._storages: dict[Storage, tuple[Storage, History]] = {}
+        self._regions: dict[int, tuple[Region, Region]] = {}
+
+    def _storage(self, old: Storage) -> tuple[Storage, History]:
+        found = self._storages.get(old)
+        if found is None:
+            new = Storage(old.size_bytes, old.device, deferred=True)
+            found = self._storages[old] = new, new.history()
+        return found
+
+    def region(self, old: Region) -> Region:
+        found = self._regions.get(id(old))
+        if found is None:
+            storage = self._storage(old.storage)[0]
+            new = Region(storage, old.dtype, old.size, old.stride, old.offset, old.conj, old.neg)
+            found = self._regions[id(old)] = old, new
+        return found[1]
+
+    def node(self, old: Node) -> Node:
+        args, kwargs = map_tensors((old.args, old.kwargs), Region, self.region)
+        reads = tuple(map(self.region, old.reads))
+        outputs = tuple(None if region is None else self.region(region) for region in old.outputs)
+        kept = [*old.reads, *(old.writes if len(old.targets()) > 1 else ())]
+        keeps = tuple(self._storage(region.storage)[1] for region in kept)
+        new = Node(
+            old.func, args, kwargs, reads, tuple(map(self.region, old.writes)), outputs, keeps
+        )
+        new.position, new.after = old.position, old.after
+        new.default_dtype, new.grad = old.default_dtype, old.grad
+        new.link()
+        return new

@@ -20,13 +20,10 @@ from torch.nn.utils import parametrizations
 from torchrelay.deferred import (
     deferred_init,
     dematerialize,
-    from_recipe,
     is_deferred,
     materialize_module,
     materialize_tensor,
-    recipe,
 )
-from torchrelay.errors import DeferredError, UnsupportedError
 
 Build = Callable[[], nn.Module]
 
@@ -367,22 +364,6 @@ def test_parts_equal_slices_of_eager(name: str, parts: int) -> None:
                 assert torch.equal(tensor, whole[key] if slices is None else whole[key][slices]), (
                     key
                 )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_recipe_gives_the_same_module(name: str) -> None:
-    eager, module = built_twice(CASES[name])
-    with quiet():
-        try:
-            data = recipe(module)
-        except (UnsupportedError, DeferredError) as error:
-            pytest.skip(f"has no recipe: {error}")
-        torch.manual_seed(5)
-        other = deferred_init(CASES[name])
-        from_recipe(other, data)
-        materialize_module(other)
-    assert len(data) < 100_000
-    assert_same(other, eager)
 
 
 def test_skip_init_leaves_parameters_deferred_and_uninitialized() -> None:
