@@ -4,11 +4,7 @@ Fake tensors: :mod:`.fake`. Deferred initialisation: :func:`deferred_init`, :fun
 :func:`materialize_tensor`, :func:`materialize_module`; back to deferred: :func:`dematerialize`.
 """
 
-from torchrelay.deferred import _session, fake
-from torchrelay.deferred._callers import is_meta as _is_meta
-from torchrelay.deferred._dispatch import dispatch as _dispatch_operation
-from torchrelay.deferred._dispatch import value as _value
-from torchrelay.deferred._hooks import hooks as _hooks
+from torchrelay.deferred import fake
 from torchrelay.deferred._initialization import deferred_init, is_deferred
 from torchrelay.deferred._materialization import materialize_module, materialize_tensor
 from torchrelay.deferred._reversal import dematerialize
@@ -21,11 +17,3 @@ __all__ = [
     "materialize_module",
     "materialize_tensor",
 ]
-
-_hooks.install(
-    fake=fake.FakeTensor,
-    dispatch=_dispatch_operation,
-    recording=lambda: _session.recording() is not None,
-    value=_value,
-    is_meta=_is_meta,
-)

@@ -6,15 +6,19 @@ initialisers take shorter paths.
 
 from __future__ import annotations
 
+import operator as operators
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay import _torch
 from torchrelay.deferred import _session as sessions
-from torchrelay.deferred._ahead import compute, read_number, record_and_run
-from torchrelay.deferred._graph import map_tensors
-from torchrelay.deferred._making import (
+from torchrelay.deferred._creation import (
     FACTORIES,
     SETS,
     check_device,
@@ -27,8 +31,10 @@ from torchrelay.deferred._making import (
     set_memory,
     view_of,
 )  # fmt: skip
-from torchrelay.deferred._operators import Operator, describe
-from torchrelay.deferred._replay import Replay
+from torchrelay.deferred._graph import map_tensors
+from torchrelay.deferred._operators import Operator, describe, trunc_normal
+from torchrelay.deferred._recording import record
+from torchrelay.deferred._session import Session
 from torchrelay.deferred._shapes import (
     as_returned,
     check_sizes,
@@ -38,11 +44,157 @@ from torchrelay.deferred._shapes import (
     tensors_at,
 )
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
+from torchrelay.deferred._values import ahead, by_value, for_real, read_values, record_and_run
 from torchrelay.errors import DeferredError, UnsupportedError
 
-__all__ = ["dispatch", "value"]
+__all__ = ["enter"]
 
 aten = torch.ops.aten
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Receives every operation, also those without a fake argument. One per thread."""
+
+    # Lets calls for absent devices through torch's argument parsing, as they are not going to be
+    # touched.
+    _mode_key = _torch.fake_mode_key
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping each call, for which it would import its compiler."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if not issubclass(kind, FakeTensor) and _dispatches(kind):
+                return NotImplemented  # a tensor subclass takes its own part first
+        return dispatch(func, args, kwargs or {})
+
+
+def _dispatches(kind: type[torch.Tensor]) -> bool:
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+@contextmanager
+def enter(session: Session) -> Iterator[None]:
+    """Make ``session`` the innermost of this thread; the caller closes it."""
+    active = sessions.active()
+    mode: _Mode | None = None
+    if not active:
+        if _torch.fake_mode_active():
+            raise UnsupportedError(
+                "A torch.export or torch.compile fake mode is active here; leave it before making "
+                "fake tensors."
+            )
+        mode = _Mode()  # type: ignore[no-untyped-call]
+        mode.__enter__()  # type: ignore[no-untyped-call]
+    active.append(session)
+    try:
+        yield
+    finally:
+        active.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class DispatchingTensor(FakeTensor):
+    """The fake tensor as a program sees it: operations on it are executed here.
+
+    Its methods that ask for values give those of a deferred tensor to the program that is being
+    recorded.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0 and spec and not isinstance(self, torch.nn.Parameter):
+            return format(self._read("formatting").item(), spec)
+        if self.dim() == 0 and sessions.recording() and self._region.storage.deferred:
+            return format(read_values(self).item())
+        return object.__format__(self, spec)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._read("numpy()").numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        values = self._read("numpy.asarray()").numpy(force=True)
+        return values if dtype is None else values.astype(dtype)
+
+    def tolist(self) -> Any:
+        return self._read("tolist()").tolist()
+
+    # torch.tensor([a, b]) asks its elements for numbers where no operation is dispatched.
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def __complex__(self) -> complex:
+        return complex(self._number())
+
+    def __bool__(self) -> bool:
+        return bool(self._number())
+
+    def __index__(self) -> int:
+        return operators.index(self._number())
+
+    def _number(self) -> Any:
+        if not self._region.storage.deferred:
+            self.refuse("a number")
+        values = read_values(self)
+        return values.item() if values.numel() == 1 else bool(values)  # raises what torch raises
+
+    def _read(self, what: str) -> torch.Tensor:
+        if not self._region.storage.deferred or not sessions.recording():
+            self.refuse(what)
+        return read_values(self)
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """What the function of torch that asks is to think, before it draws, sends or creates.
+
+        Neither answer would do: ``trunc_normal_`` draws until nothing is rejected, which needs
+        values, and is recorded as one operation; the scatter and broadcast inside
+        ``distribute_tensor`` become copies, because every rank has the whole record; FSDP1, which
+        asks before it calls ``param_init_fn``, gets True.
+        """
+        frame = sys._getframe(1)
+        caller = _torch.caller_of(frame)
+        if caller == "trunc_normal":
+            self._trunc_normal(frame.f_locals)
+        elif caller == "mesh_scatter":
+            mesh, scattered = frame.f_locals["mesh"], frame.f_locals["scatter_list"]
+            with torch.no_grad():
+                self.copy_(scattered[mesh.get_local_rank(frame.f_locals["mesh_dim"])])
+        else:
+            return caller == "mesh_broadcast" or _is_fsdp1_with_init(frame)
+        return True
+
+    def _trunc_normal(self, called: dict[str, Any]) -> None:
+        if self._region.storage.deferred:
+            args = (self, *(float(called[name]) for name in ("mean", "std", "a", "b")))
+            kwargs = {"generator": called.get("generator")}
+            record(trunc_normal, describe(trunc_normal), args, kwargs, writes=(self._region,))
+
+
+FakeTensor.concrete = DispatchingTensor
+
+
+def _is_fsdp1_with_init(frame: FrameType) -> bool:
+    """Return whether ``frame`` is the generator in which FSDP1 asks, and has a param_init_fn."""
+    asks = frame.f_back if frame.f_code.co_name == "<genexpr>" else None
+    return (
+        asks is not None
+        and asks.f_back is not None
+        and _torch.caller_of(asks) == "fsdp1_needs_values"
+        and asks.f_back.f_locals.get("param_init_fn") is not None
+    )
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911, PLR0912
@@ -50,19 +202,23 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
     operator = describe(func)
     if (
         operator.is_simple
-        and type(args[0]) is FakeTensor
+        and type(args[0]) is DispatchingTensor
         and args[0]._history.escaped is None
         and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
     ):
         return _simple(func, operator, args, kwargs)
     if operator.makes_one or operator.reads_number:
-        result = _ahead(func, operator, args, kwargs)
+        result = ahead(func, operator, args, kwargs)
         if result is not NotImplemented:
             return result
     if func is aten.detach.default and isinstance(args[0], FakeTensor):
         return _detach(args[0])
-    if func is aten.new_empty.default and type(args[0]) is not FakeTensor and _torch.is_copying():
-        return _for_real(func, operator, args, kwargs)  # a copy of what is real is real
+    if (
+        func is aten.new_empty.default
+        and not isinstance(args[0], FakeTensor)
+        and _torch.is_copying()
+    ):
+        return for_real(func, operator, args, kwargs)  # a copy of what is real is real
     if operator.is_factory and func in FACTORIES:
         fake = factory(func, operator, args, kwargs)
         if fake is not None:
@@ -81,40 +237,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
         )
     if not fakes:
         if session is None or not operator.is_factory or explicit_device(kwargs).type == "meta":
-            return _for_real(func, operator, args, kwargs)
+            return for_real(func, operator, args, kwargs)
         check_device(explicit_device(kwargs), session)
     return _general(func, operator, args, kwargs, fakes)
-
-
-def _ahead(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Execute ``func`` on values that are known, of a program that reads values."""
-    session = sessions.recording()
-    if session is None:
-        return NotImplemented
-    if not operator.reads_number:
-        if not session.replay.has_read:
-            return NotImplemented
-        return compute(func, operator, args, kwargs, session)
-    fake = args[0]
-    if not isinstance(fake, FakeTensor) or fake._history.escaped is not None:
-        return NotImplemented
-    return read_number(func, fake, session) if fake._region.storage.deferred else NotImplemented
-
-
-def _for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Execute ``func`` on real tensors, with generators at their recorded positions."""
-    innermost = sessions.current()
-    if func is aten.set_.source_Storage and innermost is not None:
-        innermost.memory = args[1]
-    session = sessions.recording() if operator.draws or operator.written else None
-    if session is not None:
-        for place in operator.written:
-            for tensor in tensors_at(place, args, kwargs):
-                with _torch.plain_torch():
-                    session.before_write(tensor)
-        if operator.draws:
-            session.stand()
-    return func(*args, **kwargs)
 
 
 def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,7 +285,7 @@ def _simple(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[s
 
 def _detach(fake: FakeTensor) -> FakeTensor:
     alias = fake_from_region(fake._region, fake._history)
-    if type(fake) is not FakeTensor:
+    if type(fake) is not DispatchingTensor:
         alias.__class__ = type(fake)
     return alias
 
@@ -180,12 +305,12 @@ def _general(
     )
     written = [tensor for place in operator.written for tensor in tensors_at(place, args, kwargs)]
     if operator.needs_values or not all(isinstance(tensor, FakeTensor) for tensor in written):
-        return _by_value(func, args, kwargs, fakes, deferred)
+        return by_value(func, args, kwargs, fakes, deferred)
     try:
         results = shapes_of(func, args, kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if not _is_only_shapeless(operator, written, fakes, error):
-            return _by_value(func, args, kwargs, fakes, deferred)
+            return by_value(func, args, kwargs, fakes, deferred)
         results = None  # in place: the shapes are those of the arguments
     if operator.changes_shape:
         return reshape_in_place(args[0], results)
@@ -237,47 +362,3 @@ def _is_only_shapeless(
 
 def _have_values(fakes: list[FakeTensor]) -> bool:
     return all(fake._region.storage.deferred for fake in fakes)
-
-
-def _by_value(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fakes: list[FakeTensor],
-    deferred: bool,
-) -> Any:
-    """Execute an operation that reads values; its results are constants."""
-    if not deferred or not all(fake._region.storage.deferred for fake in fakes):
-        which = repr(fakes[0]) if fakes else "its result"
-        raise DeferredError(
-            f"{func} needs the values of a fake tensor, which has none: {which}. Tensors made "
-            "inside deferred_init can be evaluated; those of fake_mode cannot."
-        )
-    operator = describe(func)
-    session = sessions.recording()
-    replay = Replay() if session is None else session.replay
-    written = [t for place in operator.written for t in tensors_at(place, args, kwargs)]
-    copies: dict[int, torch.Tensor] = {}
-
-    def value(fake: FakeTensor) -> torch.Tensor:
-        if not any(fake is one for one in written):
-            return replay.read(fake._region)
-        return copies.setdefault(id(fake), replay.read(fake._region).clone())
-
-    real_args, real_kwargs = map_tensors((args, kwargs), FakeTensor, value)
-    with _torch.plain_torch():
-        answer = _for_real(func, operator, real_args, real_kwargs)
-    for tensor in written:
-        if isinstance(tensor, FakeTensor):
-            tensor.copy_(constant_fake(copies[id(tensor)], deferred=True))
-    if written:
-        return as_returned(func, written)
-    return map_tensors(answer, torch.Tensor, lambda value: constant_fake(value, deferred=True))
-
-
-def value(fake: FakeTensor) -> torch.Tensor:
-    """Return a copy of the values of a deferred tensor, computed from its record."""
-    session = sessions.recording()
-    replay = Replay() if session is None else session.replay
-    with _torch.plain_torch():
-        return replay.read(fake._region).clone()

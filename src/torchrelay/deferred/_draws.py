@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from torchrelay import _torch
-from torchrelay.deferred._composites import is_plain_normal, trunc_normal
+from torchrelay.deferred._generators import jump
 from torchrelay.deferred._graph import Region
-from torchrelay.deferred._twister import jump
+from torchrelay.deferred._operators import is_plain_normal, trunc_normal
 
 __all__ = ["Rule", "fill_part", "rule_for", "words_drawn"]
 

@@ -1,17 +1,140 @@
-"""Generators at any position of a recorded sequence, mostly without drawing what precedes it."""
+"""Generators: where a program stands in their sequences, and moving them to any place there.
+
+During deferred initialisation nothing is drawn. Each drawing operation gets a :class:`.Position`,
+and the real generator is put into a *mark*: its own state, with a few words replaced by an
+identifier of the position after the draw, and the others by noise. Whatever the program does with
+generator states (seeding, ``fork_rng``, copying) moves marks, and the next draw identifies its
+position by them. Replay moves private generators to recorded positions, mostly without drawing what
+precedes them.
+"""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
+from functools import lru_cache
 
+import numpy as np
 import torch
 
-from torchrelay.deferred._graph import Node
-from torchrelay.deferred._positions import Origin, Position
-from torchrelay.deferred._twister import jump
+from torchrelay import _native
+from torchrelay.deferred._graph import Node, Origin, Position
 from torchrelay.errors import UnavailableError
 
-__all__ = ["Generators"]
+__all__ = ["Generators", "Watch", "acquire", "jump", "release", "watches"]
+
+# The blob of a CPU generator's ``get_state()``, in 64-bit words: the seed; ``left`` and ``seeded``
+# in one; the index of the next word; the 624 words of the twister's state; and what normal draws
+# keep for the next call. A mark is the first words of the state.
+_LEFT, _NEXT = 1, 2
+_BLOCK_WORDS = 624
+_STATE, _MARK = slice(3, 3 + _BLOCK_WORDS), slice(3, 6)
+_MAGIC = (0x7472656C, 0x61794D6B)
+_LOW = np.int64(0xFFFFFFFF)
+# The CUDA generator's blob: seed, offset. An offset must be a multiple of 4; no program draws this
+# many.
+_PHILOX_STEP = 4
+_PHILOX_BASE = 1 << 56
+
+# A mark is full of noise, so that another thread, if it draws meanwhile, gets no numbers that the
+# module gets.
+_noise = np.random.SFC64()
+
+_lock = threading.RLock()
+_marks: dict[int, Position] = {}
+_new_mark = itertools.count(1).__next__
+_watches: dict[int, Watch] = {}
+
+
+class Watch:
+    """A generator under watch: its state when the watch began, and the marks it has been given
+    since.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.entry = generator.get_state()
+        self.depth = 0
+        self._is_cpu = generator.device.type == "cpu"
+        self._given: list[int] = []
+
+    def position(self, state: torch.Tensor | None = None) -> Position:
+        """Return where the generator stands, as the recorded program sees it."""
+        state = self.generator.get_state() if state is None else state
+        return self.mark(state) or Position(Origin(self.generator.device, state.clone()))
+
+    def mark(self, state: torch.Tensor) -> Position | None:
+        """Return the position that ``state`` names; None: it is a state of its own."""
+        words = state.numpy().view(np.int64)
+        if self._is_cpu:
+            mark = int(words[5]) if (words[3], words[4]) == _MAGIC else 0
+        else:
+            mark = int(words[1]) // _PHILOX_STEP - _PHILOX_BASE // _PHILOX_STEP
+        with _lock:
+            return _marks.get(mark)
+
+    def draw(self, node: Node, words: int | None) -> None:
+        """Give ``node`` its positions, ``words`` apart, and mark the generator with the second.
+
+        ``words`` is None if it is unknown before the draw.
+        """
+        state = self.generator.get_state()
+        node.position = before = self.position(state)
+        node.after = after = (
+            Position(Origin(before.origin.device, None, before, node))
+            if words is None
+            else Position(before.origin, before.words + words)
+        )
+        mark = _new_mark()
+        with _lock:
+            _marks[mark] = after
+        self._given.append(mark)
+        blob = state.numpy().view(np.int64)
+        if self._is_cpu:
+            blob[_STATE] = _noise.random_raw(_BLOCK_WORDS // 2).view(np.uint32)
+            blob[_MARK] = (*_MAGIC, mark)
+            blob[_LEFT] = blob[_LEFT] & ~_LOW | (_BLOCK_WORDS - len(_MAGIC))
+            blob[_NEXT] = len(_MAGIC) + 1
+            blob[_STATE.stop :] = 0
+        else:
+            blob[1] = _PHILOX_BASE + mark * _PHILOX_STEP
+        self.generator.set_state(state)
+
+    def forget(self) -> None:
+        """Withdraw the marks: they mean nothing from now on."""
+        with _lock:
+            for mark in self._given:
+                _marks.pop(mark, None)
+
+
+def acquire(generator: torch.Generator) -> Watch:
+    """Return the watch over ``generator``, begun if there is none. It ends with as many calls of
+    :func:`release`.
+    """
+    with _lock:
+        found = _watches.get(id(generator))
+        if found is None:
+            found = _watches[id(generator)] = Watch(generator)
+        found.depth += 1
+        return found
+
+
+def watches() -> list[Watch]:
+    """Return the open watches of all threads."""
+    with _lock:
+        return list(_watches.values())
+
+
+def release(watch: Watch) -> bool:
+    """Give up one claim on ``watch``; return whether it was the last, after which the caller sets
+    the generator.
+    """
+    with _lock:
+        watch.depth -= 1
+        if watch.depth == 0:
+            del _watches[id(watch.generator)]
+        return watch.depth == 0
 
 
 class Generators:
@@ -90,3 +213,31 @@ def _new_generator(device: torch.device) -> torch.Generator:
             f"does not have: {error}. Record with another device, or materialize on a machine that "
             "has it."
         ) from error
+
+
+def jump(state: torch.Tensor, words: int) -> torch.Tensor:
+    """Return the blob of a CPU generator that has drawn ``words`` more 32-bit words than ``state``.
+
+    Takes about 1 ms, whatever the distance.
+    """
+    moved = state.clone()
+    blob = moved.numpy().view(np.int64)
+    # A generator that was just seeded has used up a block that it never gave out.
+    fresh = int(blob[_LEFT] & _LOW) == 1 and int(blob[_NEXT]) == 0
+    used = (_BLOCK_WORDS if fresh else int(blob[_NEXT])) + words
+    if words == 0:
+        return moved
+    blocks = (used - 1) // _BLOCK_WORDS
+    used -= blocks * _BLOCK_WORDS
+    if blocks:
+        block = blob[_STATE].astype(np.uint32)
+        _native.twister_jump(block, _polynomial(blocks * _BLOCK_WORDS - 1))
+        blob[_STATE] = block
+    blob[_NEXT] = used
+    blob[_LEFT] = (blob[_LEFT] & ~_LOW) | (_BLOCK_WORDS - used + 1)
+    return moved
+
+
+@lru_cache(maxsize=256)
+def _polynomial(distance: int) -> bytes:
+    return _native.twister_polynomial(distance)

@@ -40,12 +40,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay import _torch
-from torchrelay.deferred._positions import Position
 from torchrelay.errors import DeferredError
 
 __all__ = [
@@ -53,6 +53,8 @@ __all__ = [
     "External",
     "History",
     "Node",
+    "Origin",
+    "Position",
     "Record",
     "Region",
     "Storage",
@@ -194,32 +196,20 @@ class Storage:
         return history.record
 
 
-class Region:
-    """A strided part of a storage, seen as one dtype. Immutable.
+class Region(NamedTuple):
+    """A strided part of a storage, seen as one dtype.
 
     Attributes:
         conj, neg: whether its elements are the conjugates, the negatives of those in the storage.
     """
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "size", "storage", "stride")
-
-    def __init__(
-        self,
-        storage: Storage,
-        dtype: torch.dtype,
-        size: tuple[int, ...],
-        stride: tuple[int, ...],
-        offset: int = 0,
-        conj: bool = False,
-        neg: bool = False,
-    ) -> None:
-        self.storage = storage
-        self.dtype = dtype
-        self.size = size
-        self.stride = stride
-        self.offset = offset
-        self.conj = conj
-        self.neg = neg
+    storage: Storage
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    conj: bool = False
+    neg: bool = False
 
     @property
     def numel(self) -> int:
@@ -324,23 +314,46 @@ class External:
         return self.tensor
 
 
+@dataclass(slots=True, eq=False)
 class Constant:
     """Values that were known when they were recorded (``torch.tensor([1, 2])``); nobody else holds
     them.
     """
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
+@dataclass(slots=True, eq=False)
+class Origin:
+    """A generator state that is known (``state``), or will be once ``node`` has drawn from
+    ``before`` on.
+    """
+
+    device: torch.device
+    state: torch.Tensor | None
+    before: Position | None = None
+    node: Node | None = None
+
+    def settle(self, state: torch.Tensor) -> None:
+        """Note that the operation has run, and left the generator in ``state``."""
+        self.state = state
+        self.before = self.node = None
+
+
+class Position(NamedTuple):
+    """A point in a generator's sequence: ``words`` 32-bit words after ``origin``."""
+
+    origin: Origin
+    words: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Node:
     """One recorded operation.
 
     Attributes:
         seq: its place in the program; operations that are run are run in this order.
-        func: the overload (``torch.ops.aten.add_.Tensor``), or a composite of :mod:`._composites`.
+        func: the overload (``torch.ops.aten.add_.Tensor``), or an operation of :mod:`._operators`.
         args, kwargs: its arguments; tensors are Region, External or Constant.
         reads: the regions it reads, among its arguments; one that it also writes is only in
             ``writes``.
@@ -356,46 +369,19 @@ class Node:
         done: whether it has been run for good.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "after",
-        "args",
-        "default_dtype",
-        "done",
-        "func",
-        "grad",
-        "keeps",
-        "kwargs",
-        "outputs",
-        "position",
-        "reads",
-        "seq",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reads: tuple[Region, ...] = (),
-        writes: tuple[Region, ...] = (),
-        outputs: tuple[Region | None, ...] = (),
-        keeps: tuple[History | Record, ...] = (),
-    ) -> None:
-        self.seq = next_seq()
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.reads = reads
-        self.writes = writes
-        self.outputs = outputs
-        self.keeps = keeps
-        self.position: Position | None = None
-        self.after: Position | None = None
-        self.default_dtype = torch.get_default_dtype()
-        self.grad = torch.is_grad_enabled()
-        self.done = False
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+    outputs: tuple[Region | None, ...] = ()
+    keeps: tuple[History | Record, ...] = ()
+    position: Position | None = None
+    after: Position | None = None
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    seq: int = field(default_factory=next_seq, init=False)
+    done: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         return f"Node({self.seq}, {self.func})"

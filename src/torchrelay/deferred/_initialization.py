@@ -9,10 +9,10 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.deferred import _escapes
-from torchrelay.deferred import _session as sessions
-from torchrelay.deferred._hooks import hooks
+from torchrelay.deferred._dispatch import enter
 from torchrelay.deferred._modules import own_tensors
-from torchrelay.deferred._tensor import FakeTensor
+from torchrelay.deferred._session import Session
+from torchrelay.deferred._tensor import FakeTensor, births
 from torchrelay.errors import ArgumentError
 
 __all__ = ["deferred_init", "is_deferred"]
@@ -43,17 +43,17 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise ArgumentError(
             f"deferred_init() takes a module class or a function, not {type(fn).__name__}."
         )
-    session = sessions.Session(deferred=True)
-    outer, hooks.thread.lives = hooks.thread.lives, []
+    session = Session(deferred=True)
+    outer, births.lives = births.lives, []
     try:
-        with sessions.enter(session):
+        with enter(session):
             result = fn(*args, **kwargs)
-        _escapes.note(hooks.thread.lives, result)
+        _escapes.note(births.lives, result)
     except BaseException:
         session.close(done=False)
         raise
     finally:
-        hooks.thread.lives = outer
+        births.lives = outer
     session.close(done=True)
     return result
 

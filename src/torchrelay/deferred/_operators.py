@@ -1,4 +1,8 @@
-"""Properties of operations that recording and replay depend on, looked up once per overload."""
+"""Properties of operations that recording and replay depend on, looked up once per overload.
+
+Two operations are defined here: initialisers whose control flow depends on values are recorded as
+one operation.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Operator", "define", "describe"]
+from torchrelay import _torch
+
+__all__ = ["Operator", "constant", "describe", "is_plain_normal", "trunc_normal"]
 
 aten = torch.ops.aten
 
@@ -102,20 +108,49 @@ class Operator:
     takes_device: bool = False
 
 
-_known: dict[Any, Operator] = {}
+# No normal number that the CPU generator makes is further from the mean than this many standard
+# deviations: it takes the logarithm of a number of 24 bits (53 for float64), the smallest of which
+# gives 5.8 (8.6).
+_FARTHEST = {torch.float64: 9.0}
+_FARTHEST_ELSE = 6.0
+
+
+def trunc_normal(
+    tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *, generator: Any = None
+) -> torch.Tensor:
+    """Call ``nn.init.trunc_normal_``, which redraws until no number is outside ``[a, b]``."""
+    return _torch.trunc_normal(tensor, mean, std, a, b, generator)
+
+
+def is_plain_normal(dtype: torch.dtype, mean: float, std: float, a: float, b: float) -> bool:
+    """Return whether no number can fall outside ``[a, b]``, so that nothing is redrawn."""
+    reach = _FARTHEST.get(dtype, _FARTHEST_ELSE) * std
+    return a < mean - reach and mean + reach < b
+
+
+def constant(value: torch.Tensor) -> torch.Tensor:
+    """Return values that were known when recorded: ``torch.tensor([1, 2])``."""
+    return value
+
+
+_known: dict[Any, Operator] = {
+    constant: Operator(name="torchrelay::constant", creates=True),
+    trunc_normal: Operator(
+        name="torchrelay::trunc_normal",
+        fills=True,
+        draws=True,
+        with_generator=trunc_normal,
+        written=(0,),
+    ),
+}
 
 
 def describe(func: Any) -> Operator:
-    """Return the properties of ``func``, an ``OpOverload``."""
+    """Return the properties of ``func``, an ``OpOverload`` or an operation of this module."""
     found = _known.get(func)
     if found is None:
         found = _known[func] = _describe(func)
     return found
-
-
-def define(func: Any, operator: Operator) -> None:
-    """Set the properties of ``func``, an operation defined here."""
-    _known[func] = operator
 
 
 def _describe(func: Any) -> Operator:

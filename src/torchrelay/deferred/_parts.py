@@ -18,10 +18,16 @@ import torch
 from torchrelay import _torch
 from torchrelay.deferred import _boxes, _draws
 from torchrelay.deferred._boxes import Box
-from torchrelay.deferred._composites import constant
-from torchrelay.deferred._graph import Constant, External, Node, Region, Storage, map_tensors
-from torchrelay.deferred._operators import describe
-from torchrelay.deferred._positions import Position
+from torchrelay.deferred._graph import (
+    Constant,
+    External,
+    Node,
+    Position,
+    Region,
+    Storage,
+    map_tensors,
+)
+from torchrelay.deferred._operators import constant, describe
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._schedule import END, state_at, writers
 
@@ -78,17 +84,7 @@ class _Parts:
         if 0 in region.size:
             where = self.replay.place(region.storage.device)
             return torch.empty(region.size, dtype=region.dtype, device=where)
-        at = state_at(region.storage, before)
-        key = (
-            region.storage,
-            at,
-            region.dtype,
-            region.size,
-            region.stride,
-            region.offset,
-            region.conj,
-            region.neg,
-        )
+        key = region, state_at(region.storage, before)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._made(region, before)
@@ -311,8 +307,7 @@ class _Cut:
             offset += low * step
             size.append(high - low if extent != 1 else 1)
             stride.append(step)
-        bits = argument.conj, argument.neg
-        return Region(argument.storage, argument.dtype, tuple(size), tuple(stride), offset, *bits)
+        return argument._replace(size=tuple(size), stride=tuple(stride), offset=offset)
 
     def tensor(self, argument: torch.Tensor) -> torch.Tensor:
         """The same part of a real argument."""

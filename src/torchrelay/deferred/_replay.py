@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -160,10 +161,7 @@ def _without_target(node: Node) -> Node:
     storage = Storage(max(0, extent) * old.dtype.itemsize, old.storage.device, deferred=True)
     new = Region(storage, old.dtype, old.size, old.stride)
     args = map_tensors(node.args, Region, lambda region: new if region is old else region)
-    drawn = Node(node.func, args, node.kwargs, writes=(new,))
-    drawn.position, drawn.after = node.position, node.after
-    drawn.default_dtype, drawn.grad = node.default_dtype, node.grad
-    return drawn
+    return replace(node, args=args, writes=(new,))
 
 
 class _Run:

@@ -7,7 +7,7 @@ tensor's own.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -147,21 +147,20 @@ class _Copier:
     def region(self, old: Region) -> Region:
         found = self._regions.get(id(old))
         if found is None:
-            storage = self._storage(old.storage)[0]
-            new = Region(storage, old.dtype, old.size, old.stride, old.offset, old.conj, old.neg)
-            found = self._regions[id(old)] = old, new
+            found = self._regions[id(old)] = (
+                old,
+                old._replace(storage=self._storage(old.storage)[0]),
+            )
         return found[1]
 
-    def node(self, old: Node) -> Node:
+    def node(self, old: Node) -> None:
         args, kwargs = map_tensors((old.args, old.kwargs), Region, self.region)
         reads = tuple(map(self.region, old.reads))
         outputs = tuple(None if region is None else self.region(region) for region in old.outputs)
         kept = [*old.reads, *(old.writes if len(old.targets()) > 1 else ())]
         keeps = tuple(self._storage(region.storage)[1] for region in kept)
-        new = Node(
-            old.func, args, kwargs, reads, tuple(map(self.region, old.writes)), outputs, keeps
+        writes = tuple(map(self.region, old.writes))
+        new = replace(
+            old, args=args, kwargs=kwargs, reads=reads, writes=writes, outputs=outputs, keeps=keeps
         )
-        new.position, new.after = old.position, old.after
-        new.default_dtype, new.grad = old.default_dtype, old.grad
         new.link()
-        return new

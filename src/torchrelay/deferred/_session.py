@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay import _torch
-from torchrelay.deferred import _positions
+from torchrelay.deferred import _generators
+from torchrelay.deferred._generators import Watch
 from torchrelay.deferred._graph import External, Node
-from torchrelay.deferred._hooks import hooks
-from torchrelay.deferred._positions import Origin, Position, Watch
 from torchrelay.deferred._replay import Replay
-from torchrelay.errors import UnsupportedError
 
-__all__ = ["Session", "current", "enter", "recording"]
+__all__ = ["Session", "active", "current", "recording"]
 
 
 class Session:
@@ -60,14 +55,7 @@ class Session:
         self, node: Node, generator: torch.Generator | None, device: torch.device, words: int | None
     ) -> None:
         """Assign ``node`` its position in the sequence of its generator."""
-        watch = self._watch(generator, device)
-        before = watch.position()
-        if words is None:
-            after = Position(Origin(before.origin.device, None, before, node))
-        else:
-            after = Position(before.origin, before.words + words)
-        node.position, node.after = before, after
-        watch.advance(after)
+        self._watch(generator, device).draw(node, words)
 
     def _watch(self, generator: torch.Generator | None, device: torch.device) -> Watch:
         key = device if generator is None else id(generator)
@@ -75,13 +63,13 @@ class Session:
         if found is None:
             if generator is None:
                 generator = _torch.default_generator(device)
-            found = self._watches[key] = _positions.acquire(generator)
+            found = self._watches[key] = _generators.acquire(generator)
         return found
 
     def stand(self) -> None:
         """Set the generators to their recorded states, for an operation that draws for real."""
-        for watch in _positions.watches():
-            position = watch.mark()
+        for watch in _generators.watches():
+            position = watch.mark(watch.generator.get_state())
             if position is not None:
                 watch.generator.set_state(self.replay.generators.state(position))
 
@@ -89,7 +77,7 @@ class Session:
         """End the watches and set the generators: to the end of the program if done, else back."""
         try:
             for key, watch in self._watches.items():
-                if _positions.release(watch):
+                if _generators.release(watch):
                     stand_in = (
                         isinstance(key, torch.device) and key.type != watch.generator.device.type
                     )
@@ -118,24 +106,9 @@ class _Stack(threading.local):
 _stack = _Stack()
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Receives every operation, also those without a fake argument. One per thread."""
-
-    # Lets calls for absent devices through torch's argument parsing, as they are not going to be
-    # touched.
-    _mode_key = _torch.fake_mode_key
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for kind in types:
-            if kind is not hooks.fake and _is_foreign(kind):
-                return NotImplemented  # a tensor subclass takes its own part first
-        return hooks.dispatch(func, args, kwargs or {})
-
-
-def _is_foreign(kind: type[torch.Tensor]) -> bool:
-    """Return whether tensors of ``kind`` dispatch operations themselves and are not fake."""
-    dispatches = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return dispatches and not issubclass(kind, hooks.fake)
+def active() -> list[Session]:
+    """Return the sessions of this thread, the innermost last."""
+    return _stack.sessions
 
 
 def current() -> Session | None:
@@ -150,24 +123,3 @@ def recording() -> Session | None:
         if session.deferred:
             return session
     return None
-
-
-@contextmanager
-def enter(session: Session) -> Iterator[Session]:
-    """Make ``session`` the innermost of this thread; the caller closes it."""
-    mode: _Mode | None = None
-    if not _stack.sessions:
-        if _torch.fake_mode_active():
-            raise UnsupportedError(
-                "A torch.export or torch.compile fake mode is active here; leave it before making "
-                "fake tensors."
-            )
-        mode = _Mode()  # type: ignore[no-untyped-call]
-        mode.__enter__()  # type: ignore[no-untyped-call]
-    _stack.sessions.append(session)
-    try:
-        yield session
-    finally:
-        _stack.sessions.pop()
-        if mode is not None:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -119,8 +119,7 @@ def sliced(fake: FakeTensor, slices: Slices) -> Region:
         start, stop, _ = item.indices(size[dim])
         offset += start * region.stride[dim]
         size[dim] = max(0, stop - start)
-    bits = region.conj, region.neg
-    return Region(region.storage, region.dtype, tuple(size), region.stride, offset, *bits)
+    return region._replace(size=tuple(size), offset=offset)
 
 
 def distributed(shard: Any, name: str, fake: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,22 @@
 """The fake tensor: a tensor with shape, dtype, device and autograd, but without memory.
 
-It is a wrapper subclass. Its methods that need values, and those that torch would stop before they
-reach the dispatcher (``.to("cuda")`` without CUDA), are overridden in the class; nothing in torch
-is replaced.
+It is a wrapper subclass; nothing in torch is replaced. Here are its place in the record, how it
+looks, and the methods that torch would stop before they reach the dispatcher (``.to("cuda")``
+without CUDA). What its operations do is in the subclass of :mod:`._dispatch`.
 """
 
 from __future__ import annotations
 
 import copy
-import operator
-import sys
+import threading
 import weakref
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from torchrelay import _torch
 from torchrelay.deferred._graph import History, Region
-from torchrelay.deferred._hooks import hooks
 from torchrelay.errors import DeferredError
 
 __all__ = [
@@ -26,6 +24,7 @@ __all__ = [
     "Life",
     "assign",
     "become",
+    "births",
     "fake_from_region",
     "give_shape",
     "go_back",
@@ -41,23 +40,34 @@ class Life:
     __slots__ = ("__weakref__",)
 
 
+class _Births(threading.local):
+    """The fake tensors that this thread makes.
+
+    Attributes:
+        lives: gets a weak reference to the life of each; None: they are not counted.
+    """
+
+    lives: list[weakref.ref[Life]] | None = None
+
+
+births = _Births()
+
+
 class FakeTensor(torch.Tensor):
     """A tensor without memory, from :func:`.fake.fake_mode` or :func:`.deferred_init`.
 
     Materialisation changes its class to that of the real tensor; it stays the same object.
+
+    Attributes:
+        concrete: the subclass that executes operations, of which all fake tensors are.
     """
 
+    concrete: ClassVar[type[FakeTensor]]
     _region: Region
     _history: History
     _life: Life | None = None
 
     __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return hooks.dispatch(func, args, kwargs or {})
 
     # A subclass of Parameter stays one: its methods, its isinstance, and its class when
     # materialized.
@@ -76,7 +86,7 @@ class FakeTensor(torch.Tensor):
     # What it looks like.
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        parts = ["...", f"size={_size_text(self.shape)}"]
+        parts = ["...", f"size={tuple(self.shape)}"]
         if self.dtype != torch.get_default_dtype():
             parts.append(f"dtype={self.dtype}")
         if self.device.type != "cpu":
@@ -86,47 +96,13 @@ class FakeTensor(torch.Tensor):
         text = f"tensor({', '.join(parts)}, fake=True)"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
-    def __format__(self, spec: str) -> str:
-        if self.dim() == 0 and spec and not isinstance(self, torch.nn.Parameter):
-            return format(_real_value(self, "formatting").item(), spec)
-        if self.dim() == 0 and hooks.recording() and self._region.storage.deferred:
-            return format(hooks.value(self).item())
-        return object.__format__(self, spec)
-
-    # What needs values.
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return _real_value(self, "numpy()").numpy(force=force)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        values = _real_value(self, "numpy.asarray()").numpy(force=True)
-        return values if dtype is None else values.astype(dtype)
-
-    def tolist(self) -> Any:
-        return _real_value(self, "tolist()").tolist()
-
-    # torch.tensor([a, b]) asks its elements for numbers where no operation is dispatched.
-
-    def __float__(self) -> float:
-        return float(_number(self))
-
-    def __int__(self) -> int:
-        return int(_number(self))
-
-    def __complex__(self) -> complex:
-        return complex(_number(self))
-
-    def __bool__(self) -> bool:
-        return bool(_number(self))
-
-    def __index__(self) -> int:
-        return operator.index(_number(self))
+    # What needs memory.
 
     def data_ptr(self) -> NoReturn:
-        self._no_memory("data_ptr()")
+        self.refuse("data_ptr()")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._no_memory("pickling")
+        self.refuse("pickling")
 
     def __copy__(self) -> FakeTensor:
         alias = fake_from_region(self._region, self._history)
@@ -136,12 +112,13 @@ class FakeTensor(torch.Tensor):
         return alias
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._no_memory("__dlpack__()")
+        self.refuse("__dlpack__()")
 
     def share_memory_(self) -> NoReturn:
-        self._no_memory("share_memory_()")
+        self.refuse("share_memory_()")
 
-    def _no_memory(self, what: str) -> NoReturn:
+    def refuse(self, what: str) -> NoReturn:
+        """Raise :class:`DeferredError`: ``what`` needs memory."""
         raise DeferredError(
             f"{what} needs the memory of a tensor, and {self!r} has none. Materialize it first "
             "(materialize_tensor, or materialize_module for its module)."
@@ -158,8 +135,9 @@ class FakeTensor(torch.Tensor):
         assign(self, value)
 
     @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return hooks.is_meta(self, sys._getframe(1))
+    def cls_to_become(self) -> type[FakeTensor]:
+        """The class that torch gives to a lazy module's parameter once it has its shape."""
+        return type(self)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         copy = kwargs.pop("copy", False)
@@ -210,29 +188,17 @@ def _kind_of(cls: type[torch.nn.Parameter]) -> type[FakeTensor]:
     """Return the class of fake tensors that are also ``cls``, a class of the program."""
     meta: Any = type(cls)
     body = {"_real_class": cls, "__module__": cls.__module__}
-    kind: type[FakeTensor] = meta(f"Fake{cls.__name__}", (FakeTensor, cls), body)
+    kind: type[FakeTensor] = meta(f"Fake{cls.__name__}", (FakeTensor.concrete, cls), body)
     return kind
-
-
-class _LazyFake(FakeTensor):
-    """A lazy module's parameter while it gets its shape, after which torch sets its class."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "__class__":
-            super().__setattr__(name, value)
-            return
-        object.__setattr__(self, "__class__", FakeTensor)
-        del self.__dict__["cls_to_become"]
-        if issubclass(value, torch.nn.Parameter):
-            self.__dict__["_is_param"] = True
 
 
 def give_shape(lazy: torch.Tensor, fake: FakeTensor) -> None:
     """Turn ``lazy``, a real parameter without shape, into a fake one like ``fake``."""
     replacement = fake_from_region(fake._region, fake._history).requires_grad_(lazy.requires_grad)
-    replacement.__dict__.update(lazy.__dict__, cls_to_become=lazy.cls_to_become)  # type: ignore[attr-defined]
+    replacement.__dict__.update(lazy.__dict__)
+    if issubclass(lazy.cls_to_become, torch.nn.Parameter):  # type: ignore[attr-defined]
+        replacement.__dict__["_is_param"] = True
     _torch.swap_tensors(lazy, replacement)
-    object.__setattr__(lazy, "__class__", _LazyFake)
 
 
 def assign(fake: FakeTensor, value: torch.Tensor) -> None:
@@ -261,9 +227,7 @@ def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
             count = storage.size_bytes // region.dtype.itemsize
             flat = Region(storage, region.dtype, (count,), (1,))
             copied = memo[id(storage)] = fake_from_region(flat, fake._history).clone()
-        mine = Region(
-            copied._region.storage, region.dtype, region.size, region.stride, region.offset
-        )
+        mine = region._replace(storage=copied._region.storage, conj=False, neg=False)
         new = _resolved(fake_from_region(mine, copied._history), region.conj, region.neg)
     new.__class__ = fake.__class__
     new.__dict__.update(copy.deepcopy(user_attributes(fake), memo))
@@ -339,30 +303,10 @@ def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
     return real
 
 
-def _real_value(fake: FakeTensor, what: str) -> torch.Tensor:
-    """Return the values if the recorded program itself reads them."""
-    if not fake._region.storage.deferred or not hooks.recording():
-        fake._no_memory(what)
-    return hooks.value(fake)
-
-
-def _number(fake: FakeTensor) -> Any:
-    if not fake._region.storage.deferred:
-        fake._no_memory("a number")
-    value = hooks.value(fake)
-    if value.numel() != 1:
-        return bool(value)  # which raises what torch raises
-    return value.item()
-
-
-def _size_text(size: torch.Size) -> str:
-    return str(tuple(size))
-
-
 def fake_from_region(region: Region, history: History) -> FakeTensor:
     """Return a new fake tensor over ``region``."""
     fake: FakeTensor = _wrap(
-        FakeTensor,
+        FakeTensor.concrete,
         region.size,
         strides=region.stride,
         storage_offset=region.offset,
@@ -371,7 +315,7 @@ def fake_from_region(region: Region, history: History) -> FakeTensor:
     )
     fake._region = region
     fake._history = history
-    lives = hooks.thread.lives
+    lives = births.lives
     if lives is not None:
         fake._life = life = Life()
         lives.append(weakref.ref(life))

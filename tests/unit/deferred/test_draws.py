@@ -10,7 +10,7 @@ from torch import nn
 
 from torchrelay.deferred import deferred_init, dematerialize, materialize_module
 from torchrelay.deferred._draws import fill_part, rule_for
-from torchrelay.deferred._twister import jump
+from torchrelay.deferred._generators import jump
 from torchrelay.errors import DeferredError
 
 aten = torch.ops.aten

@@ -62,4 +62,10 @@ def test_transformers(name: str) -> None:
     (case,) = zoo.transformers_cases([name])
     if isinstance(case, tuple):
         pytest.skip(f"does not build eagerly: {case[1]}")
-    zoo_check.check(case, all_shards=False)
+    try:
+        zoo_check.check(case, all_shards=False)
+    except zoo_check.DifferentError:
+        if zoo_check.is_reproducible(case):
+            raise
+        # Before 2.13, torch leaves the bias of a convolution of no channels as it is in memory.
+        pytest.skip("eager construction leaves memory uninitialized")

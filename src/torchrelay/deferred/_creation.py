@@ -9,9 +9,8 @@ import torch
 from torchrelay import _torch
 from torchrelay.deferred import _session as sessions
 from torchrelay.deferred import _tensor as tensors
-from torchrelay.deferred._composites import constant
 from torchrelay.deferred._graph import Constant, Node, Region, Storage, map_tensors
-from torchrelay.deferred._operators import Operator
+from torchrelay.deferred._operators import Operator, constant
 from torchrelay.deferred._recording import record
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
@@ -135,8 +134,9 @@ def set_memory(func: Any, fake: FakeTensor, source: Any, *place: Any) -> FakeTen
     if isinstance(source, FakeTensor):
         old, region = fake._region, source._region
         offset, size, stride = place if place else (region.offset, region.size, region.stride)
-        bits = old.conj, old.neg
-        new = Region(region.storage, old.dtype, tuple(size), tuple(stride), offset, *bits)
+        new = old._replace(
+            storage=region.storage, size=tuple(size), stride=tuple(stride), offset=offset
+        )
         tensors.assign(fake, fake_from_region(new, source._history))
         return fake
     with _torch.plain_torch():

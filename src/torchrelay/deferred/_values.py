@@ -1,7 +1,7 @@
-"""Recording of operations that are run at once, because their arguments have been computed.
+"""Execution on values: on real tensors, and on deferred ones whose values the program reads.
 
 A program that reads a value goes on to read what follows from it. A small operation takes less time
-than the schedule that would run it at the next read.
+than the schedule that would run it at the next read, so it is recorded and run at once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.deferred import _session as sessions
+from torchrelay.deferred._creation import constant_fake, device_of, new_fake
 from torchrelay.deferred._graph import History, Node, Region, Storage, map_tensors
-from torchrelay.deferred._making import device_of, new_fake
-from torchrelay.deferred._operators import Operator
+from torchrelay.deferred._operators import Operator, describe
 from torchrelay.deferred._recording import record
+from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._session import Session
-from torchrelay.deferred._shapes import shapes_of
+from torchrelay.deferred._shapes import as_returned, shapes_of, tensors_at
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
+from torchrelay.errors import DeferredError
 
-__all__ = ["compute", "read_number", "record_and_run"]
+__all__ = ["ahead", "by_value", "for_real", "read_values", "record_and_run"]
+
+aten = torch.ops.aten
 
 # The largest storage of a small operation.
 SMALL_BYTES = 1 << 20
@@ -29,7 +33,22 @@ SMALL_BYTES = 1 << 20
 _PLAIN = {int, float, bool, str, type(None), torch.dtype}
 
 
-def read_number(func: Any, fake: FakeTensor, session: Session) -> Any:
+def ahead(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Execute ``func`` on known values, for a program that reads values; else NotImplemented."""
+    session = sessions.recording()
+    if session is None:
+        return NotImplemented
+    if not operator.reads_number:
+        if not session.replay.has_read:
+            return NotImplemented
+        return _compute(func, operator, args, kwargs, session)
+    fake = args[0]
+    if not isinstance(fake, FakeTensor) or fake._history.escaped is not None:
+        return NotImplemented
+    return _read_number(func, fake, session) if fake._region.storage.deferred else NotImplemented
+
+
+def _read_number(func: Any, fake: FakeTensor, session: Session) -> Any:
     """Return the number that ``func`` reads from ``fake``."""
     real = session.replay.read(fake._region)
     if _torch.is_plain():
@@ -38,7 +57,7 @@ def read_number(func: Any, fake: FakeTensor, session: Session) -> Any:
         return func(real)
 
 
-def compute(
+def _compute(
     func: Any,
     operator: Operator,
     args: tuple[Any, ...],
@@ -61,7 +80,7 @@ def compute(
     like = _likeness(key, func, args, kwargs)
     if like is None:
         return NotImplemented
-    result = _call(func, arguments.real, kwargs)
+    result = func(*arguments.real, **kwargs)
     storage = Storage(like.storage.size_bytes, like.storage.device, deferred=True)
     made = Region(storage, like.dtype, like.size, like.stride)
     history = storage.history()
@@ -191,12 +210,70 @@ def _run(
     try:
         with _torch.plain_torch(), asked:
             real_args, real_kwargs = map_tensors((args, kwargs), FakeTensor, real)
-            return _call(func, real_args, real_kwargs)
+            return func(*real_args, **real_kwargs)
     except BaseException:
         for region in writes:  # nobody knows what it has left there
             region.storage.history().drop()
         raise
 
 
-def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Execute ``func`` on real tensors, with generators at their recorded positions."""
+    innermost = sessions.current()
+    if func is aten.set_.source_Storage and innermost is not None:
+        innermost.memory = args[1]
+    session = sessions.recording() if operator.draws or operator.written else None
+    if session is not None:
+        for place in operator.written:
+            for tensor in tensors_at(place, args, kwargs):
+                with _torch.plain_torch():
+                    session.before_write(tensor)
+        if operator.draws:
+            session.stand()
     return func(*args, **kwargs)
+
+
+def by_value(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fakes: list[FakeTensor],
+    deferred: bool,
+) -> Any:
+    """Execute an operation that reads values; its results are constants."""
+    if not deferred or not all(fake._region.storage.deferred for fake in fakes):
+        which = repr(fakes[0]) if fakes else "its result"
+        raise DeferredError(
+            f"{func} needs the values of a fake tensor, which has none: {which}. Tensors made "
+            "inside deferred_init can be evaluated; those of fake_mode cannot."
+        )
+    operator = describe(func)
+    replay = _replay()
+    written = [t for place in operator.written for t in tensors_at(place, args, kwargs)]
+    copies: dict[int, torch.Tensor] = {}
+
+    def value(fake: FakeTensor) -> torch.Tensor:
+        if not any(fake is one for one in written):
+            return replay.read(fake._region)
+        return copies.setdefault(id(fake), replay.read(fake._region).clone())
+
+    real_args, real_kwargs = map_tensors((args, kwargs), FakeTensor, value)
+    with _torch.plain_torch():
+        answer = for_real(func, operator, real_args, real_kwargs)
+    for tensor in written:
+        if isinstance(tensor, FakeTensor):
+            tensor.copy_(constant_fake(copies[id(tensor)], deferred=True))
+    if written:
+        return as_returned(func, written)
+    return map_tensors(answer, torch.Tensor, lambda value: constant_fake(value, deferred=True))
+
+
+def read_values(fake: FakeTensor) -> torch.Tensor:
+    """Return a copy of the values of a deferred tensor, computed from its record."""
+    with _torch.plain_torch():
+        return _replay().read(fake._region).clone()
+
+
+def _replay() -> Replay:
+    session = sessions.recording()
+    return Replay() if session is None else session.replay
