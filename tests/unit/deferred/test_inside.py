@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from torchrelay.deferred import _replay as replays
 from torchrelay.deferred import (
     _shapes,
     deferred_init,
@@ -23,7 +24,6 @@ from torchrelay.deferred import (
     materialize_module,
     materialize_tensor,
 )
-from torchrelay.deferred import _replay as replays
 from torchrelay.errors import DeferredError
 
 
