@@ -76,6 +76,7 @@ __all__ = [
     "meet_without_variables",
     "model_of_ddp_being_made",
     "name_backend",
+    "never_compiled",
     "operator_results",
     "optimizer_taking_parameters",
     "parameter_class",
@@ -618,6 +619,16 @@ def caller_of(frame: FrameType) -> str | None:
                 continue
         return caller
     return None
+
+
+def never_compiled(function: Callable[..., Any]) -> Any:
+    """Keep torch's compiler away from ``function`` and all that it calls, without importing it, as
+    ``torch.compiler.disable`` does.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

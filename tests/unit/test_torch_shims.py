@@ -572,3 +572,26 @@ def test_script_as_lets_scripted_code_take_another_class() -> None:
     torch.jit.script(_Scripted)
     _torch.script_as(_Factor, _Scripted)
     assert torch.jit.script(_scaled)(torch.ones(1), _Factor()).item() == 3
+
+
+def test_the_compiler_skips_what_is_never_compiled() -> None:
+    """Nor does it compile what such a function calls."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) * 2
+
+    ones = torch.ones(3)
+    assert torch.equal(torch.compile(outer, backend=backend)(ones), outer(ones))
+    assert len(compiled) == 1
+    torch._dynamo.reset()
+    skipped = torch.compile(_torch.never_compiled(outer), backend=backend)
+    assert torch.equal(skipped(ones), outer(ones))
+    assert len(compiled) == 1

@@ -197,7 +197,7 @@ def _may_be_same(one: torch.device, other: torch.device) -> bool:
     return one == other or (one.type == other.type and None in (one.index, other.index))
 
 
-def check_device(device: torch.device, session: sessions.Session) -> None:
+def check_device(device: torch.device, session: sessions.FakeSession) -> None:
     """Raise :class:`UnavailableError` if ``device`` is absent and must not be simulated."""
     if session.pretend is False and not _torch.device_available(device):
         raise UnavailableError(

@@ -34,7 +34,7 @@ from torchrelay.deferred._creation import (
 from torchrelay.deferred._graph import map_tensors
 from torchrelay.deferred._operators import Operator, describe, trunc_normal
 from torchrelay.deferred._recording import record
-from torchrelay.deferred._session import Session
+from torchrelay.deferred._session import FakeSession
 from torchrelay.deferred._shapes import (
     as_returned,
     check_sizes,
@@ -64,6 +64,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Keep torch from wrapping each call, for which it would import its compiler."""
         return False
 
+    @_torch.never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if not issubclass(kind, FakeTensor) and _dispatches(kind):
@@ -76,7 +77,7 @@ def _dispatches(kind: type[torch.Tensor]) -> bool:
 
 
 @contextmanager
-def enter(session: Session) -> Iterator[None]:
+def enter(session: FakeSession) -> Iterator[None]:
     """Make ``session`` the innermost of this thread; the caller closes it."""
     active = sessions.active()
     mode: _Mode | None = None
@@ -105,9 +106,8 @@ class DispatchingTensor(FakeTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @_torch.never_compiled
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
     def __format__(self, spec: str) -> str:

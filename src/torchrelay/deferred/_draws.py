@@ -19,7 +19,7 @@ from torchrelay.deferred._generators import jump
 from torchrelay.deferred._graph import Region
 from torchrelay.deferred._operators import is_plain_normal, trunc_normal
 
-__all__ = ["Rule", "fill_part", "rule_for", "words_drawn"]
+__all__ = ["DrawRule", "fill_part", "rule_for", "words_drawn"]
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 _GROUP = 16
 
 
-class Rule:
+class DrawRule:
     """How a contiguous fill takes its words: ``words`` for each element, in order."""
 
     def __init__(self, words: int) -> None:
@@ -43,7 +43,7 @@ class Rule:
         yield start * self.words, stop - start, 0, stop - start
 
 
-class _NormalRule(Rule):
+class _NormalDrawRule(DrawRule):
     """Normal numbers. Fewer than sixteen use another method, which caches a number.
 
     Args:
@@ -74,45 +74,41 @@ class _NormalRule(Rule):
             yield self._tail(count), _GROUP, max(start, tail) - tail, stop - tail
 
 
-def _uniform(dtype: torch.dtype, args: tuple[Any, ...]) -> Rule:
-    return Rule(2 if dtype is torch.float64 else 1)
+def _uniform(dtype: torch.dtype, args: tuple[Any, ...]) -> DrawRule:
+    return DrawRule(2 if dtype is torch.float64 else 1)
 
 
-def _normal(dtype: torch.dtype, args: tuple[Any, ...]) -> Rule:
-    return _NormalRule(2 if dtype is torch.float64 else 1, dtype in (torch.bfloat16, torch.float16))
+def _normal(dtype: torch.dtype, args: tuple[Any, ...]) -> DrawRule:
+    return _NormalDrawRule(
+        2 if dtype is torch.float64 else 1, dtype in (torch.bfloat16, torch.float16)
+    )
 
 
-def _two(dtype: torch.dtype, args: tuple[Any, ...]) -> Rule:
-    return Rule(2)
+def _two(dtype: torch.dtype, args: tuple[Any, ...]) -> DrawRule:
+    return DrawRule(2)
 
 
-def _random(dtype: torch.dtype, args: tuple[Any, ...]) -> Rule:
+def _random(dtype: torch.dtype, args: tuple[Any, ...]) -> DrawRule:
     if len(args) <= 1:
-        return Rule(2 if dtype in (torch.float64, torch.int64) else 1)
+        return DrawRule(2 if dtype in (torch.float64, torch.int64) else 1)
     low, high = (0, args[1]) if len(args) == 2 else (args[1], args[2])
-    return Rule(2 if high is None or high - low >= 1 << 32 else 1)
+    return DrawRule(2 if high is None or high - low >= 1 << 32 else 1)
 
 
-_RULES: dict[Any, Callable[[torch.dtype, tuple[Any, ...]], Rule]] = {
-    aten.uniform_.default: _uniform,
-    aten.normal_.default: _normal,
-    aten.bernoulli_.float: _two,
-    aten.exponential_.default: _two,
-    aten.cauchy_.default: _two,
-    aten.geometric_.default: _two,
-    aten.random_.default: _random,
-    aten.random_.to: _random,
-    getattr(aten.random_, "from"): _random,
-}
-
-# The arguments with which the rules are tried out; those of random_ are the call's own.
-_DEFAULTS: dict[Any, tuple[float, ...]] = {
-    aten.uniform_.default: (),
-    aten.normal_.default: (),
-    aten.bernoulli_.float: (0.3,),
-    aten.exponential_.default: (),
-    aten.cauchy_.default: (),
-    aten.geometric_.default: (0.3,),
+# For each fill: its rule, and the arguments with which the rule is tried out; those of random_ are
+# the call's own.
+_RULES: dict[
+    Any, tuple[Callable[[torch.dtype, tuple[Any, ...]], DrawRule], tuple[float, ...] | None]
+] = {
+    aten.uniform_.default: (_uniform, ()),
+    aten.normal_.default: (_normal, ()),
+    aten.bernoulli_.float: (_two, (0.3,)),
+    aten.exponential_.default: (_two, ()),
+    aten.cauchy_.default: (_two, ()),
+    aten.geometric_.default: (_two, (0.3,)),
+    aten.random_.default: (_random, None),
+    aten.random_.to: (_random, None),
+    getattr(aten.random_, "from"): (_random, None),
 }
 
 # Factories that fill what they make: the in-place fill that does the same.
@@ -126,18 +122,16 @@ _AS_FILL: dict[Any, Any] = {
 }
 
 
-def rule_for(func: Any, dtype: torch.dtype, args: tuple[Any, ...] = ()) -> Rule | None:
+def rule_for(func: Any, dtype: torch.dtype, args: tuple[Any, ...] = ()) -> DrawRule | None:
     """Return how ``func`` draws for a contiguous tensor of ``dtype``; None: unknown."""
     if func is trunc_normal and is_plain_normal(dtype, *args[1:]):
         func, args = aten.normal_.default, args[:3]
     func = _AS_FILL.get(func, func)
-    make = _RULES.get(func)
-    if make is None:
+    if func not in _RULES:
         return None
+    make, values = _RULES[func]
     rule = make(dtype, args)
-    # How many words a fill takes can depend on the bounds of integers alone.
-    values = _DEFAULTS.get(func, ())
-    if func not in _DEFAULTS:
+    if values is None:  # how many words a fill takes can depend on the bounds of integers alone
         values = tuple(value for value in args[1:] if isinstance(value, int))
     return rule if _holds(func, dtype, rule.words, values) else None
 
@@ -145,7 +139,7 @@ def rule_for(func: Any, dtype: torch.dtype, args: tuple[Any, ...] = ()) -> Rule 
 @lru_cache(maxsize=1024)
 def _holds(func: Any, dtype: torch.dtype, words: int, values: tuple[float, ...]) -> bool:
     """Return whether the rule predicts a fill of 100 elements, whole and in parts."""
-    rule = _RULES[func](dtype, (None, *values))
+    rule = _RULES[func][0](dtype, (None, *values))
     generator = torch.Generator()
     generator.manual_seed(0)
     state = generator.get_state()
@@ -192,7 +186,7 @@ _RANDPERM_SMALL = (1 << 32) // 20
 def fill_part(
     func: Any,
     values: tuple[Any, ...],
-    rule: Rule,
+    rule: DrawRule,
     count: int,
     start: int,
     part: torch.Tensor,

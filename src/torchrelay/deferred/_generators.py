@@ -190,16 +190,15 @@ class Generators:
         return state
 
     def _origin_state(self, origin: Origin) -> torch.Tensor:
-        pending: list[Origin] = []
-        at: Origin | None = origin
-        while at is not None and at.state is None:
-            pending.append(at)
-            assert at.before is not None
-            at = at.before.origin
-        for known in reversed(pending):
-            if known.state is None:
-                assert known.node is not None
-                self._run(known.node)
+        chain = [origin]
+        while chain[-1].state is None:
+            before = chain[-1].before
+            assert before is not None
+            chain.append(before.origin)
+        for unknown in reversed(chain[:-1]):
+            if unknown.state is None:
+                assert unknown.node is not None
+                self._run(unknown.node)
         assert origin.state is not None
         return origin.state
 

@@ -6,7 +6,7 @@ A node's life::
         │  _dispatch: shapes from meta kernels
         ▼
     _recording makes a Node: func, args (Regions, Externals, Constants), seq, position of its draws
-        │  entered in the Record of each Storage that it writes
+        │  entered in the StorageRecord of each Storage that it writes
         ▼
     materialize_* or a read asks for a Region at some seq
         │  _schedule: the nodes back to memory that still holds a needed state
@@ -55,9 +55,9 @@ __all__ = [
     "Node",
     "Origin",
     "Position",
-    "Record",
     "Region",
     "Storage",
+    "StorageRecord",
     "map_tensors",
     "next_seq",
 ]
@@ -65,7 +65,7 @@ __all__ = [
 next_seq = itertools.count(1).__next__
 
 
-class Record(list["Node"]):
+class StorageRecord(list["Node"]):
     """The operations that write one storage, in program order. Operations are never removed."""
 
     __slots__ = ("__weakref__",)
@@ -102,7 +102,7 @@ class History:
         "version",
     )
 
-    def __init__(self, storage: Storage, record: Record) -> None:
+    def __init__(self, storage: Storage, record: StorageRecord) -> None:
         self.storage = storage
         self.record = record
         self.real: torch.UntypedStorage | None = None
@@ -173,14 +173,14 @@ class Storage:
         self.deferred = deferred
         self.shadow: torch.UntypedStorage | None = None
         self._history: weakref.ref[History] | None = None
-        self._record: weakref.ref[Record] | None = None
+        self._record: weakref.ref[StorageRecord] | None = None
 
     def history(self) -> History:
         """Return the operations that write it; a new empty history if nothing holds it."""
         history = None if self._history is None else self._history()
         if history is None:
             record = None if self._record is None else self._record()
-            history = History(self, Record() if record is None else record)
+            history = History(self, StorageRecord() if record is None else record)
             self._history = weakref.ref(history)
         return history
 
@@ -189,7 +189,7 @@ class Storage:
         history = None if self._history is None else self._history()
         return history is not None and history.real is not None
 
-    def keep_record(self, history: History) -> Record:
+    def keep_record(self, history: History) -> StorageRecord:
         """Return the record, without its memory; :meth:`history` finds it while it is held."""
         if self._record is None:
             self._record = weakref.ref(history.record)
@@ -254,23 +254,23 @@ class Region(NamedTuple):
         return self.dtype, self.size, self.stride, *place, self.conj, self.neg
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A real tensor: this region of ``storage``."""
+        """Return the real tensor that is this region of ``storage``."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return self.with_bits(tensor.set_(storage, self.offset, self.size, self.stride))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same, of the memory that ``tensor`` has."""
+        """Return the real tensor that is this region of the memory of ``tensor``."""
         with _torch.plain_torch():
             return self.over(tensor.untyped_storage())
 
     def with_bits(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` with this region's ``conj`` and ``neg`` bits."""
+        """Return ``tensor`` with this region's ``conj`` and ``neg`` bits."""
         if self.conj or self.neg:
             _torch.set_bits(tensor, self.conj, self.neg)
         return tensor
 
     def meta(self) -> torch.Tensor:
-        """A meta tensor with this region's shape; regions of one storage share one meta storage."""
+        """Return a meta tensor like this region; regions of one storage share a meta storage."""
         if self.offset == 0 and self.storage.shadow is None:
             plain = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
             return self.with_bits(plain)
@@ -297,13 +297,13 @@ class External:
         self.version = self._counted._version
 
     def freeze(self) -> None:
-        """The program is about to write to the tensor: what was read is copied first."""
+        """Copy what was read, because the program is about to write to the tensor."""
         if self._counted._version == self.version:
             self.tensor = self._counted = self.tensor.detach().clone()
             self.version = self._counted._version
 
     def get(self, node: Node) -> torch.Tensor:
-        """The tensor. Raises :class:`DeferredError` if it was changed in place since."""
+        """Return the tensor; raise :class:`DeferredError` if it was changed in place since."""
         if self._counted._version != self.version:
             raise DeferredError(
                 f"{node.func}: a real tensor of shape {tuple(self.tensor.shape)} that this "
@@ -316,9 +316,7 @@ class External:
 
 @dataclass(slots=True, eq=False)
 class Constant:
-    """Values that were known when they were recorded (``torch.tensor([1, 2])``); nobody else holds
-    them.
-    """
+    """Values that were known when recorded (``torch.tensor([1, 2])``), in memory of the record."""
 
     tensor: torch.Tensor
 
@@ -366,6 +364,7 @@ class Node:
             it draws none.
         default_dtype: the default dtype at that time.
         grad: whether gradients were enabled, which some kernels of the CPU ask.
+        reads_outside: whether an argument is an External.
         done: whether it has been run for good.
     """
 
@@ -375,11 +374,12 @@ class Node:
     reads: tuple[Region, ...] = ()
     writes: tuple[Region, ...] = ()
     outputs: tuple[Region | None, ...] = ()
-    keeps: tuple[History | Record, ...] = ()
+    keeps: tuple[History | StorageRecord, ...] = ()
     position: Position | None = None
     after: Position | None = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     grad: bool = field(default_factory=torch.is_grad_enabled)
+    reads_outside: bool = False
     seq: int = field(default_factory=next_seq, init=False)
     done: bool = field(default=False, init=False)
 
@@ -392,7 +392,7 @@ class Node:
             region.storage.history().record.append(self)
 
     def finish(self) -> None:
-        """It has been run for good: what it read is needed no more, unless it must be run again."""
+        """Note that it was run for good: memory that it read is kept for it no longer."""
         if not self.done:
             self.done = True
             self.keeps = tuple(
@@ -401,13 +401,13 @@ class Node:
             )
 
     def targets(self) -> list[Region]:
-        """The regions it writes and makes."""
+        """Return the regions that it writes and makes."""
         return [*self.writes, *(region for region in self.outputs if region is not None)]
 
 
 def map_tensors(value: Any, kinds: Any, function: Any) -> Any:
-    """``value`` with ``function`` applied to each instance of ``kinds`` in it, through lists,
-    tuples, dicts.
+    """Return ``value`` with each instance of ``kinds`` in it, through lists, tuples and dicts,
+    replaced by what ``function`` returns for it.
     """
     if isinstance(value, kinds):
         return function(value)

@@ -11,7 +11,7 @@ from torchrelay import _torch
 from torchrelay.deferred import _escapes
 from torchrelay.deferred._dispatch import enter
 from torchrelay.deferred._modules import own_tensors
-from torchrelay.deferred._session import Session
+from torchrelay.deferred._session import FakeSession
 from torchrelay.deferred._tensor import FakeTensor, births
 from torchrelay.errors import ArgumentError
 
@@ -43,7 +43,7 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise ArgumentError(
             f"deferred_init() takes a module class or a function, not {type(fn).__name__}."
         )
-    session = Session(deferred=True)
+    session = FakeSession(deferred=True)
     outer, births.lives = births.lives, []
     try:
         with enter(session):

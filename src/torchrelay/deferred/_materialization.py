@@ -60,15 +60,11 @@ def _check_deferred(fake: FakeTensor) -> None:
         )
 
 
-def _whole(fake: FakeTensor, replay: Replay) -> torch.Tensor:
-    return fake._region.over(materialize_storage(fake._region.storage, fake.dtype, replay))
-
-
 def _give(fake: FakeTensor, replay: Replay, convert: Convert = lambda real: real) -> torch.Tensor:
     """Return ``fake`` with all of its values, after ``convert``."""
-    history = fake._history
+    history, region = fake._history, fake._region
     with _torch.plain_torch():
-        memory = _whole(fake, replay)
+        memory = region.over(materialize_storage(region.storage, region.dtype, replay))
         real = convert(memory)
     become(fake, real)
     if real is memory:
@@ -180,7 +176,7 @@ class _Materialization:
         self._memory: dict[Storage, torch.UntypedStorage] = {}
 
     def note_traces(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Before any operation is run, as tensors may have some in common."""
+        """Note how each tensor is made, before any operation that they have in common is run."""
         for module in modules:
             for tensor in own_tensors(module).values():
                 if isinstance(tensor, FakeTensor) and id(tensor) not in self._traces:
@@ -236,8 +232,8 @@ class _Materialization:
         return new
 
     def _materialize_inner(self, name: str, wrapper: torch.Tensor) -> None:
-        """What a tensor subclass is made of: the local tensor of a DTensor, the parts of a
-        quantized tensor.
+        """Materialise what a subclass is made of: a DTensor's local tensor, a quantized tensor's
+        parts.
         """
         fakes = [fake for fake in _torch.inner_tensors(wrapper) if isinstance(fake, FakeTensor)]
         if fakes and not hasattr(wrapper, "_local_tensor"):

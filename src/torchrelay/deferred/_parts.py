@@ -178,11 +178,13 @@ class _Part:
             self._fill(node, target, cut, mine)
         elif node.func is constant:
             mine.copy_(cut.tensor(node.args[0].tensor))
-        elif node.func in _CONSTANT_FILLS:
-            mine.copy_(_CONSTANT_FILLS[node.func](node, mine))
+        elif node.func in _VALUES:
+            mine.fill_(_VALUES[node.func])
+        elif node.func in _VALUE_PLACES:
+            mine.fill_(node.args[_VALUE_PLACES[node.func]])
         elif operator.slices and _is_local(node.func, target.dtype):
             self._elementwise(node, target, cut, mine)
-        else:
+        elif node.func not in _UNINITIALIZED:
             raise _NotSliceableError
 
     def _fill(self, node: Node, target: Region, cut: _Cut, mine: torch.Tensor) -> None:
@@ -297,7 +299,7 @@ class _Cut:
         self._extra = len(order) - sum(map(len, self._splits))
 
     def region(self, argument: Region) -> Region:
-        """The same part of an argument that is broadcast against the target."""
+        """Return the same part of an argument that is broadcast against the target."""
         if not argument.size:
             return argument
         size: list[int] = []
@@ -310,7 +312,7 @@ class _Cut:
         return argument._replace(size=tuple(size), stride=tuple(stride), offset=offset)
 
     def tensor(self, argument: torch.Tensor) -> torch.Tensor:
-        """The same part of a real argument."""
+        """Return the same part of a real argument."""
         if not argument.dim():
             return argument
         argument = argument.resolve_conj().resolve_neg()
@@ -323,8 +325,8 @@ class _Cut:
     def _axes(
         self, size: tuple[int, ...], stride: tuple[int, ...]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Extent, stride, start and stop of each axis of an argument, its dimensions split like the
-        target's.
+        """Yield extent, stride, start and stop of each axis of an argument, its dimensions split
+        like the target's.
         """
         missing = len(self._splits) - len(size)
         if missing < 0:
@@ -351,32 +353,26 @@ _NOWHERE = Storage(0, torch.device("cpu"), deferred=False)
 aten = torch.ops.aten
 
 
-def _filled(value: float) -> Any:
-    return lambda node, like: torch.full_like(like, value)
+_UNINITIALIZED = {
+    aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
+    aten.empty_strided.default, aten.new_empty_strided.default,
+}  # fmt: skip
 
-
-_CONSTANT_FILLS: dict[Any, Any] = {
-    aten.zero_.default: _filled(0),
-    aten.zeros.default: _filled(0),
-    aten.zeros_like.default: _filled(0),
-    aten.new_zeros.default: _filled(0),
-    aten.ones.default: _filled(1),
-    aten.ones_like.default: _filled(1),
-    aten.new_ones.default: _filled(1),
-    aten.full.default: lambda node, like: torch.full_like(like, node.args[1]),
-    aten.full_like.default: lambda node, like: torch.full_like(like, node.args[1]),
-    aten.new_full.default: lambda node, like: torch.full_like(like, node.args[2]),
-    aten.fill_.Scalar: lambda node, like: torch.full_like(like, node.args[1]),
-}
-for _empty in (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
-    aten.empty_strided.default,
-               aten.new_empty_strided.default):  # fmt: skip
-    _CONSTANT_FILLS[_empty] = lambda node, like: like
+# Operations that fill with one value: the value, or the position of the argument that it is.
+_VALUES: dict[Any, int] = {
+    aten.zero_.default: 0, aten.zeros.default: 0, aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0, aten.ones.default: 1, aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+}  # fmt: skip
+_VALUE_PLACES: dict[Any, int] = {
+    aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2,
+    aten.fill_.Scalar: 1,
+}  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
 def _is_local(func: Any, dtype: torch.dtype) -> bool:
-    """Whether ``func`` gives an element the same bits wherever it lies in a tensor.
+    """Return whether ``func`` gives an element the same bits wherever it lies in a tensor.
 
     Additions and copies do by IEEE arithmetic. A function that is computed by one method in vectors
     and by another at their ends may not: those are tried out, once a process.

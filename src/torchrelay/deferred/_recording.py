@@ -11,7 +11,7 @@ from torchrelay.deferred import _session as sessions
 from torchrelay.deferred._draws import words_drawn
 from torchrelay.deferred._graph import External, History, Node, Region, map_tensors
 from torchrelay.deferred._operators import Operator
-from torchrelay.deferred._session import Session
+from torchrelay.deferred._session import FakeSession
 from torchrelay.deferred._tensor import FakeTensor
 from torchrelay.errors import DeferredError
 
@@ -39,7 +39,11 @@ def record(
     reads: list[Region] = []
     keeps: list[History] = []
 
+    reads_outside = False
+
     def noted(external: External) -> External:
+        nonlocal reads_outside
+        reads_outside = True
         session = sessions.recording()
         if session is not None:
             session.note_read(external)
@@ -68,6 +72,7 @@ def record(
     node_kwargs = map_tensors(kwargs, torch.Tensor, remember) if kwargs else {}
     generator = node_kwargs.pop("generator", None)
     node = Node(func, node_args, node_kwargs, tuple(reads), writes, outputs, tuple(keeps))
+    node.reads_outside = reads_outside
     if operator.is_factory and results:
         _fix_attributes(node, operator, results[0])
     if operator.draws:
@@ -92,7 +97,7 @@ def _place(node: Node, generator: torch.Generator | None, targets: list[Region])
     if session is not None:
         session.draw(node, generator, device, words)
         return
-    alone = Session(deferred=True)
+    alone = FakeSession(deferred=True)
     try:
         alone.draw(node, generator, device, words)
     finally:

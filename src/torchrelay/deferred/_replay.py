@@ -50,9 +50,7 @@ class Replay:
         self._kept = _Kept()
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
-        """The memory of ``storage`` with everything written so far; its operations are run for
-        good.
-        """
+        """Return the memory of ``storage`` in its last state; its operations are run for good."""
         history = storage.history()
         if history.escaped is None:
             schedule = Schedule([(storage, END)], materialization=self.materialization)
@@ -64,13 +62,13 @@ class Replay:
         return history.real
 
     def values(self, region: Region, before: int = END) -> torch.Tensor:
-        """The values of ``region``, computed on the side, now or at an earlier place in the
-        program. Read only.
+        """Return the values of ``region`` before place ``before`` in the program, in scratch
+        memory. Read only.
         """
         return self._values(region, before, keep=False)
 
     def read(self, region: Region) -> torch.Tensor:
-        """The values of ``region`` now, for a program that is being recorded. Read only.
+        """Return the values of ``region`` now, for a program that is being recorded. Read only.
 
         What was computed for them stays for the next read, up to a limit, until :meth:`forget`.
         """
@@ -120,7 +118,7 @@ class Replay:
         return region.over(run.memory(region.storage))
 
     def empty(self, storage: Storage) -> torch.UntypedStorage:
-        """Memory for ``storage``, uninitialized."""
+        """Return uninitialized memory for ``storage``."""
         where = self.place(storage.device)
         with _torch.plain_torch():
             return torch.empty(
@@ -128,7 +126,7 @@ class Replay:
             ).untyped_storage()
 
     def place(self, device: torch.device) -> torch.device:
-        """Where what was recorded for ``device`` is to be.
+        """Return the device for what was recorded for ``device``.
 
         Raises:
             UnavailableError: it is not on this machine, and no other was given.
@@ -153,9 +151,7 @@ _ARGUMENTS = (Region, External, Constant)
 
 
 def _without_target(node: Node) -> Node:
-    """The same draw, into memory of its own: what a fill writes to does not matter to the
-    generator.
-    """
+    """Return the same draw into memory of its own, which the generator does not depend on."""
     [old] = node.writes
     extent = 1 + sum((n - 1) * step for n, step in zip(old.size, old.stride, strict=True))
     storage = Storage(max(0, extent) * old.dtype.itemsize, old.storage.device, deferred=True)
@@ -198,7 +194,7 @@ class _Run:
             self._settle(storage)
 
     def memory(self, storage: Storage) -> torch.UntypedStorage:
-        """The memory of ``storage`` in the state that the run has reached, to be read."""
+        """Return the memory of ``storage`` in the state that the run has reached, to be read."""
         found = self._scratch.get(storage)
         if found is None and storage not in self._schedule.recompute:
             found = storage.history().real
@@ -227,7 +223,7 @@ class _Run:
         return self._scratch[storage]
 
     def _release(self, storage: Storage) -> None:
-        """No later operation needs ``storage``."""
+        """Free scratch memory of ``storage``, which no later operation needs."""
         self._settle(storage)
         self._scratch.pop(storage, None)
         del self._schedule.histories[storage]
@@ -243,8 +239,7 @@ class _Run:
                 self._schedule.recompute.discard(storage)
 
     def _run(self, node: Node) -> None:
-        # First of all, as other operations may have to be run to find out where the generator
-        # stands.
+        # First, because finding the generator's state may run other operations.
         generator = None if node.position is None else self._replay.generators.at(node.position)
         for region in node.writes:
             self._writable(region.storage)
@@ -299,7 +294,7 @@ class _Run:
             self.kept.add(storage)
 
     def _bind(self, node: Node, region: Region, value: torch.Tensor) -> None:
-        """The new tensor ``value`` is the memory of ``region``'s storage, if that is wanted."""
+        """Make the new tensor ``value`` the memory of ``region``'s storage, if that is wanted."""
         storage, version = region.storage, node.seq
         history = storage.history()
         asked = storage in self._schedule.last_uses
@@ -317,14 +312,14 @@ class _Run:
         self._reached(storage, version)
 
     def _spoil(self, node: Node) -> None:
-        """Nobody knows what ``node`` has left behind where it failed."""
+        """Drop the memory that ``node`` was writing when it failed."""
         for region in node.writes:
             if self._scratch.pop(region.storage, None) is None and self._keep:
                 region.storage.history().drop()
 
 
 def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:
-    """``value``, with the strides and in memory of the size that were recorded."""
+    """Return ``value`` with the strides, and in memory of the size, that were recorded."""
     if (value.shape, value.dtype) != (region.size, region.dtype):
         raise UnsupportedError(
             f"{node.func} was recorded with a result of shape {region.size} and {region.dtype}, as "
@@ -341,7 +336,7 @@ def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:
 
 
 def _flatten(result: Any) -> list[Any]:
-    """The results of an operation, in order, lists among them opened."""
+    """Return the results of an operation in order, those in lists one by one."""
     if isinstance(result, (tuple, list)):
         return [item for value in result for item in _flatten(value)]
     return [result]
@@ -358,7 +353,7 @@ class _Kept:
         return bool(self._sizes)
 
     def note(self, storages: Iterable[Storage]) -> None:
-        """``storages`` have just been used."""
+        """Note that ``storages`` have just been used."""
         for storage in storages:
             self._total -= self._sizes.pop(storage, 0)
             self._sizes[storage] = max(storage.size_bytes, _LEAST_BYTES)

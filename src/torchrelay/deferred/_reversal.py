@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchrelay import _torch
-from torchrelay.deferred._graph import External, History, Node, Region, Storage, map_tensors
+from torchrelay.deferred._graph import History, Node, Region, Storage, map_tensors
 from torchrelay.deferred._modules import children_first
 from torchrelay.deferred._schedule import END, Schedule
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region, go_back
@@ -42,17 +42,11 @@ _traces: dict[int, tuple[Trace, int]] = {}
 
 def remember(tensor: torch.Tensor, trace: Trace | None) -> None:
     """Note that ``tensor`` was just materialised by the operations of ``trace``."""
-    if trace is None or any(_reads_outside(node) for node in trace.nodes):
+    if trace is None or any(node.reads_outside for node in trace.nodes):
         return  # the trace would keep somebody else's memory
     key = id(tensor)
     _traces[key] = trace, _version(tensor)
     weakref.finalize(tensor, _traces.pop, key, None).atexit = False
-
-
-def _reads_outside(node: Node) -> bool:
-    found: list[External] = []
-    map_tensors((node.args, node.kwargs), External, found.append)
-    return bool(found)
 
 
 def _version(tensor: torch.Tensor) -> int:

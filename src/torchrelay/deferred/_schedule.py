@@ -104,7 +104,7 @@ def state_at(storage: Storage, before: int) -> int:
 
 
 def _overwrites(node: Node, storage: Storage) -> bool:
-    """Whether nothing of what ``storage`` held before ``node`` is left after it."""
+    """Return whether ``node`` overwrites all that ``storage`` held before."""
     if not describe(node.func).fills:
         return any(region is not None and region.storage is storage for region in node.outputs)
     target = node.writes[0]
@@ -117,7 +117,7 @@ def _overwrites(node: Node, storage: Storage) -> bool:
 
 
 def _inputs(node: Node) -> Iterator[Storage]:
-    """The storages whose content ``node`` depends on."""
+    """Yield the storages whose content ``node`` depends on."""
     for region in node.reads:
         yield region.storage
     for region in node.writes:

@@ -13,10 +13,10 @@ from torchrelay.deferred._generators import Watch
 from torchrelay.deferred._graph import External, Node
 from torchrelay.deferred._replay import Replay
 
-__all__ = ["Session", "active", "current", "recording"]
+__all__ = ["FakeSession", "active", "current", "recording"]
 
 
-class Session:
+class FakeSession:
     """One ``fake_mode`` or ``deferred_init`` of this thread.
 
     Args:
@@ -100,24 +100,24 @@ class Session:
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.sessions: list[Session] = []
+        self.sessions: list[FakeSession] = []
 
 
 _stack = _Stack()
 
 
-def active() -> list[Session]:
+def active() -> list[FakeSession]:
     """Return the sessions of this thread, the innermost last."""
     return _stack.sessions
 
 
-def current() -> Session | None:
+def current() -> FakeSession | None:
     """Return the innermost session of this thread."""
     sessions = _stack.sessions
     return sessions[-1] if sessions else None
 
 
-def recording() -> Session | None:
+def recording() -> FakeSession | None:
     """Return the innermost session of this thread that records."""
     for session in reversed(_stack.sessions):
         if session.deferred:

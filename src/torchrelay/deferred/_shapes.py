@@ -36,10 +36,10 @@ _MOST_KNOWN = 2000
 
 
 def _key(value: Any, by_kind: bool) -> Any:
-    """What the shapes of results depend on. Types are part of it: 1, 1.0 and True are equal, but
-    not alike.
+    """Return what the shapes of results depend on, with types: 1, 1.0 and True are equal.
 
-    ``by_kind``: of a number, no more than its type, as for what works element by element.
+    Args:
+        by_kind: of a float, only its type, as for operations that work element by element.
     """
     kind = type(value)
     if isinstance(value, FakeTensor):

@@ -169,13 +169,8 @@ class FakeTensor(torch.Tensor):
         non_blocking: bool = False,
         memory_format: Any = torch.preserve_format,
     ) -> torch.Tensor:
-        where = (
-            torch.device("cuda")
-            if device is None
-            else torch.device("cuda", torch.device(device).index)
-            if not isinstance(device, int)
-            else torch.device("cuda", device)
-        )
+        index = device if device is None or isinstance(device, int) else torch.device(device).index
+        where = torch.device("cuda") if index is None else torch.device("cuda", index)
         return self._convert(where, None, non_blocking, False, memory_format)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

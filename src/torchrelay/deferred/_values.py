@@ -17,7 +17,7 @@ from torchrelay.deferred._graph import History, Node, Region, Storage, map_tenso
 from torchrelay.deferred._operators import Operator, describe
 from torchrelay.deferred._recording import record
 from torchrelay.deferred._replay import Replay
-from torchrelay.deferred._session import Session
+from torchrelay.deferred._session import FakeSession
 from torchrelay.deferred._shapes import as_returned, shapes_of, tensors_at
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import DeferredError
@@ -48,7 +48,7 @@ def ahead(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str
     return _read_number(func, fake, session) if fake._region.storage.deferred else NotImplemented
 
 
-def _read_number(func: Any, fake: FakeTensor, session: Session) -> Any:
+def _read_number(func: Any, fake: FakeTensor, session: FakeSession) -> Any:
     """Return the number that ``func`` reads from ``fake``."""
     real = session.replay.read(fake._region)
     if _torch.is_plain():
@@ -62,7 +62,7 @@ def _compute(
     operator: Operator,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    session: Session,
+    session: FakeSession,
 ) -> Any:
     """Run and record ``func``, which makes one tensor, if it is small and its arguments are known.
 
@@ -185,16 +185,12 @@ def _can_run(
 ) -> bool:
     if operator.draws or not fakes:
         return False
-    for fake in fakes:
-        if not fake._history.is_current() or fake._region.storage.size_bytes > SMALL_BYTES:
-            return False
-    for region in outputs:
-        if region is not None and (
-            region.storage.size_bytes > SMALL_BYTES
-            or region.storage.device != fakes[0]._region.storage.device
-        ):
-            return False
-    return True
+    device = fakes[0]._region.storage.device
+    made = [region.storage for region in outputs if region is not None]
+    return all(
+        fake._history.is_current() and fake._region.storage.size_bytes <= SMALL_BYTES
+        for fake in fakes
+    ) and all(one.size_bytes <= SMALL_BYTES and one.device == device for one in made)
 
 
 def _run(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from torchrelay.deferred._dispatch import enter
-from torchrelay.deferred._session import Session
+from torchrelay.deferred._session import FakeSession
 from torchrelay.deferred._tensor import FakeTensor
 from torchrelay.errors import ArgumentError
 
@@ -39,7 +39,7 @@ def fake_mode(*, fake_cuda: bool | None = None) -> Iterator[None]:
     >>> b
     tensor(..., size=(20,), device=cuda, fake=True)
     """
-    with enter(Session(deferred=False, pretend=fake_cuda)):
+    with enter(FakeSession(deferred=False, pretend=fake_cuda)):
         yield
 
 

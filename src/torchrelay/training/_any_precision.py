@@ -176,9 +176,7 @@ def _update(
     state: dict[str, torch.Tensor],
     group: dict[str, Any],
 ) -> None:
-    """One step for one parameter, in the order of torch's own single-tensor AdamW so that results
-    can be equal.
-    """
+    """Update one parameter, in the order of torch's single-tensor AdamW, to equal its results."""
     state["step"] += 1
     step, lr, (beta1, beta2) = state["step"].item(), group["lr"], group["betas"]
     tensors = [tensor for name, tensor in state.items() if name != "step"]
@@ -210,7 +208,7 @@ def _update(
 def _add_compensated(
     param: torch.Tensor, value: torch.Tensor, update: torch.Tensor, compensation: torch.Tensor
 ) -> None:
-    """``param += update + compensation``; what rounding takes away stays in ``compensation``.
+    """Execute ``param += update + compensation``; leave the rounding error in ``compensation``.
 
     ``value`` is ``param`` in the type of ``update``, and may be the same tensor.
     """

@@ -1,12 +1,17 @@
-"""Functions that the communication hooks share. DDP passes buckets, FSDP passes gradients."""
+"""What the communication hooks share: the ranks of a node, and the two callers of a hook.
+
+DDP passes buckets, FSDP passes gradients.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from torchrelay.errors import UnsupportedError
+from torchrelay.world import host_identity
 
-__all__ = ["finished", "refuse_sharded"]
+__all__ = ["finished", "ranks_by_host", "refuse_sharded", "subgroup_of"]
 
 
 def finished(gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -24,3 +29,27 @@ def refuse_sharded(hook: str, output: torch.Tensor | None) -> None:
             "some of the ranks; use ShardingStrategy.NO_SHARD, or shard inside a node with "
             "FSDP(process_group=...) and no hook"
         )
+
+
+def ranks_by_host() -> list[list[int]]:
+    """Return the ranks of each host, hosts in the order of their first rank.
+
+    Collective over the default group.
+    """
+    identities: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(identities, host_identity())
+    hosts: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(rank)
+    return list(hosts.values())
+
+
+def subgroup_of(partition: list[list[int]]) -> dist.ProcessGroup:
+    """Return this rank's process group out of a partition of all ranks.
+
+    Collective over the default group.
+    """
+    group, _ = dist.new_subgroups_by_enumeration(partition)  # type: ignore[no-untyped-call]
+    if not isinstance(group, dist.ProcessGroup):
+        raise AssertionError(f"rank {dist.get_rank()} is in none of the groups {partition}")
+    return group

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed import GradBucket
 
 from torchrelay.errors import ArgumentError
-from torchrelay.training._comm_hooks import finished, refuse_sharded
-from torchrelay.training._host_groups import ranks_by_host, subgroup_of
+from torchrelay.training._comm_hooks import finished, ranks_by_host, refuse_sharded, subgroup_of
 
 __all__ = ["GossipGraDState", "GossipTopology", "get_num_modules", "gossip_grad_hook", "partners"]
 

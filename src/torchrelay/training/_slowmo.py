@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from torchrelay.errors import ArgumentError
-from torchrelay.training._comm_hooks import finished, refuse_sharded
-from torchrelay.training._host_groups import ranks_by_host, subgroup_of
+from torchrelay.training._comm_hooks import finished, ranks_by_host, refuse_sharded, subgroup_of
 
 __all__ = ["SlowMoState", "SlowMomentumOptimizer", "slowmo_hook"]
 
@@ -153,7 +152,7 @@ class SlowMomentumOptimizer(Optimizer):
         self.slowmo_freq, self.slowmo_factor, self.slowmo_lr = slowmo_freq, slowmo_factor, slowmo_lr
 
     def _share_with_base(self) -> None:
-        """Schedulers and users change groups here or there and mean both."""
+        """Use the groups and state of the base optimizer: a change of either is one of both."""
         self.state = self._base_optim.state
         self.param_groups = self._base_optim.param_groups
         if not all("lr" in group for group in self.param_groups):
@@ -175,7 +174,7 @@ class SlowMomentumOptimizer(Optimizer):
             self._base_optim.add_param_group(param_group)
             self._share_with_base()
             self._set_anchors()
-        else:  # the base class's constructor hands over what base_optim has already
+        else:  # the base class's constructor adds the groups that base_optim has already
             super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +164,25 @@ def test_embedding_bags_run(mode: str) -> None:
 
 def test_attention_runs() -> None:
     equals_eager(lambda: nn.TransformerEncoderLayer(8, 2, 16)(torch.randn(4, 2, 8)))
+
+
+def test_compiled_functions_run() -> None:
+    double = torch.compile(lambda values: values.sin() * 2, backend="eager")
+
+    def build() -> list[Any]:
+        weights = torch.randn(3, 4)
+        return [double(weights), double(weights).sum().item(), double(torch.ones(2))]
+
+    equals_eager(build)
+
+
+def test_the_first_deferred_module_does_not_import_the_compiler() -> None:
+    program = (
+        "import sys, torch; from torchrelay.deferred import deferred_init, materialize_module\n"
+        "materialize_module(deferred_init(torch.nn.Linear, 3, 3))\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def _executed(build: Callable[[], Any]) -> Counter[str]:

@@ -9,7 +9,7 @@ __all__ = ["DefaultState", "group_or_all"]
 
 
 def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, or the default group."""
+    """Return ``group``, or the default group if it is None."""
     found = dist.group.WORLD if group is None else group
     assert found is not None, "init_process_group() comes first"
     return found

@@ -76,7 +76,7 @@ def _check_coordinator(rank: int) -> None:
 
 @contextmanager
 def _alone_without_warning() -> Iterator[None]:
-    """A process alone needs no process group, and DCP need not warn that there is none."""
+    """Ignore DCP's warning that there is no process group, which a single process needs not."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "torch.distributed is disabled, unavailable or uninitialized"

@@ -28,7 +28,7 @@ class _Averager(ModelAverager):
         self.period = period
 
     def average_parameters(self, params: Iterable[Any]) -> None:
-        """Of parameters, or of an optimizer's groups."""
+        """Average parameters, given as such or as an optimizer's groups, if a step is due."""
         if self.step % self.period == 0:
             _slowmo.average_parameters(_parameters(params), self.process_group)
         self.step += 1
@@ -74,10 +74,10 @@ class SlowMomentumOptimizer(_slowmo.SlowMomentumOptimizer):
             self._slow_step()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Takes torchdistX's own state, too: it has the momentum in each parameter's state, and no
-        averaged parameters.
+        """Load a state, also torchdistX's own.
 
-        They are then those that the model has now.
+        That has the momentum in each parameter's state, and no averaged parameters: those are then
+        the parameters that the model has now.
         """
         if "slow_anchor" not in state_dict:
             states = {index: dict(state) for index, state in state_dict["state"].items()}
