@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 from torchrelay import _native, config
 from torchrelay.parameters import AccessHandle, Server, Topology, Worker
-from torchrelay.parameters._rendezvous import topology_of
-from torchrelay.world import World
+from torchrelay.parameters._topology import topology_of
+from torchrelay.world import Ranks
 
 Keys = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -75,9 +75,11 @@ class Plan:
 
     def topology(self, rank: int, store: dist.Store) -> Topology:
         settings = config.Parameters(timeout_s=TIMEOUT_S, max_unfinished=MOST_UNFINISHED)
-        world = World(rank, self.size, rank, "soak", "127.0.0.1", self.port)
         topology = topology_of(
-            world, store, node_of_rank=lambda other: other // self.members, settings=settings
+            Ranks(store, rank, self.size),
+            "127.0.0.1",
+            node_of_rank=lambda other: other // self.members,
+            settings=settings,
         )
         if self.delayed and topology.network is not None:
             topology.network = _delayed(topology.network, seed=rank)

@@ -6,32 +6,40 @@ any of them the world has one process. Importing this module does not import ``t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrelay import config
 from torchrelay._addresses import boot_id
-from torchrelay._waiting import listed, wait_for_others
+from torchrelay._waiting import listed, nothing_to_check, wait_for_others
 from torchrelay.errors import ConfigError, MismatchError, OperationTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["Meeting", "Process", "World", "host_identity", "ranks_on_my_host"]
+__all__ = ["Meeting", "Process", "Ranks", "World", "host_identity"]
 
 # Interval at which a waiting rank checks the others.
 _SLICE_S = 1.0
 _FIRST_LOOK_S = 0.02  # how long a rank waits for others that were there before to come again
 
+_LEAVING_POLL_S = 0.01
+_LONGEST_LEAVING_S = 5.0
+
+_JOIN = "join the group"
+_SAME_GROUPS = "are they running, and do they make the same groups in the same order?"
 _TWO_JOBS = "do two jobs use one MASTER_ADDR and MASTER_PORT, or was a rank started twice?"
 
 # Equal for all ranks of one job. torchrun sets "none" without --rdzv-id.
@@ -220,7 +228,214 @@ class _Registration:
         return cls(Process(**fields.pop("process")), **fields)
 
 
-class Meeting:
+class Ranks:
+    """The ranks of a group, which exchange small values through a store.
+
+    A value belongs to a step, whose name is used once. All methods raise ``PeerLostError`` if the
+    process that serves the store has exited.
+
+    Args:
+        store: used by the group's ranks only; None for a group of one.
+        names: the ranks as users know them, for messages; default: the group's own ranks.
+    """
+
+    def __init__(
+        self, store: Store | None = None, rank: int = 0, size: int = 1, names: Sequence[int] = ()
+    ) -> None:
+        self.store: Any = store
+        self.rank = rank
+        self.size = size
+        self.names = list(names) or list(range(size))
+        self._barriers: Counter[tuple[str, int]] = Counter()
+
+    def gather(self, step: str, mine: Any, timeout_s: float, **waiting: Any) -> list[Any]:
+        """Return what each rank passes for ``step``; anything that JSON can hold. Blocks.
+
+        Args:
+            waiting: ``call``, ``hint`` and ``check``, as for :meth:`wait`.
+
+        Raises:
+            OperationTimeoutError: ranks are missing after ``timeout_s``; ``ranks`` names them.
+        """
+        if self.size == 1:
+            return [mine]
+        self.announce(step, json.dumps(mine))
+        return [json.loads(text) for text in self.wait(step, timeout_s, **waiting)]
+
+    def agree(
+        self, step: str, mine: Mapping[str, str], timeout_s: float, what: str, **waiting: Any
+    ) -> None:
+        """Compare the description ``mine`` of ``what`` the ranks make with that of each rank.
+
+        Raises:
+            MismatchError: one differs; on every rank.
+            OperationTimeoutError: as :meth:`gather`.
+        """
+        for name, other in zip(
+            self.names, self.gather(step, dict(mine), timeout_s, **waiting), strict=True
+        ):
+            different = [
+                f"{field} is {value} here, {other.get(field)} there"
+                for field, value in mine.items()
+                if value != other.get(field)
+            ]
+            if different:
+                self.leave(f"{step}/refused")
+                raise MismatchError(
+                    f"{self.name} and rank {name} made different {what}: {'; '.join(different)}"
+                )
+
+    def barrier(
+        self, step: str, timeout_s: float, *, part: tuple[int, int] = (0, 1), **waiting: Any
+    ) -> None:
+        """Wait for all ranks. The name ``step`` can be used again.
+
+        Args:
+            part: the index of the calling thread among the threads of each rank that take part,
+                and their number.
+            waiting: ``call``, ``hint``, ``check`` and ``check_missing``, as for :meth:`wait`.
+
+        Raises:
+            OperationTimeoutError: as :meth:`gather`.
+        """
+        index, parts = part
+        if self.size * parts == 1:
+            return
+        number = self._barriers[step, index]
+        self._barriers[step, index] += 1
+        mine = self.rank * parts + index
+        self.announce(f"{step}/{number}", index=mine)
+        self.wait(f"{step}/{number}", timeout_s, parts=parts, **waiting)
+        if number:  # all have left the one before
+            self.store.delete_key(f"{step}/{number - 1}/{mine}")
+
+    def leave(self, step: str) -> None:
+        """Leave for good. Rank 0, which may serve the store, waits some seconds for the others."""
+        if self.size == 1:
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so is who would wait
+            left = self.store.add(step, 1)
+            deadline_s = time.monotonic() + _LONGEST_LEAVING_S
+            while self.rank == 0 and left < self.size and time.monotonic() < deadline_s:
+                time.sleep(_LEAVING_POLL_S)
+                left = self.store.add(step, 0)
+
+    def announce(self, step: str, text: str = "", *, index: int | None = None) -> None:
+        """Notify the others that this rank (or thread ``index``) has reached ``step``."""
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        if self.store is None:
+            return
+        try:
+            self.store.set(f"{step}/{self.rank if index is None else index}", text)
+        except dist.DistNetworkError as error:
+            raise self._store_lost(error) from error
+
+    def missing(self, step: str, indices: Iterable[int] | None = None) -> list[int]:
+        """Return the ranks (or threads ``indices``) that have not announced ``step``."""
+        awaited = range(self.size) if indices is None else indices
+        return [index for index in awaited if not self.store.check([f"{step}/{index}"])]
+
+    def wait(
+        self,
+        step: str,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        *,
+        parts: int = 1,
+        call: str = _JOIN,
+        hint: str = _SAME_GROUPS,
+        check: Callable[[], None] = nothing_to_check,
+        check_missing: Callable[[Sequence[int]], None] = lambda _: None,
+        news_s: float = 0.0,
+    ) -> list[str]:
+        """Wait until ``ranks`` (default: all) announced ``step``; return their texts.
+
+        Args:
+            parts: threads of each rank that announce it.
+            call: what missing ranks did not do, for messages; ``hint``: what to look at.
+            check: called often; raises if a rank was lost.
+            check_missing: called rarely, with the missing ranks (or threads); may raise.
+            news_s: if the store is lost, ``check`` may give the cause for so long.
+
+        Raises:
+            OperationTimeoutError: ranks are missing after ``timeout_s``; ``ranks`` names them.
+        """
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        awaited = range(self.size * parts) if ranks is None else ranks
+        values = [f"{step}/{index}" for index in awaited]
+        keys = list(values)
+        started_s = time.monotonic()
+
+        def missing() -> list[int]:
+            return self.missing(step, awaited)
+
+        def absent() -> list[int]:
+            late = missing()
+            check_missing(late)
+            return list(dict.fromkeys(self.names[index // parts] for index in late))
+
+        def check_all() -> None:
+            check()
+            self._check_processes(missing)
+
+        try:
+            wait_for_others(
+                lambda: self._are_there(keys, timeout_s - (time.monotonic() - started_s)),
+                absent,
+                partial(self._late, call=call, hint=hint),
+                check_all,
+                timeout_s,
+            )
+            return [text.decode() for text in _values(self.store, values)]
+        except dist.DistNetworkError as error:
+            deadline_s = time.monotonic() + news_s
+            while time.monotonic() < deadline_s:
+                check()
+                time.sleep(_LEAVING_POLL_S)
+            raise self._store_lost(error) from error
+
+    def _are_there(self, keys: list[str], left_s: float) -> bool:
+        """Return whether all ``keys`` are in the store. Does not block, because threads of a
+        process take turns with it; removes those that it has seen.
+        """
+        while keys:
+            if not self.store.check(keys[-1:]):
+                return False
+            if self.store.check(keys):
+                return True
+            keys.pop()
+        return True
+
+    def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Raise if one of the ranks ``missing`` can no longer come."""
+
+    def _late(
+        self,
+        names: Sequence[int],
+        elapsed_s: float,
+        call: str = _JOIN,
+        hint: str = _SAME_GROUPS,
+    ) -> str:
+        return (
+            f"{self.name}: {listed('rank', names)} did not {call} within {elapsed_s:.1f} s; {hint}"
+        )
+
+    def _store_lost(self, error: Exception) -> PeerLostError:
+        return PeerLostError(
+            f"{self.name}: the store through which the ranks meet is gone: the process that "
+            f"serves it, rank 0 or torchrun's agent, has exited ({error})",
+            ranks=(0,),
+        )
+
+    @property
+    def name(self) -> str:
+        """This rank, for messages."""
+        return f"rank {self.names[self.rank]}"
+
+
+class Meeting(Ranks):
     """Rendezvous of the ranks of a group through a store, which may outlive processes.
 
     Creation is collective over all ranks, and may be repeated over the same store.
@@ -255,9 +470,7 @@ class Meeting:
     ) -> None:
         import torch.distributed as dist  # noqa: PLC0415 - as above
 
-        self.rank = rank
-        self.size = size
-        self.names = list(names) or list(range(size))
+        super().__init__(None, rank, size, names)
         self._whole: Store = dist.PrefixStore("torchrelay", store)
         self._places = list(range(size))  # the ranks that registered in `_whole`
         self._known = dict(known or {})
@@ -266,10 +479,10 @@ class Meeting:
         self.attempt = ""
         try:
             self._me = self._register()
-            self._agree(timeout_s)
+            self._settle(timeout_s)
         except dist.DistNetworkError as error:
             raise self._store_lost(error) from error
-        self.store: Store = dist.PrefixStore(self.attempt, self._whole)
+        self.store = dist.PrefixStore(self.attempt, self._whole)
         self._check_jobs()
 
     def among(self, ranks: Sequence[int]) -> Meeting:
@@ -283,6 +496,7 @@ class Meeting:
         part.names = [self.names[rank] for rank in ranks]
         part._places = [self._places[rank] for rank in ranks]
         part._present = [self._present[rank] for rank in ranks]
+        part._barriers = Counter()
         part.store = dist.PrefixStore(f"among/{ranks[0]}", self.store)
         return part
 
@@ -299,49 +513,6 @@ class Meeting:
         """Return the ranks that share this process's host, in order."""
         mine = host_identity()
         return tuple(rank for rank, process in enumerate(self.processes) if process.host == mine)
-
-    def gather(self, step: str, mine: Any, timeout_s: float) -> list[Any]:
-        """Return what each rank passes for ``step``; anything that JSON can hold. Blocks.
-
-        Raises as the class does.
-        """
-        self.announce(step, json.dumps(mine))
-        return [json.loads(text) for text in self.wait(step, timeout_s)]
-
-    def announce(self, step: str, text: str = "") -> None:
-        """Notify the others that this rank has reached ``step``. Raises as the class does."""
-        import torch.distributed as dist  # noqa: PLC0415 - as above
-
-        try:
-            self.store.set(f"{step}/{self.rank}", text)
-        except dist.DistNetworkError as error:
-            raise self._store_lost(error) from error
-
-    def wait(self, step: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
-        """Wait until ``ranks`` (default: all) announced ``step``; return their texts.
-
-        Raises as the class does.
-        """
-        import torch.distributed as dist  # noqa: PLC0415 - as above
-
-        awaited = range(self.size) if ranks is None else ranks
-        keys = [f"{step}/{rank}" for rank in awaited]
-        deadline_s = time.monotonic() + timeout_s
-
-        def missing() -> list[int]:
-            return [rank for rank in awaited if not self.store.check([f"{step}/{rank}"])]
-
-        try:
-            wait_for_others(
-                lambda: _wait_a_slice(self.store, keys, deadline_s - time.monotonic()),
-                lambda: [self.names[rank] for rank in missing()],
-                self._late,
-                lambda: self._check_processes(missing),
-                timeout_s,
-            )
-            return [text.decode() for text in _values(self.store, keys)]
-        except dist.DistNetworkError as error:
-            raise self._store_lost(error) from error
 
     # --- the rendezvous
 
@@ -367,7 +538,7 @@ class Meeting:
         self._whole.set(key, json.dumps(asdict(registration)))
         return registration
 
-    def _agree(self, timeout_s: float) -> None:
+    def _settle(self, timeout_s: float) -> None:
         """Wait until all ranks have seen the same registrations."""
         keys = [f"rank/{rank}" for rank in range(self.size)]
         deadline_s = time.monotonic() + timeout_s
@@ -424,21 +595,25 @@ class Meeting:
         if len(jobs) > 1:
             found = ", ".join(f"rank {name} to {job}" for job, name in jobs.items())
             raise MismatchError(
-                f"{self._name}: the ranks belong to different jobs ({found}); give each job a "
+                f"{self.name}: the ranks belong to different jobs ({found}); give each job a "
                 "MASTER_PORT of its own"
             )
+
+    def _are_there(self, keys: list[str], left_s: float) -> bool:
+        """Wait for ``keys`` for a short time; return whether they are there."""
+        return _wait_a_slice(self.store, keys, left_s)
 
     def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank was refused, or one of the ranks ``missing`` can no longer join."""
         if self._whole.check(["refused"]):
             refused = json.loads(self._whole.get("refused"))
             if any(each.draw == refused["draw"] for each in self._present):
-                raise MismatchError(f"{self._name}: {refused['message']}")
+                raise MismatchError(f"{self.name}: {refused['message']}")
         for rank in missing():
             process, cause = self._lost(rank)
             if process is not None and rank in missing():
                 raise PeerLostError(
-                    f"{self._name}: rank {self.names[rank]} (process {process.pid}) {cause} before "
+                    f"{self.name}: rank {self.names[rank]} (process {process.pid}) {cause} before "
                     "it joined the group; look at its own output for the cause",
                     ranks=(self.names[rank],),
                 )
@@ -457,24 +632,6 @@ class Meeting:
         now = _Registration.parse(self._whole.get(f"rank/{self._places[rank]}"))
         return (seen.process if self._agreed and now != seen else None), "was started again"
 
-    def _late(self, names: Sequence[int], elapsed_s: float) -> str:
-        return (
-            f"{self._name}: {listed('rank', names)} did not join the group within "
-            f"{elapsed_s:.1f} s; are they running, and do they make the same groups in the same "
-            "order?"
-        )
-
-    def _store_lost(self, error: Exception) -> PeerLostError:
-        return PeerLostError(
-            f"{self._name}: the store through which the ranks meet is gone: the process that "
-            f"serves it, rank 0 or torchrun's agent, has exited ({error})",
-            ranks=(0,),
-        )
-
-    @property
-    def _name(self) -> str:
-        return f"rank {self.names[self.rank]}"
-
 
 def _values(store: Any, keys: list[str]) -> list[bytes]:
     """Return the values of ``keys``, which exist, from a torch store."""
@@ -485,7 +642,7 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 
 def _wait_a_slice(store: Store, keys: list[str], left_s: float) -> bool:
-    """Wait for ``keys`` for up to a second; return whether they are there."""
+    """Wait for ``keys`` for a short time; return whether they are there."""
     import torch.distributed as dist  # noqa: PLC0415 - as above
 
     try:
@@ -495,12 +652,3 @@ def _wait_a_slice(store: Store, keys: list[str], left_s: float) -> bool:
     except Exception:  # DistStoreError from a TCPStore, RuntimeError from others: not yet
         return False
     return True
-
-
-def ranks_on_my_host(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...]:
-    """Return the ranks that share this process's host, in order. Collective over ``store``.
-
-    Raises:
-        OperationTimeoutError: a rank is missing after ``timeout_s``; ``ranks`` names it.
-    """
-    return Meeting(store, rank, size, timeout_s).on_my_host()

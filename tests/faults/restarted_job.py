@@ -20,8 +20,8 @@ import torchrelay.aggregation  # noqa: F401 - registers sml
 from torchrelay import checkpoint
 from torchrelay.aggregation import _shm
 from torchrelay.errors import StorageError
-from torchrelay.parameters import Embedding, Table, Topology, optim
-from torchrelay.world import Meeting, World
+from torchrelay.parameters import Embedding, Table, optim
+from torchrelay.world import Meeting, Ranks, World
 
 STEPS = 4
 
@@ -36,7 +36,7 @@ def main(folder: str, store: str, *moments: str) -> None:
     is_victim = os.environ.get("VICTIM", str(world.rank)) == "1"
     moment = moments[attempt] if is_victim and attempt < len(moments) else ""
     if moment == "registered":
-        Meeting._agree = die  # type: ignore[assignment,method-assign]
+        Meeting._settle = die  # type: ignore[assignment,method-assign]
     if moment == "joining":
         _shm.ShmPlane.__init__ = die  # type: ignore[assignment]
     if store == "torchrun":
@@ -45,7 +45,7 @@ def main(folder: str, store: str, *moments: str) -> None:
         shared = world.connect(60)
         dist.init_process_group("sml", store=shared, rank=world.rank, world_size=world.size)
     if moment == "table":
-        Topology.agree = die  # type: ignore[assignment,method-assign]
+        Ranks.agree = die  # type: ignore[assignment,method-assign]
     rule = optim.sgd(0.5)
     table = Table.create(16, 4, optimizer=rule, node_of_rank=lambda rank: rank)
     rows = table.optimizer()

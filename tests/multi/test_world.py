@@ -9,7 +9,7 @@ import torch
 
 from torchrelay.buffers import Segment
 from torchrelay.errors import OperationTimeoutError
-from torchrelay.world import World, ranks_on_my_host
+from torchrelay.world import Meeting, World
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.mark.processes(3)
 def test_ranks_of_one_host_find_each_other(world: World) -> None:
     store = world.connect(30)
-    assert ranks_on_my_host(store, world.rank, world.size, 30) == (0, 1, 2)
+    assert Meeting(store, world.rank, world.size, 30).on_my_host() == (0, 1, 2)
 
 
 @pytest.mark.processes(2)
@@ -39,7 +39,7 @@ def _report_unless_killed(world: World) -> tuple[int, ...]:
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        ranks_on_my_host(store, world.rank, world.size, 1.0)
+        Meeting(store, world.rank, world.size, 1.0).on_my_host()
     except OperationTimeoutError as error:
         return error.ranks
     return ()

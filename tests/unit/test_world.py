@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchrelay import world as world_module
 from torchrelay.errors import ConfigError, OperationTimeoutError, PeerLostError
-from torchrelay.world import Meeting, Process, World, ranks_on_my_host
+from torchrelay.world import Meeting, Process, World
 
 TORCHRUN = {
     "RANK": "3",
@@ -26,7 +26,7 @@ def test_one_process_is_a_world() -> None:
     store = world.connect()
     store.set("key", "value")
     assert store.get("key") == b"value"
-    assert ranks_on_my_host(store, 0, 1, 1.0) == (0,)
+    assert Meeting(store, 0, 1, 1.0).on_my_host() == (0,)
 
 
 def test_torchrun() -> None:
@@ -106,9 +106,9 @@ def test_a_store_that_is_not_there_times_out() -> None:
 def test_ranks_on_other_hosts_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_module, "host_identity", lambda: threading.current_thread().name)
     store = dist.HashStore()
-    other = threading.Thread(target=lambda: ranks_on_my_host(store, 1, 2, 100), name="elsewhere")
+    other = threading.Thread(target=lambda: Meeting(store, 1, 2, 100), name="elsewhere")
     other.start()
-    assert ranks_on_my_host(store, 0, 2, 100) == (0,)
+    assert Meeting(store, 0, 2, 100).on_my_host() == (0,)
     other.join()
 
 
@@ -116,7 +116,7 @@ def test_ranks_as_threads() -> None:
     store = dist.HashStore()
     found: list[tuple[int, ...]] = []
     threads = [
-        threading.Thread(target=lambda r=rank: found.append(ranks_on_my_host(store, r, 3, 100)))
+        threading.Thread(target=lambda r=rank: found.append(Meeting(store, r, 3, 100).on_my_host()))
         for rank in range(3)
     ]
     for thread in threads:
@@ -130,7 +130,7 @@ def test_a_missing_rank_is_named() -> None:
     with pytest.raises(
         OperationTimeoutError, match=r"rank 1 did not join the group within 0\.\d s"
     ) as caught:
-        ranks_on_my_host(dist.HashStore(), 0, 2, 0.2)
+        Meeting(dist.HashStore(), 0, 2, 0.2).on_my_host()
     assert caught.value.ranks == (1,)
 
 

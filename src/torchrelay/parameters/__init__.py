@@ -19,7 +19,6 @@ from torchrelay.parameters._intents import IntentLoader
 from torchrelay.parameters._metrics import Metrics
 from torchrelay.parameters._optimizer import TableOptimizer
 from torchrelay.parameters._server import Server
-from torchrelay.parameters._starting import Participant, start
 from torchrelay.parameters._table import Table
 from torchrelay.parameters._topology import Topology
 from torchrelay.parameters._weight import TableWeight
@@ -32,7 +31,6 @@ __all__ = [
     "IntentLoader",
     "KeyInit",
     "Metrics",
-    "Participant",
     "Server",
     "Table",
     "TableOptimizer",
@@ -41,5 +39,4 @@ __all__ = [
     "UpdateRule",
     "Worker",
     "optim",
-    "start",
 ]

@@ -120,14 +120,12 @@ def load_rows(table: Table, state: dict[str, Any]) -> None:
 
 
 def _refuse_together(table: Table, problem: str | None) -> None:
-    topology = table.server.topology
-    problems = topology.gather(
-        f"{table.server.table}/loads/{next(table._loads)}",
-        table.worker_index,
-        table.workers,
+    server = table.server
+    problems = server.topology.gather(
+        f"{server.table}/loads/{next(server.loads)}",
         problem,
-        "the state to load",
-        check=table.server.store.check_leader,
+        "pass the state to load",
+        server.store.check_leader,
     )
     if any(problems):
         raise MismatchError("; ".join(dict.fromkeys(text for text in problems if text)))
@@ -187,7 +185,7 @@ def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
     """
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415
 
-    state = {"table": table.empty_state_dict()}
+    state = {"table": {"rows": empty_shard(table)}}
     group = table.process_group
     try:
         with _coordinated(table):

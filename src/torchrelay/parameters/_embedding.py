@@ -7,24 +7,21 @@ parameter ``weight``, which represents the table's rows, until :meth:`Table.opti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Unpack
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 from torchrelay.parameters import _checkpoint
-from torchrelay.parameters._contract import KeyInit, UpdateRule
-from torchrelay.parameters._gradients import ApplyGradients, Reduction
+from torchrelay.parameters._contract import KeyInit
 from torchrelay.parameters._lookup import Lookup, look_up
-from torchrelay.parameters._table import Table
+from torchrelay.parameters._table import Table, TableOptions
 from torchrelay.parameters._weight import TableWeight
 from torchrelay.parameters.optim import adagrad
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["Embedding", "EmbeddingBag"]
 
@@ -33,6 +30,9 @@ class _TableModule(nn.Module):
     """Common base: the table, its weight, and the rows of a batch."""
 
     weight: TableWeight
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
     # Whether state_dict() holds this process's share of the rows, for DCP, instead of all rows.
     sharded_state_dict = False
     # Whether gradients are taken at all; weight.requires_grad says it for all modules over the
@@ -40,14 +40,7 @@ class _TableModule(nn.Module):
     trainable = True
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        device: Any,
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, device: Any
     ) -> None:
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
@@ -57,20 +50,33 @@ class _TableModule(nn.Module):
                 f"device = {device}: a table's rows are in host memory; leave device out: "
                 "looked-up rows come to the device of the keys"
             )
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
 
-    def _use(self, table: Table | None, rows: Tensor | None, freeze: bool, **new: Any) -> None:
-        """Use ``table``, or create one with the arguments ``new`` and set all rows to ``rows``."""
+    def _use(
+        self,
+        table: Table | None,
+        rows: Tensor | None,
+        freeze: bool,
+        dtype: torch.dtype | None,
+        new: TableOptions,
+    ) -> None:
+        """Use ``table``, or create one with the options ``new`` and set all rows to ``rows``."""
         shape = (self.num_embeddings, self.embedding_dim)
         if rows is not None and tuple(rows.shape) != shape:
             raise ArgumentError(f"the given rows are {tuple(rows.shape)}, not {shape}")
         self.owns_table = table is None
-        self.table = _made(shape, rows, new) if table is None else _checked(table, shape, new)
+        options = {name: value for name, value in new.items() if value is not None}
+        if table is None:
+            defaults = {
+                "optimizer": adagrad(),
+                "init": KeyInit() if rows is not None else KeyInit("normal", 0.0, 1.0),
+                "dtype": torch.get_default_dtype() if rows is None else rows.dtype,
+            }
+            options |= {} if dtype is None else {"dtype": dtype}
+            self.table = Table.create(*shape, **(defaults | options))  # type: ignore[arg-type]
+        else:
+            self.table = _checked(table, shape, options | {"dtype": dtype})
         self.register_parameter("weight", self.table.weight)
         if freeze:
             self.weight.requires_grad_(False)
@@ -81,6 +87,14 @@ class _TableModule(nn.Module):
             self.table.load_state_dict({"weight": rows})
         elif self.owns_table:
             self._zero_padding()
+
+    def _to_torch(self, kind: Any) -> Any:
+        """Return a module of torch's class ``kind`` with a copy of the rows."""
+        rows = self.table.pull(torch.arange(self.num_embeddings))
+        arguments = {name: getattr(self, name) for name in kind.__constants__}
+        module = kind(**arguments, _weight=rows)
+        module.weight.requires_grad_(self.weight.requires_grad)
+        return module
 
     @property
     def rows(self) -> TableWeight:
@@ -218,15 +232,6 @@ class _TableModule(nn.Module):
         return ", ".join(parts)
 
 
-def _made(shape: tuple[int, int], rows: Tensor | None, new: dict[str, Any]) -> Table:
-    defaults = {
-        "optimizer": adagrad(),
-        "init": KeyInit() if rows is not None else KeyInit("normal", 0.0, 1.0),
-        "dtype": torch.get_default_dtype() if rows is None else rows.dtype,
-    }
-    return Table.create(*shape, **{**defaults, **{k: v for k, v in new.items() if v is not None}})
-
-
 def _checked(table: Table, shape: tuple[int, int], new: dict[str, Any]) -> Table:
     if (table.num_keys, table.dim) != shape:
         raise ArgumentError(
@@ -273,35 +278,12 @@ class Embedding(_TableModule):
         dtype: torch.dtype | None = None,
         *,
         table: Table | None = None,
-        optimizer: UpdateRule | None = None,
-        init: KeyInit | None = None,
-        name: str | None = None,
-        apply_gradients: ApplyGradients | None = None,
-        reduction: Reduction | None = None,
-        process_group: ProcessGroup | None = None,
+        **new: Unpack[TableOptions],
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            device,
-        )
-        self.sparse = sparse
-        self._use(
-            table,
-            _weight,
-            _freeze,
-            dtype=dtype,
-            optimizer=optimizer,
-            init=init,
-            name=name,
-            apply_gradients=apply_gradients,
-            reduction=reduction,
-            process_group=process_group,
-        )
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device)
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self._use(table, _weight, _freeze, dtype, new)
 
     @classmethod
     def from_pretrained(
@@ -322,35 +304,18 @@ class Embedding(_TableModule):
             table: further arguments of :class:`Embedding`.
         """
         rows, dim = embeddings.shape
-        return cls(
-            rows,
-            dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            embeddings,
-            freeze,
-            **table,
-        )
+        arguments = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings
+        make: Any = cls
+        module: Embedding = make(rows, dim, *arguments, freeze, **table)
+        return module
 
     def to_torch(self) -> nn.Embedding:
         """Return an ``nn.Embedding`` with a copy of the rows, ``(num_embeddings, embedding_dim)``.
 
         An :class:`Embedding` can load its state dict.
         """
-        return nn.Embedding(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-            self.table.pull(torch.arange(self.num_embeddings)),
-            not self.weight.requires_grad,
-        )
+        module: nn.Embedding = self._to_torch(nn.Embedding)
+        return module
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``(*input.shape, embedding_dim)`` on the device of ``input``, integer keys."""
@@ -381,41 +346,18 @@ class EmbeddingBag(_TableModule):
         dtype: torch.dtype | None = None,
         *,
         table: Table | None = None,
-        optimizer: UpdateRule | None = None,
-        init: KeyInit | None = None,
-        name: str | None = None,
-        apply_gradients: ApplyGradients | None = None,
-        reduction: Reduction | None = None,
-        process_group: ProcessGroup | None = None,
+        **new: Unpack[TableOptions],
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ArgumentError(f"mode = {mode!r}: it must be 'sum', 'mean' or 'max'")
         if mode == "max" and scale_grad_by_freq:
             raise UnsupportedError("torch does not scale gradients by frequency in mode 'max'")
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            device,
-        )
-        self.sparse = sparse
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device)
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.mode = mode
         self.include_last_offset = include_last_offset
-        self._use(
-            table,
-            _weight,
-            False,
-            dtype=dtype,
-            optimizer=optimizer,
-            init=init,
-            name=name,
-            apply_gradients=apply_gradients,
-            reduction=reduction,
-            process_group=process_group,
-        )
+        self._use(table, _weight, False, dtype, new)
 
     @classmethod
     def from_pretrained(
@@ -433,37 +375,17 @@ class EmbeddingBag(_TableModule):
     ) -> EmbeddingBag:
         """See :meth:`Embedding.from_pretrained`."""
         rows, dim = embeddings.shape
-        module = cls(
-            rows,
-            dim,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            mode,
-            sparse,
-            embeddings,
-            include_last_offset,
-            padding_idx,
-            **table,
+        arguments = max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings
+        make: Any = cls
+        module: EmbeddingBag = make(
+            rows, dim, *arguments, include_last_offset, padding_idx, **table
         )
         module.weight.requires_grad_(not freeze)
         return module
 
     def to_torch(self) -> nn.EmbeddingBag:
         """See :meth:`Embedding.to_torch`."""
-        module = nn.EmbeddingBag(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.mode,
-            self.sparse,
-            self.table.pull(torch.arange(self.num_embeddings)),
-            self.include_last_offset,
-            self.padding_idx,
-        )
-        module.weight.requires_grad_(self.weight.requires_grad)
+        module: nn.EmbeddingBag = self._to_torch(nn.EmbeddingBag)
         return module
 
     def forward(

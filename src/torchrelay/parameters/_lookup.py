@@ -34,7 +34,7 @@ class Lookup:
     anchor: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "anchor", self.table.weight.anchor)
+        object.__setattr__(self, "anchor", self.table.gradients.anchor)
         _lookups[self.number] = self
 
     def rows(self, keys: Tensor) -> Tensor:

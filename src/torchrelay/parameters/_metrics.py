@@ -1,53 +1,38 @@
-"""Counters of the parameter manager: accesses, traffic, moved keys."""
+"""Statistics of the parameter manager: accesses, traffic, moved keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 
 __all__ = ["Metrics"]
 
 
-@dataclass(frozen=True)
 class Metrics:
-    """Counters of one node since its start; ``later - earlier`` is the difference.
+    """Statistics of one node since its start; ``later - earlier`` is the difference.
 
-    ``replicas`` and ``owned`` are states, not counters: a difference keeps the later one.
+    Each statistic of :meth:`Server.statistics` is an attribute: keys pulled and pushed in this
+    host's memory and elsewhere (``local_pulls``, ``remote_pulls``, ``local_pushes``,
+    ``remote_pushes``), ``sent_bytes``, ``received_bytes`` and ``sent_messages``, ``relocations``
+    to this node, ``refreshes`` of replicas on other nodes because a value had changed,
+    ``evictions``, ``protocol_errors``, and ``rounds`` of the channels and ``round_seconds`` in
+    them. ``replicas`` is a state, the keys of other nodes that this node holds a copy of now: a
+    difference keeps the later one.
     """
 
-    local_pulls: float = 0  # keys, served from this host's memory
-    remote_pulls: float = 0  # keys, fetched from another node
-    local_pushes: float = 0
-    remote_pushes: float = 0
-    sent_bytes: float = 0
-    received_bytes: float = 0
-    sent_messages: float = 0
-    relocations: float = 0  # keys that moved to this node
-    replicas: float = 0  # keys of other nodes that this node holds a copy of now
-    owned: float = 0  # keys this node owns now
-    rounds: float = 0  # of the channels
-    refreshes: float = (
-        0  # values sent to replicas on other nodes, because the key's value had changed
-    )
-    evictions: float = 0
-    protocol_errors: float = 0
-    round_seconds: float = 0  # time in rounds, all channels together
-    refresh_age_seconds: float = (
-        0  # over all refreshes: how long before it the owner last looked for changes
-    )
+    def __init__(self, statistics: Mapping[str, float]) -> None:
+        self._statistics = dict(statistics)
 
-    @classmethod
-    def from_statistics(cls, statistics: Mapping[str, float]) -> Metrics:
-        """Convert the result of :meth:`Server.statistics`."""
-        return cls(**{field.name: statistics.get(field.name, 0) for field in fields(cls)})
+    def __getattr__(self, name: str) -> float:
+        try:
+            return self.__dict__["_statistics"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(f"there is no statistic {name!r}") from None
 
     def __sub__(self, earlier: Metrics) -> Metrics:
-        states = {"replicas", "owned"}
         return Metrics(
-            **{
-                field.name: getattr(self, field.name)
-                - (0 if field.name in states else getattr(earlier, field.name))
-                for field in fields(self)
+            {
+                name: value if name == "replicas" else value - getattr(earlier, name)
+                for name, value in self._statistics.items()
             }
         )
 

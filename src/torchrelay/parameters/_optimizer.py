@@ -9,7 +9,6 @@ from typing import Any, overload
 import torch
 
 from torchrelay.errors import ArgumentError
-from torchrelay.parameters._arrays import check_finite
 from torchrelay.parameters._weight import TableWeight
 
 __all__ = ["TableOptimizer"]
@@ -36,10 +35,9 @@ class TableOptimizer(torch.optim.Optimizer):
     def __init__(self, weights: Iterable[TableWeight], lr: float | None = None) -> None:
         groups = [_group(weight, lr) for weight in weights]
         super().__init__(groups, {})
-        self._tables = [group["params"][0].table for group in groups]
-        for table in self._tables:
-            table.gradients.keep(self)
-            self.state[table.weight]["step"] = 0
+        for group in groups:
+            group["params"][0].gradients.keep_for(self)
+            self.state[group["params"][0]]["step"] = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if any(not isinstance(weight, TableWeight) for weight in _listed(param_group["params"])):
@@ -72,20 +70,14 @@ class TableOptimizer(torch.optim.Optimizer):
                 loss = closure()
         ready = [(group, weight) for group in self.param_groups for weight in group["params"]]
         for group, weight in ready:
-            weight.table.gradients.check_optimizer(self)
-            _check(weight, group["lr"])
+            weight.gradients.check(self)
+            _check_rate(weight, group["lr"])
         for group, weight in ready:
-            if weight.grad is not None:
-                self._step(weight, group["lr"])
+            if weight.gradients.values is not None:
+                self.state[weight]["step"] += 1
+                if not weight.gradients.is_cleared:
+                    weight.gradients.step(float(group["lr"]), self.state[weight]["step"])
         return loss
-
-    def _step(self, weight: TableWeight, lr: float) -> None:
-        state = self.state[weight]
-        state["step"] += 1
-        if weight.is_cleared:
-            return
-        assert weight.keys is not None and weight.grad is not None
-        weight.table.gradients.apply(weight.keys, weight.grad, lr=float(lr), step=state["step"])
 
 
 def _listed(params: Any) -> list[Any]:
@@ -95,20 +87,14 @@ def _listed(params: Any) -> list[Any]:
 def _group(weight: Any, lr: float | None) -> dict[str, Any]:
     if not isinstance(weight, TableWeight):
         return {"params": [weight]}  # add_param_group refuses it
-    rate = weight.table.rule.lr if lr is None else lr
+    rate = weight.gradients.rule.lr if lr is None else lr
     _check_rate(weight, rate)
     return {"params": [weight], "lr": rate}
-
-
-def _check(weight: TableWeight, lr: float) -> None:
-    weight.table.check_open()
-    _check_rate(weight, lr)
-    if weight.keys is not None and weight.grad is not None:
-        check_finite(weight.keys, weight.grad, f"step of table {weight.table.name!r}")
 
 
 def _check_rate(weight: TableWeight, lr: float) -> None:
     if not (math.isfinite(lr) and lr >= 0):
         raise ArgumentError(
-            f"table {weight.table.name!r}: lr = {lr}: a learning rate is a finite number from 0 up"
+            f"table {weight.gradients.name!r}: lr = {lr}: a learning rate is a finite "
+            "number from 0 up"
         )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import math
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ from torchrelay.parameters._contract import (
     native_init,
     native_rule,
 )
-from torchrelay.parameters._ends import CLOSES, Ending, end_with_process
+from torchrelay.parameters._ends import Ending, end_with_process
 from torchrelay.parameters._sampling import Sampling
 from torchrelay.parameters._topology import Topology
 
@@ -87,18 +86,23 @@ class Server(Resource):
         self._num_keys, self._lengths = _keys_and_lengths(keys, length)
         self._capacity = capacity
         self._check()
-        self._table = self.topology.next_table()
-        self.topology.agree(f"{self._table}/description", self._describe(description or {}))
+        self.table = self.topology.next_table()
+        self.topology.ranks.agree(
+            f"{self.table}/description",
+            self._describe(description or {}),
+            self.topology.settings.timeout_s,
+            "tables",
+            call="make the table",
+            hint="did they start, and do all make this call?",
+        )
         self._service: _native.NodeService | None = None
-        self._barriers = 0
         self._down = self._is_stopped = False
+        self.loads = itertools.count()  # of states, by name of the collective call
         self._origin = _native.Origin()
-        self._ended_workers: set[int] = set()
-        self._ending = Ending(self, self._end_of(self.topology.process))
-        self._store = self._make_store() if self.topology.member == 0 else self._attach_store()
-        self.network = self.topology.open_network()
-        self.addresses = self._start()
-        end_with_process(self, self._ending)
+        self.ending = Ending(self, self.table)
+        self.network = self.topology.opened_network
+        self.store, self.addresses = self._open()
+        end_with_process(self, self.ending)
 
     def _check(self) -> None:
         if self.dtype not in DTYPES:
@@ -131,54 +135,48 @@ class Server(Resource):
             )
         )
 
-    def _attach_store(self) -> _native.ParameterStore:
-        key = f"{self._table}/slab/{self.topology.node}"
-        (address,) = self.topology.collect([key], [self.topology.node], "the shared memory")
-        return _native.ParameterStore.attach(address, native_init(self.init))
+    def _open(self) -> tuple[_native.ParameterStore, list[str]]:
+        """Make this node's store, or attach its leader's; return it and all nodes' endpoints.
 
-    def _start(self) -> list[str]:
-        """Start this node's threads once all nodes' endpoints exist; return the endpoints of all
-        nodes.
+        A leader starts to serve once the endpoints of all nodes exist.
         """
-        topology, settings, transport = (
-            self.topology,
-            self.topology.settings,
-            self.topology.transport,
-        )
-        addresses: list[str] = []
-        if topology.member == 0 and self.network is not None:
-            self._service = _native.NodeService(
-                self._store,
-                self.network,
-                _native.ChannelOptions(
-                    techniques=_native.Techniques[topology.techniques],
-                    max_rounds_per_s=settings.max_rounds_per_s,
-                    sync_threshold=settings.sync_threshold,
-                    hysteresis_rounds=settings.hysteresis_rounds,
-                    heartbeat_interval_s=transport.heartbeat_s,
-                    heartbeat_timeout_s=transport.peer_timeout_s,
-                ),
-            )
-            addresses = self._service.addresses
-        if topology.num_nodes > 1:
-            if topology.member == 0:
-                topology.publish(f"{self._table}/node/{topology.node}", addresses)
-            keys = [f"{self._table}/node/{node}" for node in range(topology.num_nodes)]
-            nodes = topology.collect(keys, range(topology.num_nodes), "the addresses")
-            addresses = [address for node in nodes for address in node]
+        topology, mine = self.topology, None
+        if topology.member == 0:
+            self.store = self._make_store()
+            if self.network is not None:
+                self._service = self._make_service(self.network)
+            mine = self.store.address, self._service.addresses if self._service else []
+        made = topology.gather(f"{self.table}/nodes", mine, "open the table")
+        if topology.member > 0:
+            address, _ = made[topology.nodes[topology.node][0]]
+            self.store = _native.ParameterStore.attach(address, native_init(self.init))
+        addresses = [address for leader, *_ in topology.nodes for address in made[leader][1]]
         if self._service is not None:
             self._service.start(addresses)
             self._greet()
-        if topology.member == 0 and topology.members > 1:
-            topology.publish(f"{self._table}/slab/{topology.node}", self._store.address)
-        return addresses
+        return self.store, addresses
+
+    def _make_service(self, network: _native.Network) -> _native.NodeService:
+        settings, transport = self.topology.settings, self.topology.transport
+        return _native.NodeService(
+            self.store,
+            network,
+            _native.ChannelOptions(
+                techniques=_native.Techniques[self.topology.techniques],
+                max_rounds_per_s=settings.max_rounds_per_s,
+                sync_threshold=settings.sync_threshold,
+                hysteresis_rounds=settings.hysteresis_rounds,
+                heartbeat_interval_s=transport.heartbeat_s,
+                heartbeat_timeout_s=transport.peer_timeout_s,
+            ),
+        )
 
     def _greet(self) -> None:
         """Wait for a message of every other node, which shows that it has our key file."""
         timeout_s = self.topology.transport.connect_timeout_s
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_nodes)) - {self.node}
-        while missing := {node for node in missing if not self._store.has_heard(node)}:
+        while missing := {node for node in missing if not self.store.has_heard(node)}:
             if time.monotonic() > deadline_s:
                 self.abort()
                 raise OperationTimeoutError(
@@ -206,15 +204,6 @@ class Server(Resource):
         return {name: str(value) for name, value in (table | dict(more)).items()}
 
     @property
-    def store(self) -> _native.ParameterStore:
-        """The native memory of this node."""
-        return self._store
-
-    @property
-    def table(self) -> str:
-        return self._table
-
-    @property
     def num_keys(self) -> int:
         return self._num_keys
 
@@ -231,19 +220,10 @@ class Server(Resource):
     def num_nodes(self) -> int:
         return self.topology.num_nodes
 
-    @property
-    def techniques(self) -> str:
-        return self.topology.techniques
-
-    @property
-    def address(self) -> str:
-        """The slab's address, for other processes of this host."""
-        return self._store.address
-
     def row_length(self, key: int = 0) -> int:
         """Return the elements of the row of ``key``: value and optimizer state."""
         keys = np.array([key], dtype=np.int64)
-        return self._store.elements(True, keys.ctypes.data, 1)
+        return self.store.elements(True, keys.ctypes.data, 1)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the optimizer's learning rate in this node's store; call it on every node.
@@ -254,7 +234,7 @@ class Server(Resource):
         self.check_open()
         if not (math.isfinite(lr) and lr >= 0):
             raise ArgumentError(f"lr = {lr}: a learning rate is a finite number from 0 up")
-        self._store.set_learning_rate(lr)
+        self.store.set_learning_rate(lr)
 
     def enable_sampling_support(
         self,
@@ -291,19 +271,15 @@ class Server(Resource):
         self.sampling = Sampling(scheme, with_replacement, distribution, min, high, weights, seed)
 
     def statistics(self) -> dict[str, float]:
-        """Return the counters of this node since its start, over all its processes.
+        """Return the statistics of this node since its start, over all its processes.
 
-        Keys, messages, bytes and seconds. Messages and bytes are those to and from other nodes.
+        The names are those of ``torchrelay._native.TableStat``: numbers of keys, messages and
+        ``..._bytes`` to and from other nodes, and times, ``..._ns`` there and ``..._seconds`` here.
         """
-        stats = {stat.name: float(value) for stat, value in self._store.stats().items()}
-        seconds = {
-            f"{name}_seconds": stats.pop(f"{name}_ns") / 1e9 for name in ("round", "refresh_age")
+        return {
+            stat.name.replace("_ns", "_seconds"): value / (1e9 if stat.name.endswith("_ns") else 1)
+            for stat, value in self.store.stats().items()
         }
-        return stats | seconds
-
-    @property
-    def _participants(self) -> int:
-        return self.topology.num_nodes * self.topology.members
 
     def check_open(self) -> None:
         """Raise UnavailableError if this process has left the table, or was forked from the one
@@ -317,79 +293,19 @@ class Server(Resource):
             )
         if self._is_stopped:
             raise UnavailableError(
-                f"node {self.node}: this process has left the table; nothing can be read or "
-                "written any more"
+                f"node {self.node}: this process has left the table, which has been closed, or "
+                "given up after an error; nothing can be read or written any more"
             )
 
     def barrier(self) -> None:
         """Wait for all processes of all nodes."""
         self.check_open()
         self.topology.barrier(
-            f"{self._table}/servers",
-            self._barriers,
-            self._participants,
-            self._store.check_leader,
-            index=self.topology.process,
-            calls="the barrier of all processes, of which Table.close and Server.close have one",
-            missing=partial(self.check_not_ended, or_closing=False),
+            f"{self.table}/servers",
+            "reach the barrier of all processes, of which Table.close and Server.close have one",
+            self.store.check_leader,
+            partial(self.ending.check_processes, or_closing=False),
         )
-        self._barriers += 1
-
-    def _end_of(self, process: int) -> str:
-        return f"{self._table}/ends/{process}"
-
-    def worker_begins(self, worker_id: int) -> None:
-        """Register a worker with this id."""
-        if worker_id in self._ended_workers and self.topology.store is not None:
-            self._ended_workers.discard(worker_id)
-            self.topology.store.delete_key(self._end_of_worker(worker_id))
-
-    def worker_ends(self, worker_id: int) -> None:
-        """Publish that a worker has ended without ``close()``, for processes that wait for it."""
-        self._ended_workers.add(worker_id)
-        if not self._is_stopped and not self._origin.is_forked:
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                self.topology.publish(self._end_of_worker(worker_id), "")
-
-    def _end_of_worker(self, worker_id: int) -> str:
-        return f"{self._table}/ended/{self.node * self.topology.workers_per_node + worker_id}"
-
-    def check_workers_not_ended(self, workers: Sequence[int]) -> None:
-        """Raise PeerLostError if one of the workers with these indices, or its process, has
-        ended.
-        """
-        topology = self.topology
-        for index in workers:
-            node, worker_id = divmod(index, topology.workers_per_node)
-            if topology.store is not None and topology.store.check(
-                [f"{self._table}/ended/{index}"]
-            ):
-                raise PeerLostError(
-                    f"{topology.name_of(topology.process)}: worker {worker_id} of node {node} has "
-                    "ended without close(), while this process waits for it; look at the output of "
-                    "that node for the cause",
-                    ranks=[node],
-                )
-        per_process = max(1, topology.workers_per_node // topology.members)
-        self.check_not_ended(list(dict.fromkeys(index // per_process for index in workers)))
-
-    def check_not_ended(self, processes: Sequence[int], *, or_closing: bool = True) -> None:
-        """Raise PeerLostError if one of the processes with these indices has ended, or is closing
-        the table.
-        """
-        topology = self.topology
-        for process in processes:
-            key = self._end_of(process)
-            if topology.store is None or not topology.store.check([key]):
-                continue
-            how = json.loads(topology.store.get(key))
-            if or_closing or how != CLOSES:
-                raise PeerLostError(
-                    f"{topology.name_of(topology.process)}: {topology.name_of(process)} {how}, "
-                    "while this process waits for it; all processes must make the same collective "
-                    "calls",
-                    ranks=[process // topology.members],
-                )
 
     def close(self) -> None:
         """Wait for all nodes, then stop serving; at once if a node was lost. Idempotent.
@@ -398,11 +314,11 @@ class Server(Resource):
         """
         if self._down or self._origin.is_forked:
             return
-        self._down = self._ending.is_over = True
+        self._down = True
         try:
-            self._ending.publish(CLOSES)
+            self.ending.close()
             self.barrier()
-            self.topology.part(f"{self._table}/servers", self._participants)
+            self.topology.ranks.leave(f"{self.table}/servers/left")
         except PeerLostError:
             pass  # no node is served any more; requests raise
         except (UnavailableError, ProtocolError):
@@ -419,14 +335,14 @@ class Server(Resource):
         """
         if self._origin.is_forked:
             return
-        if not self._down and self._participants > 1:
-            self._store.leave_in_need()
-        self._down = self._ending.is_over = True
+        if not self._down and self.topology.ranks.size > 1:
+            self.store.leave_in_need()
+        self._down = self.ending.is_over = True
         self._stop_service()
 
     def _end_block(self, error: BaseException | None) -> None:
         """Close the server; after an error, abort: the others may not close theirs."""
-        if error is None or self._participants == 1:
+        if error is None or self.topology.ranks.size == 1:
             self.close()
         else:
             self.abort()

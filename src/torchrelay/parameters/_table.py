@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
-from torchrelay.parameters import _checkpoint, _starting
+from torchrelay.parameters import _checkpoint
 from torchrelay.parameters._contract import KeyInit, UpdateRule
 from torchrelay.parameters._gradients import ApplyGradients, Gradients, Reduction
 from torchrelay.parameters._metrics import Metrics
 from torchrelay.parameters._optimizer import TableOptimizer
 from torchrelay.parameters._server import Server
+from torchrelay.parameters._starting import meet
 from torchrelay.parameters._weight import TableWeight
 from torchrelay.parameters._worker import Worker
 
@@ -26,7 +26,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint import StorageReader, StorageWriter
 
-__all__ = ["Table"]
+__all__ = ["Table", "TableOptions"]
+
+
+class TableOptions(TypedDict, total=False):
+    """Options of a new table; see :meth:`Table.create`."""
+
+    optimizer: UpdateRule | None
+    init: KeyInit | None
+    name: str | None
+    apply_gradients: ApplyGradients | None
+    reduction: Reduction | None
+    process_group: ProcessGroup | None
+
 
 _open_tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
 
@@ -39,33 +51,31 @@ class Table(Resource):
     Args:
         server: this node's part of the table.
         worker: this process's access to it.
-        worker_index: the index of this worker among the ``workers`` of all nodes.
+
+    Attributes:
+        worker_index: the index of this process among the ``workers`` of all nodes.
+        row_length: elements of a row: of the vector and its optimizer state.
     """
 
     def __init__(
         self,
         server: Server,
         worker: Worker,
-        rule: UpdateRule,
-        worker_index: int = 0,
-        workers: int = 1,
         *,
         name: str = "table",
         apply_gradients: ApplyGradients | None = None,
         reduction: Reduction | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        self.server = server
-        self.worker = worker
-        self.rule = rule
-        self.worker_index = worker_index
-        self.workers = workers
+        self._server, self._worker = server, worker
+        ranks = server.topology.ranks
+        self.worker_index, self.workers = ranks.rank, ranks.size
+        self.rule, self.dtype, self.num_keys = server.rule, server.dtype, server.num_keys
+        self.dim, self.row_length = worker.get_key_size(), server.row_length()
         self.name = name
         self.process_group = process_group
-        self.dim = worker.get_key_size()
-        self.gradients = Gradients(self, apply_gradients, reduction)
+        self.gradients = Gradients(name, server, worker, apply_gradients, reduction)
         self._closed = False
-        self._loads = itertools.count()
 
     @classmethod
     def create(
@@ -118,25 +128,19 @@ class Table(Resource):
                 f"this process has a table {name!r} already; close it first, or give each its own "
                 "name"
             )
-        rule = optimizer or UpdateRule()
-        place = _starting.start(
+        topology = meet(name or "table", techniques, node_of_rank, process_group)
+        server = Server(
             num_keys,
-            dim,
+            length=dim,
             dtype=dtype,
-            rule=rule,
-            init=init or KeyInit(),
-            techniques=techniques,
-            name=name or "table",
-            node_of_rank=node_of_rank,
-            process_group=process_group,
+            rule=optimizer,
+            init=init,
+            topology=topology,
             description={"apply_gradients": apply_gradients, "reduction": reduction},
         )
         table = cls(
-            place.server,
-            place.worker,
-            rule,
-            place.world.rank,
-            place.world.size,
+            server,
+            Worker(topology.member, server),
             name=name or "table",
             apply_gradients=apply_gradients,
             reduction=reduction,
@@ -145,6 +149,26 @@ class Table(Resource):
         if name is not None:
             _open_tables[name] = table
         return table
+
+    @property
+    def server(self) -> Server:
+        """This node's part of the table.
+
+        Raises:
+            UnavailableError: the table is closed.
+        """
+        self._check_open()
+        return self._server
+
+    @property
+    def worker(self) -> Worker:
+        """This process's access to the table. Raises as :attr:`server`."""
+        self._check_open()
+        return self._worker
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UnavailableError(f"table {self.name!r} has been closed")
 
     @cached_property
     def weight(self) -> TableWeight:
@@ -159,7 +183,7 @@ class Table(Resource):
                 "create it with an optimizer, e.g. "
                 "optimizer=torchrelay.parameters.optim.adagrad(0.1)"
             )
-        return TableWeight(self)
+        return TableWeight(self.gradients, self.dim, self.dtype)
 
     def optimizer(self, lr: float | None = None) -> TableOptimizer:
         """Return the optimizer that applies the gradients of modules over this table.
@@ -175,25 +199,6 @@ class Table(Resource):
         """
         return TableOptimizer([self.weight], lr)
 
-    def check_open(self) -> None:
-        """Raise UnavailableError if the table is closed or belongs to another process."""
-        if self._closed:
-            raise UnavailableError(f"table {self.name!r} has been closed")
-        self.server.check_open()
-
-    @property
-    def num_keys(self) -> int:
-        return self.server.num_keys
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.server.dtype
-
-    @property
-    def row_length(self) -> int:
-        """Elements of a row: of the vector and its optimizer state."""
-        return self.server.row_length()
-
     def pull(self, keys: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the vectors of ``keys``. Blocks until all have arrived.
 
@@ -208,7 +213,6 @@ class Table(Resource):
             ArgumentError: a key is out of range, or ``out`` has another shape or dtype.
             PeerLostError: a node was lost.
         """
-        self.check_open()
         flat = _flat_keys(keys)
         values = torch.empty(*keys.shape, self.dim, dtype=self.dtype) if out is None else out
         self.worker.pull(flat, values.view(len(flat), self.dim))
@@ -224,19 +228,16 @@ class Table(Resource):
             values: of shape ``(*keys.shape, dim)``.
             wait: if False, return at once; later pulls of this process include the push.
         """
-        self.check_open()
         flat = _flat_keys(keys)
-        self.worker.push(flat, self._flat_values(flat, values), not wait)
+        self.worker.push(flat, _flat_values(flat, values, self.dim), not wait)
 
     def set(self, keys: Tensor, values: Tensor) -> None:
         """Overwrite the vectors of ``keys``; optimizer state stays. The last key wins."""
-        self.check_open()
         flat = _flat_keys(keys)
-        self.worker.set(flat, self._flat_values(flat, values))
+        self.worker.set(flat, _flat_values(flat, values, self.dim))
 
     def is_local(self, keys: Tensor) -> bool:
         """Return whether this node owns or replicates all ``keys`` now. Does not block."""
-        self.check_open()
         flat = _flat_keys(keys)
         found = flat.clone()
         here = self.server.store.nearest_local(
@@ -266,7 +267,6 @@ class Table(Resource):
         Raises:
             ArgumentError: the scheme or the range is invalid.
         """
-        self.check_open()
         end = self.num_keys if high is None else high
         self.server.enable_sampling_support(
             scheme, with_replacement, "uniform", low, end, weights=weights, seed=seed
@@ -282,37 +282,31 @@ class Table(Resource):
             ArgumentError: sampling is not enabled, or there are not that many distinct keys.
             UnavailableError: the scheme is ``local`` and no key of the range is at this node.
         """
-        self.check_open()
         keys = torch.empty(count, dtype=torch.int64)
         self.worker.draw_sample(keys, self.clock if start is None else start)
         return keys
 
     def intent(self, keys: Tensor, start: int, end: int | None = None) -> None:
         """Announce that this worker will use ``keys`` in the clocks [``start``, ``end``)."""
-        self.check_open()
         self.worker.intent(_flat_keys(keys), start, start + 1 if end is None else end)
 
     def advance_clock(self) -> int:
         """End the current clock, and the intents that end by then. Return the new clock."""
-        self.check_open()
         return self.worker.advance_clock()
 
     @property
     def clock(self) -> int:
-        self.check_open()
         return self.worker.current_clock()
 
     def sync(self) -> None:
         """Wait until every worker sees every push made before this call. Collective."""
-        self.check_open()
         self.worker.wait_all()
         self.worker.wait_sync()
         self.worker.barrier()
 
     def metrics(self) -> Metrics:
-        """Return the counters of this node since its start; printed as one line."""
-        self.check_open()
-        return Metrics.from_statistics(self.server.statistics())
+        """Return the statistics of this node since its start; printed as one line."""
+        return Metrics(self.server.statistics())
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate of pushed gradients on this node; call it on all.
@@ -322,7 +316,6 @@ class Table(Resource):
         Raises:
             ArgumentError: the rate is negative or not finite.
         """
-        self.check_open()
         self.server.set_learning_rate(lr)
 
     def state_dict(self) -> dict[str, Any]:
@@ -331,12 +324,7 @@ class Table(Resource):
         DCP saves it (``dcp.save({"table": table.state_dict()}, ...)``) and loads it on any number
         of nodes.
         """
-        self.check_open()
         return {"rows": _checkpoint.shard_of(self)}
-
-    def empty_state_dict(self) -> dict[str, Any]:
-        """Return a state dict like :meth:`state_dict` with uninitialised rows, for ``dcp.load``."""
-        return {"rows": _checkpoint.empty_shard(self)}
 
     def rows(self) -> Tensor:
         """Return all rows, with optimizer state: ``(num_keys, row_length)``.
@@ -344,7 +332,6 @@ class Table(Resource):
         They are copied to this process's memory. Not collective: call :meth:`sync` first if other
         processes push asynchronously.
         """
-        self.check_open()
         return _checkpoint.all_rows(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -359,7 +346,6 @@ class Table(Resource):
             MismatchError: the state is of a table with other keys, dimensions, dtype or optimizer,
                 or of another process; on every process.
         """
-        self.check_open()
         _checkpoint.load_rows(self, state)
 
     def save(self, path: str, *, storage_writer: StorageWriter | None = None) -> None:
@@ -369,7 +355,6 @@ class Table(Resource):
             storage_writer: DCP's storage layer; default: its `FileSystemWriter`. A
                 :class:`torchrelay.checkpoint.Writer` commits atomically, with checksums.
         """
-        self.check_open()
         _checkpoint.save(self, path, storage_writer)
 
     def load(self, path: str, *, storage_reader: StorageReader | None = None) -> None:
@@ -386,14 +371,13 @@ class Table(Resource):
             MismatchError: the checkpoint is of another table.
             CorruptionError, StorageError: from a :class:`torchrelay.checkpoint.Reader`.
         """
-        self.check_open()
         _checkpoint.load(self, path, storage_reader)
 
     def close(self) -> None:
         """Leave the table. Collective and idempotent. Every later use raises UnavailableError."""
         if self._forget():
-            self.worker.close()
-            self.server.close()
+            self._worker.close()
+            self._server.close()
 
     def _forget(self) -> bool:
         """Mark the table as closed; return whether it was open."""
@@ -408,7 +392,7 @@ class Table(Resource):
         if error is None or self.workers == 1:
             self.close()
         elif self._forget():
-            self.server.abort()
+            self._server.abort()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
@@ -417,13 +401,14 @@ class Table(Resource):
             "nn.Embedding of its own"
         )
 
-    def _flat_values(self, keys: Tensor, values: Tensor) -> Tensor:
-        if values.numel() != len(keys) * self.dim:
-            raise ArgumentError(
-                f"values of shape {tuple(values.shape)} for {len(keys)} keys of {self.dim} "
-                "elements: they must have the keys' shape and one more dimension"
-            )
-        return values.detach().cpu().reshape(len(keys), self.dim).contiguous()
+
+def _flat_values(keys: Tensor, values: Tensor, dim: int) -> Tensor:
+    if values.numel() != len(keys) * dim:
+        raise ArgumentError(
+            f"values of shape {tuple(values.shape)} for {len(keys)} keys of {dim} elements: they "
+            "must have the keys' shape and one more dimension"
+        )
+    return values.detach().cpu().reshape(len(keys), dim).contiguous()
 
 
 def _flat_keys(keys: Tensor | Sequence[int]) -> Tensor:

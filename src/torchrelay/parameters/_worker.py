@@ -50,7 +50,7 @@ class Worker(Resource):
         self._sums = server.rule.kind != "add"
         settings = server.topology.settings
         server.check_open()
-        server.worker_begins(worker_id)
+        server.ending.worker_begins(worker_id)
         self._native = _native.ParameterWorker(
             server.store,
             worker_id,
@@ -59,13 +59,12 @@ class Worker(Resource):
             settings.timeout_s,
             settings.max_unfinished,
         )
-        self._barriers = 0
         # Workers of this node that died, and when that was first noticed.
         self._dead_since: dict[int, float] = {}
         self._samples: dict[int, Samples] = {}
         self._next_sample = 0
         self._closed = False
-        self._end = weakref.finalize(self, server.worker_ends, worker_id)
+        self._end = weakref.finalize(self, server.ending.worker_ends, worker_id)
         self._end.atexit = False  # the end of the process is published too
 
     def _check_open(self) -> None:
@@ -91,12 +90,7 @@ class Worker(Resource):
         with _torch.span(f"torchrelay.parameters.{op.name.lower()}"):
             return self._native.access(op, key_address, count, address, size, not async_op, held)
 
-    def pull(
-        self,
-        keys: Any,
-        values: Any,
-        async_op: bool = False,
-    ) -> AccessHandle | None:
+    def pull(self, keys: Any, values: Any, async_op: bool = False) -> AccessHandle | None:
         """Read the values of ``keys`` into ``values``.
 
         Args:
@@ -118,18 +112,18 @@ class Worker(Resource):
         return self._start(_PULL, keys, values, async_op)
 
     def push(
-        self,
-        keys: Any,
-        values: Any,
-        async_op: bool = False,
+        self, keys: Any, values: Any, async_op: bool = False, *, checked: bool = False
     ) -> AccessHandle | None:
         """Add ``values`` to the values of ``keys``; see :class:`UpdateRule`.
 
         With an optimizer they are applied as gradients. Repeated keys accumulate; gradients of a
         repeated key are summed, then applied once. Arguments, result and errors as for
         :meth:`pull`; also an ArgumentError if a gradient is NaN or infinite.
+
+        Args:
+            checked: gradients are known to be finite, and their keys to be distinct.
         """
-        if self._sums:
+        if self._sums and not checked:
             keys, values = self._summed(keys, values)
             check_finite(
                 torch.as_tensor(keys) if self.server.is_uniform else None,
@@ -138,12 +132,7 @@ class Worker(Resource):
             )
         return self._start(_PUSH, keys, values, async_op)
 
-    def set(
-        self,
-        keys: Any,
-        values: Any,
-        async_op: bool = False,
-    ) -> AccessHandle | None:
+    def set(self, keys: Any, values: Any, async_op: bool = False) -> AccessHandle | None:
         """Overwrite the values of ``keys``; the last of repeated keys wins."""
         return self._start(_SET, keys, values, async_op)
 
@@ -233,11 +222,7 @@ class Worker(Resource):
         return self._next_sample - 1
 
     def pull_sample(
-        self,
-        sample_id: int,
-        keys: Any,
-        values: Any,
-        async_op: bool = False,
+        self, sample_id: int, keys: Any, values: Any, async_op: bool = False
     ) -> AccessHandle | None:
         """Draw the next ``len(keys)`` samples of ``sample_id`` into ``keys``; pull into ``values``.
 
@@ -315,19 +300,16 @@ class Worker(Resource):
         """
         self._check_open()
         topology = self.server.topology
-        participants = topology.num_nodes * topology.workers_per_node
         self._check()
+        per_process = topology.workers_per_process
         topology.barrier(
             f"{self.server.table}/workers",
-            self._barriers,
-            participants,
+            "reach the barrier of all workers, of which Table.sync, save, load and state_dict "
+            "have one",
             self._check,
-            index=topology.node * topology.workers_per_node + self.worker_id,
-            calls="the barrier of all workers, of which Table.sync, save, load and state_dict have "
-            "one",
-            missing=self.server.check_workers_not_ended,
+            self.server.ending.check_workers,
+            part=(self.worker_id % per_process, per_process),
         )
-        self._barriers += 1
 
     def _check(self) -> None:
         self.server.store.check_leader()

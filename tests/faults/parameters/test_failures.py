@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError, UnavailableError
 from torchrelay.parameters import Embedding, Table, optim
-from torchrelay.parameters._starting import start
 from torchrelay.transport import create_key_file
 from torchrelay.world import World
 
@@ -36,8 +35,8 @@ def _lose_the_leader(world: World) -> tuple[int, ...]:
     """Two processes a node. Rank 2 serves node 1; rank 3 goes on with what is at node 1, so asks
     nobody.
     """
-    place = start(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
-    worker = place.worker
+    table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
+    worker = table.worker
     keys = torch.arange(1 if world.rank == 3 else 0, KEYS, 2)
     worker.push(keys, torch.ones(len(keys), DIM))
     worker.barrier()
@@ -64,7 +63,7 @@ def test_a_node_whose_serving_process_died_is_named_also_by_its_own_workers(
 
 def _lose_a_member(world: World) -> tuple[str, tuple[int, ...]]:
     """Two processes a node. Rank 3 serves nobody; the others wait for it."""
-    worker = start(KEYS, DIM, node_of_rank=lambda rank: rank // 2).worker
+    worker = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank // 2).worker
     worker.barrier()
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -90,14 +89,14 @@ def test_a_process_that_died_before_a_barrier_is_named(
 
 
 def _leave_early(world: World) -> tuple[str, tuple[int, ...]]:
-    place = start(KEYS, DIM, node_of_rank=lambda rank: rank)
-    place.worker.barrier()
+    table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank)
+    table.worker.barrier()
     if world.rank == 1:
-        place.server.abort()
+        table.server.abort()
         return "", ()
     try:
         while True:
-            place.worker.pull(torch.arange(KEYS), torch.empty(KEYS, DIM))
+            table.worker.pull(torch.arange(KEYS), torch.empty(KEYS, DIM))
     except PeerLostError as error:
         return str(error), error.ranks
 
@@ -135,7 +134,7 @@ def test_tables_are_encrypted_and_a_node_without_the_key_is_refused(
         assert result.value == (2 * KEYS * DIM, ""), result
     for files, expected in (
         ([ours, theirs], "nodes [{}] did not answer"),
-        ([ours, ""], "and node {} (process 0) made different"),
+        ([ours, ""], "and rank {} made different"),
     ):
         for rank, result in enumerate(run_processes(_count_with_key, 2, files=files)):
             assert result.ok, result.error

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from torchrelay.errors import PeerLostError
-from torchrelay.parameters import Worker
-from torchrelay.parameters._starting import start
+from torchrelay.parameters import Table, Worker
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def _exit_as_leader(world: World, nodes: int) -> tuple[str, tuple[int, ...]]:
     node.
     """
     node_of = lambda rank: rank * nodes // world.size  # noqa: E731
-    worker = start(KEYS, DIM, node_of_rank=node_of).worker
+    worker = Table.create(KEYS, DIM, node_of_rank=node_of).worker
     if world.rank == world.size // nodes * (nodes - 1):
         worker.barrier()
         os._exit(0)
@@ -75,13 +74,13 @@ def test_a_leader_that_exits_is_named_by_all(run_processes: RunProcesses, nodes:
 
 
 def _leave_with_an_error(world: World, nodes: int) -> tuple[int, str, tuple[int, ...]]:
-    place = start(KEYS, DIM, node_of_rank=lambda rank: rank * nodes // world.size)
+    table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank * nodes // world.size)
     if world.rank == world.size - 1:
-        place.worker.barrier()
-        place.server.abort()  # as a table does that an exception leaves
+        table.worker.barrier()
+        table.server.abort()  # as a table does that an exception leaves
         return os.getpid(), "", ()
     with pytest.raises(PeerLostError) as raised:
-        _wait_or_push_for_ever(place.worker, waits=world.rank == 0)
+        _wait_or_push_for_ever(table.worker, waits=world.rank == 0)
     return os.getpid(), str(raised.value), raised.value.ranks
 
 
@@ -103,12 +102,10 @@ def test_a_process_that_leaves_with_an_error_is_named_at_once(
 
 def _stop_all(world: World) -> float:
     """Every process is stopped for longer than a peer may be silent, as by Ctrl-Z."""
-    place = start(KEYS, DIM, node_of_rank=lambda rank: rank)
-    worker, keys = place.worker, torch.arange(KEYS)
+    table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank)
+    worker, keys = table.worker, torch.arange(KEYS)
     worker.barrier()
-    place.server.topology.publish(f"pid/{world.rank}", os.getpid())
-    ranks = range(world.size)
-    pids = place.server.topology.collect([f"pid/{rank}" for rank in ranks], ranks, "process ids")
+    pids = table.server.topology.gather("pid", os.getpid(), "give its process id")
     worker.barrier()
     if world.rank == 0:
         script = "import os, signal, sys, time\npids = [int(p) for p in sys.argv[1:]]\n"
@@ -126,8 +123,7 @@ def _stop_all(world: World) -> float:
     out = torch.empty(KEYS, DIM)
     worker.pull(keys, out)
     worker.barrier()
-    worker.close()
-    place.server.close()
+    table.close()
     return float(out[0, 0])
 
 

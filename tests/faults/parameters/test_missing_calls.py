@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.parameters import Table, optim
-from torchrelay.parameters._starting import start
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def _call_late(world: World, path: str, nodes: int) -> list[str]:
     node_of_rank = lambda rank: rank * nodes // world.size  # noqa: E731
     said = []
     with Table.create(KEYS, DIM, node_of_rank=node_of_rank) as table:
-        store = table.server.topology.store
+        store = table.server.topology.ranks.store
         assert store is not None
         for name, call in CALLS.items():
             if world.rank == 0:
@@ -83,9 +82,9 @@ def test_a_call_of_one_rank_names_the_others_and_goes_on_when_they_come(
         assert result.ok, result.error
     said = dict(zip(CALLS, results[0].value, strict=True))
     for name in ("sync", "state_dict", "save"):
-        assert "2 of 3 did not reach" in said[name] and "ranks [1, 2]" in said[name]
+        assert "ranks 1, 2 did not reach the barrier of all workers" in said[name]
         assert "do not put it inside `if rank == 0:`" in said[name]
-    assert "the state to load of processes [1, 2]" in said["load_state_dict"]
+    assert "ranks 1, 2 did not pass the state to load" in said["load_state_dict"]
 
 
 def _close_early(world: World) -> tuple[str, tuple[int, ...]]:
@@ -139,16 +138,15 @@ def test_a_rank_that_does_not_create_the_table_is_named(
 
 def _end(world: World, error: bool) -> tuple[int, str, tuple[int, ...]]:
     """The last rank of two nodes ends without closing the table, outside of any ``with``."""
-    place = start(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
-    place.server.topology.publish(f"pid/{world.rank}", os.getpid())
-    (process,) = place.server.topology.collect(["pid/3"], [3], "the process")
-    place.worker.barrier()
+    table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
+    process = table.server.topology.gather("pid", os.getpid(), "give its process id")[3]
+    table.worker.barrier()
     if world.rank == 3:
         if error:
             raise ValueError("the data is broken")
         return process, "", ()
     with pytest.raises(PeerLostError) as raised:
-        place.worker.barrier()
+        table.worker.barrier()
     return process, str(raised.value), raised.value.ranks
 
 

@@ -18,8 +18,8 @@ from namespaces import Hosts, enter, missing, switched
 from torchrelay import _native
 from torchrelay.errors import PeerLostError
 from torchrelay.parameters import Server, Worker
-from torchrelay.parameters._rendezvous import topology_of
-from torchrelay.world import World
+from torchrelay.parameters._topology import topology_of
+from torchrelay.world import Ranks, World
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
@@ -44,8 +44,10 @@ def _join(world: World, hosts: Hosts) -> tuple[Server, Worker]:
     does.
     """
     enter(hosts.pids[world.rank])
-    world = dataclasses.replace(world, master_addr=hosts.addresses[0])
-    topology = topology_of(world, world.connect(60), node_of_rank=lambda rank: rank)
+    server_host = hosts.addresses[0]
+    store = dataclasses.replace(world, master_addr=server_host).connect(60)
+    ranks = Ranks(store, world.rank, world.size)
+    topology = topology_of(ranks, server_host, node_of_rank=lambda rank: rank)
     network = topology.network
     assert network is not None
     if not hosts.delayed:

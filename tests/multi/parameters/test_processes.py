@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchrelay.errors import PeerLostError
-from torchrelay.parameters._starting import start
+from torchrelay.parameters import Table
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ PUSHES, BATCH, KEYS = 280, 60, 500  # 6 workers: 100,800 pushes
 
 
 def _push_and_count(world: World) -> None:
-    place = start(KEYS, 2, node_of_rank=lambda rank: rank // 2)
-    worker, keys = place.worker, torch.arange(KEYS)
+    table = Table.create(KEYS, 2, node_of_rank=lambda rank: rank // 2)
+    worker, keys = table.worker, torch.arange(KEYS)
     generator = torch.Generator().manual_seed(world.rank)
     batches = [torch.randint(0, KEYS, (BATCH,), generator=generator) for _ in range(PUSHES)]
     for clock, batch in enumerate(batches):
@@ -46,11 +46,10 @@ def _push_and_count(world: World) -> None:
     assert not len(wrong), (
         f"keys {wrong.tolist()}: {out[wrong].tolist()}, not {expected[wrong].tolist()}"
     )
-    statistics = place.server.statistics()
+    statistics = table.server.statistics()
     assert statistics["relocations"] + statistics["replicas_made"] > 0
     assert statistics["protocol_errors"] == 0
-    worker.close()
-    place.server.close()
+    table.close()
 
 
 @pytest.mark.parametrize("zeromq", ["0", "1"])
@@ -64,20 +63,19 @@ def test_asynchronous_pushes_of_three_nodes_with_two_processes_each_are_all_coun
 
 @pytest.mark.processes(2)
 def test_two_processes_of_one_node_share_its_memory(world: World) -> None:
-    place = start(10, 1)
-    place.worker.push(torch.arange(10), torch.full((10,), world.rank + 1.0))
-    place.worker.barrier()
+    table = Table.create(10, 1)
+    table.worker.push(torch.arange(10), torch.full((10,), world.rank + 1.0))
+    table.worker.barrier()
     out = torch.empty(10)
-    assert place.worker.pull_if_local(torch.arange(10), out)
+    assert table.worker.pull_if_local(torch.arange(10), out)
     assert (out == 3).all()
-    place.worker.barrier()
-    place.worker.close()
-    place.server.close()
+    table.worker.barrier()
+    table.close()
 
 
 def _lose_a_node(world: World) -> tuple[int, ...]:
-    place = start(100, 4, node_of_rank=lambda rank: rank)
-    worker, keys = place.worker, torch.arange(100)
+    table = Table.create(100, 4, node_of_rank=lambda rank: rank)
+    worker, keys = table.worker, torch.arange(100)
     worker.push(keys, torch.ones(100, 4))
     worker.barrier()
     if world.rank == 2:
@@ -103,8 +101,8 @@ def test_a_killed_node_is_named_within_the_timeout(run_processes: RunProcesses) 
 
 def _lose_a_worker(world: World) -> float:
     """Two processes a node; one worker dies while it pushes, the others go on."""
-    place = start(50, 8, node_of_rank=lambda rank: rank // 2)
-    worker, keys = place.worker, torch.arange(50)
+    table = Table.create(50, 8, node_of_rank=lambda rank: rank // 2)
+    worker, keys = table.worker, torch.arange(50)
     worker.intent(keys, 0, 10_000)
     worker.barrier()
     if world.rank == 3:
@@ -118,7 +116,7 @@ def _lose_a_worker(world: World) -> float:
         worker.pull(keys, out)
         if out.min() >= 900 or time.monotonic() > deadline:
             break
-    store = place.server.topology.store
+    store = table.server.topology.ranks.store
     assert store is not None
     store.set(f"done/{world.rank}", "")
     store.wait([f"done/{rank}" for rank in range(3)])

@@ -120,9 +120,9 @@ def test_traffic_is_that_with_other_nodes_and_counts_workers() -> None:
     def body(server: Server, worker: Worker) -> None:
         worker.barrier()
         if server.node == 0:
-            before = Metrics.from_statistics(server.statistics())
+            before = Metrics(server.statistics())
             pulled(worker, keys, 8)
-            spent = Metrics.from_statistics(server.statistics()) - before
+            spent = Metrics(server.statistics()) - before
             assert spent.remote_pulls == len(keys)
             assert len(keys) * 16 < spent.sent_bytes < len(keys) * 24  # key, counter and position
             # The value, counter and position.
@@ -150,7 +150,7 @@ def test_time_in_rounds_and_staleness_are_measured() -> None:
                 worker.push(key, torch.ones(1))
             time.sleep(0.05)
         worker.barrier()
-        return Metrics.from_statistics(server.statistics())
+        return Metrics(server.statistics())
 
     owner, replica = on_nodes(
         2, body, table={"keys": 2}, settings=settings, techniques="replication_only"

@@ -333,10 +333,10 @@ def test_cleared_gradients_are_no_steps(reset: str) -> None:
         module, optimizer = Embedding(ROWS, DIM, table=table), table.optimizer()
         for factor in (1.0, 0.0):
             (factor * module(torch.tensor([1])).sum()).backward()
-            assert not module.weight.is_cleared
+            assert not module.weight.gradients.is_cleared
             optimizer.step()
             clear(module, optimizer)
-            assert module.weight.is_cleared
+            assert module.weight.gradients.is_cleared
         first = table.pull(torch.tensor([1]))
         module(torch.tensor([2])).sum().backward()
         optimizer.step()

@@ -176,7 +176,7 @@ class Server(_Server):
 
     def _report_end(self, problem: str | None) -> None:
         """Let the scheduler end: it waits for all nodes, and names one that is lost."""
-        store: Any = self.topology.store
+        store = self.topology.ranks.store
         if "DMLC_NUM_SERVER" not in os.environ or store is None:
             return
         try:

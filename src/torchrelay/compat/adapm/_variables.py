@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torchrelay import config
 from torchrelay.errors import ConfigError
-from torchrelay.parameters._rendezvous import address_in, node_network, topology_of
-from torchrelay.parameters._topology import Topology
-from torchrelay.world import World
+from torchrelay.parameters._topology import Topology, topology_of
+from torchrelay.world import Ranks, World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 __all__ = ["dmlc_variables", "of_servers"]
 
@@ -24,40 +27,24 @@ def of_servers(num_threads: int, techniques: str, settings: config.Parameters) -
     """
     import torch.distributed as dist  # noqa: PLC0415
 
-    if "DMLC_NUM_SERVER" not in os.environ:
+    if "DMLC_NUM_SERVER" in os.environ:
+        size, address, port = dmlc_variables()
+        timeout = timedelta(seconds=settings.timeout_s)
+        store: Store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        rank = store.add("torchrelay/parameters/arrived", 1) - 1
+        if rank >= size:
+            raise ConfigError(f"DMLC_NUM_SERVER={size}, but this is server number {rank + 1}")
+    else:
         world = World.from_environment()
-        node_of_rank = None if world.size == 1 else (lambda rank: rank)
-        return topology_of(
-            world,
-            world.connect(settings.timeout_s),
-            node_of_rank=node_of_rank,
-            workers_per_process=num_threads,
-            techniques=techniques,
-            settings=settings,
-        )
-    num_nodes, address, port = dmlc_variables()
-    store = dist.TCPStore(
+        rank, size, address = world.rank, world.size, world.master_addr
+        store = world.connect(settings.timeout_s)
+    return topology_of(
+        Ranks(store, rank, size),
         address,
-        port,
-        is_master=False,
-        timeout=timedelta(seconds=settings.timeout_s),
-    )
-    messages = config.load(config.TransportSettings)
-    node = store.add("torchrelay/parameters/arrived", 1) - 1
-    if node >= num_nodes:
-        raise ConfigError(f"DMLC_NUM_SERVER={num_nodes}, but this is server number {node + 1}")
-    solo = Topology(node, num_nodes, store=store, settings=settings, transport=messages)
-    interface = address_in(solo, address)
-    return Topology(
-        node,
-        num_nodes,
-        workers_per_node=num_threads,
+        node_of_rank=lambda rank: rank,
+        workers_per_process=num_threads,
         techniques=techniques,
-        store=store,
-        network=node_network(store, node, 0, interface, messages),
-        interface=interface,
         settings=settings,
-        transport=messages,
     )
 
 
