@@ -17,10 +17,11 @@ Without replacement means: no key twice within one prepared sample.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +29,10 @@ import torch
 from torchrelay import _native, config
 from torchrelay.errors import ArgumentError, UnavailableError
 
-__all__ = ["Samples", "Sampling", "alias_table"]
+if TYPE_CHECKING:
+    from torchrelay.parameters._server import Server
+
+__all__ = ["PreparedSamples", "Sampling", "alias_table"]
 
 SCHEMES = ("naive", "preloc", "pool", "local")
 DISTRIBUTIONS = ("uniform", "log-uniform")
@@ -269,3 +273,47 @@ class Sampling:
             )
         if not self.with_replacement:
             samples.taken.update(keys.tolist())
+
+
+class PreparedSamples:
+    """The prepared samples of a worker, by their ids."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._ids = itertools.count()
+        self._samples: dict[int, Samples] = {}
+
+    def prepare(self, count: int) -> tuple[int, IntArray | None]:
+        """Prepare a sample; return its id and the keys to announce. Raises as
+        :meth:`Sampling.prepare`.
+        """
+        samples = self._sampling().prepare(count)
+        sample_id = next(self._ids)
+        self._samples[sample_id] = samples
+        return sample_id, samples.announced()
+
+    def draw(self, sample_id: int, count: int, keys: Any) -> None:
+        """Write the next ``count`` keys of a sample to ``keys``. Raises as :meth:`Sampling.draw`;
+        ArgumentError if there is no such sample.
+        """
+        target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
+        self._sampling().draw(self._sample(sample_id), count, self._server.store, target)
+
+    def finish(self, sample_id: int) -> None:
+        """Discard the rest of a sample."""
+        self._sample(sample_id)
+        del self._samples[sample_id]
+
+    def _sample(self, sample_id: int) -> Samples:
+        if sample_id not in self._samples:
+            raise ArgumentError(
+                f"there is no sample {sample_id}: it was not prepared, or is finished"
+            )
+        return self._samples[sample_id]
+
+    def _sampling(self) -> Sampling:
+        if self._server.sampling is None:
+            raise ArgumentError(
+                "sampling was not enabled: call server.enable_sampling_support first"
+            )
+        return self._server.sampling

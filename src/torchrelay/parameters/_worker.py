@@ -13,7 +13,7 @@ from torchrelay import _native, _torch
 from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
 from torchrelay.parameters._arrays import address_of_keys, address_of_values, check_finite
-from torchrelay.parameters._sampling import Samples
+from torchrelay.parameters._sampling import PreparedSamples
 from torchrelay.parameters._server import Server
 
 __all__ = ["AccessHandle", "Worker"]
@@ -61,8 +61,7 @@ class Worker(Resource):
         )
         # Workers of this node that died, and when that was first noticed.
         self._dead_since: dict[int, float] = {}
-        self._samples: dict[int, Samples] = {}
-        self._next_sample = 0
+        self._samples = PreparedSamples(server)
         self._closed = False
         self._end = weakref.finalize(self, server.ending.worker_ends, worker_id)
         self._end.atexit = False  # the end of the process is published too
@@ -213,13 +212,11 @@ class Worker(Resource):
         Raises:
             ArgumentError: sampling is not enabled, or there are not ``n`` distinct keys.
         """
-        samples = self._sampling().prepare(n)
-        announced = samples.announced()
+        self._check_open()
+        sample_id, announced = self._samples.prepare(n)
         if announced is not None and len(announced):
             self.intent(announced, start, end)
-        self._samples[self._next_sample] = samples
-        self._next_sample += 1
-        return self._next_sample - 1
+        return sample_id
 
     def pull_sample(
         self, sample_id: int, keys: Any, values: Any, async_op: bool = False
@@ -233,8 +230,8 @@ class Worker(Resource):
         """
         _, count = address_of_keys(keys)
         address_of_values(values, self._dtype, written=True)
-        target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
-        self._sampling().draw(self._sample(sample_id), count, self.server.store, target)
+        self._check_open()
+        self._samples.draw(sample_id, count, keys)
         return self._start(_PULL, keys, values, async_op)
 
     def draw_sample(self, keys: Any, start: int, end: int = 0) -> None:
@@ -244,45 +241,18 @@ class Worker(Resource):
         :meth:`prepare_sample` and :meth:`pull_sample`.
         """
         _, count = address_of_keys(keys)
-        sample = self.prepare_sample(count, start, end)
-        target = keys.numpy() if isinstance(keys, torch.Tensor) else keys
-        self._sampling().draw(self._sample(sample), count, self.server.store, target)
-        self.finish_sample(sample)
+        sample_id = self.prepare_sample(count, start, end)
+        self._samples.draw(sample_id, count, keys)
+        self._samples.finish(sample_id)
 
     def finish_sample(self, sample_id: int) -> None:
         """Discard the remaining samples of ``sample_id``."""
-        self._sample(sample_id)
-        del self._samples[sample_id]
-
-    def _sample(self, sample_id: int) -> Samples:
-        if sample_id not in self._samples:
-            raise ArgumentError(
-                f"there is no sample {sample_id}: it was not prepared, or is finished"
-            )
-        return self._samples[sample_id]
-
-    def _sampling(self) -> Any:
-        self._check_open()
-        if self.server.sampling is None:
-            raise ArgumentError(
-                "sampling was not enabled: call server.enable_sampling_support first"
-            )
-        return self.server.sampling
+        self._samples.finish(sample_id)
 
     def owned_keys(self) -> torch.Tensor:
         """Return the keys that this node owns now, int64."""
         self._check_open()
         return torch.from_numpy(np.asarray(self.server.store.owned_keys()))
-
-    def begin_setup(self) -> None:
-        """Start to set initial values. All workers call it."""
-        self.barrier()
-
-    def end_setup(self) -> None:
-        """End the setup: every worker sees what any has set. All workers call it."""
-        self.wait_all()
-        self.wait_sync()
-        self.barrier()
 
     def wait_sync(self) -> None:
         """Wait until every node sees this node's earlier pushes. Not collective."""

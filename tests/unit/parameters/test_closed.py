@@ -37,7 +37,6 @@ def refuse(server: Server, worker: Worker, match: str) -> None:
         lambda: worker.prepare_sample(1, 1),
         lambda: worker.pull_sample(0, KEYS.clone(), VALUES.clone()),
         worker.owned_keys,
-        worker.begin_setup,
         worker.wait_sync,
         worker.barrier,
     ):

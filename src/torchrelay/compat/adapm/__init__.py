@@ -231,6 +231,16 @@ class Worker(_Worker):
         super().intent(keys, start, end)
         return -1
 
+    def begin_setup(self) -> None:
+        """Start to set initial values. All workers call it."""
+        self.barrier()
+
+    def end_setup(self) -> None:
+        """End the setup: every worker sees what any has set. All workers call it."""
+        self.wait_all()
+        self.wait_sync()
+        self.barrier()
+
     def finalize(self) -> None:
         """Complete unfinished operations and end the intents of this worker."""
         self.close()
