@@ -5,6 +5,7 @@
 
 namespace torchrelay {
 
+void register_call_rows(nanobind::module_& module);
 void register_checkpoint(nanobind::module_& module);
 void register_endpoint(nanobind::module_& module);
 void register_mt19937(nanobind::module_& module);

@@ -236,6 +236,44 @@ class Communicator:
     @property
     def waiting_ns(self) -> int: ...
 
+class CallRows:
+    """
+    Rows that ranks exchange with each collective: a digest of the call, then a payload.
+    """
+
+    def __init__(self, ranks: int, payload_bytes: int) -> None: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def sent(self) -> int:
+        """The address of the row to send."""
+
+    @property
+    def received(self) -> int:
+        """The address of the rows of all ranks, in their order."""
+
+    def write_bytes(self, digest: int, address: int, size_bytes: int) -> None:
+        """Fills the row to send with a copy of the payload at an address."""
+
+    def write_numbers(self, digest: int, numbers: Sequence[int]) -> None:
+        """Fills the row to send with 64-bit integers as its payload."""
+
+    def first_difference(self) -> int:
+        """
+        The first rank whose digest is not the one that was sent; -1 if there is none.
+        """
+
+    def digest(self, rank: int) -> int:
+        """What a rank sent."""
+
+    def numbers(self, count: int) -> list[list[int]]:
+        """The first integers of each rank's payload."""
+
+    def reduce(self, dtype: Dtype, op: Op, out: int, count: int) -> None:
+        """Reduces the payloads in the order of ranks, into `out`."""
+
 class TableOp(enum.Enum):
     """What a worker does with rows."""
 

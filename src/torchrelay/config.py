@@ -209,7 +209,8 @@ class Mpi(Section):
         minimum=0.0,
     )
     debug: bool = setting(
-        False, "compare function, shape, dtype and grad mode of the ranks before each communication"
+        False,
+        "compare also whether all ranks record a collective, and shape and dtype of each message",
     )
     convention: str = setting(
         "sum",

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._exchange import allgather_blocks
-from torchrelay.mpi._layout import axis_of, layout, with_length
-from torchrelay.mpi._meeting import agree, described, exchange_headers, known_headers
-from torchrelay.mpi._memory import packed, placed
+from torchrelay.mpi._headers import Fields
+from torchrelay.mpi._layout import any_length, axis_of, parts, with_length
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 from torchrelay.mpi._replicate import own_use
 
@@ -32,15 +31,14 @@ class Allgather(Call):
         self.known = known  # the ranks' lengths along the axis, if they need no exchange
         self.lengths: Sequence[int] = known or ()  # the same, once they are known
 
-    def start(self, x: Tensor) -> Started:
-        headers = (
-            known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
-        )
-        agree(self, headers, self.axis)
-        self.lengths = [h.shape[self.axis] for h in headers]
-        parts = layout(tuple([h.shape for h in headers]), self.axis)
-        moving = allgather_blocks(self, packed(x), parts, self.known is None)
-        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
+    def numbers(self, x: Tensor) -> Sequence[int]:
+        return (x.shape[self.axis],)
+
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        self.lengths = [length for (length,) in numbers]
+        layout = parts(tuple(x.shape), tuple(self.lengths), self.axis)
+        moving = _operations.allgather(self.comm, x, layout, arrived)
+        return Started(moving.requests, moving.received.joined, moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         rank, reverse = self.comm.rank, self.comm.reverse
@@ -64,8 +62,8 @@ class Allgather(Call):
         assert self.known is not None
         return with_length(shape, self.axis, sum(self.known))
 
-    def signature(self, x: Tensor) -> str:
-        return f"{self.terms()} of {described(x, self.axis, self.known)}"
+    def fields(self, x: Tensor) -> Fields:
+        return (self.function, self.arguments(), x.dtype, any_length(x, self.axis, self.known))
 
     def arguments(self) -> str:
         return f"axis={self.axis}"

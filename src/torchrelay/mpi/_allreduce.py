@@ -6,6 +6,7 @@ it. That of a product is the product of the other factors, computed without divi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,23 +14,21 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi import _operations
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._meeting import is_large, meet
-from torchrelay.mpi._memory import fresh, is_small, packed, pieces, placed
-from torchrelay.mpi._record import Adjoint, Started, Uniform, is_differentiated, record
+from torchrelay.mpi._dtypes import LOGICAL, NATIVE, Op, is_differentiable
+from torchrelay.mpi._headers import PAYLOAD_BYTES, exchange_values
+from torchrelay.mpi._memory import fresh, packed, placed
+from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
 from torchrelay.mpi._replicate import own_use
-from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import finish
 
 __all__ = ["Located", "allreduce"]
 
-STARTING_BYTES = 1 << 25  # a non-blocking reduction is as fast as a blocking one from here on
 DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 
 
-class Allreduce(Uniform):
+class Allreduce(Call):
     __slots__ = ("op",)
     name = "Allreduce"
     parameters = ("op",)
@@ -39,33 +38,19 @@ class Allreduce(Uniform):
         self.op = op
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_small(x) or is_large(x):
-            return self._forward_large(x)
-        result, op = torch.empty_like(x), mpi_op(x.dtype, self.op)
-        finish(self.comm.mpi.Iallreduce(buffer(x), buffer(result), op), self, (x, result))
-        return result
-
-    def _forward_large(self, x: Tensor) -> Tensor:
-        source, op = packed(x), mpi_op(x.dtype, self.op)
-        if (
-            not is_large(x)
-            or source.nbytes >= STARTING_BYTES
-            or source.numel() > settings.max_count
-        ):
+        """Exchange small tensors with the headers, and reduce them here."""
+        native = NATIVE.get((x.dtype, self.op))
+        if native is None or x.nbytes > PAYLOAD_BYTES or self.comm.size == 1:
             return super().forward(x)
-        meet(self, self.signature(x))
-        result = fresh(source.shape, source.dtype)
-        self.comm.mpi.Allreduce(buffer(source), buffer(result), op)
-        return placed(result, x)
-
-    def start(self, x: Tensor) -> Started:
         source = packed(x)
-        result = fresh(source.shape, source.dtype)
-        op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Iallreduce
-        requests = [
-            start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)
-        ]
-        return Started(requests, lambda: placed(result, x), source)
+        result = torch.empty_like(source)
+        exchange_values(self, source, result, *native)
+        return result if source is x else placed(result, x)
+
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        result = fresh(x.shape, x.dtype)
+        requests = _operations.allreduce(self.comm, x, result, self.op, arrived)
+        return Started(requests, lambda: result, x)
 
     def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return () if self.op is Op.SUM else (x, y)

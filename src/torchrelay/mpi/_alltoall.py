@@ -12,11 +12,10 @@ from itertools import accumulate
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._exchange import alltoall_blocks
-from torchrelay.mpi._layout import Blocks, axis_of, layout, with_length
-from torchrelay.mpi._meeting import Header, agree, exchange_headers
-from torchrelay.mpi._memory import packed, placed
+from torchrelay.mpi._headers import Fields
+from torchrelay.mpi._layout import Blocks, any_length, axis_of, layout, with_length
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 __all__ = ["alltoall"]
@@ -43,39 +42,38 @@ class Alltoall(Call):
         self.uniform = uniform
         self.length = length  # of the input along gatheraxis: what the derivative asks for
 
-    def start(self, x: Tensor) -> Started:
-        if self.uniform:
-            headers = [Header(self.numelem, x.dtype, tuple(x.shape))] * self.comm.size
-        else:
-            headers = exchange_headers(self, x, self.numelem)
-        agree(self, headers, self.gatheraxis)
-        sending, receiving = self._plan(headers)
-        blocks = Blocks.cut(packed(x), sending, self.scatteraxis)
-        shapes = [
-            h.block(self.scatteraxis, length) for h, length in zip(headers, receiving, strict=True)
-        ]
-        total = sum([math.prod(h.shape) for h in headers])
-        parts = layout(tuple(shapes), self.gatheraxis)
-        moving = alltoall_blocks(self, blocks, parts, total, not self.uniform)
-        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
+    def numbers(self, x: Tensor) -> Sequence[int]:
+        return (self.numelem, x.shape[self.gatheraxis])
 
-    def _plan(self, headers: list[Header]) -> tuple[list[int], list[int]]:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        wanted, held = [each for each, _ in numbers], [each for _, each in numbers]
+        sending, receiving = self._plan(wanted, held, x.shape[self.scatteraxis])
+        blocks = Blocks.cut(x, sending, self.scatteraxis)
+        shapes = []
+        for length, own in zip(held, receiving, strict=True):
+            theirs = with_length(x.shape, self.gatheraxis, length)
+            shapes.append(tuple(with_length(theirs, self.scatteraxis, own)))
+        total = math.prod(with_length(x.shape, self.gatheraxis, sum(held)))
+        parts = layout(tuple(shapes), self.gatheraxis)
+        moving = _operations.alltoall(self.comm, blocks, parts, total, arrived)
+        return Started(moving.requests, moving.received.joined, moving)
+
+    def _plan(self, wanted: list[int], held: list[int], length: int) -> tuple[list[int], list[int]]:
         """How much along ``scatteraxis`` goes to each rank, and how much comes from each."""
-        wanted = [h.number for h in headers]
-        held = [h.shape[self.scatteraxis] for h in headers]
         rank, equal = self.comm.rank, self.gatheraxis == self.scatteraxis
-        there = sum(held) if equal else held[rank]
+        there = sum(held) if equal else length
         if min(wanted) < 0 or sum(wanted) != there:
             raise ArgumentError(
                 f"{self.describe()}: the ranks ask for {wanted}, together {sum(wanted)}, but there "
                 f"are {there} along axis {self.scatteraxis}"
             )
         if not equal:
-            return wanted, [self.numelem] * len(headers)
+            return wanted, [self.numelem] * len(wanted)
         old, new = _borders(held), _borders(wanted)
+        peers = range(len(wanted))
         return (
-            [_overlap(old[rank : rank + 2], new[peer : peer + 2]) for peer in range(len(headers))],
-            [_overlap(old[peer : peer + 2], new[rank : rank + 2]) for peer in range(len(headers))],
+            [_overlap(old[rank : rank + 2], new[peer : peer + 2]) for peer in peers],
+            [_overlap(old[peer : peer + 2], new[rank : rank + 2]) for peer in peers],
         )
 
     def adjoint(self, grad: Tensor) -> Adjoint:
@@ -108,9 +106,9 @@ class Alltoall(Call):
         gathered = with_length(shape, self.gatheraxis, shape[self.gatheraxis] * self.comm.size)
         return with_length(gathered, self.scatteraxis, self.numelem)
 
-    def signature(self, x: Tensor) -> str:
-        shape = tuple(x.shape) if self.uniform else f"with {x.ndim} axes"
-        return f"{self.terms()} of {x.dtype} {shape}"
+    def fields(self, x: Tensor) -> Fields:
+        shape = x.shape if self.uniform else any_length(x, self.gatheraxis)
+        return (self.function, self.arguments(), x.dtype, shape)
 
     def arguments(self) -> str:
         return f"gatheraxis={self.gatheraxis}, scatteraxis={self.scatteraxis}"

@@ -8,19 +8,53 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, MismatchError
-from torchrelay.mpi._check import Counts, exchange_counts
+from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._exchange import alltoall_blocks
-from torchrelay.mpi._layout import Blocks, axis_of, parts
-from torchrelay.mpi._meeting import MAX_DIMS, agree, exchange_headers
-from torchrelay.mpi._memory import packed, placed
+from torchrelay.mpi._headers import Fields
+from torchrelay.mpi._layout import Blocks, any_length, axis_of, parts
+from torchrelay.mpi._library import MPI
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._settings import settings
+from torchrelay.mpi._wait import Testable, failed, finish
 
 __all__ = ["alltoallv"]
+
+
+class Counts:
+    """A started exchange of what each rank sends to each.
+
+    ``Test`` raises if it is not what this rank expects.
+    """
+
+    __slots__ = ("call", "expected", "received", "request", "sent")
+
+    def __init__(self, call: Alltoallv, expected: Sequence[int] | None = None) -> None:
+        self.call = call
+        self.expected = expected
+        self.sent = np.array(call.sent, np.int64)
+        self.received = np.zeros(len(call.sent), np.int64)
+        self.request = call.comm.mpi.Ialltoall(
+            (self.sent, 1, MPI.INT64_T), (self.received, 1, MPI.INT64_T)
+        )
+
+    def Test(self) -> bool:
+        if not self.request.Test():
+            return False
+        if self.expected is not None:
+            for rank, (wanted, given) in enumerate(zip(self.expected, self.received, strict=True)):
+                if wanted != given:
+                    comm = self.call.comm
+                    raise failed(
+                        MismatchError(
+                            f"rank {comm.rank}: {self.call.describe()} in two steps on "
+                            f"{comm.name} expects {wanted} from rank {rank}, which sends {given}"
+                        )
+                    )
+        return True
 
 
 class Alltoallv(Call):
@@ -36,40 +70,28 @@ class Alltoallv(Call):
         self.known = known  # how much comes from each rank, if that needs no exchange
         self.received: list[int] = []
 
-    def start(self, x: Tensor) -> Started:
+    def numbers(self, x: Tensor) -> Sequence[int]:
+        return (x.numel(),)
+
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        total = sum([count for (count,) in numbers])
         if self.known:
-            self.received, most = list(self.known), max(sum(self.sent), sum(self.known))
-            if most * self._inner(x) > settings.max_count:
+            self.received, total = list(self.known), max(sum(self.sent), sum(self.known))
+            total *= math.prod(x.shape[: self.axis]) * math.prod(x.shape[self.axis + 1 :])
+            if total > settings.max_count:
                 raise ArgumentError(
                     f"{self.describe()} in two steps carries at most {settings.max_count} elements"
                 )
-            started = self._start(x, 0)
-            width = self._inner(x) * x.itemsize
-            told = Counts(self, [n * width for n in self.sent], [n * width for n in self.received])
-            return Started([told, *started.requests], started.result, started)
-        if self.comm.size > MAX_DIMS:
-            headers = exchange_headers(self, x)
-            agree(self, headers, self.axis)
-            self.received = exchange_counts(self, self.sent)  # which do not fit into the headers
-            return self._start(x, sum([math.prod(h.shape) for h in headers]))
-        headers = exchange_headers(self, x, self._inner(x), tuple(self.sent))
-        if len({(h.dtype, h.number) for h in headers}) > 1:
-            given = "; ".join(f"rank {r}: {h.number} of {h.dtype}" for r, h in enumerate(headers))
-            raise MismatchError(
-                f"{self.describe()} on {self.comm.name}: the ranks' tensors differ in dtype, or in "
-                f"elements along the other axes ({given})"
-            )
-        self.received = [h.shape[self.comm.rank] for h in headers]
-        return self._start(x, sum([sum(h.shape) for h in headers]) * self._inner(x))
-
-    def _inner(self, x: Tensor) -> int:
-        return math.prod(x.shape[: self.axis]) * math.prod(x.shape[self.axis + 1 :])
-
-    def _start(self, x: Tensor, total: int) -> Started:
-        blocks = Blocks.cut(packed(x), self.sent, self.axis)
+        counts = Counts(self, self.known)
+        if not self.known:
+            finish(counts, self, counts)
+            self.received = counts.received.tolist()
+        blocks = Blocks.cut(x, self.sent, self.axis)
         layout = parts(tuple(x.shape), tuple(self.received), self.axis)
-        moving = alltoall_blocks(self, blocks, layout, total, not self.known)
-        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
+        moving = _operations.alltoall(self.comm, blocks, layout, total, arrived)
+        requests: list[Testable] = [counts] if self.known else []
+        requests += moving.requests
+        return Started(requests, moving.received.joined, (moving, counts))
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         return Adjoint(
@@ -85,8 +107,8 @@ class Alltoallv(Call):
     def in_graph(self, x: Tensor) -> None:
         """What comes depends on the others' counts."""
 
-    def signature(self, x: Tensor) -> str:
-        return f"{self.terms()} of {x.dtype} with {x.ndim} axes"
+    def fields(self, x: Tensor) -> Fields:
+        return (self.function, self.arguments(), x.dtype, any_length(x, self.axis))
 
     def arguments(self) -> str:
         return f"axis={self.axis}"

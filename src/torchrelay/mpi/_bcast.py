@@ -5,17 +5,19 @@ The derivative sums the cotangents of all ranks on root. The tensors of other ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import Op, buffer
+from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._inplace import overwrite
-from torchrelay.mpi._library import MPI
-from torchrelay.mpi._memory import fresh, packed, pieces, placed
+from torchrelay.mpi._memory import fresh
 from torchrelay.mpi._record import (
     Adjoint,
+    Call,
     Started,
-    Uniform,
     conjugate,
     nothing_of,
     record,
@@ -26,7 +28,7 @@ from torchrelay.mpi._replicate import own_use
 __all__ = ["bcast", "bcast_"]
 
 
-class Bcast(Uniform):
+class Bcast(Call):
     __slots__ = ("root",)
     name = "Bcast"
     parameters = ("root",)
@@ -35,15 +37,9 @@ class Bcast(Uniform):
         self.comm = comm
         self.root = root
 
-    def start(self, x: Tensor) -> Started:
-        source = packed(x)
-        result = (
-            source.clone() if self.comm.rank == self.root else fresh(source.shape, source.dtype)
-        )
-        return Started(self.requests(result), lambda: placed(result, x))
-
-    def requests(self, memory: Tensor) -> list[MPI.Request]:
-        return [self.comm.mpi.Ibcast(buffer(piece), self.root) for (piece,) in pieces(memory)]
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        result = x.clone() if self.comm.rank == self.root else fresh(x.shape, x.dtype)
+        return Started(_operations.broadcast(self.comm, result, self.root, arrived), lambda: result)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
@@ -61,8 +57,8 @@ class BcastInPlace(Bcast):
     name = "Bcast_"
     overwrites = True
 
-    def start(self, x: Tensor) -> Started:
-        return Started(self.requests(x), lambda: x)
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        return Started(_operations.broadcast(self.comm, x, self.root, arrived), lambda: x)
 
 
 def bcast(comm: Comm, x: Tensor, root: int) -> Tensor:

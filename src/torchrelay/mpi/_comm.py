@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrelay.mpi._history import History
 from torchrelay.mpi._library import MPI
+
+if TYPE_CHECKING:
+    from torchrelay.mpi._headers import Headers
 
 __all__ = ["CartComm", "Comm", "SharedState"]
 
@@ -19,7 +21,9 @@ class SharedState(Protocol):
     @property
     def ended(self) -> set[int]: ...
     @property
-    def histories(self) -> tuple[History, History]: ...
+    def idle_headers(self) -> list[Headers]: ...
+    @property
+    def is_freed(self) -> bool: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -32,11 +36,7 @@ class Comm(Protocol):
     @property
     def mpi(self) -> MPI.Intracomm: ...
     @property
-    def meeting(self) -> MPI.Intracomm: ...
-    @property
     def lease(self) -> SharedState: ...
-    @property
-    def history(self) -> History: ...
     @property
     def rank(self) -> int: ...
     @property

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _compiled, _persistent, _point_to_point, _starting, _wait
+from torchrelay.mpi import _compiled, _headers, _point_to_point, _starting, _wait
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._allreduce import allreduce, allreduce_located
 from torchrelay.mpi._alltoall import alltoall
@@ -22,13 +22,10 @@ from torchrelay.mpi._bcast import bcast_
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._gather import gather
 from torchrelay.mpi._halo import halo_exchange, neighbor_alltoall
-from torchrelay.mpi._history import History
 from torchrelay.mpi._layout import equal_part
 from torchrelay.mpi._lease import Lease
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._meeting import meet
 from torchrelay.mpi._nonblocking import CollectiveHandle
-from torchrelay.mpi._persistent import PersistentCollective, PersistentRecv, PersistentSend
 from torchrelay.mpi._point_to_point import WaitHandle
 from torchrelay.mpi._reduce import reduce_
 from torchrelay.mpi._reduce_scatter import reduce_scatter
@@ -66,9 +63,7 @@ class Communicator:
     """
 
     mpi: MPI.Intracomm
-    meeting: MPI.Intracomm
     lease: Lease
-    history: History
     rank: int
     size: int
     name: str
@@ -87,14 +82,11 @@ class Communicator:
         self.unreachable_policy: str | None = None  # None: as the setting
         self.is_reverse = False
         self.lease = Lease(mpi, parent)
-        self.meeting = self.lease.control
-        self.history = self.lease.histories[0]
         self._reverse: Communicator | None = None
         reverse = self._copy()
-        reverse.mpi = reverse.meeting = self.lease.own(mpi.Dup())
+        reverse.mpi = self.lease.own(mpi.Dup())
         reverse.name = f"{self.name} (backward)"
         reverse.is_reverse = True
-        reverse.history = self.lease.histories[1]
         self._reverse = reverse
         self.number = _compiled.register(self)
         reverse.number = self.number
@@ -155,14 +147,14 @@ class Communicator:
 
     def Dup(self) -> Communicator:
         """Return a communicator of the same ranks whose messages are separate. Collective."""
-        return self._derived(self._make("Dup()", self.mpi.Dup))
+        return self._derived(self._make(self.mpi.Dup, "Dup"))
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator | None:
         """Return the communicator of all ranks with the same ``color``. Collective.
 
         Its ranks are ordered by ``key``. None for ``MPI_UNDEFINED``.
         """
-        mpi = self._make("Split()", lambda: self.mpi.Split(color, key))
+        mpi = self._make(lambda: self.mpi.Split(color, key), "Split")
         return None if mpi is None else self._derived(mpi)
 
     def Cart(
@@ -180,19 +172,22 @@ class Communicator:
         """
         dims, periods = list(dims), list(periods or [False] * len(dims))
         mpi = self._make(
-            f"Cart(dims={dims}, periods={periods})",
             lambda: self.mpi.Create_cart(dims, periods, reorder),
+            "Cart",
+            f"dims={dims}, periods={periods}",
         )
         if mpi is None:
             return None
         cart = CartCommunicator(mpi, parent=self.lease)
         return cart.replace(self.convention, self.unreachable_policy)  # type: ignore[return-value]
 
-    def _make(self, name: str, make: Callable[[], MPI.Comm]) -> MPI.Comm | None:
+    def _make(
+        self, make: Callable[[], MPI.Comm], name: str, arguments: str = ""
+    ) -> MPI.Comm | None:
         """Return a new communicator of MPI, made by all ranks; None on ranks outside it."""
-        _wait.check_usable()
-        call = _wait.Named(self, name)
-        meet(call, name)
+        _wait.check_usable(self)
+        call = _wait.Named(self, f"{name}({arguments})")
+        _headers.agree(call, name, arguments)
         self.lease.collect(call)
         mpi = make()
         if mpi != MPI.COMM_NULL:
@@ -216,10 +211,10 @@ class Communicator:
         """
         if self.name == WORLD_NAME:
             raise ArgumentError(f"{self.name} cannot be freed")
-        if self.mpi != MPI.COMM_NULL:
-            meet(_wait.Named(self, "Free()"), "Free()")
+        if not self.lease.is_freed:
+            _wait.check_usable(self)
+            _headers.agree(_wait.Named(self, "Free()"), "Free")
             self.lease.free()
-            self.mpi = MPI.Intracomm()
 
     def __enter__(self: _C) -> _C:
         return self
@@ -232,7 +227,8 @@ class Communicator:
     def descending(self) -> MPI.Intracomm:
         """MPI's communicator with the ranks in reverse order, created at first use by all ranks."""
         if self.lease.descending is None:
-            meet(_wait.Named(self, "Scan()"), "the first derivative of a scan")
+            what = "the first derivative of a scan"
+            _headers.agree(_wait.Named(self, what), what)
             split = self.mpi.Split(0, -self.rank)
             assert isinstance(split, MPI.Intracomm)
             self.lease.descending = self.lease.own(split)
@@ -264,7 +260,7 @@ class Communicator:
 
     def Barrier(self) -> None:
         """Wait until all ranks have called it. Not recorded."""
-        _wait.barrier(self)
+        _headers.barrier(self)
 
     def Allreduce(self, tensor: Tensor, op: Op) -> Any:
         """Reduce the tensors of all ranks, with the result on every rank. Collective and blocking.
@@ -486,20 +482,6 @@ class Communicator:
         """Start :meth:`Reduce_scatter`; rank r gets ``counts[r]``."""
         return _starting.ireduce_scatter(self, tensor, op, counts, axis)
 
-    # Persistent requests
-
-    def Allreduce_init(self, tensor: Tensor, op: Op) -> PersistentCollective:
-        """Create a persistent :meth:`Allreduce`. Collective."""
-        return _persistent.allreduce_init(self, tensor, op)
-
-    def Reduce_init(self, tensor: Tensor, op: Op, root: int) -> PersistentCollective:
-        """Create a persistent reduction to root, into new memory. Collective."""
-        return _persistent.reduce_init(self, tensor, op, root)
-
-    def Bcast_init(self, tensor: Tensor, root: int) -> PersistentCollective:
-        """Create a persistent broadcast of root's tensor, into new memory. Collective."""
-        return _persistent.bcast_init(self, tensor, root)
-
     # Point to point
 
     def Send(self, tensor: Tensor, dest: int, tag: int = 0) -> Tensor:
@@ -548,14 +530,6 @@ class Communicator:
     def Wait(self, handle: WaitHandle | CollectiveHandle) -> Tensor:
         """Complete a started communication and return its result. Blocks."""
         return handle.Wait()
-
-    def Send_init(self, tensor: Tensor, dest: int, tag: int = 0) -> PersistentSend:
-        """Create a persistent :meth:`Send` of tensors like ``tensor``."""
-        return PersistentSend(self, tensor, dest, tag)
-
-    def Recv_init(self, tensor: Tensor, source: int, tag: int = 0) -> PersistentRecv:
-        """Create a persistent :meth:`Recv` of tensors like ``tensor``."""
-        return PersistentRecv(self, tensor, source, tag)
 
 
 class CartCommunicator(Communicator):

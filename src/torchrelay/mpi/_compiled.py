@@ -14,7 +14,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 class Traceable(Protocol):
     """The interface of communications for the operator; see ``Call``."""
-
-    everyone: ClassVar[bool]
 
     @property
     def comm(self) -> Comm: ...
@@ -135,10 +133,7 @@ def _operator(
         _chain.check_compiled()
     if kind == _NOTHING:
         return x.clone(), torch.zeros_like(token)
-    call = _decode(comm, convention, kind, code, backward)
-    if call.everyone:
-        call.comm.history.begin(x)
-    y = call.forward(x)
+    y = _decode(comm, convention, kind, code, backward).forward(x)
     return y.clone() if y.data_ptr() == x.data_ptr() else y.contiguous(), torch.zeros_like(token)
 
 

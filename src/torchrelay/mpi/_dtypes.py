@@ -13,10 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrelay import _native
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._library import MPI
 
-__all__ = ["CODES", "DTYPES", "Op", "buffer", "datatype", "is_differentiable", "mpi_op"]
+__all__ = [
+    "CODES",
+    "DTYPES",
+    "NATIVE",
+    "Op",
+    "buffer",
+    "buffer_at",
+    "datatype",
+    "is_differentiable",
+    "mpi_op",
+]
 
 
 class Op(enum.Enum):
@@ -112,8 +123,26 @@ def _table() -> dict[tuple[torch.dtype, Op], MPI.Op]:
     return table
 
 
+def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native.Op]]:
+    arithmetic = {
+        Op.SUM: _native.Op.SUM,
+        Op.PROD: _native.Op.PRODUCT,
+        Op.MIN: _native.Op.MIN,
+        Op.MAX: _native.Op.MAX,
+    }
+    bitwise = {Op.BAND: _native.Op.BAND, Op.BOR: _native.Op.BOR, Op.BXOR: _native.Op.BXOR}
+    table = {}
+    for kind in _native.Dtype:
+        dtype = getattr(torch, kind.name)
+        ops = arithmetic if dtype.is_floating_point else arithmetic | bitwise
+        table.update({(dtype, op): (kind, native) for op, native in ops.items()})
+    return table
+
+
 _OPS = _table()
-_at = MPI.buffer.fromaddress
+NATIVE = _native_table()
+"""What the native core reduces, under its names."""
+buffer_at = MPI.buffer.fromaddress
 
 
 def datatype(dtype: torch.dtype) -> MPI.Datatype:
@@ -150,4 +179,4 @@ def is_differentiable(dtype: torch.dtype) -> bool:
 def buffer(tensor: Tensor) -> tuple[MPI.buffer, int, MPI.Datatype]:
     """Return the memory of a contiguous CPU tensor, which the caller keeps alive."""
     kind = _TYPES.get(tensor.dtype) or datatype(tensor.dtype)
-    return (_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind)
+    return (buffer_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind)

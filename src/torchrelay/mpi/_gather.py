@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._exchange import gather_blocks
-from torchrelay.mpi._layout import axis_of, layout, with_length
-from torchrelay.mpi._meeting import agree, described, exchange_headers, known_headers
-from torchrelay.mpi._memory import packed, placed
+from torchrelay.mpi._headers import Fields
+from torchrelay.mpi._layout import any_length, axis_of, parts, with_length
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 
 __all__ = ["gather"]
@@ -33,18 +32,16 @@ class Gather(Call):
         self.root = root
         self.known = known  # the ranks' lengths along the axis, if they need no exchange
 
-    def start(self, x: Tensor) -> Started:
-        headers = (
-            known_headers(x, self.axis, self.known) if self.known else exchange_headers(self, x)
-        )
-        agree(self, headers, self.axis)
-        parts = layout(tuple([h.shape for h in headers]), self.axis)
-        moving = gather_blocks(self, packed(x), parts, self.root, self.known is None)
-        if self.comm.rank != self.root:
-            return Started(
-                moving.requests, lambda: x.new_empty(headers[0].block(self.axis, 0)), moving
-            )
-        return Started(moving.requests, lambda: placed(moving.received.joined(), x), moving)
+    def numbers(self, x: Tensor) -> Sequence[int]:
+        return (x.shape[self.axis],)
+
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        layout = parts(tuple(x.shape), tuple([length for (length,) in numbers]), self.axis)
+        moving = _operations.gather(self.comm, x, layout, self.root, arrived)
+        if self.comm.rank == self.root:
+            return Started(moving.requests, moving.received.joined, moving)
+        nothing = x.new_empty(with_length(x.shape, self.axis, 0))
+        return Started(moving.requests, lambda: nothing, moving)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.known and self.comm.rank != self.root:  # give the shape of root's cotangent
@@ -67,8 +64,8 @@ class Gather(Call):
         assert self.known is not None
         return with_length(shape, self.axis, sum(self.known) if self.comm.rank == self.root else 0)
 
-    def signature(self, x: Tensor) -> str:
-        return f"{self.terms()} of {described(x, self.axis, self.known)}"
+    def fields(self, x: Tensor) -> Fields:
+        return (self.function, self.arguments(), x.dtype, any_length(x, self.axis, self.known))
 
     def arguments(self) -> str:
         return f"axis={self.axis}, root={self.root}"

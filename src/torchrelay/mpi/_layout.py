@@ -15,7 +15,16 @@ from torchrelay.errors import ArgumentError
 from torchrelay.mpi._dtypes import buffer
 from torchrelay.mpi._memory import fresh
 
-__all__ = ["Blocks", "Layout", "axis_of", "equal_part", "layout", "parts", "with_length"]
+__all__ = [
+    "Blocks",
+    "Layout",
+    "any_length",
+    "axis_of",
+    "equal_part",
+    "layout",
+    "parts",
+    "with_length",
+]
 
 
 def axis_of(axis: int, ndim: int) -> int:
@@ -34,6 +43,11 @@ def with_length(shape: Sequence[int], axis: int, length: int) -> list[int]:
     result = list(shape)
     result[axis] = length
     return result
+
+
+def any_length(x: Tensor, axis: int, known: Sequence[int] | None = None) -> tuple[object, ...]:
+    """Return the shape of ``x`` with "any", or the ``known`` lengths of all ranks, at ``axis``."""
+    return (*x.shape[:axis], tuple(known) if known else "any", *x.shape[axis + 1 :])
 
 
 def equal_part(x: Tensor, axis: int, size: int) -> int:

@@ -8,13 +8,15 @@ on those that none can reach.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from torchrelay.mpi import _wait
-from torchrelay.mpi._history import History
 from torchrelay.mpi._library import MPI
+
+if TYPE_CHECKING:
+    from torchrelay.mpi._headers import Headers
 
 __all__ = ["Lease"]
 
@@ -53,7 +55,8 @@ class Lease:
     Attributes:
         control: carries messages of waiting ranks.
         ended: the ranks that have ended.
-        histories: of the collectives forward and backward.
+        idle_headers: memory for headers that no exchange uses.
+        is_freed: whether the communicator has been returned to MPI.
     """
 
     __slots__ = (
@@ -62,7 +65,8 @@ class Lease:
         "descending",
         "ended",
         "handles",
-        "histories",
+        "idle_headers",
+        "is_freed",
         "parent",
         "rank",
         "size",
@@ -73,7 +77,8 @@ class Lease:
         self.rank, self.size = mpi.rank, mpi.size
         self.parent = parent
         self.ended: set[int] = set()
-        self.histories = (History(), History())
+        self.idle_headers: list[Headers] = []
+        self.is_freed = False
         self.descending: MPI.Intracomm | None = None
         self.handles = _Handles()
         self.control = self.own(mpi.Dup())
@@ -97,7 +102,7 @@ class Lease:
         if not children:
             return
         free = np.array([child.is_out_of_reach() for child in children], np.uint8)
-        request = call.comm.meeting.Iallreduce(
+        request = call.comm.mpi.Iallreduce(
             MPI.IN_PLACE, (free, len(children), MPI.UINT8_T), MPI.MIN
         )
         _wait.finish(request, call, free)
@@ -110,5 +115,6 @@ class Lease:
 
     def free(self) -> None:
         """Free the communicators, but not the children. Collective."""
+        self.is_freed = True
         _wait.unregister(self)
         self.handles.free()

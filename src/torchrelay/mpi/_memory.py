@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._settings import settings
 
-__all__ = ["fresh", "is_small", "packed", "pieces", "placed"]
+__all__ = ["fresh", "packed", "pieces", "placed"]
 
 HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
 
@@ -46,11 +46,6 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
-def is_small(x: Tensor) -> bool:
-    """Return whether ``x`` is plain and fits one MPI call without huge pages."""
-    return is_plain(x) and x.nbytes < HUGE_BYTES and x.numel() <= settings.max_count
-
-
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate memory; large blocks by numpy, with huge pages, whose first touch is cheaper."""
     size_bytes = math.prod(shape) * dtype.itemsize
@@ -61,7 +56,7 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def placed(y: Tensor, x: Tensor) -> Tensor:
     """Return ``y`` on the device of ``x``."""
-    return y if x.device.type == "cpu" else y.to(x.device)
+    return y if x.is_cpu else y.to(x.device)
 
 
 def pieces(*tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:

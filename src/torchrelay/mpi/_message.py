@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from torchrelay.errors import MismatchError
-from torchrelay.mpi import _check
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import buffer, datatype
 from torchrelay.mpi._library import MPI
@@ -18,13 +18,19 @@ from torchrelay.mpi._wait import Waiting, abandon, failed, finish
 
 __all__ = ["Incoming", "Receiving", "finish_all", "start_send"]
 
+ANNOUNCEMENT_BYTES = 256
+ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements
+MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apart share one
+
+_announcements: list[tuple[MPI.Request, object]] = []  # in progress
+
 
 def start_send(
     call: Waiting, memory: Tensor, dest: int, tag: int
 ) -> Sequence[tuple[MPI.Request, Tensor]]:
     """Start to send contiguous memory of this host, which must not change until done."""
     if settings.debug:
-        _check.announce(call, memory, dest, tag)
+        announce(call, memory, dest, tag)
     mpi = call.comm.mpi
     return [(mpi.Isend(buffer(part), dest, tag), part) for (part,) in pieces(memory)]
 
@@ -67,19 +73,16 @@ class Receiving:
 
     __slots__ = ("header", "is_done", "memory", "number", "requests", "source", "tag")
 
-    def __init__(
-        self, comm: Comm, memory: Tensor, source: int, tag: int, request: MPI.Request | None = None
-    ) -> None:
-        """Start to receive, or use ``request``, which does."""
+    def __init__(self, comm: Comm, memory: Tensor, source: int, tag: int) -> None:
         self.is_done = False
         self.requests: list[MPI.Request] = []
         self.memory = memory
         self.number = next(numbers)
         self.source = source
         self.tag = tag
-        self.header = _check.expect(comm, source, tag) if settings.debug else None
+        self.header = expect(comm, source, tag) if settings.debug else None
         (part,) = pieces(memory)[0]
-        self.requests = [request or comm.mpi.Irecv(buffer(part), source, tag)]
+        self.requests = [comm.mpi.Irecv(buffer(part), source, tag)]
         if source != MPI.ANY_SOURCE and tag != MPI.ANY_TAG:
             self._start_others(comm)
 
@@ -102,7 +105,7 @@ class Receiving:
             return
         self.source, self.tag = first.Get_source(), first.Get_tag()
         if settings.debug and self.header is None:
-            header = _check.expect(call.comm, self.source, self.tag)
+            header = expect(call.comm, self.source, self.tag)
             if header is not None:
                 header.compare(call, self.memory)
         self._start_others(call.comm)
@@ -119,3 +122,74 @@ class Receiving:
         incoming = Incoming(self.requests[index], part, call)
         finish(incoming, call)
         return incoming.status
+
+
+# In debug mode, each message is announced to its receiver, which compares shape and dtype.
+
+
+def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
+    """Send ``dest`` a description of the message that ``call`` will send."""
+    if dest == MPI.PROC_NULL:
+        return
+    record = _encoded(f"{_contents(memory)} in {call.describe()}")
+    request = call.comm.lease.control.Isend([record, MPI.BYTE], dest, _announcement(call.comm, tag))
+    _announcements[:] = [each for each in _announcements if not each[0].Test()]
+    _announcements.append((request, record))
+
+
+def expect(comm: Comm, source: int, tag: int) -> Announced | None:
+    """Return the announcement of the next message of ``source`` with ``tag``.
+
+    None if the source or tag is not known yet, or none is announced.
+    """
+    if source in (MPI.ANY_SOURCE, MPI.PROC_NULL) or tag == MPI.ANY_TAG:
+        return None
+    return Announced(comm, source, tag)
+
+
+class Announced:
+    """An announcement in transit."""
+
+    __slots__ = ("record", "request", "source")
+
+    def __init__(self, comm: Comm, source: int, tag: int) -> None:
+        self.record = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
+        self.source = source
+        self.request = comm.lease.control.Irecv(
+            [self.record, MPI.BYTE], source, _announcement(comm, tag)
+        )
+
+    def compare(self, call: Waiting, memory: Tensor) -> None:
+        """Wait for the announcement.
+
+        Raises:
+            MismatchError: it has another shape or dtype than ``memory``; on the sender, too.
+        """
+        finish(self.request, call)
+        contents, theirs = (
+            _contents(memory),
+            bytes(self.record).rstrip(b"\0").decode(errors="replace"),
+        )
+        if theirs.startswith(f"{contents} in "):
+            return
+        raise failed(
+            MismatchError(
+                f"rank {call.comm.rank} of {call.comm.name} receives {contents} in "
+                f"{call.describe()}, and rank {self.source} sends it {theirs}"
+            )
+        )
+
+
+def _contents(memory: Tensor) -> str:
+    return f"{memory.dtype} {tuple(memory.shape)}"
+
+
+def _announcement(comm: Comm, tag: int) -> int:
+    return ANNOUNCEMENTS + 2 * (tag % MOST_TAGS) + comm.is_reverse
+
+
+def _encoded(text: str) -> np.ndarray:
+    record = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
+    encoded = text.encode()[:ANNOUNCEMENT_BYTES]
+    record[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    return record

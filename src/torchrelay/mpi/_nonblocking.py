@@ -19,15 +19,13 @@ from torch import Tensor
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _chain, _check, _compiled
-from torchrelay.mpi._history import Place
-from torchrelay.mpi._meeting import is_large
+from torchrelay.mpi import _chain, _compiled
+from torchrelay.mpi._headers import Comparison, Fields
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
 from torchrelay.mpi._wait import Testable, abandon
 
 __all__ = ["CollectiveHandle", "start"]
-
-Start = Callable[[Tensor], Started]
 
 
 class _Operation:
@@ -36,26 +34,18 @@ class _Operation:
     __slots__ = (
         "adjoint",
         "back",
-        "begin",
         "call",
         "chain",
         "grad",
-        "is_set_up",
-        "number",
         "pass_id",
         "position",
         "shape",
         "started",
         "tangent_handle",
-        "terms",
     )
 
-    def __init__(self, call: Call, begin: Start | None) -> None:
+    def __init__(self, call: Call) -> None:
         self.call = call
-        self.is_set_up = begin is not None  # by all ranks, which have agreed on it then
-        self.begin = begin or call.start
-        self.number = 0  # among the collectives of its communicator
-        self.terms = ""
         self.started: Started | None = None
         self.shape: torch.Size | None = None  # of the result
         self.pass_id = -1  # the backward pass in which the derivative was started
@@ -130,14 +120,14 @@ class _Start(Call):
         self.operation = operation
 
     def forward(self, x: Tensor) -> Tensor:
-        comparison: list[Testable] = []
-        operation, history = self.operation, self.comm.history
-        operation.number, operation.terms = history.count, self.signature(x)
-        if self.comm.size > 1 and (not operation.is_set_up or is_large(x)):
-            history.meet()
-            comparison.append(_check.Comparison(self, operation.terms))
-        started = operation.begin(x)
-        operation.started = Started([*comparison, *started.requests], started.result, started)
+        call, requests, source = self.operation.call, list[Testable](), packed(x)
+        if self.comm.size > 1:
+            requests.append(Comparison(self, self.fields(source)))
+        started = call.start(source, call.known_numbers(source), False)
+        requests += started.requests
+        self.operation.started = Started(
+            requests, lambda: placed(started.result(), x), (source, started)
+        )
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
@@ -154,11 +144,9 @@ class _Start(Call):
     def differentiable(self, x: Tensor) -> bool:
         return self.operation.call.differentiable(x)
 
-    def signature(self, x: Tensor) -> str:
-        return f"I{self.operation.call.signature(x)}"
-
-    def terms(self) -> str:
-        return f"I{self.operation.call.terms()}"
+    def fields(self, x: Tensor) -> Fields:
+        name, *others = self.operation.call.fields(x)
+        return (f"I{name}", *others)
 
     def describe(self) -> str:
         return f"I{self.operation.call.describe()}"
@@ -189,9 +177,6 @@ class _Wait(Call):
         assert self.operation.tangent_handle is not None
         return self.operation.tangent_handle.Wait()
 
-    def place(self) -> Place:
-        return self.comm.history.place(self.operation.number, self.operation.terms, self.comm.name)
-
     def describe(self) -> str:
         return f"Wait for {self.operation.call.describe()}"
 
@@ -201,10 +186,9 @@ def start(
     call: Call,
     x: Tensor,
     complete: Callable[[Tensor], Tensor] = unchanged,
-    begin: Start | None = None,
 ) -> CollectiveHandle:
     """Start ``call`` on ``x``, which must not change until ``Wait``."""
-    operation, chain = _Operation(call, begin), _chain.current()
+    operation, chain = _Operation(call), _chain.current()
     dummy = record(_Start(operation), x)
     if dummy.requires_grad:
         operation.chain, operation.position = chain, len(chain.names)

@@ -239,7 +239,6 @@ class Transfer:
     __slots__ = (
         "call",
         "in_place",
-        "keeps_memory",
         "receiving",
         "sending",
         "tangent_handle",
@@ -252,7 +251,6 @@ class Transfer:
         self.receiving: Receiving | None = None
         self.target: Tensor | None = None
         self.in_place = False
-        self.keeps_memory = False  # it is received into again
         self.tangent_handle: WaitHandle | None = (
             None  # the tangent's communication, in forward mode
         )
@@ -336,11 +334,7 @@ class WaitRecv(_Receiver):
         if receiving is None:
             raise ArgumentError(f"{self.transfer.call.describe()} was already waited for")
         self.finish(receiving)
-        if self.overwrites:
-            return x
-        return placed(
-            receiving.memory.clone() if self.transfer.keeps_memory else receiving.memory, x
-        )
+        return x if self.overwrites else placed(receiving.memory, x)
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
         assert self.transfer.tangent_handle is not None

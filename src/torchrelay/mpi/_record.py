@@ -17,20 +17,18 @@ from torch.compiler import is_compiling
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError, GraphError, UnsupportedError
-from torchrelay.mpi import _chain, _check, _compiled
+from torchrelay.mpi import _chain, _compiled, _headers
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, is_differentiable
-from torchrelay.mpi._history import Place
 from torchrelay.mpi._library import MPI
-from torchrelay.mpi._meeting import is_large, meet
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import Testable, check_usable, finish, listen
+from torchrelay.mpi._wait import Testable, check_usable, finish
 
 __all__ = [
     "Adjoint",
     "Call",
     "Started",
-    "Uniform",
     "conjugate",
     "is_differentiated",
     "nothing_of",
@@ -86,8 +84,10 @@ class Call:
     __slots__ = ("comm",)
 
     name: ClassVar[str]
+    function: ClassVar[str]
+    """The name, alike whether the call overwrites its input or not."""
     everyone: ClassVar[bool] = True
-    """Whether all ranks of the communicator take part, so that debug mode can compare them."""
+    """Whether all ranks of the communicator take part."""
     passive: ClassVar[bool] = False
     """Whether its backward communicates nothing."""
     overwrites: ClassVar[bool] = False
@@ -102,6 +102,8 @@ class Call:
     """
 
     comm: Comm
+    known: Sequence[int] | None = None
+    """What each rank passes, gets or sends, if that needs no exchange."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -109,14 +111,32 @@ class Call:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         _compiled.kinds[cls.__name__] = cls
+        if "name" in vars(cls):
+            cls.function = cls.name.rstrip("_")
 
-    def start(self, x: Tensor) -> Started:
-        """Start to communicate without blocking, except to exchange lengths."""
+    def numbers(self, x: Tensor) -> Sequence[int]:
+        """Return what the other ranks need to know of this call; equally many on all ranks."""
+        return ()
+
+    def known_numbers(self, x: Tensor) -> Sequence[Sequence[int]]:
+        """Return the numbers of all ranks, whose first ones are ``known``, unexchanged."""
+        mine = self.numbers(x)
+        if self.known is None:
+            return [mine] * self.comm.size
+        return [(first, *mine[1:]) for first in self.known]
+
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        """Start to communicate contiguous ``x`` of this host.
+
+        ``numbers`` are those of all ranks. It may block if all ranks have ``arrived``.
+        """
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """Communicate, without recording."""
-        return self.start(x).finish(self)
+        source = packed(x)
+        numbers = _headers.exchange_numbers(self, source)
+        return placed(self.start(source, numbers, True).finish(self), x)
 
     def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors that the derivative needs; none for linear functions."""
@@ -179,20 +199,9 @@ class Call:
         """Return whether to record it; equal on all ranks, so by dtype and arguments only."""
         return is_differentiable(x.dtype)
 
-    def terms(self) -> str:
-        """Return function and arguments, which must be equal on all ranks."""
-        return f"{self.name.rstrip('_')}({self.arguments()})"
-
-    def signature(self, x: Tensor) -> str:
-        """Describe all that must be equal on all ranks."""
-        return f"{self.terms()} of {x.dtype} {tuple(x.shape)}"
-
-    def place(self) -> Place | None:
-        """Return the collective in progress, if this is the last one begun."""
-        history = self.comm.history
-        if not self.everyone:
-            return None
-        return history.place(history.count, self.signature(history.example()), self.comm.name)
+    def fields(self, x: Tensor) -> _headers.Fields:
+        """Return what must be equal on all ranks; see ``_headers.described``."""
+        return (self.function, self.arguments(), x.dtype, x.shape)
 
     def describe(self) -> str:
         """Return function and arguments, for messages."""
@@ -204,17 +213,6 @@ class Call:
     def peers(self) -> Iterable[int]:
         """Return the ranks that this call waits for."""
         return range(self.comm.size)
-
-
-class Uniform(Call):
-    """A collective of tensors of one shape and dtype."""
-
-    __slots__ = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if is_large(x):
-            meet(self, self.signature(x))
-        return super().forward(x)
 
 
 _TOKEN = torch.empty(())
@@ -346,19 +344,15 @@ def record(call: Call, x: Tensor) -> Tensor:
                 return _record(call, x)
         return _record(call, x)
     except MPI.Exception as error:
-        if call.comm.mpi == MPI.COMM_NULL:
-            raise ArgumentError(f"{call.describe()}: {call.comm.name} was freed") from error
         what = f"{call.describe()} on {call.comm.name}"
         raise ArgumentError(f"{what}: MPI refuses it: {error.Get_error_string()}") from error
 
 
 def _record(call: Call, x: Tensor) -> Tensor:
-    check_usable()
-    if settings.debug:
-        listen()
-        _check.compare(call, x)
-    if call.everyone:
-        call.comm.history.begin(x)
+    check_usable(call.comm)
+    if settings.debug and call.everyone:
+        is_recorded = is_grad_enabled() and call.differentiable(x)
+        _headers.agree(call, *call.fields(x), "recorded" if is_recorded else "not recorded")
     if not (is_grad_enabled() or transforms_active() or forward_mode_active()):
         # Backward passes too.
         return call.forward(x)

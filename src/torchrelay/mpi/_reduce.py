@@ -5,24 +5,24 @@ The derivative of a sum copies root's cotangent to every rank: Bcast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from torchrelay.mpi import _operations
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, allreduce, is_gathered
 from torchrelay.mpi._bcast import Bcast
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
+from torchrelay.mpi._dtypes import LOGICAL, Op, is_differentiable
 from torchrelay.mpi._inplace import overwrite
-from torchrelay.mpi._library import MPI
-from torchrelay.mpi._meeting import is_large, meet
-from torchrelay.mpi._memory import fresh, packed, pieces, placed
-from torchrelay.mpi._record import Adjoint, Started, Uniform, nothing_of, record
-from torchrelay.mpi._settings import settings
+from torchrelay.mpi._memory import fresh
+from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 
 __all__ = ["reduce", "reduce_"]
 
 
-class Reduce(Uniform):
+class Reduce(Call):
     __slots__ = ("op", "root")
     name = "Reduce"
     parameters = ("op", "root")
@@ -32,30 +32,11 @@ class Reduce(Uniform):
         self.op = op
         self.root = root
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_large(x) or x.numel() > settings.max_count:
-            return super().forward(x)
-        meet(self, self.signature(x))
-        return self.reduce_large(x)
-
-    def reduce_large(self, x: Tensor) -> Tensor:
-        source = packed(x)
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root
-        result = fresh(source.shape, source.dtype) if is_root else torch.zeros_like(source)
-        into = buffer(result) if is_root else None
-        self.comm.mpi.Reduce(buffer(source), into, mpi_op(x.dtype, self.op), self.root)
-        return placed(result, x)
-
-    def start(self, x: Tensor) -> Started:
-        source = packed(x)
-        is_root = self.comm.rank == self.root
-        result = fresh(source.shape, source.dtype) if is_root else torch.zeros_like(source)
-        op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce
-        requests = [
-            start(buffer(ours), buffer(total) if is_root else None, op, self.root)
-            for ours, total in pieces(source, result)
-        ]
-        return Started(requests, lambda: placed(result, x), source)
+        result = fresh(x.shape, x.dtype) if is_root else torch.zeros_like(x)
+        requests = _operations.reduce(self.comm, x, result, self.op, self.root, arrived)
+        return Started(requests, lambda: result, x)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         return Adjoint(Bcast(self.comm.reverse.replace(convention="sum"), self.root), grad)
@@ -72,19 +53,9 @@ class ReduceInPlace(Reduce):
     name = "Reduce_"
     overwrites = True
 
-    def reduce_large(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root
-        send, into = (MPI.IN_PLACE, buffer(x)) if is_root else (buffer(x), None)
-        self.comm.mpi.Reduce(send, into, mpi_op(x.dtype, self.op), self.root)
-        return x if is_root else x.zero_()
-
-    def start(self, x: Tensor) -> Started:
-        op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce
-        is_root = self.comm.rank == self.root
-        requests = []
-        for (ours,) in pieces(x):
-            send, receive = (MPI.IN_PLACE, buffer(ours)) if is_root else (buffer(ours), None)
-            requests.append(start(send, receive, op, self.root))
+        requests = _operations.reduce(self.comm, x, x, self.op, self.root, arrived)
         return Started(requests, lambda: x if is_root else x.zero_())
 
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._allreduce import DIFFERENTIABLE, Allreduce, is_gathered, reduce_locally
+from torchrelay.mpi import _operations
+from torchrelay.mpi._allreduce import DIFFERENTIABLE, is_gathered, reduce_locally
 from torchrelay.mpi._alltoall import alltoall
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._layout import Blocks, axis_of, with_length
-from torchrelay.mpi._meeting import MEETING_BYTES, Header, agree, described, exchange_headers
-from torchrelay.mpi._memory import fresh, packed, placed
+from torchrelay.mpi._dtypes import Op, is_differentiable
+from torchrelay.mpi._headers import Fields
+from torchrelay.mpi._layout import Blocks, any_length, axis_of, with_length
+from torchrelay.mpi._memory import fresh
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 from torchrelay.mpi._settings import settings
 
@@ -37,38 +38,26 @@ class ReduceScatter(Call):
         self.length = length
         self.known = known  # what each rank gets along the axis, if that needs no exchange
 
-    def start(self, x: Tensor) -> Started:
-        if self.known:
-            headers = [Header(length, x.dtype, tuple(x.shape)) for length in self.known]
-        else:
-            headers = exchange_headers(self, x, self.length)
-        agree(self, headers)
-        lengths = [h.number for h in headers]
+    def numbers(self, x: Tensor) -> Sequence[int]:
+        return (self.length,)
+
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        lengths = [length for (length,) in numbers]
         if min(lengths) < 0 or sum(lengths) != x.shape[self.axis]:
             raise ArgumentError(
                 f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but the "
                 f"tensors have {x.shape[self.axis]} along axis {self.axis}"
             )
         if x.numel() > settings.max_count:
-            total, before = Allreduce(self.comm, self.op).start(x), sum(lengths[: self.comm.rank])
+            total, before = fresh(x.shape, x.dtype), sum(lengths[: self.comm.rank])
+            requests = _operations.allreduce(self.comm, x, total, self.op, arrived)
             return Started(
-                total.requests,
-                lambda: total.result().narrow(self.axis, before, self.length).clone(),
-                total,
+                requests, lambda: total.narrow(self.axis, before, self.length).clone(), x
             )
-        blocks = Blocks.cut(packed(x), lengths, self.axis)
-        result = fresh(headers[0].block(self.axis, self.length), x.dtype)
-        op, start = mpi_op(x.dtype, self.op), self.comm.mpi.Ireduce_scatter
-        if self.known is None and x.nbytes >= MEETING_BYTES:  # all ranks are there
-            self.comm.mpi.Reduce_scatter(
-                buffer(blocks.memory), buffer(result), blocks.layout.counts, op
-            )
-            return Started([], lambda: placed(result, x))
-        return Started(
-            [start(buffer(blocks.memory), buffer(result), blocks.layout.counts, op)],
-            lambda: placed(result, x),
-            blocks,
-        )
+        blocks = Blocks.cut(x, lengths, self.axis)
+        result = fresh(with_length(x.shape, self.axis, self.length), x.dtype)
+        requests = _operations.reduce_scatter(self.comm, blocks, result, self.op, arrived)
+        return Started(requests, lambda: result, blocks)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         gather = conjugate("Allgather")
@@ -93,10 +82,9 @@ class ReduceScatter(Call):
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         return with_length(shape, self.axis, self.length)
 
-    def signature(self, x: Tensor) -> str:
-        if self.known:
-            return f"{self.terms()} of {described(x, self.axis, self.known)}"
-        return super().signature(x)
+    def fields(self, x: Tensor) -> Fields:
+        shape = any_length(x, self.axis, self.known) if self.known else x.shape
+        return (self.function, self.arguments(), x.dtype, shape)
 
     def arguments(self) -> str:
         return f"{self.op.value}, axis={self.axis}"

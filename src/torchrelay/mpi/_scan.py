@@ -5,20 +5,23 @@ The derivative of a sum is a scan in the reverse order of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from torchrelay.mpi import _operations
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, is_gathered, reduce_locally
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import LOGICAL, Op, buffer, is_differentiable, mpi_op
-from torchrelay.mpi._memory import fresh, packed, pieces, placed
-from torchrelay.mpi._record import Adjoint, Started, Uniform, nothing_of, record
+from torchrelay.mpi._dtypes import LOGICAL, Op, is_differentiable
+from torchrelay.mpi._memory import fresh
+from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 
 __all__ = ["exscan", "scan"]
 
 
-class Scan(Uniform):
+class Scan(Call):
     __slots__ = ("descending", "op")
     name = "Scan"
     parameters = ("op", "descending")
@@ -29,17 +32,12 @@ class Scan(Uniform):
         self.op = op
         self.descending = descending  # from the last rank to the first: the derivative
 
-    def start(self, x: Tensor) -> Started:
-        source = packed(x)
-        result = fresh(source.shape, source.dtype)
-        op = mpi_op(x.dtype, self.op)
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        result = fresh(x.shape, x.dtype)
         mpi = self.comm.descending() if self.descending else self.comm.mpi
-        start = mpi.Iexscan if self.exclusive else mpi.Iscan
-        requests = [
-            start(buffer(ours), buffer(total), op) for ours, total in pieces(source, result)
-        ]
-        undefined = self.exclusive and mpi.rank == 0
-        return Started(requests, lambda: placed(result.zero_() if undefined else result, x), source)
+        requests = _operations.scan(mpi, x, result, self.op, self.exclusive, arrived)
+        is_undefined = self.exclusive and mpi.rank == 0
+        return Started(requests, lambda: result.zero_() if is_undefined else result, x)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         return Adjoint(type(self)(self.comm.reverse, Op.SUM, not self.descending), grad)

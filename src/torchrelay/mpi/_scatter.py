@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._exchange import scatter_blocks
-from torchrelay.mpi._layout import Blocks, axis_of, parts, with_length
-from torchrelay.mpi._meeting import Header, described, exchange_headers
-from torchrelay.mpi._memory import packed, placed
+from torchrelay.mpi._dtypes import CODES, DTYPES, datatype
+from torchrelay.mpi._headers import MAX_NUMBERS, Fields
+from torchrelay.mpi._layout import Blocks, any_length, axis_of, parts, with_length
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 
 __all__ = ["scatter"]
+
+MAX_DIMS = MAX_NUMBERS - 3
 
 
 class Scatter(Call):
@@ -35,31 +37,35 @@ class Scatter(Call):
         self.known = known  # what each rank gets along the axis, if that needs no exchange
         self.input_shape: Sequence[int] = ()
 
-    def start(self, x: Tensor) -> Started:
+    def numbers(self, x: Tensor) -> Sequence[int]:
+        """Return the length of this rank's part, and dtype and shape, which count on root."""
         self.input_shape = tuple(x.shape)
-        if self.known:
-            headers = [Header(length, x.dtype, tuple(x.shape)) for length in self.known]
-        else:
-            headers = exchange_headers(self, x, self.length)
-        whole, lengths = headers[self.root], [h.number for h in headers]
-        axis = self._check(whole, lengths)
-        blocks = Blocks.cut(packed(x), lengths, axis) if self.comm.rank == self.root else None
-        layout = parts(whole.shape, tuple(lengths), axis)
-        mine = layout.shapes[self.comm.rank]
-        moving = scatter_blocks(self, blocks, whole.dtype, layout, self.root, self.known is None)
-        return Started(
-            moving.requests, lambda: placed(moving.received.memory.view(mine), x), moving
-        )
+        if x.ndim > MAX_DIMS:
+            raise ArgumentError(f"{self.describe()}: {x.ndim} axes are more than {MAX_DIMS}")
+        datatype(x.dtype)
+        rest = [0] * (MAX_DIMS - x.ndim)
+        return (self.length, CODES[x.dtype], x.ndim, *x.shape, *rest)
 
-    def _check(self, whole: Header, lengths: list[int]) -> int:
-        ndim = len(whole.shape)
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        _, code, ndim, *shape = numbers[self.root]
+        whole, lengths = tuple(shape[:ndim]), [length for length, *_ in numbers]
+        axis = self._check(whole, lengths)
+        blocks = Blocks.cut(x, lengths, axis) if self.comm.rank == self.root else None
+        layout = parts(whole, tuple(lengths), axis)
+        mine = layout.shapes[self.comm.rank]
+        moving = _operations.scatter(self.comm, blocks, DTYPES[code], layout, self.root, arrived)
+        return Started(moving.requests, lambda: moving.received.memory.view(mine), moving)
+
+    def _check(self, whole: tuple[int, ...], lengths: list[int]) -> int:
+        """Return the axis, counted from the front, or raise on all ranks alike."""
+        ndim = len(whole)
         if not -ndim <= self.axis < ndim:
             raise ArgumentError(f"{self.describe()}: root's tensor has {ndim} axes")
         axis = self.axis % ndim
-        if min(lengths) < 0 or sum(lengths) != whole.shape[axis]:
+        if min(lengths) < 0 or sum(lengths) != whole[axis]:
             raise ArgumentError(
                 f"{self.describe()}: the ranks ask for {lengths}, together {sum(lengths)}, but "
-                f"root's tensor of shape {whole.shape} has {whole.shape[axis]} along axis {axis}"
+                f"root's tensor of shape {whole} has {whole[axis]} along axis {axis}"
             )
         return axis
 
@@ -94,8 +100,10 @@ class Scatter(Call):
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         return with_length(shape, self.axis, self.length)
 
-    def signature(self, x: Tensor) -> str:
-        return f"{self.terms()} of {described(x, self.axis, self.known) if self.known else x.dtype}"
+    def fields(self, x: Tensor) -> Fields:
+        if not self.known:
+            return (self.function, self.arguments())
+        return (self.function, self.arguments(), x.dtype, any_length(x, self.axis, self.known))
 
     def arguments(self) -> str:
         return f"axis={self.axis}, root={self.root}"

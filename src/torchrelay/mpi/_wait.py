@@ -22,10 +22,9 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from torchrelay._waiting import listed
 from torchrelay.errors import (
+    ArgumentError,
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
@@ -33,22 +32,23 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.mpi._comm import Comm, SharedState
-from torchrelay.mpi._history import Place
 from torchrelay.mpi._library import MPI, is_worker
 from torchrelay.mpi._settings import settings
 
 __all__ = [
-    "Comparable",
+    "CALL",
+    "CALLS_GRACES",
     "Named",
     "Testable",
     "Waiting",
     "abandon",
-    "barrier",
     "check_usable",
     "failed",
     "finish",
     "listen",
+    "receive",
     "register",
+    "send",
     "unregister",
 ]
 
@@ -61,9 +61,10 @@ NAP_S = 2e-4  # sleep between tests after a second
 LISTEN_S = 0.02  # interval at which a waiting rank checks for control messages
 
 ENDING_S = 1.0  # how long a rank waits at exit before it notifies the others
+CALLS_GRACES = 5  # grace periods that a rank waits for descriptions of the others' calls
 
 # Tags on the control communicator.
-QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, PLACE = range(1, 7)
+QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, CALL = range(1, 7)
 MESSAGE_BYTES = 1024
 
 
@@ -81,17 +82,6 @@ class Waiting(Protocol):
 
     def describe(self) -> str: ...
     def peers(self) -> Iterable[int]: ...
-    def place(self) -> Place | None: ...
-
-
-class Comparable(Waiting, Protocol):
-    """A communication whose ranks can compare their calls."""
-
-    @property
-    def everyone(self) -> bool: ...
-    def terms(self) -> str: ...
-    def signature(self, x: Tensor) -> str: ...
-    def differentiable(self, x: Tensor) -> bool: ...
 
 
 _leases: weakref.WeakSet[SharedState] = weakref.WeakSet()
@@ -114,13 +104,16 @@ def unregister(lease: SharedState) -> None:
     _leases.discard(lease)
 
 
-def check_usable() -> None:
-    """Check that messages of this process still match those of others.
+def check_usable(comm: Comm) -> None:
+    """Check that ``comm`` exists and that messages of this process still match those of others.
 
     Raises:
+        ArgumentError: it was freed.
         PeerLostError: a communication failed before.
         UnavailableError: this process is not a rank, but was started by one.
     """
+    if comm.lease.is_freed:
+        raise ArgumentError(f"{comm.name} was freed")
     if _broken is None:
         return
     if not _is_rank:
@@ -163,8 +156,8 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
         raise failed(
             MismatchError(
                 f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: "
-                f"{error.Get_error_string()}; do all ranks give tensors of the same shape and "
-                "dtype? TORCHRELAY_MPI_DEBUG=1 compares them before each call"
+                f"{error.Get_error_string()}; do sender and receiver pass tensors of the same "
+                "shape and dtype? TORCHRELAY_MPI_DEBUG=1 compares them"
             )
         ) from error
 
@@ -175,8 +168,6 @@ class Named:
     def __init__(self, comm: Comm, name: str) -> None:
         self.comm = comm
         self.name = name
-        comm.history.count += 1
-        self.number = comm.history.count
 
     def describe(self) -> str:
         return self.name
@@ -184,31 +175,18 @@ class Named:
     def peers(self) -> Iterable[int]:
         return range(self.comm.size)
 
-    def place(self) -> Place:
-        return self.comm.history.place(self.number, self.name, self.comm.name)
-
-
-def barrier(comm: Comm) -> None:
-    """Wait until all ranks have called it."""
-    check_usable()
-    finish(comm.mpi.Ibarrier(), Named(comm, "Barrier()"))
-
 
 def _finish_late(request: Testable, call: Waiting) -> None:
     global _waiting  # noqa: PLW0603
     before, start = _waiting, time.monotonic()
     _waiting = (call, start)
     checked = asked = start
-    report_at = start + settings.grace_s
     try:
         while not any(request.Test() for _ in range(TESTS)):
             now = time.monotonic()
             if now - checked > LISTEN_S:
                 checked = now
                 listen()
-                if now > report_at:
-                    report_at = now + (now - start)
-                    _report_place(call)
                 if now - start > settings.timeout_s and _give_up(request, call, start):
                     return
                 if call.comm.lease.ended and now - asked > settings.grace_s:
@@ -226,55 +204,22 @@ def _finish_late(request: Testable, call: Waiting) -> None:
 def listen() -> list[tuple[int, str]]:
     """Answer questions, raise on notices of failure, and return the answers that arrived."""
     answers = []
-    status = MPI.Status()
     for lease, tag in itertools.product(
-        list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH, PLACE)
+        list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH)
     ):
-        while (message := lease.control.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
-            source, text = status.Get_source(), _receive(message)
+        for source, text in receive(lease, MPI.ANY_SOURCE, tag):
             if tag == QUESTION:
-                _send(lease, source, ANSWER, _current_call())
+                send(lease, source, ANSWER, _current_call())
             elif tag == ANSWER:
                 answers.append((source, text))
             elif tag == ENDED:
                 lease.ended.add(source)
-            elif tag == PLACE:
-                _compare_place(lease, source, text)
             else:
                 what = f"rank {lease.rank}: {_current_call()}, and rank {source} gave up: {text}"
                 raise failed(
                     PeerLostError(what, (source,)) if tag == FAREWELL else MismatchError(what)
                 )
     return answers
-
-
-def _report_place(call: Waiting) -> None:
-    """Report to the others the collective in which this rank has waited long."""
-    place = None if settings.debug else call.place()
-    if place is None:
-        return
-    lease = call.comm.lease
-    text = (
-        f"{lease.histories.index(place.history)} {place.number} {place.has_met:d} "
-        f"{place.communicator}\n{place.terms}"
-    )
-    for rank in _peers(call):
-        _send(lease, rank, PLACE, text)
-
-
-def _compare_place(lease: SharedState, source: int, text: str) -> None:
-    """Raise :class:`MismatchError` if the collective of ``source`` never matches ours."""
-    head, theirs = text.split("\n", 1)
-    index, number, has_met, name = head.split(" ", 3)
-    mine = None if _waiting is None else _waiting[0].place()
-    found = lease.histories[int(index)].differs(int(number), has_met == "1", theirs, mine)
-    if found is not None:
-        raise failed(
-            MismatchError(
-                f"rank {lease.rank}: the ranks of {name} make different calls: rank {source} waits "
-                f"in {theirs}, and the call of rank {lease.rank} in its place is {found}"
-            )
-        )
 
 
 def _current_call() -> str:
@@ -304,8 +249,7 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
         OperationTimeoutError(
             f"rank {comm.rank}: {what} did not end within {time.monotonic() - start:.1f} s; "
             f"{cause} ({'; '.join(places)}). Do all ranks make the same calls in the same order? "
-            "TORCHRELAY_MPI_DEBUG=1 compares them before each call, TORCHRELAY_MPI_TIMEOUT_S sets "
-            "the time",
+            "TORCHRELAY_MPI_TIMEOUT_S sets the time",
             missing,
         )
     )
@@ -350,7 +294,7 @@ def _ask(request: Testable, call: Waiting, ranks: list[int]) -> dict[int, str] |
     None if ``request`` completed meanwhile.
     """
     for rank in ranks:
-        _send(call.comm.lease, rank, QUESTION, "")
+        send(call.comm.lease, rank, QUESTION, "")
     answers: dict[int, str] = {}
     asked = time.monotonic()
     while time.monotonic() - asked < settings.grace_s and (len(answers) < len(ranks) or not ranks):
@@ -381,21 +325,26 @@ def _send_all(tag: int, text: str) -> None:
     for lease in list(_leases):
         for rank in range(lease.size):
             if rank != lease.rank:
-                _send(lease, rank, tag, text)
+                send(lease, rank, tag, text)
 
 
-def _send(lease: SharedState, rank: int, tag: int, text: str) -> None:
+def send(lease: SharedState, rank: int, tag: int, text: str) -> None:
+    """Send a control message, without waiting for its receiver."""
     message = bytearray(text.encode()[: MESSAGE_BYTES - 1])
     request = lease.control.Isend([message, len(message), MPI.BYTE], rank, tag)
     if not request.Test():
         _abandoned.append((request, message))
 
 
-def _receive(message: MPI.Message) -> str:
-    text = bytearray(MESSAGE_BYTES)
-    status = MPI.Status()
-    message.Recv([text, MESSAGE_BYTES, MPI.BYTE], status)
-    return text[: status.Get_count(MPI.BYTE)].decode(errors="replace")
+def receive(lease: SharedState, source: int, tag: int) -> list[tuple[int, str]]:
+    """Return the control messages that have arrived, with their sources."""
+    messages, status = [], MPI.Status()
+    while (message := lease.control.Improbe(source, tag, status)) is not None:
+        text = bytearray(MESSAGE_BYTES)
+        message.Recv([text, MESSAGE_BYTES, MPI.BYTE], status)
+        text = text[: status.Get_count(MPI.BYTE)]
+        messages.append((status.Get_source(), text.decode(errors="replace")))
+    return messages
 
 
 def _end_together() -> None:

@@ -49,22 +49,8 @@ def test_rank_that_ends_after_its_part_is_not_blamed(library: str, tmp_path: Pat
     assert job.code == 0 and "rank 2: got both" in job.output, job.output
 
 
+# Their data is in transit when the mismatch is found.
 MISMATCHES = {
-    # One rank meets the others before any data moves, the other does not.
-    "dtypes on both sides of 64 KiB": (
-        "comm.Allreduce(torch.ones(12000, dtype=torch.float64 if comm.rank else torch.float32), "
-        "mpi.MPI_SUM)",
-        ("Allreduce(SUM) of torch.float64 (12000,)", "Allreduce(SUM) of torch.float32 (12000,)"),
-    ),
-    "a root that has gone on": (
-        "comm.Bcast_(torch.ones(20000 if comm.rank else 10), 0)\ncomm.Recv(torch.empty(3), 1)",
-        ("Bcast(root=0) of torch.float32 (20000,)", "has completed"),
-    ),
-    "a new communicator": (
-        "comm.Allreduce(x, mpi.MPI_SUM) if comm.rank else comm.Split(0)",
-        ("Allreduce(SUM)", "Split()"),
-    ),
-    # In two steps.
     "functions": (
         "(comm.Ibcast(big, 0) if comm.rank else comm.Iallreduce(big, mpi.MPI_SUM)).Wait()",
         ("IAllreduce(SUM)", "IBcast(root=0)"),
@@ -75,12 +61,12 @@ MISMATCHES = {
     ),
     "shapes": (
         "comm.Iallgather(torch.ones(2, 3 + comm.rank), 0).Wait()",
-        ("[[2, 2], 3]", "[[2, 2], 4]"),
+        ("((2, 2), 3)", "((2, 2), 4)"),
     ),
     "counts": (
         "comm.Ialltoallv(torch.ones(6), [3, 3], [3, 3] if comm.rank else [3, "
         "2]).Wait()\ncomm.Barrier()",
-        ("expects 8 bytes from rank 1, which sends 12",),
+        ("expects 2 from rank 1, which sends 3",),
     ),
     "one step and two": (
         "comm.Allreduce(x, mpi.MPI_SUM) if comm.rank else comm.Iallreduce(x, mpi.MPI_SUM).Wait()\n"

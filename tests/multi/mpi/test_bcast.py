@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from multi.mpi.reference import (
     ALL_DTYPES,
@@ -40,17 +39,9 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
         check(lambda x: comm.Bcast_(x, 0), lambda xs: [copy(xs[0])] * comm.size, given, comm.rank)
 
 
-def started_twice(comm: Communicator, x: Tensor) -> Tensor:
-    request = comm.Bcast_init(x, comm.size - 1)
-    total = request.Start(x).Wait() + request.Start(2 * x).Wait() ** 2
-    request.Free()
-    return total
-
-
 FUNCTIONS: dict[str, Differentiable] = {
     "Bcast_": lambda comm, x: comm.Bcast_(x * x, comm.size - 1),
     "Ibcast": lambda comm, x: comm.Ibcast(x * x, 0).Wait(),
-    "Bcast_init": started_twice,
 }
 
 

@@ -72,12 +72,6 @@ def two_steps(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], Tens
     """Collectives in two steps, as functions of a tensor."""
     n, r = comm.size, comm.rank
 
-    def persistent(x: Tensor) -> Tensor:
-        request = comm.Allreduce_init(x.detach(), mpi.MPI_SUM)
-        total = request.Start(x).Wait() * request.Start(x * x).Wait()
-        request.Free()
-        return total
-
     def crossed(x: Tensor) -> Tensor:
         first, second = comm.Iallreduce(x * x, mpi.MPI_SUM), comm.Iallgather(x.sin(), 0)
         results = [h.Wait() for h in ((first, second) if r % 2 else (second, first))]
@@ -90,7 +84,6 @@ def two_steps(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], Tens
         lambda x: comm.Ireduce_scatter(torch.cat([x * x] * n), mpi.MPI_SUM).Wait(),
     )
     yield "Ialltoall", lambda x: comm.Ialltoall(torch.cat([x * x] * n), 0, 0).Wait()
-    yield "persistent", persistent
     yield "crossed", crossed
 
 
@@ -375,6 +368,17 @@ def test_communicators_are_given_back(comm: Communicator) -> None:
     for freed in (kept, other):
         with pytest.raises(ArgumentError, match="freed"):
             freed.Allreduce(x, mpi.MPI_SUM)
+        for call in (
+            freed.Barrier,
+            freed.Dup,
+            lambda comm=freed: comm.Allgather(x, 0),
+            lambda comm=freed: comm.Gather(x, 0, 0),
+            lambda comm=freed: comm.Iallgather(x, 0),
+            lambda comm=freed: comm.Send(x, 0),
+            lambda comm=freed: comm.Bcast_(x.clone(), 0),
+        ):
+            with pytest.raises(ArgumentError, match="freed"):
+                call()
     with pytest.raises(ArgumentError, match="COMM_WORLD"):
         comm.Free()
     assert comm.Allreduce(x, mpi.MPI_SUM)[0] == comm.size

@@ -85,29 +85,15 @@ def irecv(comm: Communicator, x: Tensor) -> Tensor:
     return comm.Wait(got) + 0 * comm.Wait(sent)
 
 
-def persistent(comm: Communicator, x: Tensor) -> Tensor:
-    above, below = neighbors(comm)
-    send, recv = comm.Send_init(x, above, 5), comm.Recv_init(x, below, 5)
-    total = torch.zeros_like(x)
-    for factor in (1, 2):
-        handles = send.Start(factor * x), recv.Start()
-        total = total + comm.Wait(handles[1]) ** factor
-        comm.Wait(handles[0])
-    send.Free()
-    recv.Free()
-    return total
-
-
 FUNCTIONS: dict[str, Differentiable] = {
     "Sendrecv": sendrecv,
     "Isend and Recv": ring,
     "Irecv": irecv,
-    "persistent": persistent,
 }
 
 
 test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative = derivative_tests(
-    FUNCTIONS, reverse_only=["persistent"]
+    FUNCTIONS
 )
 
 

@@ -47,19 +47,11 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
         )
 
 
-def started_twice(comm: Communicator, x: Tensor) -> Tensor:
-    request = comm.Reduce_init(x, mpi.MPI_SUM, 0)
-    total = request.Start(x).Wait() + request.Start(2 * x).Wait() ** 2
-    request.Free()
-    return total
-
-
 FUNCTIONS: dict[str, Differentiable] = {
     "Reduce_": lambda comm, x: comm.Reduce_(x * x, mpi.MPI_SUM, comm.size - 1),
     "Reduce_ PROD": lambda comm, x: comm.Reduce_(x * 1, mpi.MPI_PROD, 0),
     "Ireduce": lambda comm, x: comm.Ireduce(x * x, mpi.MPI_SUM, 0).Wait(),
     "Ireduce MIN": lambda comm, x: comm.Ireduce(x * x, mpi.MPI_MIN, comm.size - 1).Wait(),
-    "Reduce_init": started_twice,
 }
 
 

@@ -45,13 +45,6 @@ def test_a_profiler_records_communications() -> None:
     assert "torchrelay.mpi.Allreduce" in {event.name for event in profile.events()}
 
 
-def test_persistent_requests_are_freed_by_a_with_block() -> None:
-    comm = mpi.COMM_WORLD
-    with comm.Allreduce_init(torch.zeros(2), mpi.MPI_SUM) as request:
-        assert comm.Wait(request.Start(torch.ones(2))).tolist() == [1.0, 1.0]
-    assert not request.request
-
-
 def test_errors_name_the_call() -> None:
     with pytest.raises(ArgumentError, match="axis 3"):
         mpi.COMM_WORLD.Allgather(torch.ones(2), 3)

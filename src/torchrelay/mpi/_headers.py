@@ -1,0 +1,224 @@
+"""The header that all ranks exchange with every collective, before any data moves.
+
+It holds a digest of all that must be equal (function, arguments, dtype, shape), and a payload: the
+numbers that the other ranks need, such as lengths, or the values of a small reduction. It has one
+size whatever is called, so ranks that call different functions exchange it too, and every rank
+finds the difference. Only then do ranks send each other descriptions of their calls, for the error.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchrelay import _native
+from torchrelay.errors import MismatchError
+from torchrelay.mpi import _wait
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import Op, buffer_at
+from torchrelay.mpi._library import MPI
+from torchrelay.mpi._settings import settings
+
+__all__ = [
+    "MAX_NUMBERS",
+    "PAYLOAD_BYTES",
+    "Comparison",
+    "Fields",
+    "Headers",
+    "agree",
+    "barrier",
+    "described",
+    "exchange_numbers",
+    "exchange_values",
+]
+
+MAX_NUMBERS = 31
+PAYLOAD_BYTES = 8 * MAX_NUMBERS
+STARTED = 1  # bit of a digest: the data follows without waiting for the headers
+
+Fields = tuple[Any, ...]
+"""What must be equal on all ranks: the arguments of :func:`described`."""
+
+
+class Compared(_wait.Waiting, Protocol):
+    """A collective that can be compared."""
+
+    def fields(self, x: Tensor) -> Fields: ...
+    def numbers(self, x: Tensor) -> Sequence[int]: ...
+
+
+class Headers:
+    """Memory for the headers of one collective."""
+
+    __slots__ = ("received", "rows", "sent")
+
+    def __init__(self, size: int) -> None:
+        self.rows = rows = _native.CallRows(size, PAYLOAD_BYTES)
+        row_bytes = rows.row_bytes
+        self.sent = (buffer_at(rows.sent, row_bytes), row_bytes, MPI.BYTE)
+        self.received = (buffer_at(rows.received, row_bytes * size), row_bytes, MPI.BYTE)
+
+    def exchange(self, call: _wait.Waiting, fields: Fields) -> None:
+        """Send this rank's header and wait for those of the others.
+
+        Raises:
+            MismatchError: their digests differ; on all ranks.
+        """
+        _wait.finish(call.comm.mpi.Iallgather(self.sent, self.received), call, self)
+        if self.rows.first_difference() >= 0:
+            raise self.mismatch(call, fields)
+
+    def mismatch(self, call: _wait.Waiting, fields: Fields) -> MismatchError:
+        """Exchange descriptions and return the error that contains them.
+
+        If the data of a started collective is in transit, communication ends.
+        """
+        comm = call.comm
+        texts = _exchange_texts(comm, described(*fields))
+        groups: dict[str, list[int]] = {}
+        for rank in range(comm.size):
+            groups.setdefault(texts.get(rank, "something else"), []).append(rank)
+        calls = "; ".join(f"ranks {ranks} call {text}" for text, ranks in groups.items())
+        error = MismatchError(
+            f"rank {comm.rank}: the ranks of {comm.name} make different calls: {calls}"
+        )
+        if any(self.rows.digest(rank) & STARTED for rank in range(comm.size)):
+            _wait.failed(error)
+        return error
+
+
+def idle_headers(comm: Comm) -> Headers:
+    """Take headers that no exchange uses. Append them again after an exchange that succeeded."""
+    idle = comm.lease.idle_headers
+    return idle.pop() if idle else Headers(comm.size)
+
+
+@functools.lru_cache(maxsize=4096)
+def digest(*fields: object) -> int:
+    """Return a hash of ``fields`` that is the same in every process."""
+    hashed = hashlib.blake2b(repr(_plain(fields)).encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little") & ~STARTED
+
+
+def _plain(field: object) -> object:
+    """Return what represents a field alike in every process."""
+    if isinstance(field, (tuple, list)):
+        return [_plain(each) for each in field]
+    if isinstance(field, Op):
+        return field.name
+    return str(field) if isinstance(field, (str, torch.dtype)) else int(field)  # type: ignore[call-overload]
+
+
+def described(
+    name: str,
+    arguments: str = "",
+    dtype: torch.dtype | None = None,
+    shape: Sequence[object] | None = None,
+    recorded: str = "",
+) -> str:
+    """Describe a call for an error message."""
+    text = f"{name}({arguments})"
+    if dtype is not None and shape is not None:
+        text += f" of {dtype} ({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+    return f"{text}, {recorded} by autograd" if recorded else text
+
+
+def exchange_numbers(call: Compared, x: Tensor) -> Sequence[Sequence[int]]:
+    """Return the numbers of all ranks. Collective; blocks until all ranks have arrived.
+
+    Raises:
+        MismatchError: the ranks make different calls; on all ranks.
+    """
+    comm, numbers = call.comm, call.numbers(x)
+    if comm.size == 1:
+        return [numbers]
+    fields, headers = call.fields(x), idle_headers(comm)
+    headers.rows.write_numbers(digest(*fields), numbers)
+    headers.exchange(call, fields)
+    everyone = headers.rows.numbers(len(numbers))
+    comm.lease.idle_headers.append(headers)
+    return everyone
+
+
+def exchange_values(
+    call: Compared, x: Tensor, result: Tensor, dtype: _native.Dtype, op: _native.Op
+) -> None:
+    """Reduce contiguous ``x``, at most ``PAYLOAD_BYTES``, into ``result``, in the order of ranks.
+
+    Collective; blocks until all ranks have arrived.
+
+    Raises:
+        MismatchError: the ranks make different calls; on all ranks.
+    """
+    comm, fields = call.comm, call.fields(x)
+    headers = idle_headers(comm)
+    headers.rows.write_bytes(digest(*fields), x.data_ptr(), x.nbytes)
+    headers.exchange(call, fields)
+    headers.rows.reduce(dtype, op, result.data_ptr(), x.numel())
+    comm.lease.idle_headers.append(headers)
+
+
+def agree(call: _wait.Waiting, *fields: Any) -> None:
+    """Wait until all ranks have arrived with equal ``fields``.
+
+    Raises:
+        MismatchError: the ranks make different calls; on all ranks.
+    """
+    comm = call.comm
+    if comm.size > 1:
+        headers = idle_headers(comm)
+        headers.rows.write_numbers(digest(*fields), ())
+        headers.exchange(call, fields)
+        comm.lease.idle_headers.append(headers)
+
+
+def barrier(comm: Comm) -> None:
+    """Wait until all ranks have called it."""
+    _wait.check_usable(comm)
+    agree(_wait.Named(comm, "Barrier()"), "Barrier")
+
+
+class Comparison:
+    """The headers of a started collective. ``Test`` raises if they differ."""
+
+    __slots__ = ("call", "fields", "headers", "request")
+
+    def __init__(self, call: _wait.Waiting, fields: Fields) -> None:
+        self.call = call
+        self.fields = fields
+        self.headers = idle_headers(call.comm)
+        self.headers.rows.write_numbers(digest(*fields) | STARTED, ())
+        self.request = call.comm.mpi.Iallgather(self.headers.sent, self.headers.received)
+
+    def Test(self) -> bool:
+        if not self.request.Test():
+            return False
+        if self.headers.rows.first_difference() >= 0:
+            raise self.headers.mismatch(self.call, self.fields)
+        self.call.comm.lease.idle_headers.append(self.headers)
+        return True
+
+
+def _exchange_texts(comm: Comm, text: str) -> dict[int, str]:
+    """Return the descriptions of all ranks' calls, as far as they arrive within a grace period.
+
+    A rank that has started a collective finds the difference only when it waits for it.
+    """
+    lease, texts = comm.lease, {comm.rank: text}
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    for rank in others:
+        _wait.send(lease, rank, _wait.CALL, text)
+    until = time.monotonic() + _wait.CALLS_GRACES * settings.grace_s
+    while len(texts) < comm.size and time.monotonic() < until:
+        _wait.listen()
+        for rank in others:
+            if rank not in texts:
+                texts.update(_wait.receive(lease, rank, _wait.CALL))
+        time.sleep(0)
+    return texts
