@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrelay import _native
+from torchrelay._waiting import listed
 from torchrelay.errors import MismatchError
 from torchrelay.mpi import _wait
 from torchrelay.mpi._comm import Comm
@@ -84,7 +85,10 @@ class Headers:
         groups: dict[str, list[int]] = {}
         for rank in range(comm.size):
             groups.setdefault(texts.get(rank, "something else"), []).append(rank)
-        calls = "; ".join(f"ranks {ranks} call {text}" for text, ranks in groups.items())
+        calls = "; ".join(
+            f"{listed('rank', ranks)} call{'s' * (len(ranks) == 1)} {text}"
+            for text, ranks in groups.items()
+        )
         error = MismatchError(
             f"rank {comm.rank}: the ranks of {comm.name} make different calls: {calls}"
         )

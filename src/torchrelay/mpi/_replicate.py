@@ -6,7 +6,7 @@ its derivative sums the cotangents of the ranks. Under "sum" it is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._record import (
     Adjoint,
     Call,
+    Started,
     conjugate,
     is_differentiated,
     record,
@@ -30,6 +31,9 @@ class Replicate(Call):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.clone()
+
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+        return Started([], x.clone)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "sum":
