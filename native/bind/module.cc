@@ -58,4 +58,5 @@ NB_MODULE(_native, module) {
   torchrelay::register_call_rows(module);
   torchrelay::register_parameters(module);
   torchrelay::register_switch(module);
+  torchrelay::register_transport(module);
 }

@@ -14,5 +14,6 @@ void register_parameters(nanobind::module_& module);
 void register_shared_memory(nanobind::module_& module);
 void register_shared_group(nanobind::module_& module);
 void register_switch(nanobind::module_& module);
+void register_transport(nanobind::module_& module);
 
 }  // namespace torchrelay

@@ -1,5 +1,7 @@
 #include "torchrelay/executor.h"
 
+#include <algorithm>
+
 #include "torchrelay/error.h"
 
 namespace torchrelay {
@@ -16,7 +18,8 @@ Error stopped() {
 bool Ticket::wait(std::chrono::nanoseconds timeout, const std::function<void()>& poll) const {
   const auto end = std::chrono::steady_clock::now() + timeout;
   std::unique_lock guard(lock_);
-  while (!changed_.wait_for(guard, kSlice, [this] { return done(); })) {
+  while (!changed_.wait_until(guard, std::min(end, std::chrono::steady_clock::now() + kSlice),
+                              [this] { return done(); })) {
     if (std::chrono::steady_clock::now() >= end) return false;
     if (!poll) continue;
     guard.unlock();
@@ -47,6 +50,7 @@ void Ticket::finish(std::exception_ptr error) {
   std::vector<std::function<void()>> then;
   {
     const std::lock_guard guard(lock_);
+    if (done()) return;
     error_ = std::move(error);
     done_.store(true, std::memory_order_release);
     then.swap(then_);

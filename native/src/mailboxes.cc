@@ -223,7 +223,7 @@ bool Mailboxes::open_frame(int from, std::vector<Ended>& ended) {
   inbox.got = 0;
   inbox.target = claim(from, inbox.frame.tag);
   if (inbox.target) {
-    if (auto error = mismatch(*inbox.target, from, inbox.frame)) {
+    if (auto error = mismatch_of(*inbox.target, from, inbox.frame)) {
       ended.push_back({inbox.target, error});
       inbox.target = nullptr;
       inbox.frame.tag = -1;  // what is put aside is thrown away at the end
@@ -275,7 +275,7 @@ bool Mailboxes::claim_aside(const std::shared_ptr<Transfer>& transfer, std::vect
     auto& unclaimed = inboxes_[static_cast<std::size_t>(from)].unclaimed;
     for (auto it = unclaimed.begin(); it != unclaimed.end(); ++it) {
       if (it->first.tag != transfer->tag_) continue;
-      const auto error = mismatch(*transfer, from, it->first);
+      const auto error = mismatch_of(*transfer, from, it->first);
       if (!error && !it->second.empty())
         std::memcpy(transfer->data_.data, it->second.data(), it->second.size());
       transfer->source_ = from;
@@ -287,39 +287,27 @@ bool Mailboxes::claim_aside(const std::shared_ptr<Transfer>& transfer, std::vect
   return false;
 }
 
-std::exception_ptr Mailboxes::mismatch(const Transfer& transfer, int from, const Frame& frame) const {
+std::exception_ptr Mailboxes::mismatch_of(const Transfer& transfer, int from, const Frame& frame) const {
   if (frame.size_bytes == transfer.data_.size_bytes && frame.code == transfer.code_) return nullptr;
-  const auto sender = std::to_string(group_.name_of(from));
-  const auto type = [](std::uint32_t code) {
-    return code < kNumDtypes ? std::string(name(static_cast<Dtype>(code))) : "type " + std::to_string(code);
-  };
-  return std::make_exception_ptr(Error(
-      Code::kMismatch, "rank " + std::to_string(group_.name_of(group_.rank())) + ", recv: rank " + sender +
-                           " sent " + std::to_string(frame.size_bytes) + " bytes of " + type(frame.code) +
-                           " with tag " + std::to_string(frame.tag) + ", but the receiver expects " +
-                           std::to_string(transfer.data_.size_bytes) + " bytes of " + type(transfer.code_) +
-                           "; both must give tensors of one shape and dtype"));
+  return std::make_exception_ptr(mismatch(group_.name_of(group_.rank()), group_.name_of(from), frame.tag,
+                                          {frame.size_bytes, frame.code},
+                                          {transfer.data_.size_bytes, transfer.code_}));
 }
 
 // Transfers past their time end with an error. One that has begun cannot be taken back: its group is broken.
 void Mailboxes::expire(std::vector<Ended>& ended) {
   const auto now = Clock::now();
-  const auto late = [&](const std::shared_ptr<Transfer>& transfer, const char* what) {
+  const auto is_late = [&](const std::shared_ptr<Transfer>& transfer, const char* what) {
     if (transfer->begun_ || now < transfer->end_) return false;
-    const std::vector<int> ranks =
-        transfer->peer_ >= 0 ? std::vector<int>{group_.name_of(transfer->peer_)} : std::vector<int>{};
-    const std::string whom = ranks.empty() ? "any rank" : "rank " + std::to_string(ranks[0]);
-    ended.push_back({transfer, std::make_exception_ptr(Error(
-                                   Code::kTimeout,
-                                   "rank " + std::to_string(group_.name_of(group_.rank())) + ", " + what +
-                                       whom + ", tag " + std::to_string(transfer->tag_) +
-                                       ": no answer within the timeout; did the other side make its call?",
-                                   ranks))});
+    const int peer = transfer->peer_ == kAnyRank ? kAnyRank : group_.name_of(transfer->peer_);
+    ended.push_back({transfer, std::make_exception_ptr(late(group_.name_of(group_.rank()), what,
+                                                            transfer->peer_ == kAnyRank ? nullptr : &peer,
+                                                            transfer->tag_))});
     return true;
   };
-  std::erase_if(incoming_, [&](const auto& transfer) { return late(transfer, "recv from "); });
+  std::erase_if(incoming_, [&](const auto& transfer) { return is_late(transfer, "recv from "); });
   for (auto& queue : outgoing_)
-    std::erase_if(queue, [&](const auto& transfer) { return late(transfer, "send to "); });
+    std::erase_if(queue, [&](const auto& transfer) { return is_late(transfer, "send to "); });
 }
 
 void Mailboxes::look_after_peers(const std::function<void()>& poll) {

@@ -30,10 +30,6 @@ constexpr std::string_view kScheme = "direct://";
 
 }  // namespace
 
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
 SocketAddress address_of_interface(const std::string& interface) {
   SocketAddress result;
   addrinfo hints{}, *found = nullptr;

@@ -14,27 +14,9 @@
 #include <vector>
 
 #include "torchrelay/tcp_network.h"
+#include "torchrelay/transport/descriptor.h"
 
 namespace torchrelay {
-
-// A file descriptor; closes itself.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor();
-  int get() const noexcept { return fd_; }
-  explicit operator bool() const noexcept { return fd_ >= 0; }
-  void reset() { *this = Descriptor(); }
-
- private:
-  int fd_ = -1;
-};
 
 struct SocketAddress {
   sockaddr_storage storage{};

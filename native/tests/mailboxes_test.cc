@@ -146,7 +146,7 @@ TEST(peers_out_of_range_are_refused) {
     CHECK_THROWS(Code::kArgument, world[0].send(data, peer));
     CHECK_THROWS(Code::kArgument, world[0].receive(data, peer));
   }
-  CHECK_THROWS(Code::kArgument, world[0].send(data, Mailboxes::kAnyRank));
+  CHECK_THROWS(Code::kArgument, world[0].send(data, kAnyRank));
   CHECK_THROWS(Code::kArgument, world[0].send(data, 1, -1));
   CHECK_THROWS(Code::kArgument, world[0].receive(data, 1, -1));
 }

@@ -707,3 +707,72 @@ class SwitchWorker:
     def stats(self) -> SwitchWorkerStats: ...
 
     def close(self) -> None: ...
+
+class Failure:
+    """Why a group cannot be used any more."""
+
+    def __init__(self, message: str, ranks: Sequence[int], timed_out: bool) -> None: ...
+
+    @property
+    def message(self) -> str: ...
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+    @property
+    def timed_out(self) -> bool: ...
+
+class Messenger:
+    """One rank's messages with ranks of other hosts, over TCP. Thread-safe."""
+
+    def __init__(self, rank: int, names: Sequence[int], addresses: Sequence[tuple[str, int]], hosts: Sequence[Sequence[int]], listener: int, token: bytes, local: Communicator, on_failure: Callable[[Failure], None]) -> None:
+        """
+        `names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` the group's secret; `local` has the ranks of this host. `on_failure` is called once, when the group breaks here or a peer reports that it broke, in any thread.
+        """
+
+    def send(self, data: int, size_bytes: int, to: int, tag: int, code: int, timeout_s: float) -> Transfer: ...
+
+    def receive(self, data: int, size_bytes: int, source: int, tag: int, code: int, timeout_s: float) -> Transfer:
+        """Receives from `source`; from any rank if it is -1."""
+
+    def announce(self, size_bytes: int, to: int, tag: int, code: int, local_tag: int) -> None:
+        """
+        Announces a message to a rank of this host, whose bytes are sent in shared memory.
+        """
+
+    def wait(self, transfer: Transfer, timeout_s: float) -> bool:
+        """
+        Waits for a send or receive, which fails after its own timeout; False: not done yet.
+        """
+
+    def complete(self, transfers: Sequence[Transfer], operation: str, deadline_s: float) -> None:
+        """
+        Waits for the transfers of a collective until `deadline_s` of the monotonic clock, while no rank of this host is lost.
+        """
+
+    def lost(self, ranks: Sequence[int]) -> Failure | None:
+        """
+        The failure for the first of `ranks` whose connection ended without a farewell.
+        """
+
+    def with_host(self, failure: Failure, peer: int) -> Failure:
+        """
+        Names also the ranks of a lost rank's host that cannot be reached either.
+        """
+
+    def fail(self, failure: Failure) -> Failure:
+        """Breaks the group on all ranks; returns the first failure."""
+
+    @property
+    def failure(self) -> Failure | None: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    @property
+    def received_bytes(self) -> int: ...
+
+    @property
+    def waited_ns(self) -> int: ...

@@ -20,13 +20,9 @@
 #include <vector>
 
 #include "torchrelay/shared_group.h"
+#include "torchrelay/transport/transfer.h"
 
 namespace torchrelay {
-
-struct Block {
-  std::byte* data = nullptr;
-  std::size_t size_bytes = 0;
-};
 
 // data: count elements, replaced by the result.
 void all_reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count,

@@ -31,6 +31,7 @@ class Ticket {
   // Calls `then` once the operation is done, in the thread that ends it; at once if it is done.
   void when_done(std::function<void()> then);
 
+  // Only the first call counts.
   void finish(std::exception_ptr error);
 
  private:

@@ -19,36 +19,12 @@
 #include "torchrelay/collectives.h"
 #include "torchrelay/executor.h"
 #include "torchrelay/shared_group.h"
+#include "torchrelay/transport/transfer.h"
 
 namespace torchrelay {
 
-// One send or receive in progress. Its data must stay valid until it is done.
-class Transfer {
- public:
-  Transfer(Block data, int peer, std::int32_t tag, std::uint8_t code, std::chrono::nanoseconds timeout)
-      : data_(data), peer_(peer), tag_(tag), code_(code), end_(std::chrono::steady_clock::now() + timeout) {}
-
-  Ticket& ticket() noexcept { return ticket_; }
-  // Where a received message came from; valid once it is done.
-  int source() const noexcept { return source_; }
-
- private:
-  friend class Mailboxes;
-  Block data_;
-  int peer_;  // kAnyRank: receive from any rank
-  std::int32_t tag_;
-  std::uint8_t code_;
-  std::chrono::steady_clock::time_point end_;
-  std::size_t moved_ = 0;  // bytes in or out of the ring so far
-  bool begun_ = false;
-  int source_ = -1;
-  Ticket ticket_;
-};
-
 class Mailboxes {
  public:
-  static constexpr int kAnyRank = -1;
-
   explicit Mailboxes(SharedGroup& group);
   ~Mailboxes() { stop(); }
 
@@ -96,7 +72,7 @@ class Mailboxes {
   bool wanted(int from) const;
   std::shared_ptr<Transfer> claim(int from, std::int32_t tag);
   bool claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended);
-  std::exception_ptr mismatch(const Transfer& transfer, int from, const Frame& frame) const;
+  std::exception_ptr mismatch_of(const Transfer& transfer, int from, const Frame& frame) const;
   void look_after_peers(const std::function<void()>& poll);
   void expire(std::vector<Ended>& ended);
   void fail_all(std::exception_ptr error);

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from torchrelay.aggregation._executor import Completion
-from torchrelay.aggregation._messages import Messages
+from torchrelay._native import Failure, Messenger, Transfer
+from torchrelay.errors import OperationTimeoutError, PeerLostError
 
-__all__ = ["GRACE_S", "Call", "Exchange", "bytes_of"]
+__all__ = ["GRACE_S", "Call", "Exchange", "Lost", "error_of", "failure_of"]
 
 # The cause of a delay is named by whoever waits for it directly; those behind it wait this much
 # longer each.
 GRACE_S = 2.0
 
-_PyBUF_WRITE = 0x200
-_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_view.restype = ctypes.py_object
-_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+Lost = PeerLostError | OperationTimeoutError
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous CPU tensor, which it does not keep alive.
+def failure_of(error: Lost) -> Failure:
+    """Return an error that breaks a group as the native core knows it."""
+    return Failure(str(error), error.ranks, isinstance(error, OperationTimeoutError))
 
-    ``Tensor.numpy()`` would make the tensor's storage one that cannot be resized, as FSDP does.
-    """
-    if not tensor.nbytes:
-        return memoryview(bytearray())  # it has no address
-    view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _PyBUF_WRITE)
-    return view
+
+def error_of(failure: Failure) -> Lost:
+    """Return the error of a group that is broken."""
+    kind = OperationTimeoutError if failure.timed_out else PeerLostError
+    return kind(failure.message, ranks=failure.ranks)
 
 
 @dataclass
@@ -52,32 +47,35 @@ class Call:
 class Exchange:
     """Messages in progress. Tensors without elements are not sent.
 
-    Args:
-        check: called while waiting; raises to stop.
+    If a call of :meth:`finish` fails, its group is broken before the tensors are dropped.
     """
 
-    def __init__(self, messages: Messages, check: Callable[[], None]) -> None:
+    def __init__(self, messages: Messenger) -> None:
         self._messages = messages
-        self._check = check
-        self._transfers: list[tuple[Completion, int]] = []
+        self._transfers: list[Transfer] = []
+        self._tensors: list[torch.Tensor] = []
 
     def send(self, to: int, tag: int, tensor: torch.Tensor) -> None:
         """Send ``tensor``, which must not change until :meth:`finish` returns."""
         if tensor.numel():
-            self._add(self._messages.send(to, tag, bytes_of(tensor)), to, tensor)
+            self._tensors.append(tensor)
+            self._transfers.append(
+                self._messages.send(tensor.data_ptr(), tensor.nbytes, to, tag, 0, 0.0)
+            )
 
     def receive(self, source: int, tag: int, tensor: torch.Tensor) -> None:
         """Receive into ``tensor``, which is complete when :meth:`finish` returns."""
         if tensor.numel():
-            receive = self._messages.receive(source, tag, bytes_of(tensor))
-            self._add(receive.completion, source, tensor)
-
-    def _add(self, completion: Completion, peer: int, tensor: torch.Tensor) -> None:
-        """Keep the tensor until it is done, also if :meth:`finish` raises before."""
-        completion.holds = tensor
-        self._transfers.append((completion, peer))
+            self._tensors.append(tensor)
+            self._transfers.append(
+                self._messages.receive(tensor.data_ptr(), tensor.nbytes, source, tag, 0, 0.0)
+            )
 
     def finish(self, call: Call) -> None:
-        """Wait for all of them; raises as :meth:`_messages.Messages.wait`."""
-        for completion, peer in self._transfers:
-            self._messages.wait(completion, peer, call.name, call.deadline_s + GRACE_S, self._check)
+        """Wait for all of them.
+
+        Raises:
+            OperationTimeoutError: one is not done shortly after the call's deadline.
+            PeerLostError: a peer was lost, or the group is broken.
+        """
+        self._messages.complete(self._transfers, call.name, call.deadline_s + GRACE_S)

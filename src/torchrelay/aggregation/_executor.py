@@ -16,13 +16,9 @@ _STOP_S = 10.0
 
 
 class Completion:
-    """The completion of one operation; a :class:`_plane.Ticket`. Thread-safe.
-
-    ``holds`` is kept as long as the operation may use it.
-    """
+    """The completion of one operation; a :class:`_plane.Ticket`. Thread-safe."""
 
     def __init__(self) -> None:
-        self.holds: object = None
         self._changed = threading.Condition()
         self._done = False
         self._error: BaseException | None = None

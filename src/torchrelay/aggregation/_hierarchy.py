@@ -30,9 +30,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from torchrelay._native import Messenger
 from torchrelay.aggregation._exchange import Call, Exchange
 from torchrelay.aggregation._inter_host import InterHostTransport, combine, partial
-from torchrelay.aggregation._messages import Messages
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import Op
 from torchrelay.aggregation._shm import ShmPlane
@@ -55,7 +55,7 @@ class Hierarchy:
         self,
         placement: Placement,
         shm: ShmPlane,
-        messages: Messages,
+        messages: Messenger,
         transports: Sequence[InterHostTransport],
         piece_bytes: int,
     ) -> None:
@@ -286,7 +286,7 @@ class Hierarchy:
     # --- between hosts
 
     def _exchange(self) -> Exchange:
-        return Exchange(self._messages, self._shm.check)
+        return Exchange(self._messages)
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return _pieces(tensor, self._piece_bytes)

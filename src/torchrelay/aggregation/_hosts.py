@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from torchrelay import _native, _torch, config
@@ -27,18 +26,10 @@ from torchrelay.aggregation._agreement import (
     payloads,
 )
 from torchrelay.aggregation._dtypes import NATIVE, code
-from torchrelay.aggregation._exchange import Call, bytes_of
+from torchrelay.aggregation._exchange import Call, Lost, error_of, failure_of
 from torchrelay.aggregation._executor import Completion, Executor
 from torchrelay.aggregation._hierarchy import Hierarchy
 from torchrelay.aggregation._inter_host import INSTRUCTION_SET, InterHostTransport, TcpTransport
-from torchrelay.aggregation._messages import (
-    ANY_RANK,
-    TOKEN_BYTES,
-    Failure,
-    Header,
-    Messages,
-    Receive,
-)
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
@@ -66,8 +57,8 @@ if TYPE_CHECKING:
 __all__ = ["HostsPlane"]
 
 _logger = logging.getLogger("torchrelay.aggregation")
-_MAX_LOCAL_TAG = 1 << 31
-_LONG_S = 1e9
+_MAX_LOCAL_TAG = (1 << 31) - 1
+_TOKEN_BYTES = 16
 
 
 class HostsPlane:
@@ -106,20 +97,20 @@ class HostsPlane:
         host, port = listener.getsockname()[:2]
         about = {
             "address": [host, port],
-            "token": secrets.token_hex(TOKEN_BYTES),
+            "token": secrets.token_hex(_TOKEN_BYTES),
             "session_id": secrets.randbits(64),
             "chunk_bytes": settings.chunk_bytes,
             "terms": terms(settings),
         }
         abouts = meeting.gather("hosts", about, timeout_s)
-        self._messages = Messages(
+        self._messages = _native.Messenger(
             meeting.rank,
             meeting.names,
             [(each["address"][0], each["address"][1]) for each in abouts],
             self._at.hosts,
-            listener,
+            listener.detach(),
             bytes.fromhex(abouts[0]["token"]),
-            self._take_local,
+            self._shm.native,
             self._report,
         )
         try:
@@ -162,7 +153,7 @@ class HostsPlane:
         reason = (
             "no switch is configured" if self._switch is None else "what the switch does not sum"
         )
-        tcp = TcpTransport(self._at, self._messages, self._shm.check, piece_bytes, reason)
+        tcp = TcpTransport(self._at, self._messages, piece_bytes, reason)
         self._transports: list[InterHostTransport] = (
             [tcp] if self._switch is None else [self._switch, tcp]
         )
@@ -307,70 +298,41 @@ class HostsPlane:
 
     # --- messages
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> _Transfer:
+    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
         self._begin(tensor.nbytes)
+        size_bytes, dtype = tensor.nbytes, code(tensor.dtype)
         if to not in self._at.local:
-            sent = self._messages.send(to, tag, bytes_of(tensor), code(tensor.dtype))
-            sent.holds = tensor
-            return _Transfer(sent, self._deadline(timeout_s), to)
+            return self._messages.send(tensor.data_ptr(), size_bytes, to, tag, dtype, timeout_s)
         local_tag = self._local_tags[to] = (self._local_tags[to] + 1) % _MAX_LOCAL_TAG
-        as_bytes = _torch.flat_bytes(tensor)
-        native = self._shm.send(as_bytes, self._at.local_index(to), local_tag, timeout_s)
-        self._messages.send(to, tag, bytes_of(tensor), code(tensor.dtype), local_tag)
-        transfer = _Transfer(Completion(), self._deadline(timeout_s), to)
-        _follow(native, transfer.ticket, as_bytes)
-        return transfer
+        sent = self._shm.send(tensor, self._at.local_index(to), local_tag, timeout_s)
+        self._messages.announce(size_bytes, to, tag, dtype, local_tag)
+        return sent
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> _Transfer:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
         self._begin(0)
-        receive = self._messages.receive(source, tag, bytes_of(tensor), code(tensor.dtype))
-        receive.completion.holds = tensor
-        return _Transfer(receive.completion, self._deadline(timeout_s), source, receive)
-
-    def wait_transfer(self, transfer: Any, timeout_s: float) -> bool:
-        mine = cast(_Transfer, transfer)
-        left_s = max(0.0, mine.deadline_s - time.monotonic())
-        if mine.ticket.wait(min(timeout_s, left_s)):
-            return True
-        if timeout_s < left_s:
-            return False
-        error = OperationTimeoutError(
-            f"rank {self._names[self._rank]}, {mine.describe(self._names)}: it did not end within "
-            "the group's timeout; a longer one can be given to init_process_group",
-            ranks=[] if mine.peer == ANY_RANK else [self._names[mine.peer]],
+        return self._messages.receive(
+            tensor.data_ptr(), tensor.nbytes, source, tag, code(tensor.dtype), timeout_s
         )
-        self._messages.cancel(mine.ticket, error)
-        return mine.ticket.wait(0)
+
+    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
+        return self._messages.wait(transfer, timeout_s)
 
     def _begin(self, size_bytes: int) -> None:
         self._executor.require_usable()
-        if self._messages.failure is not None:
-            raise self._broken(self._messages.failure)
+        self._require_whole()
         self._jobs += 1
         self._payload_bytes += size_bytes
 
-    def _deadline(self, timeout_s: float) -> float:
-        return time.monotonic() + timeout_s
-
-    def _take_local(self, receive: Receive, source: int, header: Header) -> None:
-        """Receive the bytes of a message through shared memory; also those that its receiver does
-        not expect.
-        """
-        _, dtype_code, local_tag, _, size = header
-        fits = (size, dtype_code) == (receive.view.nbytes, receive.code)
-        into = (
-            torch.from_numpy(np.asarray(receive.view))
-            if fits
-            else torch.empty(size, dtype=torch.uint8)
-        )
-        completion = receive.completion if fits else Completion()
-        try:
-            native = self._shm.receive(into, self._at.local_index(source), local_tag, _LONG_S)
-            _follow(native, completion, into)
-        except TorchRelayError as error:
-            completion.finish(error)
-        if not fits:
-            receive.completion.finish(self._messages.size_error(source, receive, header))
+    def _require_whole(self) -> None:
+        """Raise the error of a group that is broken."""
+        failure = self._messages.failure
+        if failure is not None:
+            cause = error_of(failure)
+            raise type(cause)(
+                f"rank {self._names[self._rank]}: this group failed before and cannot be used any "
+                f"more. The cause was: {cause}",
+                ranks=cause.ranks,
+            )
 
     # --- what a group says about itself, and its end
 
@@ -436,8 +398,7 @@ class HostsPlane:
         name = record.function
 
         def job() -> None:
-            if self._messages.failure is not None:
-                raise self._broken(self._messages.failure)
+            self._require_whole()
             call = Call(name, time.monotonic() + timeout_s)
             try:
                 body(call, self._agree(call, record, payload))
@@ -472,7 +433,7 @@ class HostsPlane:
 
     # --- failures
 
-    def _explain(self, name: str, error: Failure) -> Failure:
+    def _explain(self, name: str, error: Lost) -> Lost:
         """Break the group on all ranks; return the error that this rank raises for ``error``."""
         first = self._break(error)
         here = f"rank {self._names[self._rank]}, {name}"
@@ -480,21 +441,14 @@ class HostsPlane:
             return first
         return type(first)(f"{here}: {first}", ranks=first.ranks)
 
-    def _break(self, error: Failure) -> Failure:
-        return self._messages.fail(error)
+    def _break(self, error: Lost) -> Lost:
+        return error_of(self._messages.fail(failure_of(error)))
 
-    def _report(self, error: Failure) -> None:
+    def _report(self, failure: _native.Failure) -> None:
         """Wake waiting ranks: those of this host in shared memory, this one at the switch."""
-        self._shm.report(str(error), error.ranks, isinstance(error, OperationTimeoutError))
+        self._shm.report(failure.message, failure.ranks, failure.timed_out)
         if self._switch is not None:
             self._switch.close()
-
-    def _broken(self, cause: Failure) -> Failure:
-        return type(cause)(
-            f"rank {self._names[self._rank]}: this group failed before and cannot be used any "
-            f"more. The cause was: {cause}",
-            ranks=cause.ranks,
-        )
 
     def _log(self) -> None:
         switch = "" if self._switch is None else self._switch.reason
@@ -514,46 +468,6 @@ class _Inline:
     tensor: torch.Tensor  # this rank's
     largest_bytes: int  # of any rank's payload
     finish: Callable[[torch.Tensor], None]  # called with all ranks' payloads, a row each
-
-
-class _Transfer:
-    """A send or receive in progress."""
-
-    def __init__(
-        self, ticket: Completion, deadline_s: float, peer: int, receive: Receive | None = None
-    ) -> None:
-        self.ticket = ticket
-        self.deadline_s = deadline_s
-        self.peer = peer
-        self.receive = receive
-
-    @property
-    def source(self) -> int:
-        return self.peer if self.receive is None else self.receive.source
-
-    def describe(self, names: Sequence[int]) -> str:
-        name = "any rank" if self.peer == ANY_RANK else f"rank {names[self.peer]}"
-        return (
-            f"send to {name}"
-            if self.receive is None
-            else f"recv from {name}, tag {self.receive.tag}"
-        )
-
-
-def _follow(native: Transfer, completion: Completion, buffer: torch.Tensor) -> None:
-    """End ``completion`` as the native transfer ends; keeps it and its buffer until then."""
-
-    def finish() -> None:
-        del held[:]
-        try:
-            native.ticket.wait(0)
-        except TorchRelayError as error:
-            completion.finish(error)
-        else:
-            completion.finish()
-
-    held = [buffer]
-    native.ticket.when_done(finish)
 
 
 def _reduce_rows(rows: torch.Tensor, into: torch.Tensor, op: Op) -> None:

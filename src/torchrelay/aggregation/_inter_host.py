@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from torchrelay import _native
 from torchrelay.aggregation._dtypes import NATIVE
 from torchrelay.aggregation._exchange import Call, Exchange
-from torchrelay.aggregation._messages import Messages
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op
 
@@ -59,7 +58,6 @@ class TcpTransport:
     sends the sum back.
 
     Args:
-        check: called while waiting; raises to stop.
         reason: why it is used, for :meth:`stats`.
     """
 
@@ -68,12 +66,11 @@ class TcpTransport:
     def __init__(
         self,
         placement: Placement,
-        messages: Messages,
-        check: Callable[[], None],
+        messages: _native.Messenger,
         piece_bytes: int,
         reason: str,
     ) -> None:
-        self._at, self._messages, self._check = placement, messages, check
+        self._at, self._messages = placement, messages
         self.piece_bytes = piece_bytes
         self._reason = reason
 
@@ -84,7 +81,7 @@ class TcpTransport:
         at, leaders = self._at, self._at.leaders_for(root)
         segments = _segments(piece, len(at.hosts))
         own = segments[at.host]
-        parts = Exchange(self._messages, self._check)
+        parts = Exchange(self._messages)
         received = [torch.empty_like(own) for _ in at.other_hosts]
         for host, part in zip(at.other_hosts, received, strict=True):
             parts.send(leaders[host], _PARTS, segments[host])
@@ -92,7 +89,7 @@ class TcpTransport:
         yield
         parts.finish(call)
         combine(at, own, received, op)
-        sums = Exchange(self._messages, self._check)
+        sums = Exchange(self._messages)
         for host in at.other_hosts:
             if root is None or root == leaders[host]:
                 sums.send(leaders[host], _SUMS, own)
@@ -102,7 +99,8 @@ class TcpTransport:
         sums.finish(call)
 
     def stats(self) -> LinkStats:
-        return LinkStats("tcp", self._reason, self._messages.sent_bytes, self._messages.waited_s)
+        sent, waited_ns = self._messages.sent_bytes, self._messages.waited_ns
+        return LinkStats("tcp", self._reason, sent, waited_ns * 1e-9)
 
 
 def combine(at: Placement, own: torch.Tensor, others: Sequence[torch.Tensor], op: Op) -> None:

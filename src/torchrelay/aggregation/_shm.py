@@ -45,7 +45,7 @@ class ShmPlane:
         settings: Aggregation,
     ) -> None:
         self._segment = _open_segment(meeting, timeout_s, settings)
-        self._native = _native.Communicator(
+        self.native = _native.Communicator(
             self._segment.memory,
             meeting.rank,
             meeting.names,
@@ -54,14 +54,14 @@ class ShmPlane:
         )
         meeting.announce("joined")
         meeting.wait("joined", timeout_s)  # from here on the native core detects deaths
-        self._native.join(timeout_s)
+        self.native.join(timeout_s)
         self._payload_bytes = 0
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
-        return self._native.all_reduce(
+        return self.native.all_reduce(
             tensor.data_ptr(), tensor.numel(), NATIVE[tensor.dtype], op, timeout_s, block
         )
 
@@ -69,7 +69,7 @@ class ShmPlane:
         self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
-        return self._native.reduce(
+        return self.native.reduce(
             tensor.data_ptr(), tensor.numel(), NATIVE[tensor.dtype], op, root, timeout_s, block
         )
 
@@ -83,7 +83,7 @@ class ShmPlane:
     ) -> Ticket | None:
         self._payload_bytes += output.nbytes * len(inputs)
         addresses = [tensor.data_ptr() for tensor in inputs]
-        return self._native.reduce_scatter(
+        return self.native.reduce_scatter(
             addresses, output.data_ptr(), output.numel(), NATIVE[output.dtype], op, timeout_s, block
         )
 
@@ -91,7 +91,7 @@ class ShmPlane:
         self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
-        return self._native.broadcast(
+        return self.native.broadcast(
             tensor.data_ptr(), tensor.nbytes, code(tensor.dtype), root, timeout_s, block
         )
 
@@ -99,7 +99,7 @@ class ShmPlane:
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
-        return self._native.all_gather(
+        return self.native.all_gather(
             tensor.data_ptr(), tensor.nbytes, _blocks(outputs), code(tensor.dtype), timeout_s, block
         )
 
@@ -112,7 +112,7 @@ class ShmPlane:
         block: bool,
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
-        return self._native.gather(
+        return self.native.gather(
             tensor.data_ptr(),
             tensor.nbytes,
             _blocks(outputs),
@@ -131,7 +131,7 @@ class ShmPlane:
         block: bool,
     ) -> Ticket | None:
         self._payload_bytes += output.nbytes
-        return self._native.scatter(
+        return self.native.scatter(
             _blocks(inputs),
             output.data_ptr(),
             output.nbytes,
@@ -150,45 +150,45 @@ class ShmPlane:
     ) -> Ticket | None:
         self._payload_bytes += sum(tensor.nbytes for tensor in inputs)
         dtype = inputs[0].dtype
-        return self._native.all_to_all(
+        return self.native.all_to_all(
             _blocks(inputs), _blocks(outputs), code(dtype), timeout_s, block
         )
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None:
-        return self._native.barrier(timeout_s, block)
+        return self.native.barrier(timeout_s, block)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
         self._payload_bytes += tensor.nbytes
-        return self._native.send(
+        return self.native.send(
             tensor.data_ptr(), tensor.nbytes, to, tag, code(tensor.dtype), timeout_s
         )
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
-        return self._native.receive(
+        return self.native.receive(
             tensor.data_ptr(), tensor.nbytes, source, tag, code(tensor.dtype), timeout_s
         )
 
     def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
-        return self._native.wait_transfer(transfer, timeout_s)
+        return self.native.wait_transfer(transfer, timeout_s)
 
     def report(self, message: str, ranks: Sequence[int], timed_out: bool) -> None:
         """Break the group on all its ranks for an external reason; they raise this message and
         ranks.
         """
-        self._native.report(message, list(ranks), timed_out)
+        self.native.report(message, list(ranks), timed_out)
 
     def check(self) -> None:
         """Raise if the group is broken or a rank of it has died; for a rank that waits for
         something else.
         """
-        self._native.check("waiting for other hosts")
+        self.native.check("waiting for other hosts")
 
     def stats(self) -> PlaneStats:
-        native = self._native
+        native = self.native
         return PlaneStats(self.name, native.jobs, self._payload_bytes, native.waiting_ns * 1e-9)
 
     def close(self) -> None:
-        self._native.close()
+        self.native.close()
 
 
 def _blocks(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from torchrelay._native import Messenger
 from torchrelay._waiting import listed
-from torchrelay.aggregation._exchange import Call
+from torchrelay.aggregation._exchange import Call, Lost, error_of, failure_of
 from torchrelay.aggregation._executor import Completion, Executor
 from torchrelay.aggregation._inter_host import divide
-from torchrelay.aggregation._messages import Failure, Messages
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op
 from torchrelay.aggregation.switch._client import SwitchClient
@@ -154,7 +154,7 @@ class SwitchTransport:
         names: Sequence[int],
         settings: Aggregation,
         client: SwitchClient | None,
-        messages: Messages,
+        messages: Messenger,
         check: Callable[[], None],
     ) -> None:
         self._at, self._names = placement, names
@@ -211,7 +211,7 @@ class SwitchTransport:
                 self._check()
                 lost = self._messages.lost(self._at.leaders)
                 if lost is not None and not self._is_done(job, _DONE_S):
-                    raise lost
+                    raise error_of(lost)
         except BaseException:
             self.close()
             raise
@@ -224,13 +224,13 @@ class SwitchTransport:
         except OperationTimeoutError as error:
             raise self._name_missing(error) from None
 
-    def _name_missing(self, error: OperationTimeoutError) -> Failure:
+    def _name_missing(self, error: OperationTimeoutError) -> Lost:
         """Translate the workers that a switch waits for to ranks."""
         leaders = [self._at.leaders[worker] for worker in error.ranks]
         if not leaders:
             return error
         named = _with_ranks(error, [self._names[leader] for leader in leaders])
-        return self._messages.with_host(named, leaders[0])
+        return error_of(self._messages.with_host(failure_of(named), leaders[0]))
 
 
 def _with_ranks(error: TorchRelayError, ranks: Sequence[int]) -> OperationTimeoutError:

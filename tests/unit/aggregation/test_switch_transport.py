@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 import torch
 
+from torchrelay._native import Failure, Messenger
 from torchrelay.aggregation._exchange import Call
-from torchrelay.aggregation._messages import Messages
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import Op
 from torchrelay.aggregation._switch_transport import SwitchTransport
@@ -39,9 +39,9 @@ class _Messages:
     def lost(self, ranks: tuple[int, ...]) -> None:
         return None
 
-    def with_host(self, error: Exception, peer: int) -> Exception:
+    def with_host(self, failure: Failure, peer: int) -> Failure:
         assert peer == 2
-        return error
+        return failure
 
 
 def _fail(client: _Client, group_error: OperationTimeoutError | None) -> OperationTimeoutError:
@@ -56,7 +56,7 @@ def _fail(client: _Client, group_error: OperationTimeoutError | None) -> Operati
         range(4),
         Aggregation(),
         cast(SwitchClient, client),
-        cast(Messages, _Messages()),
+        cast(Messenger, _Messages()),
         check,
     )
     call = Call("all_reduce", time.monotonic() + 60)

@@ -1,0 +1,76 @@
+// One thread that waits for the file descriptors and the times of all connections of a process (epoll).
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+#include "torchrelay/origin.h"
+#include "torchrelay/transport/descriptor.h"
+
+namespace torchrelay::transport {
+
+// Thread-safe. Functions run in the loop's thread, one at a time; they must not block, nor throw.
+class EventLoop {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Id = std::uint64_t;  // of what is waited for; 0 is none
+  using Ready = std::function<void(std::uint32_t events)>;
+
+  // The loop of this process; it ends when nobody holds it. A forked child gets one of its own.
+  static std::shared_ptr<EventLoop> shared();
+
+  EventLoop();
+  ~EventLoop();
+  EventLoop(const EventLoop&) = delete;
+  EventLoop& operator=(const EventLoop&) = delete;
+
+  // Calls `ready` whenever the descriptor, which must stay open until forget(), has one of `events` (EPOLLIN,
+  // ...), an error, or was closed at the other end. Without events only once.
+  Id watch(int fd, std::uint32_t events, Ready ready);
+  void change(Id id, std::uint32_t events);
+
+  Id call_at(Clock::time_point when, std::function<void()> function);
+  Id call_soon(std::function<void()> function) { return call_at(Clock::now(), std::move(function)); }
+
+  // Ends a watch or a call; neither is in progress when it returns, unless it is the caller. The caller must
+  // not hold a lock that the function takes.
+  void forget(Id id);
+
+  // Waits for the function that is running, unless it is the caller: one may forget itself.
+  void finish_running();
+
+ private:
+  struct Watch {
+    int fd;
+    std::shared_ptr<Ready> ready;
+  };
+  using When = std::pair<Clock::time_point, Id>;
+
+  void run();
+  void dispatch(Id id, std::uint32_t events);
+  int call_due();
+  template <class Function>
+  void call(std::unique_lock<std::mutex>& guard, Id id, const Function& function);
+  void wake();
+
+  Descriptor poller_, wake_;
+  std::mutex lock_;
+  std::condition_variable changed_;
+  std::unordered_map<Id, Watch> watches_;
+  std::map<When, std::function<void()>> calls_;
+  Id last_id_ = 0;
+  Id current_ = 0;  // whose function runs
+  std::uint64_t calls_made_ = 0;
+  bool stopping_ = false;
+  Origin origin_;
+  std::thread thread_;
+};
+
+}  // namespace torchrelay::transport

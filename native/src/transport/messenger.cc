@@ -1,0 +1,470 @@
+#include "torchrelay/transport/messenger.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "messenger_parts.h"
+
+namespace torchrelay::transport {
+namespace {
+
+// The report of a failure, as it is sent: this, then the ranks, then the text.
+struct Report {
+  std::uint32_t is_timeout;
+  std::uint32_t ranks;
+};
+
+constexpr std::size_t kMaxText = 4096;
+constexpr std::size_t kMaxRanks = 4096;
+
+template <class Pointer>
+std::vector<Pointer> make(std::size_t count) {
+  std::vector<Pointer> out(count);
+  for (auto& each : out) each = std::make_unique<typename Pointer::element_type>();
+  return out;
+}
+
+}  // namespace
+
+std::vector<std::byte> Messenger::encode(const Error& error) {
+  const std::string text = std::string(error.what()).substr(0, kMaxText);
+  const std::size_t count = std::min(error.ranks().size(), kMaxRanks);
+  const Report report{error.code() == Code::kTimeout, static_cast<std::uint32_t>(count)};
+  std::vector<std::byte> out(sizeof report + count * sizeof(std::int32_t) + text.size());
+  std::memcpy(out.data(), &report, sizeof report);
+  auto* ranks = out.data() + sizeof report;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto rank = static_cast<std::int32_t>(error.ranks()[i]);
+    std::memcpy(ranks + i * sizeof rank, &rank, sizeof rank);
+  }
+  std::memcpy(ranks + count * sizeof(std::int32_t), text.data(), text.size());
+  return out;
+}
+
+std::optional<Error> Messenger::decode(const std::vector<std::byte>& body) {
+  Report report;
+  if (body.size() < sizeof report) return std::nullopt;
+  std::memcpy(&report, body.data(), sizeof report);
+  const std::size_t start = sizeof report + std::size_t{report.ranks} * sizeof(std::int32_t);
+  if (report.ranks > kMaxRanks || start > body.size() || report.is_timeout > 1) return std::nullopt;
+  std::vector<int> ranks(report.ranks);
+  for (std::size_t i = 0; i < ranks.size(); ++i)
+    std::memcpy(&ranks[i], body.data() + sizeof report + i * sizeof(std::int32_t), sizeof(std::int32_t));
+  const auto* text = reinterpret_cast<const char*>(body.data() + start);
+  return Error(report.is_timeout != 0 ? Code::kTimeout : Code::kPeerLost,
+               std::string(text, body.size() - start), std::move(ranks));
+}
+
+Messenger::Messenger(MessengerOptions options, Descriptor listener, ReceiveLocally receive_locally,
+                     std::function<void(const Error&)> on_failure)
+    : options_(std::move(options)),
+      receive_locally_(std::move(receive_locally)),
+      on_failure_(std::move(on_failure)),
+      loop_(EventLoop::shared()),
+      peers_(make<std::unique_ptr<Peer>>(options_.addresses.size())),
+      listener_(std::move(listener)) {
+  const std::size_t size = peers_.size();
+  if (options_.rank < 0 || static_cast<std::size_t>(options_.rank) >= size || options_.names.size() != size)
+    throw Error(Code::kArgument, "rank " + std::to_string(options_.rank) + " does not fit a group of " +
+                                     std::to_string(size) + " ranks");
+  fcntl(listener_.get(), F_SETFL, fcntl(listener_.get(), F_GETFL) | O_NONBLOCK);
+  const std::lock_guard guard(lock_);
+  listening_ = loop_->watch(listener_.get(), EPOLLIN, [this](std::uint32_t events) { accept_all(events); });
+}
+
+Messenger::~Messenger() { close(); }
+
+// --- sending
+
+std::shared_ptr<Transfer> Messenger::send(Block data, int to, std::int32_t tag, std::uint8_t code,
+                                          std::chrono::nanoseconds timeout) {
+  return post({Kind::kData, code, 0, 0, tag, 0, data.size_bytes}, data, to, timeout);
+}
+
+std::shared_ptr<Transfer> Messenger::announce(Block data, int to, std::int32_t tag, std::uint8_t code,
+                                              std::int32_t local_tag) {
+  return post({Kind::kLocal, code, 0, local_tag, tag, 0, data.size_bytes}, {}, to, {});
+}
+
+std::shared_ptr<Transfer> Messenger::post(Frame frame, Block data, int to, std::chrono::nanoseconds timeout) {
+  require_rank("send", to);
+  auto transfer = std::make_shared<Transfer>(data, to, frame.tag, frame.code, timeout);
+  transfer->is_remote_ = transfer->sends_ = true;
+  Peer& peer = peer_of(to);
+  std::vector<std::shared_ptr<Transfer>> sent;
+  bool is_connected, is_refused;
+  {
+    const std::lock_guard guard(peer.lock);
+    is_refused = failed_ || closed_ || peer.gone;
+    is_connected = peer.out != nullptr;
+    if (!is_refused) {
+      sent_bytes_.fetch_add(data.size_bytes, std::memory_order_relaxed);
+      peer.queue.push_back({bytes_of(frame), {}, data, transfer});
+      if (is_connected && !peer.out->wants_write) flush(peer, sent);
+    }
+  }
+  for (auto& each : sent) each->ticket().finish(nullptr);
+  if (is_connected && !is_refused) return transfer;
+  Consequences then;
+  {
+    const std::lock_guard guard(lock_);
+    if (is_refused)
+      then.end(transfer, refusal(to));
+    else
+      connect(to);
+  }
+  settle(then);
+  return transfer;
+}
+
+std::exception_ptr Messenger::refusal(int rank) const {
+  return std::make_exception_ptr(failure_ ? *failure_ : closed_ ? closed_error() : gone_error(rank));
+}
+
+// A frame of our own, which is sent even if the group has failed.
+void Messenger::queue(int to, const Frame& frame, std::vector<std::byte> body) {
+  Peer& peer = peer_of(to);
+  std::vector<std::shared_ptr<Transfer>> sent;
+  {
+    const std::lock_guard guard(peer.lock);
+    peer.queue.push_back({bytes_of(frame), std::move(body), {}, nullptr});
+    flush(peer, sent);
+  }
+  for (auto& each : sent) each->ticket().finish(nullptr);
+}
+
+// Ends sends before their bytes have left: nobody reads their memory any more. Called with the peer's lock.
+// What a started frame lacks is copied, because another frame cannot take its place.
+void Messenger::abandon(Peer& peer, const std::function<bool(const Transfer&)>& which,
+                        std::vector<std::shared_ptr<Transfer>>& abandoned) {
+  for (auto it = peer.queue.begin(); it != peer.queue.end();) {
+    if (!it->transfer || !which(*it->transfer)) {
+      ++it;
+      continue;
+    }
+    abandoned.push_back(std::move(it->transfer));
+    it->transfer = nullptr;
+    if (it->sent == 0) {
+      it = peer.queue.erase(it);
+      continue;
+    }
+    if (it->data.size_bytes != 0) {
+      it->body.assign(it->data.data, it->data.data + it->data.size_bytes);
+      it->data = {};
+    }
+    ++it;
+  }
+}
+
+// --- receiving
+
+std::shared_ptr<Transfer> Messenger::receive(Block data, int source, std::int32_t tag, std::uint8_t code,
+                                             std::chrono::nanoseconds timeout) {
+  if (source != kAnyRank) require_rank("recv", source);
+  auto transfer = std::make_shared<Transfer>(data, source, tag, code, timeout);
+  transfer->is_remote_ = true;
+  Consequences then;
+  {
+    const std::lock_guard guard(lock_);
+    const auto parked = std::ranges::find_if(
+        parked_, [&](const Parked& each) { return transfer->accepts(each.source, each.frame.tag); });
+    if (failed_ || closed_) {
+      then.end(transfer, refusal(source));
+    } else if (parked != parked_.end()) {
+      peer_of(parked->source).parked_bytes -= parked->data.size();
+      deliver(transfer, std::move(*parked), then);
+      parked_.erase(parked);
+    } else if (source != kAnyRank && peer_of(source).gone) {
+      then.end(transfer, refusal(source));
+    } else {
+      posted_.push_back(transfer);
+      if (source != kAnyRank) connect(source);
+      for (const auto& connection : connections_)
+        if (connection->paused && (source == kAnyRank || connection->rank == source)) resume(connection);
+    }
+  }
+  settle(then);
+  return transfer;
+}
+
+// Removes and returns the receive that a message is for.
+std::shared_ptr<Transfer> Messenger::claim(int source, std::int32_t tag) {
+  const auto found =
+      std::ranges::find_if(posted_, [&](const auto& each) { return each->accepts(source, tag); });
+  if (found == posted_.end()) return nullptr;
+  auto transfer = std::move(*found);
+  posted_.erase(found);
+  return transfer;
+}
+
+bool Messenger::is_awaited(int source) const {
+  return std::ranges::any_of(
+      posted_, [&](const auto& each) { return each->peer_ == kAnyRank || each->peer_ == source; });
+}
+
+std::exception_ptr Messenger::mismatch_of(const Transfer& transfer, int source, const Frame& frame) const {
+  if (frame.size_bytes == transfer.data_.size_bytes && frame.code == transfer.code_) return nullptr;
+  return std::make_exception_ptr(mismatch(name_of(options_.rank), name_of(source), frame.tag,
+                                          {frame.size_bytes, frame.code},
+                                          {transfer.data_.size_bytes, transfer.code_}));
+}
+
+// Gives a receive a message that is in memory, or whose bytes are in shared memory.
+void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, Parked message, Consequences& then) {
+  transfer->source_ = message.source;
+  if (message.frame.kind == Kind::kLocal) {
+    then.local.push_back({transfer, message.source, message.frame});
+    return;
+  }
+  const auto error = mismatch_of(*transfer, message.source, message.frame);
+  if (!error && !message.data.empty())
+    std::memcpy(transfer->data_.data, message.data.data(), message.data.size());
+  then.end(transfer, error);
+}
+
+// A message that its receiver does not expect is received too: it would stay in shared memory.
+void Messenger::receive_local(const std::shared_ptr<Transfer>& transfer, int source, const Frame& frame) {
+  const auto error = mismatch_of(*transfer, source, frame);
+  const auto aside = std::make_shared<std::vector<std::byte>>(error ? frame.size_bytes : 0);
+  const Block into = error ? Block{aside->data(), aside->size()} : transfer->data_;
+  try {
+    const auto local = receive_locally_(into, source, frame.local_tag, frame.code);
+    local->ticket().when_done([transfer, local, aside, error] {
+      transfer->ticket().finish(error ? error : local->ticket().error());
+    });
+  } catch (const Error&) {
+    transfer->ticket().finish(error ? error : std::current_exception());
+  }
+}
+
+// --- waiting
+
+bool Messenger::wait(const std::shared_ptr<Transfer>& transfer, std::chrono::nanoseconds timeout,
+                     const std::function<void()>& poll) {
+  if (!transfer->is_remote_) return transfer->ticket().wait(timeout, poll);  // its mailboxes watch the time
+  const auto now = Clock::now();
+  const auto left = std::max<std::chrono::nanoseconds>(transfer->end_ - now, std::chrono::nanoseconds(0));
+  if (transfer->ticket().wait(std::min(timeout, left), poll)) return true;
+  if (timeout < left) return false;
+  const int peer = transfer->peer_ == kAnyRank ? kAnyRank : name_of(transfer->peer_);
+  cancel(transfer, late(name_of(options_.rank), transfer->sends_ ? "send to " : "recv from ",
+                        transfer->peer_ == kAnyRank ? nullptr : &peer, transfer->tag_));
+  return transfer->ticket().wait(std::chrono::nanoseconds(0), {});
+}
+
+void Messenger::complete(const std::shared_ptr<Transfer>& transfer, const char* operation,
+                         Clock::time_point deadline, const std::function<void()>& poll) {
+  const auto started = Clock::now();
+  const struct Count {
+    ~Count() {
+      self.waited_ns_.fetch_add(static_cast<std::uint64_t>((Clock::now() - start).count()),
+                                std::memory_order_relaxed);
+    }
+    Messenger& self;
+    Clock::time_point start;
+  } count{*this, started};
+  const auto left = std::max<std::chrono::nanoseconds>(deadline - started, std::chrono::nanoseconds(0));
+  const int peer = name_of(transfer->peer_);
+  std::optional<Error> error;
+  bool is_done = false;
+  try {
+    is_done = transfer->ticket().wait(left, poll);
+  } catch (const Error& thrown) {
+    if (!transfer->ticket().done()) throw;  // by poll
+    error = thrown;
+  }
+  if (is_done) return;
+  if (!error)
+    error = Error(Code::kTimeout,
+                  "rank " + std::to_string(name_of(options_.rank)) + ", " + operation + ": rank " +
+                      std::to_string(peer) +
+                      " did not answer in time; is it stuck, slow or cut off? A longer timeout can be given "
+                      "to init_process_group",
+                  {peer});
+  throw with_host(*error, transfer->peer_);
+}
+
+// A message that arrives for it later is parked, or read and dropped if it is arriving.
+void Messenger::cancel(const std::shared_ptr<Transfer>& transfer, const Error& error) {
+  std::vector<std::shared_ptr<Transfer>> abandoned;
+  {
+    const std::lock_guard guard(lock_);
+    std::erase(posted_, transfer);
+    for (const auto& connection : connections_)
+      if (connection->target == transfer) connection->target = nullptr;
+    if (transfer->sends_) {
+      Peer& peer = peer_of(transfer->peer_);
+      const std::lock_guard peer_guard(peer.lock);
+      abandon(peer, [&](const Transfer& each) { return &each == transfer.get(); }, abandoned);
+    }
+  }
+  transfer->ticket().finish(std::make_exception_ptr(error));
+}
+
+// --- failures
+
+Error Messenger::gone_error(int rank) const {
+  const std::string& why = peer_of(rank).why_gone;
+  return {Code::kPeerLost,
+          "rank " + std::to_string(name_of(rank)) + " " + (why.empty() ? kDied : why),
+          {name_of(rank)}};
+}
+
+Error Messenger::closed_error() const {
+  return {Code::kPeerLost, "the group was destroyed on this rank before the operation ended"};
+}
+
+std::optional<Error> Messenger::lost(const std::vector<int>& ranks) {
+  std::optional<Error> error;
+  int lost_rank = -1;
+  {
+    const std::lock_guard guard(lock_);
+    for (const int rank : ranks) {
+      if (!peer_of(rank).gone || peer_of(rank).left) continue;
+      error = gone_error(lost_rank = rank);
+      break;
+    }
+  }
+  if (error) error = with_host(*error, lost_rank);
+  return error;
+}
+
+Error Messenger::with_host(const Error& error, int peer) {
+  const auto& host = *std::ranges::find_if(
+      options_.hosts, [&](const auto& ranks) { return std::ranges::find(ranks, peer) != ranks.end(); });
+  std::vector<int> others;
+  for (const int rank : host)
+    if (!failed_ && rank != peer &&
+        !is_reachable(options_.addresses[static_cast<std::size_t>(rank)], options_.probe_timeout))
+      others.push_back(name_of(rank));
+  if (others.empty()) return error;
+  {  // Or they ended because they knew, and their report is on its way here.
+    std::unique_lock guard(lock_);
+    if (changed_.wait_for(guard, options_.report_timeout, [&] { return failure_.has_value(); })) return error;
+  }
+  std::string list = others.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < others.size(); ++i) list += (i == 0 ? "" : ", ") + std::to_string(others[i]);
+  std::vector<int> ranks = error.ranks();
+  ranks.insert(ranks.end(), others.begin(), others.end());
+  std::ranges::sort(ranks);
+  return {error.code(), std::string(error.what()) + "; nor can " + list + " of its host be reached",
+          std::move(ranks)};
+}
+
+std::optional<Error> Messenger::failure() const {
+  const std::lock_guard guard(lock_);
+  return failure_;
+}
+
+Error Messenger::fail(const Error& error) {
+  Consequences then;
+  const auto body = encode(error);
+  std::vector<int> connected;
+  {
+    const std::lock_guard guard(lock_);
+    if (failure_) return *failure_;
+    failure_ = error;
+    failed_ = true;
+    const auto thrown = std::make_exception_ptr(error);
+    for (auto& transfer : posted_) then.end(transfer, thrown);
+    posted_.clear();
+    for (const auto& connection : connections_) {
+      if (connection->target) then.end(std::exchange(connection->target, nullptr), thrown);
+      if (connection->paused) resume(connection);
+    }
+    for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+      Peer& peer = *peers_[rank];
+      std::vector<std::shared_ptr<Transfer>> abandoned;
+      const std::lock_guard peer_guard(peer.lock);
+      abandon(peer, [](const Transfer&) { return true; }, abandoned);
+      for (auto& transfer : abandoned) then.end(std::move(transfer), thrown);
+      if (!peer.connections.empty()) connected.push_back(static_cast<int>(rank));
+    }
+    // The leaders pass it on; frames that were sent before may block their connection.
+    for (const auto& ranks : options_.hosts)
+      if (std::ranges::find(ranks, options_.rank) == ranks.end() && !closed_) send_report(ranks[0], body);
+    changed_.notify_all();
+  }
+  for (const int rank : connected) queue(rank, failed_frame(body), body);
+  settle(then);
+  on_failure_(error);
+  return error;
+}
+
+Messenger::Frame Messenger::failed_frame(const std::vector<std::byte>& body) {
+  return {Kind::kFailed, 0, 0, 0, 0, 0, body.size()};
+}
+
+void Messenger::require_rank(const char* operation, int rank) const {
+  if (rank >= 0 && static_cast<std::size_t>(rank) < peers_.size()) return;
+  throw Error(Code::kArgument, "rank " + std::to_string(name_of(options_.rank)) + ", " + operation +
+                                   ": there is no rank " + std::to_string(rank) + " in a group of " +
+                                   std::to_string(peers_.size()));
+}
+
+// --- the end
+
+void Messenger::close() {
+  Consequences then;
+  std::vector<int> connected;
+  {
+    const std::lock_guard guard(lock_);
+    if (closed_.exchange(true)) return;
+    const auto error = std::make_exception_ptr(closed_error());
+    for (auto& transfer : posted_) then.end(transfer, error);
+    posted_.clear();
+    for (const auto& connection : connections_) {
+      if (connection->target) then.end(std::exchange(connection->target, nullptr), error);
+      if (connection->paused) resume(connection);
+    }
+    for (std::size_t rank = 0; rank < peers_.size(); ++rank)
+      if (!peers_[rank]->connections.empty() || peers_[rank]->connecting)
+        connected.push_back(static_cast<int>(rank));
+  }
+  for (const int rank : connected) queue(rank, {Kind::kLeft, 0, 0, 0, 0, 0, 0}, {});
+  settle(then);
+
+  const auto deadline = Clock::now() + options_.flush_timeout;
+  for (const auto& peer : peers_) {
+    std::unique_lock guard(peer->lock);
+    peer->idle.wait_until(guard, deadline, [&] { return peer->queue.empty() || peer->gone; });
+  }
+  std::set<ConnectionPtr> connections;
+  std::set<EventLoop::Id> ids;
+  {
+    std::unique_lock guard(lock_);
+    changed_.wait_until(guard, deadline, [&] { return reports_ == 0; });
+    connections.swap(connections_);
+    strangers_.clear();
+    ids.swap(timers_);
+    ids.insert(listening_);
+    for (const auto& connection : connections) ids.insert(connection->watch);
+    for (const auto& peer : peers_) peer->connections.clear();
+  }
+  for (const auto id : ids) loop_->forget(id);
+  loop_->finish_running();  // of a connection that ended meanwhile
+  Consequences last;
+  for (const auto& peer : peers_) {
+    std::vector<std::shared_ptr<Transfer>> abandoned;
+    const std::lock_guard guard(peer->lock);
+    peer->out = nullptr;
+    abandon(*peer, [](const Transfer&) { return true; }, abandoned);
+    for (auto& transfer : abandoned) last.end(std::move(transfer), std::make_exception_ptr(closed_error()));
+    peer->queue.clear();
+  }
+  listener_.reset();
+  settle(last);
+}
+
+void Messenger::settle(Consequences& then) {
+  for (auto& end : then.ended) end.transfer->ticket().finish(end.error);
+  for (auto& local : then.local) receive_local(local.transfer, local.source, local.frame);
+  for (const int rank : then.to_flush) flush_to(rank);
+  if (then.failure) fail(*then.failure);
+}
+
+}  // namespace torchrelay::transport
