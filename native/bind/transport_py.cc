@@ -14,6 +14,7 @@
 
 #include "communicator.h"
 #include "register.h"
+#include "torchrelay/transport/host_collectives.h"
 #include "torchrelay/transport/messenger.h"
 
 namespace nb = nanobind;
@@ -34,7 +35,9 @@ constexpr std::chrono::hours kForever{24 * 365};
 class PythonMessenger {
  public:
   PythonMessenger(MessengerOptions options, Descriptor listener, nb::object local, nb::callable on_failure)
-      : local_(nb::cast<Communicator*>(local)), held_(hold(std::move(local))) {
+      : hosts_{options.rank, options.hosts, 0},
+        local_(nb::cast<Communicator*>(local)),
+        held_(hold(std::move(local))) {
     const auto& hosts = options.hosts;
     const auto host = std::ranges::find_if(
         hosts, [&](const auto& ranks) { return std::ranges::find(ranks, options.rank) != ranks.end(); });
@@ -83,7 +86,18 @@ class PythonMessenger {
     for (const auto& transfer : transfers) messenger_->complete(transfer, operation.c_str(), deadline, poll);
   }
 
+  // Called when no other collective of the group, or of its ranks of this host, is in progress.
+  void all_reduce(torchrelay::Address data, std::size_t count, Dtype dtype, Op op, std::size_t share_bytes,
+                  double timeout_s) {
+    transport::Hosts hosts = hosts_;
+    hosts.share_bytes = share_bytes;
+    local_->run("all_reduce", timeout_s, true, [&](SharedGroup& group, const Operation& operation) {
+      transport::all_reduce(group, *messenger_, hosts, operation, pointer(data), count, dtype, op);
+    });
+  }
+
  private:
+  const transport::Hosts hosts_;
   Communicator* local_;
   std::shared_ptr<nb::object> held_;
   std::shared_ptr<nb::callable> report_;
@@ -170,6 +184,10 @@ void register_transport(nb::module_& module) {
       .def("complete", &PythonMessenger::complete, "transfers"_a, "operation"_a, "deadline_s"_a, Released(),
            "Waits for the transfers of a collective until `deadline_s` of the monotonic clock, while no rank "
            "of this host is lost.")
+      .def("all_reduce", &PythonMessenger::all_reduce, "data"_a, "count"_a, "dtype"_a, "op"_a,
+           "share_bytes"_a, "timeout_s"_a, Released(),
+           "Replaces the data by their reduction over all ranks, which have agreed on the call; an average "
+           "is not divided. `share_bytes`, of a rank's share of a block, is equal on all ranks.")
       .def(
           "lost", [](PythonMessenger& self, const std::vector<int>& ranks) { return self.get().lost(ranks); },
           "ranks"_a, Released(),

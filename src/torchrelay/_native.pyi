@@ -750,6 +750,11 @@ class Messenger:
         Waits for the transfers of a collective until `deadline_s` of the monotonic clock, while no rank of this host is lost.
         """
 
+    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, share_bytes: int, timeout_s: float) -> None:
+        """
+        Replaces the data by their reduction over all ranks, which have agreed on the call; an average is not divided. `share_bytes`, of a rank's share of a block, is equal on all ranks.
+        """
+
     def lost(self, ranks: Sequence[int]) -> Failure | None:
         """
         The failure for the first of `ranks` whose connection ended without a farewell.

@@ -29,6 +29,7 @@ class AllReduce {
         size_(size_bytes),
         item_(torchrelay::size_bytes(dtype)),
         kernel_(find_kernel(dtype, op)) {
+    operation_.timeout += 2 * kGrace;
     workers_ = hosts.ranks[0].size();
     for (std::size_t host = 0; host < hosts.ranks.size(); ++host) {
       workers_ = std::min(workers_, hosts.ranks[host].size());
@@ -36,6 +37,10 @@ class AllReduce {
     }
     mine_ = static_cast<std::size_t>(group.rank());
     block_ = hosts.share_bytes * workers_;
+    if (hosts.share_bytes == 0 || hosts.share_bytes % kLine != 0 || block_ > group.shape().slot_bytes)
+      throw Error(Code::kArgument, "shares of " + std::to_string(hosts.share_bytes) +
+                                       " bytes do not fit slots of " +
+                                       std::to_string(group.shape().slot_bytes));
     for (auto& stage : stages_) stage.parts.resize(works() ? hosts.share_bytes * hosts.ranks.size() : 0);
   }
 
@@ -170,7 +175,7 @@ class AllReduce {
   SharedGroup& group_;
   Messenger& messenger_;
   const Hosts& hosts_;
-  const Operation& operation_;
+  Operation operation_;  // in shared memory
   const Messenger::Clock::time_point deadline_;
   std::byte* data_;
   std::size_t size_, item_;
@@ -191,10 +196,10 @@ void all_reduce(SharedGroup& group, Messenger& messenger, const Hosts& hosts, co
   } catch (const Error& error) {
     const bool is_failure = error.code() == Code::kTimeout || error.code() == Code::kPeerLost;
     const int me = group.name_of(group.rank());
-    messenger.fail(is_failure ? error
-                              : Error(Code::kPeerLost,
-                                      "rank " + std::to_string(me) + " was interrupted in " + operation.name,
-                                      {me}));
+    messenger.fail(is_failure
+                       ? error
+                       : Error(Code::kPeerLost,
+                               "rank " + std::to_string(me) + " was interrupted in " + operation.name, {me}));
     throw;
   }
 }

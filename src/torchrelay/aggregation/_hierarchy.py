@@ -3,12 +3,13 @@
 H hosts with L ranks each and a message of m bytes; `leader` is one rank of each host. Bytes are
 those of a host's link, each way:
 
-  all_reduce      in pieces, in a pipeline: each host reduces a piece to its leader; the leaders
-                  reduce it over the hosts; each leader broadcasts the piece on its host. By TCP,
-                  leader h gets part h from the other leaders, adds the H parts in the order of the
-                  hosts, and sends the sum back to them: 2(H-1)/H*m bytes. Through a switch:
-                  m bytes, and 3 % more for float32's exponents
-  reduce          the same, but sums are sent to the root only
+  all_reduce      by TCP in the native core (host_collectives.h): each rank sums its share over
+                  its host and the hosts; 2(H-1)/H*m bytes. Through a switch, in pieces, in a
+                  pipeline: each host reduces a piece to its leader; the leaders reduce it over the
+                  hosts; each leader broadcasts the piece on its host. m bytes, and 3 % more for
+                  float32's exponents
+  reduce          as through a switch: leader h gets part h from the other leaders, adds the H
+                  parts in the order of the hosts, and sends the sum to the root
   reduce_scatter  each host reduces the blocks of each other host's ranks and sends them to these;
                   every rank adds what it gets. (H-1)*L blocks
   broadcast       one piece: from the root to the leaders; more: from host to host in a chain.
@@ -31,8 +32,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from torchrelay._native import Messenger
+from torchrelay.aggregation._dtypes import NATIVE
 from torchrelay.aggregation._exchange import Call, Exchange
-from torchrelay.aggregation._inter_host import InterHostTransport, combine, partial
+from torchrelay.aggregation._inter_host import InterHostTransport, combine, divide, partial
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import Op
 from torchrelay.aggregation._shm import ShmPlane
@@ -49,6 +51,7 @@ class Hierarchy:
         shm: the data plane of this host's ranks.
         transports: those that reduce between hosts; the first that supports a reduction is used.
         piece_bytes: of what is copied between hosts.
+        share_bytes: of what each rank sums at a time; equal on all ranks.
     """
 
     def __init__(
@@ -58,13 +61,16 @@ class Hierarchy:
         messages: Messenger,
         transports: Sequence[InterHostTransport],
         piece_bytes: int,
+        share_bytes: int,
     ) -> None:
         self._at = placement
         self._shm = shm
         self._messages = messages
         self._transports = transports
         self._piece_bytes = piece_bytes
+        self._share_bytes = share_bytes
         self.shm_s = 0.0
+        self.shared_bytes = 0  # by reductions of the native core
 
     # --- collectives
 
@@ -88,14 +94,23 @@ class Hierarchy:
         return table
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: Op) -> None:
-        self._reduce(call, tensor, op, None)
+        if self._transport(tensor.dtype, op, None) is not self._transports[-1]:
+            self._reduce(call, tensor, op, None)
+            return
+        self.shared_bytes += tensor.nbytes
+        dtype = NATIVE[tensor.dtype]
+        self._messages.all_reduce(
+            tensor.data_ptr(), tensor.numel(), dtype, op, self._share_bytes, call.left_s()
+        )
+        if op is Op.AVG:
+            divide(tensor, self._at.size)
 
     def reduce(self, call: Call, tensor: torch.Tensor, op: Op, root: int) -> None:
         self._reduce(call, tensor, op, root)
 
     def _reduce(self, call: Call, tensor: torch.Tensor, op: Op, root: int | None) -> None:
         """Reduce to ``root``, or to all ranks: in pieces, each a stage behind the one before it."""
-        transport = next(each for each in self._transports if each.takes(tensor.dtype, op, root))
+        transport = self._transport(tensor.dtype, op, root)
         leader = self._at.leaders_for(root)[self._at.host]
         leads = self._at.rank == leader
         pieces = list(_pieces(tensor, transport.piece_bytes))
@@ -113,6 +128,9 @@ class Hierarchy:
                 next(runs[index], None)
                 if stage == transport.stages and root is None:
                     self._broadcast_here(call, pieces[index], leader)
+
+    def _transport(self, dtype: torch.dtype, op: Op, root: int | None) -> InterHostTransport:
+        return next(each for each in self._transports if each.takes(dtype, op, root))
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op

@@ -59,6 +59,7 @@ __all__ = ["HostsPlane"]
 _logger = logging.getLogger("torchrelay.aggregation")
 _MAX_LOCAL_TAG = (1 << 31) - 1
 _TOKEN_BYTES = 16
+_LINE_BYTES = 64  # two ranks do not write to one cache line
 
 
 class HostsPlane:
@@ -100,6 +101,7 @@ class HostsPlane:
             "token": secrets.token_hex(_TOKEN_BYTES),
             "session_id": secrets.randbits(64),
             "chunk_bytes": settings.chunk_bytes,
+            "share_bytes": min(settings.chunk_bytes, settings.slot_bytes // len(self._at.local)),
             "terms": terms(settings),
         }
         abouts = meeting.gather("hosts", about, timeout_s)
@@ -116,7 +118,8 @@ class HostsPlane:
         try:
             check_agreement([each["terms"] for each in abouts], self._rank, self._names)
             self._switch = self._join_switch(meeting, settings, abouts[0]["session_id"], timeout_s)
-            self._on = self._hierarchy(abouts[0]["chunk_bytes"])
+            share_bytes = min(each["share_bytes"] for each in abouts) // _LINE_BYTES * _LINE_BYTES
+            self._on = self._hierarchy(abouts[0]["chunk_bytes"], max(share_bytes, _LINE_BYTES))
             self.barrier(timeout_s, True)
         except BaseException:
             self.close()
@@ -149,7 +152,7 @@ class HostsPlane:
             self._at, self._names, settings, client, self._messages, self._shm.check
         )
 
-    def _hierarchy(self, piece_bytes: int) -> Hierarchy:
+    def _hierarchy(self, piece_bytes: int, share_bytes: int) -> Hierarchy:
         reason = (
             "no switch is configured" if self._switch is None else "what the switch does not sum"
         )
@@ -157,7 +160,9 @@ class HostsPlane:
         self._transports: list[InterHostTransport] = (
             [tcp] if self._switch is None else [self._switch, tcp]
         )
-        return Hierarchy(self._at, self._shm, self._messages, self._transports, piece_bytes)
+        return Hierarchy(
+            self._at, self._shm, self._messages, self._transports, piece_bytes, share_bytes
+        )
 
     # --- collectives
 
@@ -339,7 +344,8 @@ class HostsPlane:
     def stats(self) -> PlaneStats:
         shm = self._shm.stats()
         between = [transport.stats() for transport in self._transports]
-        here = LinkStats("shm", "ranks that share a host", shm.payload_bytes, self._on.shm_s)
+        shared_bytes = shm.payload_bytes + self._on.shared_bytes
+        here = LinkStats("shm", "ranks that share a host", shared_bytes, self._on.shm_s)
         waiting_s = shm.waiting_s + sum(link.busy_s for link in between)
         return PlaneStats(self.name, self._jobs, self._payload_bytes, waiting_s, (here, *between))
 

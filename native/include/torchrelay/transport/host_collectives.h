@@ -16,7 +16,7 @@
 namespace torchrelay::transport {
 
 struct Hosts {
-  int rank = 0;                        // in the group of all hosts
+  int rank = 0;                         // in the group of all hosts
   std::vector<std::vector<int>> ranks;  // of each host
   // The size of a share, equal on all ranks: a multiple of 64, at most the part of a slot that is one rank's,
   // on every host.
