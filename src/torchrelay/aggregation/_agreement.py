@@ -20,18 +20,17 @@ from torchrelay.errors import MismatchError
 
 __all__ = [
     "ANY_SIZE",
-    "INLINE_BYTES",
-    "RECORD_BYTES",
     "Record",
     "check_matrix",
     "check_records",
+    "inline_bytes",
     "is_uniform",
     "payloads",
 ]
 
-INLINE_BYTES = 256
+_LEAST_INLINE_BYTES, _MOST_INLINE_BYTES = 256, 2048
+_TABLE_BYTES = 16384
 _FIELDS = 7
-RECORD_BYTES = _FIELDS * 8 + INLINE_BYTES
 ANY_SIZE = -1  # in `mine`: each pair of ranks has its own size
 
 _FUNCTIONS = (
@@ -45,6 +44,12 @@ _FUNCTIONS = (
     "all_to_all",
     "barrier",
 )
+
+
+def inline_bytes(ranks: int) -> int:
+    """Return the size of the payload in each of so many ranks' records."""
+    share_bytes = _TABLE_BYTES // ranks // 8 * 8
+    return min(max(share_bytes, _LEAST_INLINE_BYTES), _MOST_INLINE_BYTES)
 
 
 def _digest(sizes: Sequence[int]) -> int:
@@ -71,11 +76,9 @@ class Record:
     mine: int = 0
     sizes: Sequence[int] = ()
 
-    def pack(self, payload: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the record as ``RECORD_BYTES`` bytes, with a flat payload of at most
-        ``INLINE_BYTES``.
-        """
-        row = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
+    def pack(self, inline_bytes: int, payload: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the record as bytes, followed by ``inline_bytes`` for a flat payload."""
+        row = torch.zeros(_FIELDS * 8 + inline_bytes, dtype=torch.uint8)
         fields = row.numpy()[: _FIELDS * 8].view(np.int64)
         op = -1 if self.op is None else self.op.value
         fields[:6] = (

@@ -18,10 +18,10 @@ from torchrelay import _native, _torch, config
 from torchrelay._addresses import address_for_peers, is_loopback, listen_at
 from torchrelay.aggregation._agreement import (
     ANY_SIZE,
-    INLINE_BYTES,
     Record,
     check_matrix,
     check_records,
+    inline_bytes,
     is_uniform,
     payloads,
 )
@@ -87,6 +87,7 @@ class HostsPlane:
     ) -> None:
         self._rank, self._names = meeting.rank, meeting.names
         self._at = Placement.of(meeting.rank, [process.host for process in meeting.processes])
+        self._inline_bytes = inline_bytes(meeting.size)
         listener = listen_at(self._address(meeting, store, timeout_s))
         self._shm = ShmPlane(meeting.among(self._at.local), timeout_s, settings)
         self._executor = Executor("sml-hosts")
@@ -377,7 +378,8 @@ class HostsPlane:
     ) -> Completion | None:
         """Run a collective: ``move``, or ``inline.finish`` where all payloads fit the records."""
         fits = (
-            inline is not None and max(inline.largest_bytes, inline.tensor.nbytes) <= INLINE_BYTES
+            inline is not None
+            and max(inline.largest_bytes, inline.tensor.nbytes) <= self._inline_bytes
         )
 
         def body(call: Call, table: torch.Tensor) -> None:
@@ -427,7 +429,7 @@ class HostsPlane:
         records.
         """
         flat = None if payload is None else _torch.flat_bytes(payload)
-        table = self._on.share(call, record.pack(flat))
+        table = self._on.share(call, record.pack(self._inline_bytes, flat))
         check_records(table, self._rank, self._names)
         return table
 
