@@ -4,16 +4,13 @@ devices.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchrelay._torch import BackendsAsked
 from torchrelay.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from torchrelay.aggregation._group import SmlGroup
 
 __all__ = ["SmlBackend", "add_missing"]
 
@@ -31,11 +28,11 @@ class SmlBackend:
     supports_splitting = False
     supports_time_estimate = False
 
-    def __init__(self, group: SmlGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def __repr__(self) -> str:
-        return f"<sml backend of {self._group._name or 'a group'}>"
+        return f"<sml backend of {self._group.group_name or 'a group'}>"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

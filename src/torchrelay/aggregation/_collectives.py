@@ -1,13 +1,12 @@
 """Collectives and messages of one group, between the caller's tensors and a data plane.
 
-Every collective has the same steps: arguments to plain buffers, one or more calls of the data
+Every collective has the same steps: arguments to plain buffers, one or more operations of the data
 plane, a Work. A call that c10d marks as synchronous runs in the calling thread and raises at once.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,15 +16,19 @@ import torch.distributed as dist
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._calls import Tensors
 from torchrelay.aggregation._dtypes import NATIVE, as_native
-from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Ticket
+from torchrelay.aggregation._plane import ANY_RANK, Op, Plane
 from torchrelay.aggregation._sparse import all_reduce_sparse
 from torchrelay.aggregation._staging import Staging, is_plain
-from torchrelay.aggregation._work import DoneWork, PendingWork, TransferWork, seconds
+from torchrelay.aggregation._work import (
+    DoneWork,
+    PendingWork,
+    PendingWorks,
+    TransferWork,
+    seconds,
+)
 from torchrelay.errors import ArgumentError
 
 __all__ = ["Collectives"]
-
-Launch = Callable[[float, bool], Ticket | None]
 
 _ANY_DTYPE = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX)
 _DONE = DoneWork()
@@ -47,8 +50,7 @@ class Collectives:
         self.size = size
         self.timeout_s = timeout_s
         self.count = 0
-        self._pending: deque[PendingWork] = deque()
-        self._coalescing: list[PendingWork] | None = None
+        self.pending = PendingWorks()
 
     # --- reductions
 
@@ -67,11 +69,10 @@ class Collectives:
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return self._all_reduce_sparse(tensors, op, seconds(given, self.timeout_s))
         staging = Staging()
-        launches = []
         for tensor in tensors:
             buffer, buffer_op = _reducible(staging.inout(tensor), op, in_place=True)
-            launches.append(lambda t, b, x=buffer, o=buffer_op: self.plane.all_reduce(x, o, t, b))
-        return self._run(launches, opts, tensors, staging)
+            staging.add(self.plane.all_reduce, buffer, buffer_op)
+        return self._run(staging, opts, tensors)
 
     def _all_reduce_sparse(self, tensors: Tensors, op: Op | float, timeout_s: float) -> dist.Work:
         """Sum sparse tensors. Blocks: sizes differ between ranks, so the second gather needs the
@@ -87,28 +88,21 @@ class Collectives:
         root = calls.root_of(opts, self.size, "reduce")
         tensor = calls.single(tensors, "reduce")
         staging = Staging()
-        buffer = staging.inout(tensor) if self.rank == root else staging.input(tensor)
-        native, native_op = _reducible(buffer, op, in_place=self.rank == root)
-        staging.kept.append(native)
-        return self._run(
-            [lambda t, b: self.plane.reduce(native, native_op, root, t, b)], opts, tensors, staging
-        )
+        is_root = self.rank == root
+        buffer = staging.inout(tensor) if is_root else staging.input(tensor)
+        native, native_op = _reducible(buffer, op, in_place=is_root)
+        staging.add(self.plane.reduce, native, native_op, root)
+        return self._run(staging, opts, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         op, _, _ = calls.asked(opts)
         staging = Staging()
-        launches = []
         for output, blocks in zip(outputs, inputs, strict=True):
             calls.one_block_a_rank(blocks, self.size, output, "reduce_scatter")
             into, native_op = _reducible(staging.output(output), op, in_place=True, scale=False)
             sources = [_reducible(staging.input(block), op, in_place=False)[0] for block in blocks]
-            staging.kept += sources
-            launches.append(
-                lambda t, b, x=into, y=sources, o=native_op: self.plane.reduce_scatter(
-                    x, y, o, t, b
-                )
-            )
-        return self._run(launches, opts, outputs, staging)
+            staging.add(self.plane.reduce_scatter, into, sources, native_op)
+        return self._run(staging, opts, outputs)
 
     def reduce_scatter_tensors(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         blocks = [
@@ -125,29 +119,21 @@ class Collectives:
     # --- copies
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
-        staging = Staging()
         root = calls.root_of(opts, self.size, "broadcast")
-        is_root = root == self.rank
-        buffers = [
-            staging.input(tensor) if is_root else staging.output(tensor) for tensor in tensors
-        ]
-        launches = [
-            lambda t, b, x=buffer: self.plane.broadcast(x, root, t, b) for buffer in buffers
-        ]
-        return self._run(launches, opts, tensors, staging)
+        staging = Staging()
+        stage = staging.input if root == self.rank else staging.output
+        for tensor in tensors:
+            staging.add(self.plane.broadcast, stage(tensor), root)
+        return self._run(staging, opts, tensors)
 
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         staging = Staging()
-        launches = []
         for targets, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([*targets, tensor], "all_gather")
-            buffers = [
-                staging.output(out)
-                for out in calls.one_a_rank(targets, self.size, "all_gather", "outputs")
-            ]
-            source = staging.input(tensor)
-            launches.append(lambda t, b, x=buffers, y=source: self.plane.all_gather(x, y, t, b))
-        return self._run(launches, opts, [t for targets in outputs for t in targets], staging)
+            calls.one_a_rank(targets, self.size, "all_gather", "outputs")
+            buffers = [staging.output(target) for target in targets]
+            staging.add(self.plane.all_gather, buffers, staging.input(tensor))
+        return self._run(staging, opts, [t for targets in outputs for t in targets])
 
     def all_gather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any
@@ -157,15 +143,12 @@ class Collectives:
 
     def all_gather_tensors(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         staging = Staging()
-        launches = []
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([output, tensor], "all_gather_into_tensor")
-            blocks = calls.split(
-                staging.output(output), self.size, tensor, "all_gather_into_tensor"
-            )
-            source = staging.input(tensor)
-            launches.append(lambda t, b, x=blocks, y=source: self.plane.all_gather(x, y, t, b))
-        return self._run(launches, opts, outputs, staging)
+            buffer = staging.output(output)
+            blocks = calls.split(buffer, self.size, tensor, "all_gather_into_tensor")
+            staging.add(self.plane.all_gather, blocks, staging.input(tensor))
+        return self._run(staging, opts, outputs)
 
     def all_gather_tensor(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
         return self.all_gather_tensors([output], [tensor], opts)
@@ -173,43 +156,33 @@ class Collectives:
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "gather")
         tensor = calls.single(inputs, "gather")
-        staging = Staging()
         targets = (
             calls.on_root(outputs, self.size, "gather", "outputs") if self.rank == root else []
         )
         calls.same_dtype([*targets, tensor], "gather")
-        buffers = [staging.output(output) for output in targets]
-        source = staging.input(tensor)
-        return self._run(
-            [lambda t, b: self.plane.gather(buffers, source, root, t, b)], opts, targets, staging
-        )
+        staging = Staging()
+        buffers = [staging.output(target) for target in targets]
+        staging.add(self.plane.gather, buffers, staging.input(tensor), root)
+        return self._run(staging, opts, targets)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "scatter")
         output = calls.single(outputs, "scatter")
-        staging = Staging()
         sources = calls.on_root(inputs, self.size, "scatter", "inputs") if self.rank == root else []
         calls.same_dtype([*sources, output], "scatter")
+        staging = Staging()
         blocks = [staging.input(source) for source in sources]
-        into = staging.output(output)
-        return self._run(
-            [lambda t, b: self.plane.scatter(into, blocks, root, t, b)], opts, outputs, staging
-        )
+        staging.add(self.plane.scatter, staging.output(output), blocks, root)
+        return self._run(staging, opts, outputs)
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         calls.same_dtype([*outputs, *inputs], "all_to_all")
+        calls.one_a_rank(outputs, self.size, "all_to_all", "outputs")
+        calls.one_a_rank(inputs, self.size, "all_to_all", "inputs")
         staging = Staging()
-        into = [
-            staging.output(out)
-            for out in calls.one_a_rank(outputs, self.size, "all_to_all", "outputs")
-        ]
-        blocks = [
-            staging.input(block)
-            for block in calls.one_a_rank(inputs, self.size, "all_to_all", "inputs")
-        ]
-        return self._run(
-            [lambda t, b: self.plane.all_to_all(into, blocks, t, b)], opts, outputs, staging
-        )
+        targets = [staging.output(output) for output in outputs]
+        staging.add(self.plane.all_to_all, targets, [staging.input(block) for block in inputs])
+        return self._run(staging, opts, outputs)
 
     def all_to_all_single(
         self,
@@ -223,14 +196,15 @@ class Collectives:
         staging = Staging()
         into = calls.split_rows(staging.output(output), self.size, output_splits, "output")
         blocks = calls.split_rows(staging.input(tensor), self.size, input_splits, "input")
-        return self._run(
-            [lambda t, b: self.plane.all_to_all(into, blocks, t, b)], opts, [output], staging
-        )
+        staging.add(self.plane.all_to_all, into, blocks)
+        return self._run(staging, opts, [output])
 
     # --- synchronisation and messages
 
     def barrier(self, opts: Any) -> dist.Work:
-        return self._run([self.plane.barrier], opts, [], Staging())
+        staging = Staging()
+        staging.add(self.plane.barrier)
+        return self._run(staging, opts, [])
 
     def barrier_within(self, timeout: timedelta | None) -> dist.Work:
         self.count += 1
@@ -241,9 +215,9 @@ class Collectives:
         tensor = calls.single(tensors, "send")
         calls.check_rank(to, self.size, "send")
         calls.check_tag(tag, "send")
-        staging = Staging()
-        transfer = self.plane.send(staging.input(tensor), to, tag, self.timeout_s)
-        return self._keep(TransferWork(self.plane, transfer, tensors, staging.kept))
+        buffer = Staging().input(tensor)
+        transfer = self.plane.send(buffer, to, tag, self.timeout_s)
+        return self.pending.keep(TransferWork(self.plane, transfer, tensors, buffer))
 
     def receive(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
         calls.check_rank(source, self.size, "recv")
@@ -256,56 +230,36 @@ class Collectives:
         tensor = calls.single(tensors, "recv")
         calls.check_tag(tag, "recv")
         staging = Staging()
-        transfer = self.plane.receive(staging.output(tensor), source, tag, self.timeout_s)
-        return self._keep(TransferWork(self.plane, transfer, tensors, staging.kept, staging.finish))
-
-    def start_coalescing(self) -> None:
-        self._coalescing = []
-
-    def end_coalescing(self) -> dist.Work:
-        """Return one Work for all operations since :meth:`start_coalescing`."""
-        works, self._coalescing = self._coalescing or [], None
-        tickets = [ticket for work in works for ticket in work._tickets]
-        if not tickets:
-            return _DONE
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
-        return self._keep(PendingWork(tickets, [], works, finish))
+        buffer = staging.output(tensor)
+        transfer = self.plane.receive(buffer, source, tag, self.timeout_s)
+        work = TransferWork(self.plane, transfer, tensors, buffer, staging.finish)
+        return self.pending.keep(work)
 
     def close(self) -> None:
         self.plane.close()
-        self._pending.clear()
+        self.pending.clear()
 
     # --- common to all
 
-    def _run(
-        self, launches: Sequence[Launch], opts: Any, tensors: Tensors, staging: Staging
-    ) -> dist.Work:
+    def _run(self, staging: Staging, opts: Any, tensors: Tensors) -> dist.Work:
         timeout_s = seconds(None if opts is None else opts.timeout, self.timeout_s)
-        block = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
+        block = (
+            opts is not None
+            and not getattr(opts, "asyncOp", True)
+            and not self.pending.is_coalescing
+        )
         self.count += 1
         tickets = [
-            ticket for launch in launches if (ticket := launch(timeout_s, block)) is not None
+            ticket
+            for operation, arguments in staging.operations
+            if (ticket := operation(*arguments, timeout_s, block)) is not None
         ]
         finish = staging.finish
         if not tickets:
             if finish is not None:
                 finish()
             return DoneWork(tensors)
-        return self._keep(PendingWork(tickets, tensors, staging.kept, finish))
-
-    def _keep(self, work: PendingWork) -> PendingWork:
-        """Keep the tensors of operations in progress alive, also if the caller drops the Work."""
-        pending = self._pending
-        while pending and not pending[0].in_progress:
-            pending.popleft()
-        pending.append(work)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
+        return self.pending.keep(PendingWork(tickets, tensors, staging, finish))
 
 
 def _reducible(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,11 +34,23 @@ class _Done:
     def wait(self, timeout_s: float) -> bool:
         return True
 
-    def error(self) -> None:
-        return None
-
     def when_done(self, function: Callable[[], None]) -> None:
         function()
+
+
+def _operation(effect: Callable[..., int]) -> Callable[..., _Done | None]:
+    """Return a collective of :class:`Plane` from its effect, which returns its bytes."""
+
+    def run(self: DummyPlane, *arguments: Any) -> _Done | None:
+        *own, _, block = arguments  # without the timeout
+        return self._spend(effect(self, *own), block)
+
+    return run
+
+
+def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
+    if output.numel() == source.numel():
+        output.view(-1).copy_(source.view(-1))
 
 
 class DummyPlane:
@@ -72,80 +85,54 @@ class DummyPlane:
         elif op is Op.BXOR and self._size % 2 == 0:
             tensor.zero_()
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
-    ) -> _Done | None:
+    @_operation
+    def all_reduce(self, tensor: torch.Tensor, op: Op) -> int:
         self._combine(tensor, op)
-        return self._spend(tensor.nbytes, block)
+        return tensor.nbytes
 
-    def reduce(
-        self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
-    ) -> _Done | None:
+    @_operation
+    def reduce(self, tensor: torch.Tensor, op: Op, root: int) -> int:
         if root == self._rank:
             self._combine(tensor, op)
-        return self._spend(tensor.nbytes, block)
+        return tensor.nbytes
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Op,
-        timeout_s: float,
-        block: bool,
-    ) -> _Done | None:
-        output.view(-1).copy_(inputs[self._rank].view(-1))
+    @_operation
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> int:
+        _copy(output, inputs[self._rank])
         self._combine(output, op)
-        return self._spend(output.nbytes * self._size, block)
+        return output.nbytes * self._size
 
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
-    ) -> _Done | None:
-        return self._spend(tensor.nbytes, block)
+    @_operation
+    def broadcast(self, tensor: torch.Tensor, root: int) -> int:
+        return tensor.nbytes
 
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float, block: bool
-    ) -> _Done | None:
+    @_operation
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> int:
         for output in outputs:
-            if output.numel() == tensor.numel():
-                output.view(-1).copy_(tensor.view(-1))
-        return self._spend(tensor.nbytes * self._size, block)
+            _copy(output, tensor)
+        return tensor.nbytes * self._size
 
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        root: int,
-        timeout_s: float,
-        block: bool,
-    ) -> _Done | None:
-        return self.all_gather(outputs, tensor, timeout_s, block)
+    @_operation
+    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> int:
+        for output in outputs:
+            _copy(output, tensor)
+        return tensor.nbytes * self._size
 
-    def scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        root: int,
-        timeout_s: float,
-        block: bool,
-    ) -> _Done | None:
+    @_operation
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> int:
         if inputs:
-            output.view(-1).copy_(inputs[self._rank].view(-1))
-        return self._spend(output.nbytes, block)
+            _copy(output, inputs[self._rank])
+        return output.nbytes
 
-    def all_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        timeout_s: float,
-        block: bool,
-    ) -> _Done | None:
+    @_operation
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> int:
         for output, source in zip(outputs, inputs, strict=True):
-            if output.numel() == source.numel():
-                output.view(-1).copy_(source.view(-1))
-        return self._spend(sum(tensor.nbytes for tensor in inputs), block)
+            _copy(output, source)
+        return sum(tensor.nbytes for tensor in inputs)
 
-    def barrier(self, timeout_s: float, block: bool) -> _Done | None:
-        return self._spend(0, block)
+    @_operation
+    def barrier(self) -> int:
+        return 0
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> _Done:
         self._spend(tensor.nbytes)

@@ -44,48 +44,28 @@ _AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 LIVING: weakref.WeakSet[SmlGroup] = weakref.WeakSet()
 
 
-class SmlGroup(_ProcessGroup):  # type: ignore[misc]
-    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
-
-    Args:
-        plane: the group owns it and closes it.
-        store: the group's own.
-        timeout_s: for calls that give none.
-        devices: the device types of ``sml`` in this group.
-        others: a plain group of the same ranks that holds the backends of all other device types.
+def _forward(method: str, collective: str, num_tensors: int) -> Callable[..., dist.Work]:
+    """Return c10d's ``method``, whose arguments are those of a collective: ``num_tensors`` tensors
+    or lists of them, then ``opts``.
     """
 
-    # Since torch 2.15.
-    supports_reconfigure = False
-    supports_window = False
+    def call(self: SmlGroup, *arguments: Any, opts: Any = None) -> dist.Work:
+        tensors, rest = arguments[:num_tensors], arguments[num_tensors:] or (opts,)
+        return self._call(method, getattr(self._on, collective), tensors, *rest)
 
-    def __init__(
-        self,
-        plane: Plane,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        devices: Sequence[str] = ("cpu", "cuda"),
-        others: dist.ProcessGroup | None = None,
-    ) -> None:
+    call.__name__ = method
+    return call
+
+
+class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
+    """A group's rank, size, store and names. Those that c10d sets reach ``others`` too."""
+
+    def __init__(self, store: Store, rank: int, size: int, others: Any) -> None:
         super().__init__(rank, size)
-        self._on = Collectives(plane, rank, size, timeout_s)
+        self._store, self._rank, self._size = store, rank, size
         self._others: Any = _ProcessGroup(store, rank, size) if others is None else others
-        self._devices = frozenset(devices)
-        self._has_cpu = "cpu" in devices
-        # Those of its ranks, by global rank, while it is in use.
-        self.processes: dict[int, Process] = {}
-        self._backend = SmlBackend(self)
-        self._store = store
-        self._rank = rank
-        self._size = size
         self._name = self._desc = ""
-        self._closed = False
         name_backend(self, "sml")
-        LIVING.add(self)
-
-    # --- what a group says about itself
 
     def getBackendName(self) -> str:
         return "sml"
@@ -112,6 +92,42 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
 
     def get_group_store(self) -> Store:
         return self._store
+
+
+class SmlGroup(_NamedGroup):
+    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
+
+    Args:
+        plane: the group owns it and closes it.
+        store: the group's own.
+        timeout_s: for calls that give none.
+        devices: the device types of ``sml`` in this group.
+        others: a plain group of the same ranks that holds the backends of all other device types.
+    """
+
+    # Since torch 2.15.
+    supports_reconfigure = False
+    supports_window = False
+
+    def __init__(
+        self,
+        plane: Plane,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        devices: Sequence[str] = ("cpu", "cuda"),
+        others: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(store, rank, size, others)
+        self._on = Collectives(plane, rank, size, timeout_s)
+        self._devices = frozenset(devices)
+        self._has_cpu = "cpu" in devices
+        # Those of its ranks, by global rank, while it is in use.
+        self.processes: dict[int, Process] = {}
+        self._backend = SmlBackend(self)
+        self._closed = False
+        LIVING.add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._on.timeout_s = timeout.total_seconds()
@@ -165,9 +181,6 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
                 return work
         return self._call("allreduce", self._on.all_reduce, (tensors,), opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self._call("allreduce_coalesced", self._on.all_reduce, (tensors,), opts)
-
     def reduce(
         self,
         tensors: Any,
@@ -188,24 +201,12 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         opts = calls.reduction(dist.ReduceScatterOptions(), opts, op, timeout)
         return self._call("reduce_scatter", self._on.reduce_scatter, (outputs, inputs), opts)
 
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> dist.Work:
-        return self._call(
-            "_reduce_scatter_base", self._on.reduce_scatter_tensor, (output, tensor), opts
-        )
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self._call(
-            "reduce_scatter_tensor_coalesced",
-            self._on.reduce_scatter_tensors,
-            (outputs, inputs),
-            opts,
-        )
-
+    allreduce_coalesced = _forward("allreduce_coalesced", "all_reduce", 1)
+    _reduce_scatter_base = _forward("_reduce_scatter_base", "reduce_scatter_tensor", 2)
     reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_tensor_coalesced = _forward(
+        "reduce_scatter_tensor_coalesced", "reduce_scatter_tensors", 2
+    )
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     # --- copies
@@ -224,27 +225,14 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         opts = calls.timed(_AllgatherOptions(), opts, timeout)
         return self._call("allgather", self._on.all_gather, (outputs, inputs), opts)
 
-    def _allgather_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> dist.Work:
-        return self._call("_allgather_base", self._on.all_gather_tensor, (output, tensor), opts)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self._call(
-            "allgather_into_tensor_coalesced", self._on.all_gather_tensors, (outputs, inputs), opts
-        )
-
-    def allgather_coalesced(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self._call(
-            "allgather_coalesced", self._on.all_gather_coalesced, (outputs, inputs), opts
-        )
-
+    _allgather_base = _forward("_allgather_base", "all_gather_tensor", 2)
     all_gather_single = _allgather_base
+    allgather_into_tensor_coalesced = _forward(
+        "allgather_into_tensor_coalesced", "all_gather_tensors", 2
+    )
     all_gather_single_coalesced = allgather_into_tensor_coalesced
+    allgather_coalesced = _forward("allgather_coalesced", "all_gather_coalesced", 2)
+    alltoall = _forward("alltoall", "all_to_all", 2)
 
     def gather(
         self, outputs: Any, inputs: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
@@ -261,9 +249,6 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
             outputs, inputs = [outputs], ([inputs] if inputs else [])
         opts = calls.rooted(dist.ScatterOptions(), root, opts, None, timeout)
         return self._call("scatter", self._on.scatter, (outputs, inputs), opts)
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self._call("alltoall", self._on.all_to_all, (outputs, inputs), opts)
 
     def alltoall_base(
         self,
@@ -325,13 +310,13 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type in self._devices:
-            self._on.start_coalescing()
+            self._on.pending.start_coalescing()
         else:
             self._others._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if device.type in self._devices:
-            return self._on.end_coalescing()
+            return self._on.pending.end_coalescing()
         return self._others._end_coalescing(device)
 
     # --- the end

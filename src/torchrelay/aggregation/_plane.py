@@ -57,7 +57,6 @@ class Ticket(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """Wait for the operation; return False after ``timeout_s``. Raises its error."""
 
-    def error(self) -> tuple[int, str, list[int]] | None: ...
     def when_done(self, function: Callable[[], None]) -> None:
         """Call ``function`` at the end, in any thread; at once if it is done."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from torchrelay._torch import dispatches_itself
+from torchrelay.aggregation._plane import Ticket
 from torchrelay.errors import UnsupportedError
 
 __all__ = ["Staging", "is_plain"]
@@ -24,39 +26,41 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Staging:
-    """The buffers of one call. ``finish()`` copies results to the caller's tensors."""
+    """The buffers of one call, and the operations of the data plane that use them.
+
+    ``finish()`` copies results to the caller's tensors.
+    """
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.kept: list[torch.Tensor] = []
+        self.operations: list[tuple[Callable[..., Ticket | None], tuple[Any, ...]]] = []
+
+    def add(self, operation: Callable[..., Ticket | None], *arguments: Any) -> None:
+        """Add an operation and its arguments, without ``timeout_s`` and ``block``."""
+        self.operations.append((operation, arguments))
 
     def input(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor with the values of ``tensor``."""
-        self._check(tensor)
-        buffer = tensor if is_plain(tensor) else _plain_copy(tensor)
-        self.kept.append(buffer)
-        return buffer
+        return self._buffer(tensor, _plain_copy, is_output=False)
 
     def output(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor whose values ``finish`` copies to ``tensor``."""
-        self._check(tensor)
-        if is_plain(tensor):
-            buffer = tensor
-        else:
-            buffer = _plain_empty(tensor)
-            self._copies.append((tensor, buffer))
-        self.kept.append(buffer)
-        return buffer
+        return self._buffer(tensor, _plain_empty, is_output=True)
 
     def inout(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor that is input and output."""
+        return self._buffer(tensor, _plain_copy, is_output=True)
+
+    def _buffer(
+        self,
+        tensor: torch.Tensor,
+        make: Callable[[torch.Tensor], torch.Tensor],
+        is_output: bool,
+    ) -> torch.Tensor:
         self._check(tensor)
-        if is_plain(tensor):
-            buffer = tensor
-        else:
-            buffer = _plain_copy(tensor)
+        buffer = tensor if is_plain(tensor) else make(tensor)
+        if is_output and buffer is not tensor:
             self._copies.append((tensor, buffer))
-        self.kept.append(buffer)
         return buffer
 
     @property

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import Work
 
-from torchrelay.aggregation._plane import Ticket, Transfer
+from torchrelay.aggregation._plane import Plane, Ticket, Transfer
 from torchrelay.errors import OperationTimeoutError
 
-if TYPE_CHECKING:
-    from torchrelay.aggregation._plane import Plane
-
-__all__ = ["DoneWork", "PendingWork", "TransferWork", "seconds"]
+__all__ = ["DoneWork", "PendingWork", "PendingWorks", "TransferWork", "seconds"]
 
 FOREVER_S = 1e9
 
@@ -107,7 +105,7 @@ class PendingWork(Work):
         finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._tickets = tickets
+        self.tickets = tickets
         self._tensors = list(tensors)
         self._kept = kept
         self._finish = finish
@@ -115,20 +113,23 @@ class PendingWork(Work):
 
     @property
     def in_progress(self) -> bool:
-        return not self._tickets[-1].done
+        return not self.tickets[-1].done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        for ticket in self._tickets:
+        for ticket in self.tickets:
             self._wait_for(ticket, seconds(timeout, FOREVER_S))
         self._finish_once()
         return True
 
     def _wait_for(self, ticket: Ticket, timeout_s: float) -> None:
-        if not ticket.wait(timeout_s):
+        if not self._is_done_within(ticket, timeout_s):
             raise OperationTimeoutError(
                 f"wait(): the operation is not done after {timeout_s:g} s; it goes on, and wait() "
                 "can be called again"
             )
+
+    def _is_done_within(self, ticket: Ticket, timeout_s: float) -> bool:
+        return ticket.wait(timeout_s)
 
     def _finish_once(self) -> None:
         with self._finishing:
@@ -140,21 +141,18 @@ class PendingWork(Work):
         return not self.in_progress
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
         """Return the error of the operation, or None. Does not wait."""
         if self.in_progress:
             return None
         try:
-            for ticket in self._tickets:
+            for ticket in self.tickets:
                 ticket.wait(0)
         except Exception as error:
             return error
         return None
-
-    def _error(self) -> object | None:
-        return next((error for ticket in self._tickets if (error := ticket.error())), None)
 
     def synchronize(self) -> None:
         self.wait()
@@ -171,7 +169,7 @@ class PendingWork(Work):
         source: torch.futures.Future[None] = torch.futures.Future()
         future: torch.futures.Future[Any] = source.then(self._settle)
         if self.in_progress:
-            self._tickets[-1].when_done(lambda: _complete(source))
+            self.tickets[-1].when_done(lambda: _complete(source))
         else:
             source.set_result(None)
         return future
@@ -192,17 +190,52 @@ class TransferWork(PendingWork):
         self._plane = plane
         self._transfer = transfer
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        timeout_s = seconds(timeout, FOREVER_S)
-        if not self._plane.wait_transfer(self._transfer, timeout_s):
-            raise OperationTimeoutError(
-                f"wait(): the transfer is not done after {timeout_s:g} s; it goes on, and wait() "
-                "can be called again"
-            )
-        self._finish_once()
-        return True
+    def _is_done_within(self, ticket: Ticket, timeout_s: float) -> bool:
+        return self._plane.wait_transfer(self._transfer, timeout_s)
 
     def _source_rank(self) -> int:
         return self._transfer.source
 
     source_rank = _source_rank
+
+
+class PendingWorks:
+    """The operations of a group in progress: their tensors stay alive, also if the caller drops the
+    Work.
+    """
+
+    def __init__(self) -> None:
+        self._works: deque[PendingWork] = deque()
+        self._coalescing: list[PendingWork] | None = None
+
+    @property
+    def is_coalescing(self) -> bool:
+        return self._coalescing is not None
+
+    def keep(self, work: PendingWork) -> PendingWork:
+        works = self._works
+        while works and not works[0].in_progress:
+            works.popleft()
+        works.append(work)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def start_coalescing(self) -> None:
+        self._coalescing = []
+
+    def end_coalescing(self) -> Work:
+        """Return one Work for all operations since :meth:`start_coalescing`."""
+        works, self._coalescing = self._coalescing or [], None
+        tickets = [ticket for work in works for ticket in work.tickets]
+        if not tickets:
+            return DoneWork()
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        return self.keep(PendingWork(tickets, [], works, finish))
+
+    def clear(self) -> None:
+        self._works.clear()
