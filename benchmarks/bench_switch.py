@@ -201,7 +201,7 @@ def measure(switch: Switch, size: Size, dtype: torch.dtype, window: int = 256) -
             seconds.append(sum_all(clients, tensors))
             assert all(bool((tensor == len(clients)).all()) for tensor in tensors), "a wrong sum"
         packets = switch.server.stats().counts["received"] - packets
-        again = sum(client.stats().retransmissions for client in clients)
+        again = sum(client.stats().packets.retransmissions for client in clients)
         switch_s = switch.cpu_s() - switch_s
         return Speed(seconds[1:], size.count * dtype.itemsize, packets, switch_s, again)
 

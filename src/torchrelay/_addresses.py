@@ -22,13 +22,14 @@ __all__ = [
     "boot_id",
     "is_loopback",
     "listen_at",
+    "mac_of_device",
 ]
 
 # Connecting a datagram socket to it sends nothing, but finds the route.
 DISCARD_PORT = 9
 # Addresses reserved for documentation: the route to them is the default route.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFHWADDR = 0x8915, 0x8927
 _MAX_NAME = 15  # bytes of a device's name
 _SCOPES = {"00", "10"}  # of IPv6 addresses: global, this host
 _BACKLOG = 1024
@@ -60,6 +61,16 @@ def address_of_device(name: str) -> str:
             if address is None:
                 raise
             return address
+
+
+def mac_of_device(name: str, sock: socket.socket) -> bytes:
+    """Return the MAC address of a network device in the network namespace of ``sock``.
+
+    Raises:
+        OSError: there is no such device.
+    """
+    request = struct.pack("256s", name.encode()[:_MAX_NAME])
+    return fcntl.ioctl(sock, _SIOCGIFHWADDR, request)[18:24]
 
 
 def _ipv6_of_device(name: str) -> str | None:

@@ -19,8 +19,8 @@ MODULES = sorted(
 )
 PUBLIC = {
     "aggregation": "LinkStats Options PlaneStats SmlGroup register stats",
-    "aggregation.switch": "Controller DataPlane SessionShape SessionStats SwitchClient"
-    " SwitchClientStats SwitchServer SwitchStats SwitchWorkerStats"
+    "aggregation.switch": "Controller DataPlane SessionShape SessionStats SessionWorkerStats"
+    " SwitchClient SwitchServer SwitchStats SwitchWorkerStats"
     " UdpDataPlane XdpDataPlane session_from_controller session_from_store",
     "checkpoint": "Keep LoadResult Reader SaveHandle Writer async_save latest load save verify",
     "deferred": "deferred_init dematerialize fake is_deferred materialize_module"

@@ -54,24 +54,8 @@ def stats() -> dict[str, PlaneStats]:
     totals: dict[str, PlaneStats] = {}
     for group in list(LIVING):
         mine = group.stats()
-        sum_ = totals.get(mine.plane, PlaneStats(mine.plane, 0, 0, 0.0))
-        totals[mine.plane] = PlaneStats(
-            mine.plane,
-            sum_.jobs + mine.jobs,
-            sum_.payload_bytes + mine.payload_bytes,
-            sum_.waiting_s + mine.waiting_s,
-            _sum_of_links([*sum_.links, *mine.links]),
-        )
+        totals[mine.plane] = totals.get(mine.plane, PlaneStats(mine.plane, 0, 0, 0.0)) + mine
     return totals
-
-
-def _sum_of_links(links: Sequence[LinkStats]) -> tuple[LinkStats, ...]:
-    totals: dict[tuple[str, str], LinkStats] = {}
-    for link in links:
-        key = link.transport, link.reason
-        sum_ = totals.get(key, LinkStats(*key, 0, 0.0))
-        totals[key] = LinkStats(*key, sum_.sent_bytes + link.sent_bytes, sum_.busy_s + link.busy_s)
-    return tuple(totals.values())
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -19,23 +19,23 @@ from torchrelay.errors import ArgumentError
 
 __all__ = [
     "Tensors",
-    "asked",
     "check_rank",
     "check_tag",
     "first_tensor",
-    "given",
     "on_root",
     "one_a_rank",
     "one_block_a_rank",
     "one_or_more",
-    "reduction",
+    "reduction_of",
     "root_of",
-    "rooted",
     "same_dtype",
     "single",
     "split",
     "split_rows",
-    "timed",
+    "with_reduction",
+    "with_root",
+    "with_timeout",
+    "without_none",
 ]
 
 Tensors = Sequence[torch.Tensor]
@@ -53,7 +53,7 @@ def is_options(given: Any) -> bool:
     return hasattr(given, "timeout")
 
 
-def timed(fresh: Any, given: Any, timeout: timedelta | None) -> Any:
+def with_timeout(fresh: Any, given: Any, timeout: timedelta | None) -> Any:
     """Return ``given`` if it is an options object, else ``fresh`` with the timeout.
 
     The timeout is either of the last two arguments.
@@ -66,28 +66,28 @@ def timed(fresh: Any, given: Any, timeout: timedelta | None) -> Any:
     return fresh
 
 
-def reduction(fresh: Any, given: Any, op: Any, timeout: timedelta | None) -> Any:
-    """Return options as :func:`timed`, where ``given`` may be a reduction."""
+def with_reduction(fresh: Any, given: Any, op: Any, timeout: timedelta | None) -> Any:
+    """Return options as :func:`with_timeout`, where ``given`` may be a reduction."""
     if is_options(given):
         return given
     chosen = given if op is None and not isinstance(given, timedelta) else op
     if chosen is not None:
         fresh.reduceOp = chosen
-    return timed(fresh, given, timeout)
+    return with_timeout(fresh, given, timeout)
 
 
-def rooted(fresh: Any, root: Any, opts: Any, op: Any, timeout: timedelta | None) -> Any:
-    """Return options as :func:`reduction`, where ``opts`` may be in the place of the root."""
+def with_root(fresh: Any, root: Any, opts: Any, op: Any, timeout: timedelta | None) -> Any:
+    """Return options as :func:`with_reduction`, where ``opts`` may be in the place of the root."""
     given = root if opts is None else opts
     if is_options(given):
         return given
     fresh.rootRank = 0 if given is None else given
     if op is not None:
         fresh.reduceOp = op
-    return timed(fresh, None, timeout)
+    return with_timeout(fresh, None, timeout)
 
 
-def asked(opts: Any) -> tuple[Op | float, timedelta, bool]:
+def reduction_of(opts: Any) -> tuple[Op | float, timedelta, bool]:
     """Return the op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
     if opts is None:
         opts = dist.AllreduceOptions()
@@ -191,7 +191,7 @@ def on_root(lists: Sequence[Tensors], ranks: int, operation: str, which: str) ->
     return one_a_rank(lists[0] if lists else [], ranks, operation, which)
 
 
-def given(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def without_none(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments without omitted options."""
     return tuple(argument for argument in arguments if argument is not None)
 

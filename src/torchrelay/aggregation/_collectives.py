@@ -56,7 +56,7 @@ class Collectives:
 
     def all_reduce_now(self, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
         """Run the most common call by the shortest path; return None for other calls."""
-        native_op, given, block = calls.asked(opts)
+        native_op, given, block = calls.reduction_of(opts)
         if not (block and native_op in _ANY_DTYPE and tensor.dtype in NATIVE and is_plain(tensor)):
             return None
         self.count += 1
@@ -65,7 +65,7 @@ class Collectives:
         return _DONE
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        op, given, _ = calls.asked(opts)
+        op, given, _ = calls.reduction_of(opts)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return self._all_reduce_sparse(tensors, op, seconds(given, self.timeout_s))
         staging = Staging()
@@ -84,7 +84,7 @@ class Collectives:
         return DoneWork(tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        op, _, _ = calls.asked(opts)
+        op, _, _ = calls.reduction_of(opts)
         root = calls.root_of(opts, self.size, "reduce")
         tensor = calls.single(tensors, "reduce")
         staging = Staging()
@@ -95,7 +95,7 @@ class Collectives:
         return self._run(staging, opts, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
-        op, _, _ = calls.asked(opts)
+        op, _, _ = calls.reduction_of(opts)
         staging = Staging()
         for output, blocks in zip(outputs, inputs, strict=True):
             calls.one_block_a_rank(blocks, self.size, output, "reduce_scatter")

@@ -52,5 +52,5 @@ def through_dispatcher(
     """
     kernel = _Kernel(f"sml:{run.__name__}", run, len(tensors), rest)
     with lowest_mode(kernel):
-        work = getattr(group, method)(*tensors, *calls.given(rest))
+        work = getattr(group, method)(*tensors, *calls.without_none(rest))
     return work if kernel.work is None else kernel.work

@@ -169,7 +169,7 @@ class SmlGroup(_NamedGroup):
     ) -> dist.Work:
         if type(opts) is not _AllreduceOptions:
             tensors = calls.one_or_more(tensors)
-            opts = calls.reduction(_AllreduceOptions(), opts, op, timeout)
+            opts = calls.with_reduction(_AllreduceOptions(), opts, op, timeout)
         if (
             len(tensors) == 1
             and self._has_cpu
@@ -190,7 +190,7 @@ class SmlGroup(_NamedGroup):
         *,
         opts: Any = None,
     ) -> dist.Work:
-        opts = calls.rooted(dist.ReduceOptions(), root, opts, op, timeout)
+        opts = calls.with_root(dist.ReduceOptions(), root, opts, op, timeout)
         return self._call("reduce", self._on.reduce, (calls.one_or_more(tensors),), opts)
 
     def reduce_scatter(
@@ -198,7 +198,7 @@ class SmlGroup(_NamedGroup):
     ) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = calls.reduction(dist.ReduceScatterOptions(), opts, op, timeout)
+        opts = calls.with_reduction(dist.ReduceScatterOptions(), opts, op, timeout)
         return self._call("reduce_scatter", self._on.reduce_scatter, (outputs, inputs), opts)
 
     allreduce_coalesced = _forward("allreduce_coalesced", "all_reduce", 1)
@@ -214,7 +214,7 @@ class SmlGroup(_NamedGroup):
     def broadcast(
         self, tensors: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
     ) -> dist.Work:
-        opts = calls.rooted(dist.BroadcastOptions(), root, opts, None, timeout)
+        opts = calls.with_root(dist.BroadcastOptions(), root, opts, None, timeout)
         return self._call("broadcast", self._on.broadcast, (calls.one_or_more(tensors),), opts)
 
     def allgather(
@@ -222,7 +222,7 @@ class SmlGroup(_NamedGroup):
     ) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = calls.timed(_AllgatherOptions(), opts, timeout)
+        opts = calls.with_timeout(_AllgatherOptions(), opts, timeout)
         return self._call("allgather", self._on.all_gather, (outputs, inputs), opts)
 
     _allgather_base = _forward("_allgather_base", "all_gather_tensor", 2)
@@ -239,7 +239,7 @@ class SmlGroup(_NamedGroup):
     ) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = ([outputs] if outputs else []), [inputs]
-        opts = calls.rooted(dist.GatherOptions(), root, opts, None, timeout)
+        opts = calls.with_root(dist.GatherOptions(), root, opts, None, timeout)
         return self._call("gather", self._on.gather, (outputs, inputs), opts)
 
     def scatter(
@@ -247,7 +247,7 @@ class SmlGroup(_NamedGroup):
     ) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], ([inputs] if inputs else [])
-        opts = calls.rooted(dist.ScatterOptions(), root, opts, None, timeout)
+        opts = calls.with_root(dist.ScatterOptions(), root, opts, None, timeout)
         return self._call("scatter", self._on.scatter, (outputs, inputs), opts)
 
     def alltoall_base(
@@ -260,7 +260,7 @@ class SmlGroup(_NamedGroup):
         *,
         timeout: Any = None,
     ) -> dist.Work:
-        opts = calls.timed(dist.AllToAllOptions(), opts, timeout)
+        opts = calls.with_timeout(dist.AllToAllOptions(), opts, timeout)
         run = self._on.all_to_all_single
         return self._call("alltoall_base", run, (output, tensor), output_splits, input_splits, opts)
 
@@ -348,7 +348,7 @@ class SmlGroup(_NamedGroup):
                     f"{method}: this group has no backend for a tensor on {tensor.device}, only "
                     f"for {', '.join(device.type for device in self._device_types)}"
                 )
-            work: dist.Work = getattr(self._others, method)(*tensors, *calls.given(rest))
+            work: dist.Work = getattr(self._others, method)(*tensors, *calls.without_none(rest))
             return work
         if watched() or (tensor is not None and dispatches_itself(tensor)):
             return through_dispatcher(self._others, method, run, tensors, *rest)

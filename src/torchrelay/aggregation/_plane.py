@@ -37,6 +37,10 @@ class LinkStats:
     sent_bytes: int
     busy_s: float
 
+    def __add__(self, other: LinkStats) -> LinkStats:
+        sent_bytes, busy_s = self.sent_bytes + other.sent_bytes, self.busy_s + other.busy_s
+        return LinkStats(self.transport, self.reason, sent_bytes, busy_s)
+
 
 @dataclass(frozen=True)
 class PlaneStats:
@@ -47,6 +51,19 @@ class PlaneStats:
     payload_bytes: int
     waiting_s: float
     links: tuple[LinkStats, ...] = ()
+
+    def __add__(self, other: PlaneStats) -> PlaneStats:
+        links: dict[tuple[str, str], LinkStats] = {}
+        for link in (*self.links, *other.links):
+            key = link.transport, link.reason
+            links[key] = links[key] + link if key in links else link
+        return PlaneStats(
+            self.plane,
+            self.jobs + other.jobs,
+            self.payload_bytes + other.payload_bytes,
+            self.waiting_s + other.waiting_s,
+            tuple(links.values()),
+        )
 
 
 class Ticket(Protocol):

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["switch"]
 
 
-class Kind(str, Enum):
+class PlaneKind(str, Enum):
     """What aggregates the packets."""
 
     udp = "udp"
     xdp = "xdp"
 
 
-class Mode(str, Enum):
+class XdpMode(str, Enum):
     """How the kernel runs the XDP program."""
 
     auto = "auto"
@@ -41,8 +41,8 @@ class Mode(str, Enum):
 
 def switch(
     data_plane: Annotated[
-        Kind, typer.Option(help="udp: in user space; xdp: in the kernel, at the ports.")
-    ] = Kind.udp,
+        PlaneKind, typer.Option(help="udp: in user space; xdp: in the kernel, at the ports.")
+    ] = PlaneKind.udp,
     address: str = typer.Option("127.0.0.1", help="udp: the IPv4 address to bind; 0.0.0.0 is all."),
     port: int = typer.Option(
         48864, min=0, max=65535, help="UDP port; 0: any free one; 48864: the 16 from there on."
@@ -51,9 +51,9 @@ def switch(
         "", help="xdp: the network interfaces, one worker each: eth1,eth2."
     ),
     mode: Annotated[
-        Mode,
+        XdpMode,
         typer.Option(help="xdp: auto uses generic if native is unsupported or does not deliver."),
-    ] = Mode.auto,
+    ] = XdpMode.auto,
     allow: str = typer.Option(
         "0.0.0.0/0", help="Networks whose workers may join: 10.1.0.0/16,10.2.0.4/32."
     ),
@@ -90,7 +90,7 @@ def switch(
     from torchrelay.aggregation.switch._metrics import MetricsServer  # noqa: PLC0415
 
     plane: DataPlane
-    if data_plane == Kind.xdp:
+    if data_plane == PlaneKind.xdp:
         plane = _xdp(interfaces, mode, port, drop_ingress + drop_egress)
     else:
         plane = UdpDataPlane(
@@ -124,7 +124,7 @@ def switch(
             report(server, start, is_on, interval_s)
 
 
-def _xdp(interfaces: str, mode: Mode, port: int, drop: float) -> DataPlane:
+def _xdp(interfaces: str, mode: XdpMode, port: int, drop: float) -> DataPlane:
     from torchrelay.aggregation.switch import XdpDataPlane  # noqa: PLC0415
 
     if not interfaces or drop:

@@ -74,7 +74,8 @@ def test_sessions_run_side_by_side_and_end_with_their_last_worker(server: Switch
                 ).abs().max() <= num_workers**2 * 2**14 / 2**32 + exact.max() * 1e-7
             stats = client.stats()
             assert (stats.jobs, stats.payload_bytes) == (6, 8 * (1 + 300 + 5000))
-            assert stats.packets_sent == stats.packets_received + stats.retransmissions
+            packets = stats.packets
+            assert packets.sent == packets.results + packets.retransmissions
 
     with ThreadPoolExecutor(6) as pool:
         done = [

@@ -10,9 +10,9 @@ import pytest
 from switch_ports import NETWORKS, Network, ip_packet, packet, values_of, wait_until
 from torchrelay._native import SwitchHeader
 from torchrelay.aggregation.switch import SessionShape
-from torchrelay.aggregation.switch import _messages as messages
+from torchrelay.aggregation.switch import _control as control
+from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.aggregation.switch._data_plane import ControlMessage
-from torchrelay.aggregation.switch._messages import Kind
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
@@ -339,7 +339,7 @@ def received_control(network: Network, timeout_s: float = 0.2) -> list[ControlMe
 
 def test_the_control_plane_is_kept_from_floods(network: Network) -> None:
     loud, other = network.connect(3), network.connect(2)
-    join = messages.encode_join(1, messages.Join(0, SessionShape(1, 8, 64), 1))
+    join = control.encode_join(1, control.Join(0, SessionShape(1, 8, 64), 1))
     received_control(network)
     found: list[tuple[str, bool]] = []
 
@@ -369,9 +369,9 @@ def test_the_control_plane_is_kept_from_floods(network: Network) -> None:
 def test_only_requests_reach_the_control_plane(network: Network) -> None:
     session = Session(network, 1)
     received_control(network)
-    requests = {Kind.JOIN, Kind.LEAVE, Kind.ASK_MISSING}
+    requests = {ControlKind.JOIN, ControlKind.LEAVE, ControlKind.ASK_MISSING}
     for kind in range(16):
-        datagram = messages.encode(Kind.JOIN, 1, bytes(14))
+        datagram = control.encode(ControlKind.JOIN, 1, bytes(14))
         network.send(session.workers[0], datagram[:1] + bytes([kind]) + datagram[2:])
     found = [message.data[1] for message in received_control(network)]
     assert set(found) == requests and len(found) == len(requests)

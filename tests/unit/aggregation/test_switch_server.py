@@ -31,8 +31,8 @@ from torchrelay.aggregation.switch import (
     XdpDataPlane,
     _server,
 )
-from torchrelay.aggregation.switch import _messages as messages
-from torchrelay.aggregation.switch._messages import Kind
+from torchrelay.aggregation.switch import _control as control
+from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.cli import app
 from torchrelay.errors import UnavailableError
 
@@ -48,15 +48,15 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
 
 def join(
     worker: Worker, session_id: int, rank: int, shape: SessionShape = SHAPE, client: int = 1
-) -> tuple[Kind, str]:
+) -> tuple[ControlKind, str]:
     """Send a JOIN; return kind and text of the answer."""
-    worker.send(messages.encode_join(session_id, messages.Join(rank, shape, client)))
-    answer = messages.parse(worker.receive())
+    worker.send(control.encode_join(session_id, control.Join(rank, shape, client)))
+    answer = control.parse(worker.receive())
     assert answer is not None and answer.session_id == session_id
     return answer.kind, answer.body.decode()
 
 
-JOINED = (Kind.JOINED, "")
+JOINED = (ControlKind.JOINED, "")
 
 
 def sessions(server: SwitchServer) -> dict[int, SessionStats]:
@@ -67,7 +67,7 @@ def test_an_answer_that_cannot_be_sent_does_not_end_the_service(network: Network
     with SwitchServer(network.plane) as server:
         worker = network.connect(0)
         switch = worker.sock.getpeername()
-        request = messages.encode_join(1, messages.Join(0, SHAPE, 1))
+        request = control.encode_join(1, control.Join(0, SHAPE, 1))
         for datagram in (request + bytes(len(request) % 2), packet(1)):
             network.forge(0, ip_packet((worker.address, 0), switch, datagram))
         wait_until(lambda: network.plane.stats().counts["send_lost"] == 2)
@@ -86,7 +86,7 @@ def test_a_request_that_fails_does_not_end_the_service(
         worker = network.connect(0)
         with monkeypatch.context() as patch:
             patch.setattr(server, "join", fail)
-            worker.send(messages.encode_join(1, messages.Join(0, SHAPE, 1)))
+            worker.send(control.encode_join(1, control.Join(0, SHAPE, 1)))
             wait_until(lambda: "KeyError" in caplog.text)
         server.check()
         assert join(worker, 1, 0) == JOINED
@@ -128,7 +128,7 @@ def test_the_usual_port_is_sixteen_as_switchmls(kind: str) -> None:
             sock = stack.enter_context(within(star.pids[rank], connected))
             workers.append(Worker(sock, *sock.getsockname()))
             while (answer := join(workers[-1], 1, rank)) != JOINED:
-                assert answer[0] == Kind.BUSY  # its MAC address is not known yet
+                assert answer[0] == ControlKind.BUSY  # its MAC address is not known yet
         for worker in workers:
             worker.send(packet(4))
         assert [values_of(worker.receive()) for worker in workers] == [{8}, {8}]
@@ -155,7 +155,7 @@ def test_a_sign_of_life_is_one_of_its_worker_alone(network: Network) -> None:
         wait_until(lambda: sessions(server)[1].idle_s > 0.2)
         stranger = network.connect(1)
         for worker in (workers[0], stranger):
-            network.send(worker, messages.encode(Kind.ALIVE, 0))
+            network.send(worker, control.encode(ControlKind.ALIVE, 0))
         stats = sessions(server)[1]
         silent_s = [worker.silent_s for worker in stats.workers]
         assert stats.idle_s == silent_s[0] < silent_s[1]
@@ -173,8 +173,8 @@ def test_a_worker_that_comes_back_replaces_itself(network: Network) -> None:
         for rank, worker in enumerate(new):
             assert join(worker, 1, rank, client=17 + rank) == JOINED
         network.send(old[1], packet(50, tsi=9))
-        answer = messages.parse(old[1].receive())
-        assert answer is not None and answer.kind == Kind.UNKNOWN_SESSION
+        answer = control.parse(old[1].receive())
+        assert answer is not None and answer.kind == ControlKind.UNKNOWN_SESSION
         for value, worker in zip((1, 2), new, strict=True):
             network.send(worker, packet(value))
         assert [values_of(worker.receive()) for worker in new] == [{3}, {3}]
@@ -188,7 +188,7 @@ def test_the_ports_of_a_silent_worker_are_free_for_another_job(
         worker = network.connect(0)
         assert join(worker, 1, 0) == JOINED
         kind, text = join(worker, 2, 0, ALONE)
-        assert kind == Kind.BUSY
+        assert kind == ControlKind.BUSY
         assert f"another worker has port {worker.port} of {worker.address}" in text
         monkeypatch.setattr(_server, "_TAKEOVER_S", 0.0)
         assert join(worker, 2, 0, ALONE) == JOINED
@@ -201,7 +201,7 @@ def test_one_address_has_a_quarter_of_the_sessions(network: Network) -> None:
     with SwitchServer(network.plane, max_sessions=8) as server:
         answers = [join(network.connect(0), session_id, 0) for session_id in (1, 2, 3)]
         assert answers[:2] == [JOINED, JOINED]
-        assert answers[2][0] == Kind.BUSY
+        assert answers[2][0] == ControlKind.BUSY
         assert "has opened 2 sessions, and one address may use a quarter" in answers[2][1]
         assert [join(network.connect(1), session_id, 0) for session_id in (4, 5)] == [JOINED] * 2
         assert sessions(server).keys() == {1, 2, 4, 5}

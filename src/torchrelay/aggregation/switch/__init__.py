@@ -12,9 +12,9 @@ number of workers.
 
 from __future__ import annotations
 
+from torchrelay._native import SwitchWorkerStats
 from torchrelay.aggregation.switch._client import (
     SwitchClient,
-    SwitchClientStats,
     session_from_store,
 )
 from torchrelay.aggregation.switch._controller import Controller
@@ -23,8 +23,8 @@ from torchrelay.aggregation.switch._data_plane import (
     DataPlane,
     SessionShape,
     SessionStats,
+    SessionWorkerStats,
     SwitchStats,
-    SwitchWorkerStats,
 )
 from torchrelay.aggregation.switch._server import SwitchServer
 from torchrelay.aggregation.switch._udp import UdpDataPlane
@@ -35,8 +35,8 @@ __all__ = [
     "DataPlane",
     "SessionShape",
     "SessionStats",
+    "SessionWorkerStats",
     "SwitchClient",
-    "SwitchClientStats",
     "SwitchServer",
     "SwitchStats",
     "SwitchWorkerStats",

@@ -9,7 +9,6 @@ import secrets
 import select
 import socket
 import time
-from dataclasses import dataclass
 
 import torch
 from torch.distributed import Store
@@ -17,9 +16,9 @@ from torch.distributed import Store
 from torchrelay import _native
 from torchrelay._resource import Resource
 from torchrelay._waiting import listed, read_key
-from torchrelay.aggregation.switch import _messages as messages
+from torchrelay.aggregation.switch import _control as control
+from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.aggregation.switch._data_plane import SessionShape
-from torchrelay.aggregation.switch._messages import Kind
 from torchrelay.config import Aggregation
 from torchrelay.errors import (
     ArgumentError,
@@ -31,27 +30,12 @@ from torchrelay.errors import (
 
 __all__ = [
     "SwitchClient",
-    "SwitchClientStats",
     "parse_address",
     "session_from_store",
 ]
 
 _RESEND_S = 0.2
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
-
-
-@dataclass(frozen=True)
-class SwitchClientStats:
-    """What one worker has done."""
-
-    jobs: int
-    payload_bytes: int
-    busy_s: float
-    packets_sent: int  # retransmissions included
-    packets_received: int  # results that were used
-    retransmissions: int
-    discarded: int  # answers to no packet under way
-    exact_chunks: int  # of float32, that could not be quantized
 
 
 def parse_address(text: str, default_port: int = _native.SWITCH_UDP_PORT) -> tuple[str, int]:
@@ -118,12 +102,13 @@ class SwitchClient(Resource):
         host, port = parse_address(switch)
         self.switch = f"{host}:{port}"
         self._control = self._connect(host, port)
-        self._native: _native.SwitchWorker | None = None
+        self._is_closed = True
         sockets: list[socket.socket] = []
         try:
             sockets = [self._connect(host, port) for _ in range(self.options.num_worker_threads)]
             self._join(sockets, timeout_s)
             self._native = self._start(sockets)
+            self._is_closed = False
         except BaseException:
             for sock in (*sockets, self._control):
                 sock.close()
@@ -152,7 +137,7 @@ class SwitchClient(Resource):
                 f"switch: it sums contiguous CPU tensors of int32 and float32, not {tensor.dtype} "
                 f"on {tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous"
             )
-        if self._native is None:
+        if self._is_closed:
             raise PeerLostError(f"switch {self.switch}: this client is closed")
         try:
             self._native.all_reduce(
@@ -161,35 +146,21 @@ class SwitchClient(Resource):
         except OperationTimeoutError as error:
             raise OperationTimeoutError(*self._who_is_missing(str(error))) from None
 
-    def stats(self) -> SwitchClientStats:
+    def stats(self) -> _native.SwitchWorkerStats:
         """Return what this worker has done so far."""
-        if self._native is None:
-            return SwitchClientStats(0, 0, 0.0, 0, 0, 0, 0, 0)
-        stats = self._native.stats()
-        packets = stats.packets
-        return SwitchClientStats(
-            stats.jobs,
-            stats.payload_bytes,
-            stats.busy_s,
-            packets.sent,
-            packets.results,
-            packets.retransmissions,
-            packets.discarded,
-            stats.exact_chunks,
-        )
+        return self._native.stats()
 
     def close(self) -> None:
         """Leave the session. A call in progress in another thread raises PeerLostError.
         Idempotent.
         """
-        native, self._native = self._native, None
-        if native is None:
+        if self._is_closed:
             return
-        native.close()
+        self._is_closed = True
+        self._native.close()
         with contextlib.suppress(OSError):  # the switch is gone
-            self._control.send(
-                messages.encode(Kind.LEAVE, self.session_id, messages.encode_ranks([self.rank]))
-            )
+            ranks = control.encode_ranks([self.rank])
+            self._control.send(control.encode(ControlKind.LEAVE, self.session_id, ranks))
         self._control.close()
 
     def _connect(self, host: str, port: int) -> socket.socket:
@@ -202,12 +173,12 @@ class SwitchClient(Resource):
         return sock
 
     def _join(self, sockets: list[socket.socket], timeout_s: float) -> None:
-        join = messages.Join(self.rank, self._shape, client=secrets.randbits(64))
-        request = messages.encode_join(self.session_id, join)
+        join = control.Join(self.rank, self._shape, client=secrets.randbits(64))
+        request = control.encode_join(self.session_id, join)
         deadline, why = time.monotonic() + timeout_s, ""
         waiting = list(reversed(sockets))
         while waiting:
-            kinds = (Kind.JOINED, Kind.REFUSED, Kind.BUSY)
+            kinds = (ControlKind.JOINED, ControlKind.REFUSED, ControlKind.BUSY)
             answer = self._ask(waiting[-1], request, kinds, deadline)
             if answer is None and why:
                 raise UnavailableError(
@@ -219,19 +190,19 @@ class SwitchClient(Resource):
                     f"switch {self.switch}: no answer within {timeout_s:g} s; is `torchrelay "
                     "switch` running there, and does the network let UDP through?"
                 )
-            if answer.kind == Kind.REFUSED:
+            if answer.kind == ControlKind.REFUSED:
                 raise UnavailableError(
                     f"switch {self.switch} refuses worker {self.rank}: {answer.body.decode()}"
                 )
-            if answer.kind == Kind.JOINED:
+            if answer.kind == ControlKind.JOINED:
                 waiting.pop()
             else:
                 why = answer.body.decode()
                 time.sleep(_RESEND_S)
 
     def _ask(
-        self, sock: socket.socket, request: bytes, kinds: tuple[Kind, ...], deadline: float
-    ) -> messages.Message | None:
+        self, sock: socket.socket, request: bytes, kinds: tuple[ControlKind, ...], deadline: float
+    ) -> control.ControlRequest | None:
         """Send ``request`` until an answer of one of ``kinds`` arrives, and return it; None at the
         deadline, or when the socket was closed.
         """
@@ -239,7 +210,7 @@ class SwitchClient(Resource):
             try:
                 sock.send(request)
                 while select.select([sock], [], [], min(left, _RESEND_S))[0]:
-                    answer = messages.parse(sock.recv(2048))
+                    answer = control.parse(sock.recv(2048))
                     if (
                         answer is not None
                         and answer.kind in kinds
@@ -266,13 +237,13 @@ class SwitchClient(Resource):
         )
 
     def _who_is_missing(self, message: str) -> tuple[str, list[int]]:
-        request = messages.encode(Kind.ASK_MISSING, self.session_id)
+        request = control.encode(ControlKind.ASK_MISSING, self.session_id)
         answer = self._ask(
-            self._control, request, (Kind.MISSING,), time.monotonic() + 5 * _RESEND_S
+            self._control, request, (ControlKind.MISSING,), time.monotonic() + 5 * _RESEND_S
         )
         if answer is None:
             return f"{message}; the switch does not answer", []
-        ranks = messages.decode_ranks(answer.body)
+        ranks = control.decode_ranks(answer.body)
         if not ranks:
             return f"{message}; no worker is missing, so results are lost on their way here", []
         return f"{message}; it waits for {listed('worker', ranks)}", ranks

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import ipaddress
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torchrelay._addresses import DISCARD_PORT, address_of_device, address_towards
+from torchrelay._addresses import DISCARD_PORT, address_of_device, address_towards, mac_of_device
 from torchrelay._resource import Resource
 from torchrelay._waiting import listed
+from torchrelay.aggregation.switch._control import Join
 from torchrelay.aggregation.switch._data_plane import SessionShape
-from torchrelay.aggregation.switch._messages import Join
 from torchrelay.aggregation.switch._server import SwitchServer
 from torchrelay.aggregation.switch._service import ServiceThread
 from torchrelay.errors import (
@@ -45,7 +43,6 @@ _MAX_CALLS = 4096  # at a time
 _MAX_GROUP = 1024  # workers, as of a session
 _MAX_WAIT_S = 600.0
 _MAX_JOIN_S, _RETRY_S = 15.0, 0.2  # for a place in the switch
-_SIOCGIFHWADDR = 0x8927
 
 
 def import_grpc() -> tuple[Any, Any]:
@@ -333,11 +330,6 @@ def _own_address(bound: str, worker: str) -> tuple[int, str]:
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):  # it has no IPv4 address
             if address_of_device(name) == bound:
-                return _mac_of(name), bound
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                    return int.from_bytes(mac_of_device(name, probe), "big"), bound
     return 0, bound
-
-
-def _mac_of(device: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFHWADDR, struct.pack("16s24x", device.encode()))
-    return int.from_bytes(answer[18:24], "big")

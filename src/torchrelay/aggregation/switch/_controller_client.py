@@ -150,19 +150,13 @@ class _Calls:
         return max(1, int((self._deadline_s - time.monotonic()) * 1e3))
 
     def _call(self, service_name: str, method: str, request: Any) -> Any:
-        from google.protobuf.message import DecodeError  # noqa: PLC0415 - optional
-
         service = self._messages.DESCRIPTOR.services_by_name[service_name]
         answer = getattr(self._messages, service.methods_by_name[method].output_type.name)
-        call = self._channel.unary_unary(f"/{service.full_name}/{method}")
+        call = self._channel.unary_unary(
+            f"/{service.full_name}/{method}", type(request).SerializeToString, answer.FromString
+        )
         try:
-            data = call(request.SerializeToString(), timeout=self._left_ms() / 1e3 + _GRACE_S)
-            return answer.FromString(data)
-        except DecodeError as error:
-            raise ProtocolError(
-                f"controller {self._controller} does not answer {method} as a controller does: "
-                f"{error}"
-            ) from None
+            return call(request, timeout=self._left_ms() / 1e3 + _GRACE_S)
         except self._grpc.RpcError as error:
             raise self._translate(method, error) from None
 

@@ -16,8 +16,8 @@ __all__ = [
     "DataPlane",
     "SessionShape",
     "SessionStats",
+    "SessionWorkerStats",
     "SwitchStats",
-    "SwitchWorkerStats",
 ]
 
 
@@ -34,7 +34,7 @@ class SessionShape:
 
 
 @dataclass(frozen=True)
-class SwitchWorkerStats:
+class SessionWorkerStats:
     """Statistics of one worker of a session."""
 
     received: int  # data packets
@@ -53,7 +53,7 @@ class SessionStats:
     session_id: int
     shape: SessionShape
     counts: Mapping[str, int]
-    workers: tuple[SwitchWorkerStats, ...]
+    workers: tuple[SessionWorkerStats, ...]
 
     @property
     def idle_s(self) -> float:

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchrelay._resource import Resource
-from torchrelay.aggregation.switch import _messages as messages
+from torchrelay.aggregation.switch import _control as control
+from torchrelay.aggregation.switch._control import ControlKind, ControlRequest, Join
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
     DataPlane,
@@ -18,7 +19,6 @@ from torchrelay.aggregation.switch._data_plane import (
     SessionStats,
     SwitchStats,
 )
-from torchrelay.aggregation.switch._messages import Join, Kind
 from torchrelay.aggregation.switch._service import ServiceThread
 from torchrelay.errors import ArgumentError, TorchRelayError, UnavailableError
 
@@ -301,23 +301,23 @@ class SwitchServer(Resource):
     def _answer(self, message: ControlMessage) -> bytes | None:
         """Return the answer to a message, if any; only a refusal may be longer than its request."""
         if message.coalesced:
-            return messages.encode(Kind.COALESCED, 0)
+            return control.encode(ControlKind.COALESCED, 0)
         if not message.data:
-            return messages.encode(Kind.UNKNOWN_SESSION, 0)
-        request = messages.parse(message.data)
+            return control.encode(ControlKind.UNKNOWN_SESSION, 0)
+        request = control.parse(message.data)
         if request is None:
             return None
-        if request.kind == Kind.JOIN:
+        if request.kind == ControlKind.JOIN:
             return self._answer_join(request, message)
-        if request.kind == Kind.LEAVE:
+        if request.kind == ControlKind.LEAVE:
             self._leave(request)
-        if request.kind == Kind.ASK_MISSING and request.session_id in self._sessions:
-            ranks = self.plane.missing(request.session_id)
-            return messages.encode(Kind.MISSING, request.session_id, messages.encode_ranks(ranks))
+        if request.kind == ControlKind.ASK_MISSING and request.session_id in self._sessions:
+            ranks = control.encode_ranks(self.plane.missing(request.session_id))
+            return control.encode(ControlKind.MISSING, request.session_id, ranks)
         return None
 
-    def _answer_join(self, request: messages.Message, message: ControlMessage) -> bytes | None:
-        join = messages.decode_join(request.body)
+    def _answer_join(self, request: ControlRequest, message: ControlMessage) -> bytes | None:
+        join = control.decode_join(request.body)
         if join is None:
             return None
         try:
@@ -325,15 +325,15 @@ class SwitchServer(Resource):
                 raise ArgumentError("a worker's packets cannot come from port 0")
             self.join(request.session_id, join, message.address, (message.port, 1))
         except TorchRelayError as error:
-            kind = Kind.BUSY if isinstance(error, UnavailableError) else Kind.REFUSED
-            return messages.encode(kind, request.session_id, str(error).encode()[:400])
-        return messages.encode(Kind.JOINED, request.session_id)
+            kind = ControlKind.BUSY if isinstance(error, UnavailableError) else ControlKind.REFUSED
+            return control.encode(kind, request.session_id, str(error).encode()[:400])
+        return control.encode(ControlKind.JOINED, request.session_id)
 
-    def _leave(self, request: messages.Message) -> None:
+    def _leave(self, request: ControlRequest) -> None:
         with self._lock:
             session = self._sessions.get(request.session_id)
             if session is None:
                 return
-            session.left.update(messages.decode_ranks(request.body)[:1])
+            session.left.update(control.decode_ranks(request.body)[:1])
             if len(session.left) == session.shape.num_workers:
                 self._close(request.session_id)

@@ -10,8 +10,8 @@ from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
     SessionShape,
     SessionStats,
+    SessionWorkerStats,
     SwitchStats,
-    SwitchWorkerStats,
 )
 from torchrelay.errors import ConfigError
 
@@ -96,7 +96,7 @@ def _session_stats(info: _native.SwitchSessionInfo) -> SessionStats:
         SessionShape(shape.num_workers, shape.num_slots, shape.numel, shape.sequenced),
         info.counts,
         tuple(
-            SwitchWorkerStats(worker.received, worker.retransmissions, worker.silent_s)
+            SessionWorkerStats(worker.received, worker.retransmissions, worker.silent_s)
             for worker in info.workers
         ),
     )

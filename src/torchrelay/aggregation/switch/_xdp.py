@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrelay import _native
-from torchrelay._addresses import DISCARD_PORT
+from torchrelay._addresses import DISCARD_PORT, mac_of_device
 from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
     SessionShape,
     SessionStats,
+    SessionWorkerStats,
     SwitchStats,
-    SwitchWorkerStats,
 )
 from torchrelay.aggregation.switch._libbpf import XDP_DRIVER, XDP_GENERIC, BpfObject
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
@@ -44,22 +44,22 @@ _CONTROL_TYPE = 2
 _PROBES, _PROBE_S, _MIN_FRAME_BYTES = 4, 0.1, 60
 _logger = logging.getLogger("torchrelay.aggregation.switch")
 _SO_RCVBUFFORCE, _BUFFER_BYTES = 33, 4 << 20
-_SIOCGIFHWADDR, _SIOCGARP, _ATF_COM = 0x8927, 0x8954, 2
+_SIOCGARP, _ATF_COM = 0x8954, 2
 
 # The program counts these, and then what it alone has.
 _STATS = (*_native.switch_stats(), "coalesced", "probes")
 _SESSION_STATS = _STATS[: _native.SWITCH_NUM_SESSION_STATS]
 
 
-class _Source(ctypes.Structure):
+class _SourceKey(ctypes.Structure):
     _fields_ = (("ip", ctypes.c_uint8 * 4), ("port", ctypes.c_uint8 * 2), ("zero", ctypes.c_uint16))
 
 
-class _Member(ctypes.Structure):
+class _MemberEntry(ctypes.Structure):
     _fields_ = (("session", ctypes.c_uint32), ("rank", ctypes.c_uint32))
 
 
-class _Session(ctypes.Structure):
+class _SessionEntry(ctypes.Structure):
     _fields_ = (
         ("heard_ns", ctypes.c_uint64 * _MAX_WORKERS),
         ("stats", ctypes.c_uint64 * len(_SESSION_STATS)),
@@ -80,7 +80,7 @@ class _WorkerKey(ctypes.Structure):
     _fields_ = (("session", ctypes.c_uint32), ("ifindex", ctypes.c_uint32))
 
 
-class _Worker(ctypes.Structure):
+class _WorkerEntry(ctypes.Structure):
     _fields_ = (
         ("mac", ctypes.c_uint8 * 6),
         ("port_mac", ctypes.c_uint8 * 6),
@@ -90,7 +90,7 @@ class _Worker(ctypes.Structure):
     )
 
 
-class _Slot(ctypes.Structure):
+class _SlotEntry(ctypes.Structure):
     _fields_ = (
         ("lock", ctypes.c_uint32),
         ("count", ctypes.c_uint32 * 2),
@@ -104,23 +104,23 @@ class _Slot(ctypes.Structure):
     )
 
 
-class _Port(ctypes.Structure):  # struct bpf_devmap_val
+class _PortEntry(ctypes.Structure):  # struct bpf_devmap_val
     _fields_ = (("ifindex", ctypes.c_uint32), ("program", ctypes.c_uint32))
 
 
 # Sizes of key and value of each map that this module reads or writes.
 _LAYOUTS = {
-    "slots": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_Slot)),
-    "sessions": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_Session)),
-    "members": (ctypes.sizeof(_Source), ctypes.sizeof(_Member)),
-    "workers": (ctypes.sizeof(_WorkerKey), ctypes.sizeof(_Worker)),
-    "ports": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_Port)),
+    "slots": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_SlotEntry)),
+    "sessions": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_SessionEntry)),
+    "members": (ctypes.sizeof(_SourceKey), ctypes.sizeof(_MemberEntry)),
+    "workers": (ctypes.sizeof(_WorkerKey), ctypes.sizeof(_WorkerEntry)),
+    "ports": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(_PortEntry)),
     "stats": (ctypes.sizeof(ctypes.c_uint32), ctypes.sizeof(ctypes.c_uint64)),
 }
 
 
 @dataclass
-class _Open:
+class _OpenSession:
     """The state of a session in the control plane."""
 
     index: int
@@ -176,7 +176,7 @@ class XdpDataPlane(Resource):
         self.interfaces = {_ifindex(name): name for name in interfaces}
         self.address = "0.0.0.0"
         self._lock = threading.Lock()
-        self._sessions: dict[int, _Open] = {}
+        self._sessions: dict[int, _OpenSession] = {}
         self._members: dict[tuple[str, int], tuple[int, int]] = {}  # session id and rank, by source
         self._free_indices = list(range(max_sessions))
         self.max_slots = max_slots
@@ -227,7 +227,7 @@ class XdpDataPlane(Resource):
         port_program = self._bpf.program("torchrelay_port")
         for place, ifindex in enumerate(self.interfaces):
             self._bpf.update(
-                self._bpf.map("ports"), ctypes.c_uint32(place), _Port(ifindex, port_program)
+                self._bpf.map("ports"), ctypes.c_uint32(place), _PortEntry(ifindex, port_program)
             )
         modes = {
             "native": [XDP_DRIVER],
@@ -270,11 +270,11 @@ class XdpDataPlane(Resource):
             first_slot = self._free_slots(shape.num_slots)
             if not self._free_indices:
                 raise UnavailableError("XDP: all sessions are in use; try again later")
-            opened = _Open(self._free_indices.pop(), shape, first_slot)
-            slots, empty = self._bpf.map("slots"), _Slot()
+            opened = _OpenSession(self._free_indices.pop(), shape, first_slot)
+            slots, empty = self._bpf.map("slots"), _SlotEntry()
             for at in range(first_slot, first_slot + shape.num_slots):
                 self._bpf.update(slots, ctypes.c_uint32(at), empty)
-            session = _Session(
+            session = _SessionEntry(
                 num_workers=shape.num_workers,
                 num_slots=shape.num_slots,
                 first_slot=first_slot,
@@ -317,18 +317,15 @@ class XdpDataPlane(Resource):
             opened.joined[rank] = time.monotonic()
             for port in ports:
                 source = _source(address, port)
-                self._bpf.update(self._bpf.map("members"), source, _Member(opened.index, rank))
+                self._bpf.update(self._bpf.map("members"), source, _MemberEntry(opened.index, rank))
                 self._members[address, port] = (session_id, rank)
                 opened.sources.add((address, port))
 
-    def _place_worker(self, opened: _Open, rank: int, address: str) -> None:
+    def _place_worker(self, opened: _OpenSession, rank: int, address: str) -> None:
         """Send results for ``rank`` through the port of its address."""
         mac, ifindex = self._neighbor(address)
         interface = self.interfaces[ifindex]
-        request = fcntl.ioctl(
-            self._socket, _SIOCGIFHWADDR, struct.pack("16s24x", interface.encode())
-        )
-        port_mac = request[18:24]
+        port_mac = mac_of_device(interface, self._socket)
         if self.mode == "native" and ifindex not in self._proven:
             self._prove_port(ifindex, port_mac, address)
         if opened.ports.setdefault(ifindex, rank) != rank:
@@ -336,7 +333,8 @@ class XdpDataPlane(Resource):
                 f"XDP: {interface} already leads to worker {opened.ports[ifindex]} of this "
                 "session, and a port serves one; use --data-plane udp"
             )
-        worker = _Worker(_array(mac), _array(port_mac), _array(socket.inet_aton(address)), rank)
+        ip = socket.inet_aton(address)
+        worker = _WorkerEntry(_array(mac), _array(port_mac), _array(ip), rank)
         self._bpf.update(self._bpf.map("workers"), _WorkerKey(opened.index, ifindex), worker)
 
     def _prove_port(self, ifindex: int, port_mac: bytes, address: str) -> None:
@@ -421,7 +419,7 @@ class XdpDataPlane(Resource):
         self._ended.update(_counts(self._read_session(opened)))
         self._free_indices.append(opened.index)
 
-    def _session(self, session_id: int) -> _Open:
+    def _session(self, session_id: int) -> _OpenSession:
         if session_id not in self._sessions:
             raise ArgumentError(f"switch: no session has the id {session_id}")
         return self._sessions[session_id]
@@ -429,7 +427,7 @@ class XdpDataPlane(Resource):
     def missing(self, session_id: int) -> list[int]:
         with self._lock:
             opened = self._session(session_id)
-            slots, slot = self._bpf.map("slots"), _Slot()
+            slots, slot = self._bpf.map("slots"), _SlotEntry()
             everyone = (1 << opened.shape.num_workers) - 1
             present = everyone
             for at in range(opened.first_slot, opened.first_slot + opened.shape.num_slots):
@@ -456,8 +454,8 @@ class XdpDataPlane(Resource):
         except OSError:  # port 0, or no route
             self._send_lost += 1
 
-    def _read_session(self, opened: _Open) -> _Session:
-        session = _Session()
+    def _read_session(self, opened: _OpenSession) -> _SessionEntry:
+        session = _SessionEntry()
         self._bpf.lookup(self._bpf.map("sessions"), ctypes.c_uint32(opened.index), session)
         return session
 
@@ -499,18 +497,18 @@ def _array(data: bytes) -> ctypes.Array[ctypes.c_uint8]:
     return (ctypes.c_uint8 * len(data))(*data)
 
 
-def _source(address: str, port: int) -> _Source:
-    return _Source(_array(socket.inet_aton(address)), _array(port.to_bytes(2, "big")), 0)
+def _source(address: str, port: int) -> _SourceKey:
+    return _SourceKey(_array(socket.inet_aton(address)), _array(port.to_bytes(2, "big")), 0)
 
 
-def _counts(session: _Session) -> dict[str, int]:
+def _counts(session: _SessionEntry) -> dict[str, int]:
     return dict(zip(_SESSION_STATS, session.stats, strict=True))
 
 
-def _session_stats(session_id: int, opened: _Open, session: _Session) -> SessionStats:
+def _session_stats(session_id: int, opened: _OpenSession, session: _SessionEntry) -> SessionStats:
     now_s = time.monotonic()  # like the kernel's heard_ns, CLOCK_MONOTONIC
     workers = tuple(
-        SwitchWorkerStats(
+        SessionWorkerStats(
             session.worker_received[rank],
             session.worker_again[rank],
             now_s - max(session.heard_ns[rank] / 1e9, opened.joined.get(rank, opened.opened)),

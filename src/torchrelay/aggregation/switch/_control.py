@@ -16,9 +16,9 @@ from enum import IntEnum
 from torchrelay.aggregation.switch._data_plane import SessionShape
 
 __all__ = [
+    "ControlKind",
+    "ControlRequest",
     "Join",
-    "Kind",
-    "Message",
     "decode_join",
     "decode_ranks",
     "encode",
@@ -34,7 +34,7 @@ _JOIN = struct.Struct(">QIIHHH")
 _MAX_RANKS = 100  # that one message names
 
 
-class Kind(IntEnum):
+class ControlKind(IntEnum):
     """The kind of a control message. The native worker sends ALIVE, and handles UNKNOWN_SESSION
     and COALESCED.
     """
@@ -52,10 +52,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Message:
+class ControlRequest:
     """A control message of this protocol's version."""
 
-    kind: Kind
+    kind: ControlKind
     session_id: int
     body: bytes
 
@@ -71,19 +71,19 @@ class Join:
     client: int
 
 
-def encode(kind: Kind, session_id: int, body: bytes = b"") -> bytes:
+def encode(kind: ControlKind, session_id: int, body: bytes = b"") -> bytes:
     """Return the datagram."""
     return _HEAD.pack(_TYPE, kind, _VERSION, session_id) + body
 
 
-def parse(datagram: bytes) -> Message | None:
+def parse(datagram: bytes) -> ControlRequest | None:
     """Return the message; None if the datagram is of another protocol or version."""
     if len(datagram) < _HEAD.size:
         return None
     type_, kind, version, session_id = _HEAD.unpack_from(datagram)
-    if type_ != _TYPE or version != _VERSION or kind not in set(Kind):
+    if type_ != _TYPE or version != _VERSION or kind not in set(ControlKind):
         return None
-    return Message(Kind(kind), session_id, datagram[_HEAD.size :])
+    return ControlRequest(ControlKind(kind), session_id, datagram[_HEAD.size :])
 
 
 def encode_join(session_id: int, join: Join) -> bytes:
@@ -97,7 +97,7 @@ def encode_join(session_id: int, join: Join) -> bytes:
         shape.num_slots,
         shape.sequenced,
     )
-    return encode(Kind.JOIN, session_id, body)
+    return encode(ControlKind.JOIN, session_id, body)
 
 
 def decode_join(body: bytes) -> Join | None:
