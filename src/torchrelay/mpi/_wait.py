@@ -92,7 +92,7 @@ _broken: str | None = None
 _is_rank = True
 _has_ended = False
 _waiting: tuple[Waiting, float] | None = None
-_told = False
+_has_notified = False
 
 
 def register(lease: SharedState) -> None:
@@ -309,15 +309,15 @@ def failed(error: TorchRelayError) -> TorchRelayError:
     """Notify all ranks, end communication, and return ``error`` to be raised."""
     global _broken  # noqa: PLW0603
     _broken = str(error)
-    _tell_all(_broken, MISMATCH if isinstance(error, MismatchError) else FAREWELL)
+    _notify_all(_broken, MISMATCH if isinstance(error, MismatchError) else FAREWELL)
     return error
 
 
-def _tell_all(reason: str, tag: int = FAREWELL) -> None:
-    global _told  # noqa: PLW0603
-    if _told:
+def _notify_all(reason: str, tag: int = FAREWELL) -> None:
+    global _has_notified  # noqa: PLW0603
+    if _has_notified:
         return
-    _told = True
+    _has_notified = True
     _send_all(tag, reason)
 
 
@@ -351,13 +351,13 @@ def _end_together() -> None:
     """Wait until all ranks end. Raise if another one fails."""
     global _has_ended  # noqa: PLW0603
     _has_ended = True
-    request, start, is_told = _endings.Ibarrier(), time.monotonic(), False
+    request, start, has_notified = _endings.Ibarrier(), time.monotonic(), False
     while not any(request.Test() for _ in range(TESTS)):
         listen()
-        if not is_told and time.monotonic() - start > ENDING_S:
-            is_told = True
+        if not has_notified and time.monotonic() - start > ENDING_S:
+            has_notified = True
             _send_all(ENDED, "")
-        time.sleep(NAP_S if not is_told else LISTEN_S)
+        time.sleep(NAP_S if not has_notified else LISTEN_S)
 
 
 def _leave() -> None:
@@ -374,7 +374,9 @@ def _leave() -> None:
         else:
             return
     if not isinstance(error, KeyboardInterrupt):
-        _tell_all(f"it ended with {type(error).__name__}: {error}" if _broken is None else _broken)
+        _notify_all(
+            f"it ended with {type(error).__name__}: {error}" if _broken is None else _broken
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(max(1.0, 20 * LISTEN_S))
