@@ -1,0 +1,207 @@
+"""``torch.distributed``: process groups, their backends and stores; DDP and FSDP."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import importlib
+import os
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchrelay._torch._callers import frame_of
+from torchrelay.errors import UnsupportedError
+
+__all__ = [
+    "BackendsAsked",
+    "TimeoutOnly",
+    "backends_asked",
+    "callback_error",
+    "find_torchdistx",
+    "gloo_group",
+    "group_store",
+    "has_fsdp2",
+    "meet_without_variables",
+    "name_backend",
+    "operator_results",
+    "premul_factor",
+    "store_host",
+]
+
+
+def callback_error(error: RuntimeError) -> tuple[str, str] | None:
+    """Return type name and message of the exception of a future's callback.
+
+    None if ``error`` wraps none. DistributedDataParallel waits in C++, which keeps only the text.
+    """
+    wrapped = r"when running the callback: (?:[\w.]+\.)?(\w+): (.*?)\s*(?:\n\nAt:|$)"
+    found = re.search(wrapped, str(error), re.DOTALL)
+    return (found[1], found[2]) if found else None
+
+
+def find_torchdistx() -> None:
+    """Let FSDP1 find ``torchdistx`` if there was none when it was imported."""
+    fsdp1: Any = sys.modules.get("torch.distributed.fsdp._init_utils")
+    if fsdp1 is None or fsdp1._TORCHDISTX_AVAIL:
+        return
+    for name in ("deferred_init", "fake"):
+        setattr(fsdp1, name, importlib.import_module(f"torchdistx.{name}"))
+    fsdp1._TORCHDISTX_AVAIL = True
+
+
+def has_fsdp2(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``module`` or to a part of it."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+    return any(isinstance(one, FSDPModule) for one in module.modules())
+
+
+def operator_results(operator: Any, args: Any, work: Any) -> Any:
+    """Return what a c10d operator returns: its first tensors, if it returns some, and ``work``."""
+    results = [
+        work.boxed() if result.type.kind() == "ClassType" else args[0]
+        for result in operator._schema.returns
+    ]
+    return tuple(results) if len(results) != 1 else results[0]
+
+
+@dataclass(frozen=True)
+class BackendsAsked:
+    """The backends of a group that c10d is making, while one of them is being made."""
+
+    text: str
+    devices: dict[str, str]  # device type: backend, in c10d's order
+    group: Any  # the plain ProcessGroup in which c10d has registered the backends made so far
+    store: Any
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Backends other than ``sml`` that are not registered yet."""
+        made = {device.type for device in self.group._device_types}
+        return {d: name for d, name in self.devices.items() if name != "sml" and d not in made}
+
+
+def backends_asked() -> BackendsAsked | None:
+    """Return the backends that c10d was asked for, if it is the caller's caller.
+
+    Raises:
+        UnsupportedError: this torch creates groups in an unknown way.
+    """
+    frame = frame_of(("new_group",), 2)
+    if frame is None:
+        return None
+    found = frame.f_locals
+    try:
+        devices = dict(found["backend_config"].get_device_backend_map())
+        return BackendsAsked(str(found["backend"]), devices, found["pg"], found["prefix_store"])
+    except KeyError as error:
+        raise UnsupportedError(
+            f"torch {torch.__version__} makes process groups in an unknown way"
+        ) from error
+
+
+def meet_without_variables(backend: str, meet: Callable[[datetime.timedelta], Any]) -> None:
+    """Let ``init_process_group(backend)`` find its ranks with ``meet`` if neither RANK nor
+    WORLD_SIZE is set, where torch raises an error.
+
+    ``meet`` takes a timeout, and returns store, rank and size. Other backends, and calls that give
+    a rank, a size, a store or another ``init_method``, get what torch does.
+    """
+    handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    by_variables = handlers["env"]
+
+    def by_variables_or_meet(url: str, **kwargs: Any) -> Any:
+        has_variables = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+        if has_variables or url != "env://" or backend not in _backends_of_init():
+            return by_variables(url, **kwargs)
+        return iter([meet(kwargs["timeout"])])
+
+    handlers["env"] = by_variables_or_meet
+
+
+def _backends_of_init() -> list[str]:
+    """Return the backends in the string given to the ``init_process_group`` that runs."""
+    frame = frame_of(("init",), 2, sys.getrecursionlimit())
+    return [] if frame is None else re.split("[:,]", str(frame.f_locals["backend"]))
+
+
+def group_store(group: Any) -> Any:
+    """Return the store over which a process group was made."""
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+def store_host(store: Any) -> str | None:
+    """Return the host that serves ``store``, if it is a TCP store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+class TimeoutOnly:
+    """Stands for a backend where c10d sets a timeout, which it does for Gloo and NCCL only."""
+
+    __class__ = property(lambda _: torch.distributed.ProcessGroupGloo)  # what isinstance asks
+
+    def __init__(self, set_timeout: Callable[[datetime.timedelta], None]) -> None:
+        self._set_default_timeout = set_timeout
+
+
+def name_backend(group: Any, name: str) -> None:
+    """Let c10d find the default backend of ``group``, a Python subclass of ProcessGroup.
+
+    Since 2.15 c10d attaches its flight recorder to each group, and asks the default backend what it
+    supports; this one supports nothing beyond what the group does itself. Before 2.14 Python cannot
+    make a Backend, and no code asks for one.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    if not hasattr(c10d, "FlightRecorderHook"):
+        return
+
+    class Named(c10d.Backend):  # type: ignore[misc]
+        def getBackendName(self) -> str:  # noqa: N802 - c10d calls it
+            return name
+
+    kind = c10d.ProcessGroup.BackendType.CUSTOM
+    plain = c10d.ProcessGroup
+    plain._register_backend(group, torch.device("cpu"), kind, Named(group.rank(), group.size()))
+    plain._set_default_backend(group, kind)
+
+
+def premul_factor(op: Any) -> float:
+    """Return the factor of a PREMUL_SUM; torch has an attribute for it only since 2.13."""
+    return float(op.__getstate__()[1])
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout_s: float, address: str) -> Any:
+    """Return a private Gloo group that listens at ``address``; its collectives take lists of
+    tensors.
+    """
+    dist: Any = torch.distributed
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+    _gloo_groups.add(group)
+    return group
+
+
+_gloo_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _keep_gloo_groups() -> None:
+    """Never destroy the groups in this process: that would wait for threads of the parent."""
+    for group in _gloo_groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_gloo_groups)

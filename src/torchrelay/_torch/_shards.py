@@ -1,0 +1,190 @@
+"""Tensors that are divided between ranks, and what Distributed Checkpoint asks of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrelay.errors import UnsupportedError
+
+__all__ = [
+    "CheckpointShard",
+    "local_blocks",
+    "local_shape_and_offset",
+    "local_shards",
+    "sharding_of",
+]
+
+
+class CheckpointShard(torch.Tensor):
+    """A block of rows of a larger tensor that Distributed Checkpoint saves and loads.
+
+    It has the larger tensor's size and implements DCP's own protocol
+    (``torch.distributed._checkpointable``); computing with it is an error. ``local`` is this rank's
+    block, at ``offsets`` of the whole.
+    """
+
+    local: torch.Tensor
+    offsets: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, offsets: tuple[int, ...], size: torch.Size, *_: Any
+    ) -> CheckpointShard:
+        self: CheckpointShard = torch.Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype)
+        self.local, self.offsets = local, offsets
+        return self
+
+    def __init__(self, local: torch.Tensor, offsets: tuple[int, ...], size: torch.Size) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].size()):
+            # DCP stages an asynchronous save: it copies the attributes into an empty tensor of the
+            # same kind.
+            return cls(torch.empty_like(args[0].local), args[0].offsets, args[0].size())
+        raise UnsupportedError(
+            f"{func}: a {cls.__name__} is for checkpoints only; compute with its .local"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape, of = tuple(self.local.shape), tuple(self.size())
+        return f"{type(self).__name__}(offsets={self.offsets}, {shape=}, {of=})"
+
+    def _chunk(self) -> Any:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
+
+        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.local.size())
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
+        from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
+            TensorWriteData,
+            WriteItem,
+            WriteItemType,
+        )
+
+        chunk = self._chunk()
+        data = TensorWriteData(
+            chunk=chunk,
+            properties=TensorProperties.create_from_tensor(self.local),
+            size=self.size(),
+        )
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [self._chunk()]
+
+    def __get_tensor_shard__(self, _: object) -> torch.Tensor:
+        return self.local
+
+
+def local_shape_and_offset(
+    shape: Any, mesh: Any, placements: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the offset of this rank's part of a distributed tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def sharding_of(tensor: torch.Tensor) -> str:
+    """Return how a checkpoint divides ``tensor``: "dtensor", "shards" or "plain".
+
+    Shards are those of a ShardedTensor or of a class with ``torch.distributed._checkpointable``.
+    """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return "plain"
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    if isinstance(tensor, DTensor):
+        return "dtensor"
+    if isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_chunk_list__"):
+        return "shards"
+    return "plain"
+
+
+def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Return offsets and local tensor of each block of this rank.
+
+    For a ShardedTensor, or a tensor of a class with ``torch.distributed._checkpointable``.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415
+
+    if hasattr(tensor, "__create_chunk_list__"):
+        return [
+            (
+                tuple(chunk.offsets),
+                tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets, index)),
+            )
+            for index, chunk in enumerate(tensor.__create_chunk_list__())
+        ]
+    return [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
+
+
+Block = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
+
+
+def local_blocks(tensor: Any) -> list[Block]:
+    """Return the blocks of the global tensor that form this rank's part of a DTensor.
+
+    One, unless a strided shard (FSDP over tensor parallelism, with uneven sizes) interleaves: then
+    one per run. Each has offsets, sizes and its position in the local tensor.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
+    sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    strided = {p.dim for p in tensor.placements if isinstance(p, _StridedShard)}
+    blocks: list[Block] = [(tuple(offsets), tuple(sizes), tuple(slice(0, size) for size in sizes))]
+    for dim in sorted(strided):
+        runs = _runs(_indices_along(tensor, dim))
+        blocks = [
+            (
+                (*offsets[:dim], start, *offsets[dim + 1 :]),
+                (*sizes[:dim], length, *sizes[dim + 1 :]),
+                (*within[:dim], slice(first, first + length), *within[dim + 1 :]),
+            )
+            for offsets, sizes, within in blocks
+            for start, first, length in runs
+        ]
+    return blocks
+
+
+def _indices_along(tensor: Any, dim: int) -> list[int]:
+    """Which indices of dimension ``dim`` this rank has, in the order in which it has them."""
+    held = torch.arange(tensor.shape[dim])
+    coordinate = tensor.device_mesh.get_coordinate()
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) == dim:
+            strided = (
+                {"split_factor": placement.split_factor}
+                if hasattr(placement, "split_factor")
+                else {}
+            )
+            along = type(placement)(0, **strided)
+            pieces, _ = along._split_tensor(
+                held, tensor.device_mesh.size(mesh_dim), with_padding=False
+            )
+            held = pieces[coordinate[mesh_dim]]
+    return held.tolist()
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
+    """Each run of successive indices: its first value, its position, its length."""
+    runs: list[tuple[int, int, int]] = []
+    for position, index in enumerate(indices):
+        if runs and index == runs[-1][0] + runs[-1][2]:
+            start, first, length = runs[-1]
+            runs[-1] = start, first, length + 1
+        else:
+            runs.append((index, position, 1))
+    return runs or [(0, 0, 0)]
