@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torchrelay import _native, config
 from torchrelay.parameters import Server, Topology, Worker
 
-__all__ = ["FAULTY", "SETTINGS", "eventually", "in_threads", "on_nodes", "pulled"]
+__all__ = ["FAULTY", "SETTINGS", "in_threads", "on_nodes", "pulled"]
 
 SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)
 FAULTY: dict[str, Any] = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
@@ -69,10 +68,3 @@ def pulled(
     out = torch.empty(len(keys), length, dtype=dtype)
     worker.pull(keys, out)
     return out
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.005)

@@ -7,15 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import switching_models as models
+from waiting import eventually
 
 MODELS = Path(models.__file__)
 FILE = """
@@ -87,7 +87,7 @@ def serve(folder: Path) -> Iterator[Server]:
         yield Server(address, process.pid)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, address, "/v2/models/slow/infer", slow_request(4.0))
-            until(lambda: bool(running(address)))
+            eventually(lambda: bool(running(address)))
             process.send_signal(signal.SIGTERM)
             assert answer.result()[0] == 200
         assert process.wait(100) == 0
@@ -136,10 +136,3 @@ def value(url: str, name: str) -> float:
     """The sum of the metrics whose names start so."""
     lines = get(url, "/metrics")[1].decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.02)

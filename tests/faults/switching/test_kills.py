@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.switching import ModelStore, Switcher, _process
+from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others
 # run.
@@ -34,13 +34,6 @@ pytestmark = pytest.mark.timeout(400)
 MODELS = Path(models.__file__)
 WAIT_S = 300.0
 X = torch.ones(1, 64)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +73,7 @@ def pids(switcher: Switcher, state: str) -> list[int]:
 
 
 def two_standby(switcher: Switcher) -> None:
-    until(lambda: len(pids(switcher, "standby")) == 2)
+    eventually(lambda: len(pids(switcher, "standby")) == 2)
 
 
 def test_a_worker_killed_while_it_computes_is_replaced_and_the_request_runs_again(
@@ -88,7 +81,7 @@ def test_a_worker_killed_while_it_computes_is_replaced_and_the_request_runs_agai
 ) -> None:
     two_standby(switcher)
     future = switcher.submit("slow", slow_inputs(4.0))
-    until(lambda: bool(pids(switcher, "running")))
+    eventually(lambda: bool(pids(switcher, "running")))
     (pid,) = pids(switcher, "running")
     os.kill(pid, signal.SIGKILL)
     assert future.result(WAIT_S).outputs["output"].shape == (1, 8)
@@ -104,7 +97,7 @@ def test_a_worker_killed_during_a_copy_leaves_the_arena_right(switcher: Switcher
     switcher.load("chain", timeout_s=WAIT_S)
     two_standby(switcher)
     future = switcher.submit("chain", {"x": X})
-    until(lambda: bool(pids(switcher, "running")) or future.done())
+    eventually(lambda: bool(pids(switcher, "running")) or future.done())
     for pid in pids(switcher, "running"):
         os.kill(pid, signal.SIGKILL)
     assert torch.equal(future.result(WAIT_S).outputs["output"], expected)
@@ -117,7 +110,7 @@ def test_killed_standby_workers_are_replaced(switcher: Switcher) -> None:
     before = pids(switcher, "standby")
     for pid in before:
         os.kill(pid, signal.SIGKILL)
-    until(lambda: bool(pids(switcher, "starting")))
+    eventually(lambda: bool(pids(switcher, "starting")))
     os.kill(pids(switcher, "starting")[0], signal.SIGKILL)
     assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
     two_standby(switcher)
@@ -190,7 +183,7 @@ def test_workers_that_do_not_start_are_tried_again(
             os.kill(made.status()["workers"][0]["pid"], signal.SIGKILL)
             with pytest.raises(UnavailableError, match=r"3 workers did not start.*exit code 7"):
                 made.infer("slow", slow_inputs(0.0))
-        until(lambda: bool(pids(made, "standby")))
+        eventually(lambda: bool(pids(made, "standby")))
         assert made.infer("slow", slow_inputs(0.0))["output"].shape == (1, 8)
 
 
@@ -205,11 +198,11 @@ def test_a_factory_that_hangs_ends_alone(store: ModelStore) -> None:
         try:
             with pytest.raises(OperationTimeoutError, match=r"was not ready after 0\.1 s"):
                 made.load("hanging", timeout_s=0.1)
-            until(lambda: bool(pids(made, "loading")))
+            eventually(lambda: bool(pids(made, "loading")))
             assert made.infer("slow", slow_inputs(0.0))["output"].shape == (1, 8)
             (stuck,) = pids(made, "loading")
             made.unload("hanging")
-            until(lambda: stuck not in pids(made, "loading"))
+            eventually(lambda: stuck not in pids(made, "loading"))
             two_standby(made)
             made._daemon.options = replace(made._daemon.options, start_timeout_s=0.5)
             with pytest.raises(OperationTimeoutError, match=r"took more than 0\.5 s to build"):
@@ -246,7 +239,7 @@ def test_training_survives_the_death_of_its_worker(switcher: Switcher) -> None:
     handle = switcher.train(
         "killed", models.Training, kwargs=kwargs, steps=30, seed=5, save_every=5
     )
-    until(lambda: bool(pids(switcher, "training")) and handle.step >= 5)
+    eventually(lambda: bool(pids(switcher, "training")) and handle.step >= 5)
     os.kill(pids(switcher, "training")[0], signal.SIGKILL)
     state = handle.result(WAIT_S)
     assert all(torch.equal(value, state["model"][key]) for key, value in alone["model"].items())
@@ -276,7 +269,7 @@ def test_a_copy_that_fails_is_an_error_and_the_next_request_is_served(
     two_standby(switcher)
     switcher.unload("chain")
     switcher.load("chain", timeout_s=WAIT_S)  # profiled again: regrouped, so not in the arena
-    until(lambda: all(block["model"] != "chain" for block in switcher.status()["blocks"]))
+    eventually(lambda: all(block["model"] != "chain" for block in switcher.status()["blocks"]))
 
     with monkeypatch.context() as patch:
         patch.setattr(switcher._link, "start", broken)
@@ -367,7 +360,7 @@ def test_a_killed_daemon_leaves_no_worker(state: str) -> None:
     daemon.kill()
     daemon.communicate()
     assert len(workers) == 1
-    until(lambda: not any(_alive(pid) for pid in workers))
+    eventually(lambda: not any(_alive(pid) for pid in workers))
 
 
 def _alive(pid: int) -> bool:

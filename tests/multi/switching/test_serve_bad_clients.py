@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from serving import Server, X, get, post, running, slow_request, until, value
+from serving import Server, X, get, post, running, slow_request, value
+from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others
 # run.
@@ -38,7 +39,7 @@ def test_clients_that_send_half_a_request_or_vanish_harm_nobody(server: Server) 
     assert calls(url, 8) == [200] * 8
     for raw in slow:
         raw.close()
-    until(lambda: connections(server) <= before)
+    eventually(lambda: connections(server) <= before)
 
 
 def test_clients_that_read_nothing_harm_nobody(server: Server) -> None:
@@ -61,11 +62,11 @@ def test_clients_that_read_nothing_harm_nobody(server: Server) -> None:
         raw.connect((host, int(port)))
         raw.sendall(head.encode() + body)
         deaf.append(raw)
-    until(lambda: value(url, "torchrelay_served_total") >= served + 6)
+    eventually(lambda: value(url, "torchrelay_served_total") >= served + 6)
     assert calls(url, 8) == [200] * 8
     for raw in deaf:
         raw.close()
-    until(lambda: connections(server) <= before)
+    eventually(lambda: connections(server) <= before)
 
 
 def calls(url: str, count: int) -> list[int]:
@@ -99,7 +100,7 @@ def stopped_worker(url: str) -> Iterator[None]:
     """A request that computes until the end of the block: its worker is stopped."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, url, "/v2/models/slow/infer", slow_request(8.0))
-        until(lambda: bool(running(url)))
+        eventually(lambda: bool(running(url)))
         (pid,) = running(url)
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -123,10 +124,10 @@ def test_clients_that_are_killed_while_they_compute_or_wait_free_their_places(ur
     client = subprocess.Popen(
         [sys.executable, "-c", WAITING_CLIENT, url, slow_request(5.0).decode()]
     )
-    until(lambda: bool(running(url)))
+    eventually(lambda: bool(running(url)))
     client.kill()
     client.wait()
-    until(lambda: counts()["served"] > before["served"])
+    eventually(lambda: counts()["served"] > before["served"])
     assert counts()["deaths"] == before["deaths"]
 
     # Killed while it waits.
@@ -134,12 +135,12 @@ def test_clients_that_are_killed_while_they_compute_or_wait_free_their_places(ur
     with ThreadPoolExecutor(1) as pool, stopped_worker(url):
         command = [sys.executable, "-c", WAITING_CLIENT, url, request.decode()]
         clients = [subprocess.Popen(command) for _ in range(2)]
-        until(lambda: waiting() == 2)
+        eventually(lambda: waiting() == 2)
         assert post(url, "/v2/models/slow/infer", request)[0] == 429
         for client in clients:
             client.kill()
             client.wait()
-        until(lambda: waiting() == 0)
+        eventually(lambda: waiting() == 0)
         again = pool.submit(post, url, "/v2/models/slow/infer", request)
-        until(lambda: waiting() == 1)
+        eventually(lambda: waiting() == 1)
     assert again.result()[0] == 200

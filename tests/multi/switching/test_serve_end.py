@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from serving import MODELS, get, post, running, slow_request, until
+from serving import MODELS, get, post, running, slow_request
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -92,7 +93,7 @@ def test_a_signal_ends_the_server_though_a_load_hangs(tmp_path: Path) -> None:
     with server(tmp_path, grace_s=1.0) as (process, url):
         in_background(url, "/v2/repository/models/hanging/load", b"{}")
         in_background(url, "/v2/models/slow/infer", slow_request(600.0))
-        until(lambda: bool(running(url)))
+        eventually(lambda: bool(running(url)))
         process.send_signal(signal.SIGTERM)
         process.wait(100)
 
@@ -100,7 +101,7 @@ def test_a_signal_ends_the_server_though_a_load_hangs(tmp_path: Path) -> None:
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
     with server(tmp_path, grace_s=1000.0) as (process, url):
         in_background(url, "/v2/models/slow/infer", slow_request(600.0))
-        until(lambda: bool(running(url)))
+        eventually(lambda: bool(running(url)))
         process.send_signal(signal.SIGTERM)
 
         def refused() -> bool:
@@ -110,7 +111,7 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
                 return True
             return False
 
-        until(refused)
+        eventually(refused)
         process.send_signal(signal.SIGTERM)
         assert process.wait(100) == 128 + signal.SIGTERM
 

@@ -7,10 +7,9 @@ import os
 import random
 import signal
 import threading
-import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.switching import ModelStore, Switcher, _request_buffer
+from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others
 # run.
@@ -102,13 +102,6 @@ def inputs_of(name: str, draw: random.Random) -> dict[str, torch.Tensor]:
 
 def slow_inputs(seconds: float) -> dict[str, torch.Tensor]:
     return {"x": torch.ones(1, 8), "seconds": torch.tensor(seconds)}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.01)
 
 
 def test_outputs_over_a_thousand_random_switches_have_the_bits_of_unswitched_models(
@@ -213,7 +206,7 @@ def stopped_worker(switcher: Switcher) -> Iterator[None]:
         return [one["pid"] for one in switcher.status()["workers"] if one["state"] == "running"]
 
     running = switcher.submit("slow", slow_inputs(4.0))
-    until(lambda: bool(computing()))
+    eventually(lambda: bool(computing()))
     (pid,) = computing()
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -274,7 +267,7 @@ def test_loading_again_serves_the_new_version_and_unloading_frees_the_arena(
     switcher.unload("chain3")
     with pytest.raises(NotFoundError):
         switcher.infer("chain3", ones)
-    until(lambda: all(block["model"] != "chain3" for block in switcher.status()["blocks"]))
+    eventually(lambda: all(block["model"] != "chain3" for block in switcher.status()["blocks"]))
     add(store, "chain3")
     switcher.load("chain3", timeout_s=WAIT_S)
     assert torch.equal(switcher.infer("chain3", ones)["output"], old)
@@ -386,9 +379,9 @@ def test_training_preempted_fifty_times_ends_with_the_bits_of_an_uninterrupted_r
     handle = switcher.train("shared", models.Training, kwargs=kwargs, steps=steps, seed=5)
     ones = {"x": torch.ones(1, 64)}
     for count in range(50):
-        until(lambda: bool(switcher.status()["training"]))
+        eventually(lambda: bool(switcher.status()["training"]))
         switcher.infer("chain0", ones)
-        until(lambda count=count: handle.preemptions > count)  # type: ignore[misc]
+        eventually(lambda count=count: handle.preemptions > count)  # type: ignore[misc]
     assert not handle.done and handle.step < steps
     pacing.unlink()
     assert same(handle.result(WAIT_S), uninterrupted)
@@ -406,7 +399,7 @@ def test_training_goes_on_if_requests_come_faster_than_its_factory_builds(
     handle = switcher.train("slow", models.slow_training, kwargs={"pace_s": 1.0}, steps=3)
     while not handle.done:
         switcher.infer("chain0", {"x": torch.ones(1, 64)})
-        until(lambda: bool(switcher.status()["training"]) or handle.done)
+        eventually(lambda: bool(switcher.status()["training"]) or handle.done)
     assert handle.step == 3 and handle.preemptions > 0
 
 
@@ -416,7 +409,7 @@ def test_closing_answers_what_is_queued_and_refuses_what_comes_later(store: Mode
     queued = [switcher.submit("slow", slow_inputs(seconds)) for seconds in (1.0, 0.0, 0.0)]
     closing = threading.Thread(target=switcher.close, kwargs={"grace_s": WAIT_S})
     closing.start()
-    until(lambda: switcher._daemon._draining_until is not None)
+    eventually(lambda: switcher._daemon._draining_until is not None)
     with pytest.raises(UnavailableError, match=r"shutting down|closed"):
         switcher.infer("slow", slow_inputs(0.0))
     for future in queued:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from nodes import SETTINGS, eventually, in_threads, on_nodes
+from nodes import SETTINGS, in_threads, on_nodes
 from torchrelay import _native
 from torchrelay.errors import PeerLostError, UnavailableError
 from torchrelay.parameters import Embedding, Server, Table, Worker, optim
 from torchrelay.parameters._topology import Topology
+from waiting import eventually
 
 KEYS, VALUES = torch.arange(2), torch.ones(2)
 

@@ -11,10 +11,11 @@ import struct
 import pytest
 import torch
 
-from nodes import eventually, on_nodes, pulled
+from nodes import on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import PeerLostError, ProtocolError
 from torchrelay.parameters import Server, Worker
+from waiting import eventually
 
 TOKEN = b"the right token!"
 KEYS = torch.arange(40)

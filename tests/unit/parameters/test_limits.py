@@ -11,10 +11,11 @@ import time
 import pytest
 import torch
 
-from nodes import FAULTY, SETTINGS, eventually, on_nodes, pulled
+from nodes import FAULTY, SETTINGS, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import ConfigError, OperationTimeoutError
 from torchrelay.parameters import KeyInit, Metrics, Server, Worker
+from waiting import eventually
 
 
 def test_unfinished_operations_are_bounded_and_a_further_one_waits() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nodes import FAULTY, SETTINGS, eventually, on_nodes, pulled
+from nodes import FAULTY, SETTINGS, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError, PeerLostError
 from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker
+from waiting import eventually
 
 TECHNIQUES = ["all", "replication_only", "relocation_only"]
 
