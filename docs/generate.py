@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from torchrelay import errors
-from torchrelay.config import SECTIONS, variable
+from torchrelay.config import SECTIONS, unit_of, variable
 
 DOCS = Path(__file__).parent
 
@@ -40,8 +40,8 @@ def settings_page() -> str:
             meaning = field.metadata["doc"] + (f"; one of {allowed}" if allowed else "")
             default = f"`{field.default}`" if field.default != "" else "none"
             lines.append(
-                f"| `{variable(section, field.name)}` | {default} | "
-                f"{field.metadata['unit'] or 'none'} | {meaning} |"
+                f"| `{variable(section, field.name)}` | {default} | {unit_of(field) or 'none'} | "
+                f"{meaning} |"
             )
     return "\n".join(lines) + "\n"
 

@@ -30,21 +30,10 @@ __all__ = [
     "check_value",
     "load",
     "parse_value",
-    "section",
     "setting",
+    "unit_of",
     "variable",
 ]
-
-
-class Section:
-    """Base of the groups of settings: frozen dataclasses whose fields :func:`setting` defines."""
-
-    name: ClassVar[str]
-
-
-S = TypeVar("S", bound=Section)
-
-SECTIONS: dict[str, type[Section]] = {}
 
 
 def setting(
@@ -53,32 +42,49 @@ def setting(
     *,
     unit: str = "",
     allowed: Collection[Any] = (),
-    minimum: float | None = None,
+    minimum: float = 0,
 ) -> Any:
     """Define a field of a :class:`Section`.
 
     Args:
         default: also determines the type.
         doc: the meaning, as a phrase.
-        unit: such as ``s`` or ``bytes``.
+        unit: such as ``requests``; not needed where the name ends with it (:data:`_UNITS`).
         allowed: the only values that are valid; empty: all.
-        minimum: the smallest valid value.
+        minimum: the smallest valid number.
     """
-    metadata = {
-        "doc": doc,
-        "unit": unit,
-        "allowed": tuple(allowed),
-        "minimum": minimum,
-    }
+    metadata = {"doc": doc, "unit": unit, "allowed": tuple(allowed), "minimum": minimum}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass_transform(frozen_default=True)
-def section(cls: type[S]) -> type[S]:
-    """Make a class a frozen dataclass and register it in :data:`SECTIONS`."""
-    frozen = dataclasses.dataclass(frozen=True)(cls)
-    SECTIONS[cls.name] = frozen
-    return frozen
+SECTIONS: dict[str, type[Section]] = {}
+
+# Ends of names, and the units that they stand for.
+_UNITS = {"_us": "us", "_s": "s", "_bytes": "bytes"}
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(setting,))
+class Section:
+    """Base of the groups of settings: frozen dataclasses whose fields :func:`setting` defines.
+
+    A subclass gives its name, ``class Mpi(Section, name="mpi")``, and is listed in
+    :data:`SECTIONS`.
+    """
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, name: str) -> None:
+        cls.name = name
+        SECTIONS[name] = dataclasses.dataclass(frozen=True)(cls)
+
+
+S = TypeVar("S", bound=Section)
+
+
+def unit_of(field: dataclasses.Field[Any]) -> str:
+    """Return the unit of a setting, ``""`` if it has none."""
+    by_name = (unit for end, unit in _UNITS.items() if field.name.endswith(end))
+    return field.metadata["unit"] or next(by_name, "")
 
 
 def variable(cls: type[Section], field: str) -> str:
@@ -115,10 +121,10 @@ def check_value(value: Any, field: dataclasses.Field[Any], origin: str) -> None:
         raise ConfigError(
             f"{origin} = {value!r}: the value must be one of {', '.join(map(str, allowed))}"
         )
-    if minimum is not None and not value >= minimum:
+    is_number = isinstance(field.default, (int, float))
+    if is_number and not value >= minimum:  # not <, because of nan
         raise ConfigError(
-            f"{origin} = {value!r}: the value must be at least {minimum} "
-            f"{field.metadata['unit']}".rstrip()
+            f"{origin} = {value!r}: the value must be at least {minimum} {unit_of(field)}".rstrip()
         )
 
 
@@ -177,11 +183,8 @@ def _expected(kind: type[Any]) -> str:
     return "one of 1, true, yes, 0, false, no" if kind is bool else f"of type {kind.__name__}"
 
 
-@section
-class Host(Section):
+class Host(Section, name="host"):
     """This host."""
-
-    name = "host"
 
     id: str = setting(
         "",
@@ -190,23 +193,14 @@ class Host(Section):
     )
 
 
-@section
-class Mpi(Section):
+class Mpi(Section, name="mpi"):
     """Differentiable MPI."""
 
-    name = "mpi"
-
     timeout_s: float = setting(
-        300.0,
-        "how long a communication waits for other ranks before every rank raises",
-        unit="s",
-        minimum=0.0,
+        300.0, "how long a communication waits for other ranks before every rank raises"
     )
     grace_s: float = setting(
-        2.0,
-        "how long a rank that timed out waits for the state of the others",
-        unit="s",
-        minimum=0.0,
+        2.0, "how long a rank that timed out waits for the state of the others"
     )
     debug: bool = setting(
         False,
@@ -237,11 +231,8 @@ class Mpi(Section):
     )
 
 
-@section
-class Aggregation(Section):
+class Aggregation(Section, name="aggregation"):
     """The backend ``sml``."""
-
-    name = "aggregation"
 
     plane: str = setting(
         "auto",
@@ -252,26 +243,18 @@ class Aggregation(Section):
     slot_bytes: int = setting(
         512 * 1024,
         "size of the staging buffer of each rank; larger messages are processed in pieces",
-        unit="bytes",
         minimum=4096,
     )
     one_shot_bytes: int = setting(
-        64 * 1024,
-        "an all-reduce takes one step if a rank reads at most this much of the others",
-        unit="bytes",
-        minimum=0,
+        64 * 1024, "an all-reduce takes one step if a rank reads at most this much of the others"
     )
     mailbox_bytes: int = setting(
-        128 * 1024,
-        "size of the buffer between each pair of ranks for send and recv",
-        unit="bytes",
-        minimum=4096,
+        128 * 1024, "size of the buffer between each pair of ranks for send and recv", minimum=4096
     )
     chunk_bytes: int = setting(
         1 << 20,
         "size of the pieces of messages between hosts: while one is sent, the next is summed in "
         "shared memory. Rank 0's value applies to all",
-        unit="bytes",
         minimum=4096,
     )
     switch: str = setting(
@@ -296,10 +279,7 @@ class Aggregation(Section):
     )
     packet_numel: int = setting(256, "elements of a packet to the switch", allowed=(64, 256))
     packet_timeout_s: float = setting(
-        0.01,
-        "a packet is sent again if the switch does not answer for this long",
-        unit="s",
-        minimum=1e-4,
+        0.01, "a packet is sent again if the switch does not answer for this long", minimum=1e-4
     )
     timeout_threshold: int = setting(
         100,
@@ -308,25 +288,14 @@ class Aggregation(Section):
         minimum=1,
     )
     timeout_threshold_increment: int = setting(
-        100, "the threshold grows by this each time it is reached", minimum=0
+        100, "the threshold grows by this each time it is reached"
     )
-    spin_us: int = setting(
-        50,
-        "how long a waiting rank spins before it sleeps",
-        unit="us",
-        minimum=0,
-    )
+    spin_us: int = setting(50, "how long a waiting rank spins before it sleeps")
     oversubscribed_yield_us: int = setting(
-        200,
-        "how long it then polls and yields, if there are more ranks than cores",
-        unit="us",
-        minimum=0,
+        200, "how long it then polls and yields, if there are more ranks than cores"
     )
     dummy_bandwidth: float = setting(
-        0.0,
-        "bandwidth that the dummy data plane simulates; 0: unlimited",
-        unit="Mbit/s",
-        minimum=0.0,
+        0.0, "bandwidth that the dummy data plane simulates; 0: unlimited", unit="Mbit/s"
     )
     dummy_process_packets: bool = setting(
         True,
@@ -345,17 +314,11 @@ class Aggregation(Section):
             )
 
 
-@section
-class Parameters(Section):
+class Parameters(Section, name="parameters"):
     """The adaptive parameter manager."""
 
-    name = "parameters"
-
     timeout_s: float = setting(
-        300.0,
-        "how long an operation, a barrier or the creation of a table waits for other nodes",
-        unit="s",
-        minimum=0.0,
+        300.0, "how long an operation, a barrier or the creation of a table waits for other nodes"
     )
     num_channels: int = setting(
         1,
@@ -369,14 +332,11 @@ class Parameters(Section):
         unit="1/s",
         minimum=0.1,
     )
-    sync_threshold: float = setting(
-        0.0, "smallest l2 norm of an update that a live replica sends", minimum=0.0
-    )
+    sync_threshold: float = setting(0.0, "smallest l2 norm of an update that a live replica sends")
     hysteresis_rounds: int = setting(
         10,
         "how long a relocated key stays before another node's replica becomes the owner",
         unit="rounds",
-        minimum=0,
     )
     max_unfinished: int = setting(
         1024,
@@ -392,26 +352,19 @@ class Parameters(Section):
     )
 
 
-@section
-class Checkpoint(Section):
+class Checkpoint(Section, name="checkpoint"):
     """Sharded checkpoints."""
-
-    name = "checkpoint"
 
     commit_timeout_s: float = setting(
         600.0,
         "how long the writer processes of an asynchronous save wait for each other before they "
         "discard it",
-        unit="s",
         minimum=0.1,
     )
 
 
-@section
-class Switching(Section):
+class Switching(Section, name="switching"):
     """Model switching: the server's variables, and the table ``[server]`` of its models file."""
-
-    name = "switching"
 
     device: str = setting(
         "auto", "device of the arena: cpu, cuda, cuda:1, ...; auto: CUDA if present"
@@ -463,18 +416,14 @@ class Switching(Section):
     repository_control: bool = setting(False, "clients may load and unload the models of the file")
 
 
-@section
-class PipeSwitch(Section):
+class PipeSwitch(Section, name="pipeswitch"):
     """The shared cache of ``compat.pipeswitch``, beside ``TORCHRELAY_SWITCHING_DEVICE`` and
     ``_ARENA_BYTES``.
     """
 
-    name = "pipeswitch"
-
     parameter_bytes: int = setting(
         1 << 30,
         "part of the shared cache that is for parameters; a quarter of a smaller cache",
-        unit="bytes",
         minimum=512,
     )
     socket: str = setting(
@@ -483,40 +432,27 @@ class PipeSwitch(Section):
         "$XDG_RUNTIME_DIR or /tmp",
     )
     timeout_s: float = setting(
-        60.0,
-        "how long sending or receiving the cache waits for the other process",
-        unit="s",
-        minimum=0.0,
+        60.0, "how long sending or receiving the cache waits for the other process"
     )
 
 
-@section
-class TransportSettings(Section):
+class TransportSettings(Section, name="transport"):
     """Messages between hosts."""
-
-    name = "transport"
 
     key_file: str = setting(
         "",
         "file with the CURVE keys of the job, from transport.create_key_file; empty: no encryption",
     )
-    connect_timeout_s: float = setting(
-        60.0, "how long nodes wait for each other to connect", unit="s", minimum=0.0
-    )
-    heartbeat_s: float = setting(
-        1.0, "interval between the heartbeats of a node", unit="s", minimum=0.01
-    )
+    connect_timeout_s: float = setting(60.0, "how long nodes wait for each other to connect")
+    heartbeat_s: float = setting(1.0, "interval between the heartbeats of a node", minimum=0.01)
     peer_timeout_s: float = setting(
         10.0,
         "a node that sends nothing for this long is lost, and operations raise; at least twice "
         "heartbeat_s",
-        unit="s",
         minimum=0.1,
     )
-    max_message_bytes: int = setting(1 << 30, "size limit of one message", unit="bytes", minimum=1)
-    linger_s: float = setting(
-        1.0, "how long closing waits for unsent messages", unit="s", minimum=0.0
-    )
+    max_message_bytes: int = setting(1 << 30, "size limit of one message", minimum=1)
+    linger_s: float = setting(1.0, "how long closing waits for unsent messages")
     zeromq: bool = setting(
         False,
         "the parameter manager uses ZeroMQ, as it always does with a key file; otherwise plain "
@@ -531,9 +467,7 @@ class TransportSettings(Section):
     local_sockets: bool = setting(
         True, "use Unix sockets instead of TCP between processes of one host"
     )
-    spin_s: float = setting(
-        0.0, "how long a receiver spins before it sleeps", unit="s", minimum=0.0
-    )
+    spin_s: float = setting(0.0, "how long a receiver spins before it sleeps")
     io_threads: int = setting(1, "I/O threads of ZeroMQ", unit="threads", minimum=1)
 
     @property

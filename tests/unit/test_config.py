@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from torchrelay.config import SECTIONS, Section, load, section, setting, variable
+from torchrelay.config import SECTIONS, Section, load, setting, variable
 from torchrelay.errors import ConfigError
 
 
 @pytest.fixture
 def sample() -> Iterator[type[Any]]:
-    @section
-    class Sample(Section):
-        name = "sample"
+    class Sample(Section, name="sample"):
         timeout_s: float = setting(30.0, "How long to wait.", unit="s", minimum=0.1)
         plane: str = setting("shm", "Which way bytes go.", allowed=("shm", "udp"))
         debug: bool = setting(False, "Check every call.")
