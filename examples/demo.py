@@ -66,7 +66,7 @@ def build(graph: Graph, dim: int, table: Table) -> ComplEx:
 
 def main(epochs: int) -> None:
     world = World.from_environment()
-    options = DemoOptions(data=Path(), epochs=epochs)
+    options = DemoOptions(epochs=epochs)
     with tempfile.TemporaryDirectory() as folder:
         graph = read(Path(folder))
 
@@ -79,7 +79,7 @@ def main(epochs: int) -> None:
     ) as table:
         model = build(graph, options.dim, table)
         Trainer(model, options).train(
-            Batches.of(graph, options, world), on_step=lambda epoch, loss: None
+            Batches.of(graph, options, world), on_epoch=lambda epoch, loss: None
         )
         table.sync()
         model = model.gathered()

@@ -23,7 +23,6 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrelay.demo.triples import SPLITS, Fact
@@ -67,7 +66,8 @@ def read_code_graph(root: Path) -> list[Fact]:
         tree = _parse(path)
         if tree is not None:
             package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-            facts.update(_Module(module, package, paths.keys(), tree).facts())
+            found = _Module(module, package, paths.keys(), tree).facts()
+            facts.update((subject, relation, obj) for subject, relation, obj in found if obj)
     return sorted(facts)
 
 
@@ -139,40 +139,46 @@ def _target(node: ast.AST) -> list[str]:
     return parts[::-1]
 
 
-@dataclass
+def _definitions(tree: ast.Module) -> dict[str, ast.ClassDef | _Function]:
+    """Return classes and functions of the module's scope, also those under ``if`` and ``try``."""
+    found: dict[str, ast.ClassDef | _Function] = {}
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            pending += [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt)]
+            pending += [c for handler in getattr(node, "handlers", []) for c in handler.body]
+    return found
+
+
 class _Module:
     """One source file, and the entities of its names."""
 
-    name: str
-    package: str
-    modules: Collection[str]
-    tree: ast.Module
-    known: dict[str, str] = field(init=False)
-    """Imported and defined names of the module's scope, and what they stand for: ``{"join":
-    "os.path.join"}``.
-    """
-    variables: dict[str, str] = field(init=False)
-    """Variables of the module's scope: ``{"FLAGS": "json.decoder.FLAGS"}``."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, package: str, modules: Collection[str], tree: ast.Module) -> None:
+        self.name, self.package, self.modules = name, package, modules
         self._imports = [
-            node for node in ast.walk(self.tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+            node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
         ]
-        self._defined = self._definitions()
-        self.known = dict(pair for node in self._imports for pair in self._bound_names(node))
-        self.known.update((name, f"{self.name}.{name}") for name in self._defined)
-        assignments = (node.targets for node in self.tree.body if isinstance(node, ast.Assign))
-        names = (
-            target.id
-            for targets in assignments
-            for target in targets
+        self._defined = _definitions(tree)
+        # Imported and defined names of the module's scope, and what they stand for:
+        # {"join": "os.path.join"}.
+        self._known = dict(pair for node in self._imports for pair in self._bound_names(node))
+        self._known |= {local: f"{name}.{local}" for local in self._defined}
+        # Variables of the module's scope: {"FLAGS": "json.decoder.FLAGS"}.
+        self._variables = {
+            target.id: f"{name}.{target.id}"
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
             if isinstance(target, ast.Name)
-        )
-        self.variables = {name: f"{self.name}.{name}" for name in names}
+        }
 
-    def facts(self) -> Iterator[Fact]:
+    def facts(self) -> Iterator[tuple[str, str, str | None]]:
+        """Yield all facts; those whose object is unknown or empty are none."""
         for node in self._imports:
-            yield from ((self.name, "imports", module) for module in self._imported(node) if module)
+            yield from ((self.name, "imports", module) for module in self._imported(node))
         for local_name, definition in self._defined.items():
             name = f"{self.name}.{local_name}"
             yield self.name, "defines", name
@@ -180,23 +186,6 @@ class _Module:
                 yield from self._class_facts(name, definition)
             else:
                 yield from self._function_facts(name, definition, {})
-
-    def _definitions(self) -> dict[str, ast.ClassDef | _Function]:
-        """Yield classes and functions of the module's scope, also those under ``if`` and
-        ``try``.
-        """
-        found: dict[str, ast.ClassDef | _Function] = {}
-        pending: list[ast.stmt] = list(self.tree.body)
-        while pending:
-            node = pending.pop(0)
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found[node.name] = node
-            elif isinstance(node, ast.If | ast.Try | ast.With):
-                pending += [
-                    child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
-                ]
-                pending += [s for h in getattr(node, "handlers", []) for s in h.body]
-        return found
 
     def _source(self, node: ast.ImportFrom) -> str:
         """Return the module of ``from ... import``, with leading dots resolved."""
@@ -227,54 +216,46 @@ class _Module:
             module = f"{source}.{alias.name}"
             yield module if module in self.modules else source
 
-    def _class_facts(self, name: str, node: ast.ClassDef) -> Iterator[Fact]:
-        methods = {
-            item.name: item
-            for item in node.body
-            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
+    def _class_facts(self, name: str, node: ast.ClassDef) -> Iterator[tuple[str, str, str | None]]:
+        functions = {item.name: item for item in node.body if isinstance(item, _Function)}
+        methods = {method: f"{name}.{method}" for method in functions}
         for base in node.bases:
-            yield from self._fact(name, "inherits", self._resolve(base, {}))
+            yield name, "inherits", self._resolve(base, {})
         for decorator in node.decorator_list:
-            yield from self._fact(name, "is decorated by", self._resolve(decorator, {}))
-        for method, function in methods.items():
+            yield name, "is decorated by", self._resolve(decorator, {})
+        for method, function in functions.items():
             yield name, "has method", f".{method}()"
-            yield name, "defines", f"{name}.{method}"
-            yield from self._function_facts(
-                f"{name}.{method}", function, {m: f"{name}.{m}" for m in methods}
-            )
+            yield name, "defines", methods[method]
+            yield from self._function_facts(methods[method], function, methods)
 
     def _function_facts(
         self, name: str, node: _Function, methods: Mapping[str, str]
-    ) -> Iterator[Fact]:
-        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        for argument in arguments:
+    ) -> Iterator[tuple[str, str, str | None]]:
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
             if argument.arg not in ("self", "cls"):
                 yield name, "takes", f"{argument.arg}="
         for decorator in node.decorator_list:
-            yield from self._fact(name, "is decorated by", self._resolve(decorator, methods))
+            yield name, "is decorated by", self._resolve(decorator, methods)
         raised: set[ast.AST] = set()  # raise ValueError() is one fact, not a call besides
         for child in ast.walk(node):
             if isinstance(child, ast.Call) and child not in raised:
-                yield from self._fact(
-                    name, "calls", self._resolve(child.func, methods, called=True)
-                )
-            elif isinstance(child, (ast.Name, ast.Attribute)):
-                yield from self._fact(name, "uses", self._variable(child, methods))
+                yield name, "calls", self._resolve(child.func, methods, called=True)
+            elif isinstance(child, ast.Name | ast.Attribute):
+                yield name, "uses", self._variable(child, methods)
             elif isinstance(child, ast.Raise) and child.exc is not None:
                 raised.add(child.exc)
-                yield from self._fact(name, "raises", self._resolve(child.exc, methods))
+                yield name, "raises", self._resolve(child.exc, methods)
             elif isinstance(child, ast.ExceptHandler) and child.type is not None:
                 types = child.type.elts if isinstance(child.type, ast.Tuple) else [child.type]
                 for caught in types:
-                    yield from self._fact(name, "catches", self._resolve(caught, methods))
+                    yield name, "catches", self._resolve(caught, methods)
 
     def _variable(self, node: ast.Name | ast.Attribute, methods: Mapping[str, str]) -> str | None:
         """Return the module's variable or the class's attribute that an expression names,
         ``json.decoder.JSONDecoder.strict``.
         """
         if isinstance(node, ast.Name):
-            return self.variables.get(node.id)
+            return self._variables.get(node.id)
         of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
         if of_self and node.attr not in methods and methods:
             return f"{next(iter(methods.values())).rpartition('.')[0]}.{node.attr}"
@@ -290,13 +271,8 @@ class _Module:
         first, *rest = _target(node)
         if first in ("self", "cls") and len(rest) == 1 and rest[0] in methods:
             return methods[rest[0]]
-        if first in self.known:
-            return ".".join([self.known[first], *rest])
+        if first in self._known:
+            return ".".join([self._known[first], *rest])
         if not rest:
             return first if hasattr(builtins, first) else None
         return f".{rest[-1]}()" if called else None
-
-    @staticmethod
-    def _fact(subject: str, relation: str, obj: str | None) -> Iterator[Fact]:
-        if obj:
-            yield subject, relation, obj

@@ -17,7 +17,7 @@ from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.triples import SPLITS, read_graph, write_facts
 from torchrelay.errors import UnavailableError
 
-__all__ = ["cached_code_graph", "run", "run_on_code_graph"]
+__all__ = ["cached_code_graph", "run"]
 
 # The code graph's split: part of the data set, so --seed does not change it.
 _SPLIT_SHARE, _SPLIT_SEED = 0.05, 0
@@ -25,11 +25,21 @@ _FACTS_PER_ENTITY = 3
 
 
 def run(options: DemoOptions) -> NoReturn:
-    """Check the data, then replace this process by torchrun with ``options.nproc`` workers.
+    """Replace this process by torchrun with ``options.nproc`` workers, after a check of the data.
+
+    Without ``options.data``, the data is the code graph of this Python's standard library.
 
     Raises:
-        DataError: the data is malformed; no process has been started.
+        DataError: the data is malformed, or the standard library has no sources here; no process
+            has been started.
+        UnavailableError: the code graph cannot be written to the user's cache.
     """
+    if options.data is None:
+        start = time.perf_counter()
+        folder, cached = cached_code_graph(code_graph.standard_library(), _cache_home())
+        reading_s = time.perf_counter() - start
+        options = replace(options, data=folder, cached=cached, reading_s=reading_s)
+    assert options.data is not None
     read_graph(options.data, allow_unseen=options.allow_unseen)
     options = replace(options, launched_at=time.time())
     threads = max(1, len(os.sched_getaffinity(0)) // options.nproc)
@@ -39,33 +49,15 @@ def run(options: DemoOptions) -> NoReturn:
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHRELAY_PARAMETERS_TIMEOUT_S": str(options.timeout_s),
     }
-    torchrun = [
+    torchrun = f"--standalone --local-addr 127.0.0.1 --no-python --nproc-per-node {options.nproc}"
+    command = [
         *module_command("torch.distributed.run"),
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--no-python",
-    ]
-    worker = [
-        "--nproc-per-node",
-        str(options.nproc),
+        *torchrun.split(),
         *module_command("torchrelay.demo.worker"),
         options.to_json(),
     ]
     sys.stdout.flush()
-    os.execve(sys.executable, [*torchrun, *worker], {**defaults, **os.environ})
-
-
-def run_on_code_graph(options: DemoOptions) -> NoReturn:
-    """Call :func:`run` on the code graph of this Python's standard library.
-
-    Raises:
-        DataError: the standard library has no sources here.
-        UnavailableError: the graph cannot be written to the user's cache.
-    """
-    start = time.perf_counter()
-    folder, cached = cached_code_graph(code_graph.standard_library(), _cache_home())
-    run(replace(options, data=folder, reading_s=time.perf_counter() - start, cached=cached))
+    os.execve(sys.executable, command, {**defaults, **os.environ})
 
 
 def _cache_home() -> Path:

@@ -1,4 +1,4 @@
-"""Options of the demo, passed to its processes as one line of JSON."""
+"""Options of the demo: those of ``torchrelay demo``, and what its processes need besides."""
 
 from __future__ import annotations
 
@@ -6,26 +6,50 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 __all__ = ["DemoOptions"]
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The options of ``torchrelay demo``, with their defaults; its ``--help`` documents them."""
+    """The options with their defaults. Processes receive them as one line of JSON."""
 
-    data: Path
-    allow_unseen: bool = False
-    nproc: int = 2
-    epochs: int = 15
-    dim: int = 64
-    batch_size: int = 2048
-    negatives: int = 2048
-    learning_rate: float = 0.5
-    regularisation: float = 0.05
-    seed: int = 0
-    timeout_s: float = 60.0
-    serve: bool = True
+    data: Annotated[
+        Path | None,
+        Option(
+            help="Folder with train.txt, valid.txt, test.txt: lines of subject, relation, object, "
+            "separated by tabs. Without it: the code graph of this Python's standard library."
+        ),
+    ] = None
+    allow_unseen: Annotated[
+        bool,
+        Option(
+            "--allow-unseen",
+            help="Accept valid and test facts with an entity that train lacks (WN18RR).",
+        ),
+    ] = False
+    nproc: Annotated[int, Option(min=1, help="Processes to train on.")] = 2
+    epochs: Annotated[int, Option(min=1, help="Passes over the training facts.")] = 15
+    dim: Annotated[int, Option(min=1, help="Complex numbers in an embedding.")] = 64
+    batch_size: Annotated[int, Option(min=1, help="Facts in a step, of all processes.")] = 2048
+    negatives: Annotated[
+        int, Option(min=1, help="Entities that each process draws in a step as wrong answers.")
+    ] = 2048
+    learning_rate: Annotated[float, Option(min=0.0, help="Adagrad's, falling to 0 at the end.")] = (
+        0.5
+    )
+    regularisation: Annotated[float, Option(min=0.0, help="Weight of the N3 regulariser.")] = 0.05
+    seed: Annotated[int, Option(help="With --nproc 1, the same seed gives the same figures.")] = 0
+    timeout_s: Annotated[
+        float,
+        Option("--timeout", min=1.0, help="Seconds after which a silent process counts as lost."),
+    ] = 60.0
+    serve: Annotated[
+        bool, Option(help="Serve the trained model beside another at the end, and time switches.")
+    ] = True
     reading_s: float = 0.0
     """What it took to make the graph's files; 0 if they were given."""
     cached: bool = False
@@ -33,7 +57,7 @@ class DemoOptions:
     """When the processes were started, in seconds since the epoch."""
 
     def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "data": str(self.data)})
+        return json.dumps(dataclasses.asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> DemoOptions:

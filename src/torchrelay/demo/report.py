@@ -1,29 +1,19 @@
-"""Output of the demo: progress, metrics, predictions, and the table of stages."""
+"""Tables that the demo prints: metrics, predictions, stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
-from torchrelay._resource import Resource
 from torchrelay.demo.evaluation import HITS_AT, RankingMetrics
 
 __all__ = [
     "Prediction",
     "Stage",
-    "TrainingProgress",
     "metrics_table",
     "predictions_table",
     "stages_table",
@@ -33,13 +23,13 @@ __all__ = [
 @dataclass(frozen=True)
 class Stage:
     """A row of the table of stages. ``usual_s`` is the time of the same work done the ``usual``
-    way.
+    way; 0 if it was not measured.
     """
 
     name: str
     seconds: float
     usual: str = ""
-    usual_s: float | None = None
+    usual_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,48 +43,6 @@ class Prediction:
     answers: Sequence[tuple[str, bool]]
     expected: str
     rank: float
-
-
-class TrainingProgress(Resource):
-    """A progress bar in a terminal; elsewhere a line per epoch. Silent if ``console`` is None."""
-
-    def __init__(self, console: Console | None, epochs: int, steps: int) -> None:
-        self._console, self._epochs, self._steps = console, epochs, steps
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._done, self._sum = 0, 0.0
-
-    def __enter__(self) -> TrainingProgress:
-        if self._console is not None and self._console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("training", total=self._epochs * self._steps)
-            self._bar.start()
-        return self
-
-    def close(self) -> None:
-        """Remove the progress bar."""
-        if self._bar is not None:
-            self._bar.stop()
-
-    def step(self, epoch: int, loss: float) -> None:
-        """Advance by one step of ``epoch`` (from 1) with this rank's loss."""
-        self._done += 1
-        self._sum += loss
-        text = f"epoch {epoch} of {self._epochs}, loss {loss:.3f}"
-        if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=text)
-        elif self._console is not None and self._done % self._steps == 0:
-            self._console.print(
-                f"epoch {epoch} of {self._epochs}: mean loss {self._sum / self._steps:.4f}"
-            )
-        if self._done % self._steps == 0:
-            self._sum = 0.0
 
 
 def metrics_table(rows: Mapping[str, RankingMetrics]) -> Table:
@@ -132,14 +80,13 @@ def predictions_table(predictions: Sequence[Prediction]) -> Table:
 def stages_table(stages: Sequence[Stage]) -> Table:
     """Return a table of stages: time, and time of the usual way where it was measured."""
     table = Table(title="Stages, on rank 0", title_justify="left")
-    table.add_column("stage", overflow="fold")
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("the usual way", overflow="fold")
-    table.add_column("its time", justify="right", no_wrap=True)
-    table.add_column("ratio", justify="right", no_wrap=True)
+    for heading in ("stage", "time", "the usual way", "its time", "ratio"):
+        is_text = heading in ("stage", "the usual way")
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(heading, overflow="fold", justify=justify, no_wrap=not is_text)
     for stage in stages:
-        usual = "" if stage.usual_s is None else format_seconds(stage.usual_s)
-        ratio = "" if stage.usual_s is None else f"{stage.usual_s / stage.seconds:.2f}"
+        usual = format_seconds(stage.usual_s) if stage.usual_s else ""
+        ratio = f"{stage.usual_s / stage.seconds:.2f}" if stage.usual_s else ""
         table.add_row(stage.name, format_seconds(stage.seconds), stage.usual, usual, ratio)
     return table
 

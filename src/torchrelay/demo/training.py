@@ -139,14 +139,18 @@ class Trainer:
                 raise
             raise kind(message) from error
 
-    def train(self, batches: Batches, on_step: Callable[[int, float], None]) -> None:
-        """Train all epochs; call ``on_step`` with the epoch, from 1, and the loss after each
-        step.
+    def train(self, batches: Batches, on_epoch: Callable[[int, float], None]) -> None:
+        """Train all epochs; call ``on_epoch`` with the epoch, from 1, and its mean loss after each
+        epoch.
         """
         total = self._options.epochs * batches.steps
+        losses = []
         for done, (epoch, triples, negatives) in enumerate(self._announced(batches)):
             self._set_learning_rate(1 - done / total)
-            on_step(epoch, self.step(triples, negatives))
+            losses.append(self.step(triples, negatives))
+            if len(losses) == batches.steps:
+                on_epoch(epoch, statistics.fmean(losses))
+                losses.clear()
 
     def _announced(self, batches: Batches) -> Iterable[tuple[int, Tensor, Tensor]]:
         """Yield all steps; if entities are in a table, announce those of a step ahead of time."""

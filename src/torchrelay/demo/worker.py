@@ -86,7 +86,7 @@ class Job:
         if self.options.serve:
             self._serve(graph)
         whole_s = self.options.reading_s + time.time() - self.options.launched_at
-        self.stages.append(Stage("all of it", whole_s))
+        self._stage("all of it", whole_s)
         self._print(report.stages_table(self.stages))
 
     def _start(self) -> None:
@@ -94,17 +94,16 @@ class Job:
         # size.
         materialize_module(deferred_init(ComplEx, 1, 1, 1))
         dist.barrier()
-        self.stages.append(
-            Stage(f"start {self.world.size} processes", time.time() - self.options.launched_at)
-        )
+        self._stage(f"start {self.world.size} processes", time.time() - self.options.launched_at)
 
     def _read(self) -> Graph:
         start = time.perf_counter()
+        assert self.options.data is not None
         graph = read_graph(self.options.data, allow_unseen=self.options.allow_unseen)
         name = (
             "read the graph, kept from an earlier run" if self.options.cached else "read the graph"
         )
-        self.stages.append(Stage(name, self.options.reading_s + time.perf_counter() - start))
+        self._stage(name, self.options.reading_s + time.perf_counter() - start)
         self._print(f"[bold]{self.options.data}[/bold]")
         self._print(
             f"{len(graph.entities):,} entities, {len(graph.relations)} relations; facts: "
@@ -127,7 +126,7 @@ class Job:
             name="entities",
             apply_gradients="backward",
         )
-        self.stages.append(Stage("make the table of the entities", time.perf_counter() - start))
+        self._stage("make the table of the entities", time.perf_counter() - start)
         yield table
         # Not after an error, as for the process group.
         table.close()
@@ -158,18 +157,20 @@ class Job:
         equal = all(map(torch.equal, model.gathered().parameters(), eager.parameters()))
         usual = "eager; equal bit for bit" if equal else "eager; NOT EQUAL, please report this"
         name = "build the model deferred, a share of it each"
-        self.stages.append(Stage(name, deferred_s, usual, eager_s))
+        self._stage(name, deferred_s, usual, eager_s)
         return model
 
     def _train(self, model: ComplEx, batches: Batches, table: Table) -> ComplEx:
         """Train the model; return a copy that needs no table."""
         epochs = self.options.epochs
         start = time.perf_counter()
-        with report.TrainingProgress(self.console, epochs, batches.steps) as progress:
-            Trainer(model, self.options).train(batches, progress.step)
+        Trainer(model, self.options).train(
+            batches,
+            lambda epoch, loss: self._print(f"epoch {epoch} of {epochs}: mean loss {loss:.4f}"),
+        )
         table.sync()
         seconds = time.perf_counter() - start
-        self.stages.append(Stage(f"train {epochs} epochs of {batches.steps} steps", seconds))
+        self._stage(f"train {epochs} epochs of {batches.steps} steps", seconds)
         if table.server.num_nodes > 1:
             self._print(f"entities' embeddings: {table.metrics()}")
         return model.gathered()
@@ -185,7 +186,7 @@ class Job:
         ours_s = self._together(lambda: save(state, self._saved))
         usual_s = self._together(lambda: self._torch_save(trained, rows))
         usual = "torch.save by one process"
-        self.stages.append(Stage("save a checkpoint, a part each", ours_s, usual, usual_s))
+        self._stage("save a checkpoint, a part each", ours_s, usual, usual_s)
 
         usual_s = self._together(lambda: self._torch_load(ComplEx(*sizes), table))
         model: ComplEx = deferred_init(ComplEx, *sizes)
@@ -199,7 +200,7 @@ class Job:
             if equal
             else "torch.load; NOT EQUAL, please report this"
         )
-        self.stages.append(Stage("load it, the model not initialised", ours_s, usual, usual_s))
+        self._stage("load it, the model not initialised", ours_s, usual, usual_s)
         return model
 
     def _torch_save(self, trained: ComplEx, rows: torch.Tensor) -> None:
@@ -228,24 +229,18 @@ class Job:
         groups = {name: dist.new_group(backend=name) for name in ("sml", "gloo")}
         models = {"sml": model, "gloo": copy.deepcopy(trained)}
         step = compare_steps(models, batches, self.options, groups)
-        usual = "nn.Embedding, DDP over gloo"
-        self.stages.append(
-            Stage("  a step: table, DDP over sml (median)", step["sml"], usual, step["gloo"])
-        )
+        name = "  a step: table, DDP over sml (median)"
+        self._stage(name, step["sml"], "nn.Embedding, DDP over gloo", step["gloo"])
         assert isinstance(model.entities, Embedding)
         lookups = compare_lookups(
             model.entities, trained.rows, batches, self.options, groups["gloo"]
         )
+        name = "  its entities: look up, push, Adagrad"
         usual = "nn.Embedding(sparse=True), DDP over gloo, Adagrad"
-        self.stages.append(
-            Stage(
-                "  its entities: look up, push, Adagrad", lookups["table"], usual, lookups["sparse"]
-            )
-        )
+        self._stage(name, lookups["table"], usual, lookups["sparse"])
         reduce = compare_all_reduce(trained.relations.numel(), groups)
-        self.stages.append(
-            Stage("  its all-reduce of the relations", reduce["sml"], "gloo", reduce["gloo"])
-        )
+        name = "  its all-reduce of the relations"
+        self._stage(name, reduce["sml"], "gloo", reduce["gloo"])
 
     def _evaluate(self, model: ComplEx, graph: Graph) -> None:
         start = time.perf_counter()
@@ -256,7 +251,7 @@ class Job:
             "test": self._measure(model.score_all, graph, graph.test, answers),
             "test, most frequent answer": self._measure(baseline, graph, graph.test, answers),
         }
-        self.stages.append(Stage("evaluate on valid and test", time.perf_counter() - start))
+        self._stage("evaluate on valid and test", time.perf_counter() - start)
         self._print(report.metrics_table(rows))
 
     def _measure(
@@ -277,15 +272,12 @@ class Job:
         """Serve the trained model and the baseline from the checkpoint alternately."""
         times = compare_switches(graph, self.options.dim, self._saved, self._saved_by_torch)
         usual = "a new process: import, load, answer"
-        self.stages.append(
-            Stage(
-                "serve: switch to the other model, answer",
-                times.switched_s,
-                usual,
-                times.restarted_s,
-            )
-        )
-        self.stages.append(Stage("  the answer alone, by a model that is ready", times.ready_s))
+        name = "serve: switch to the other model, answer"
+        self._stage(name, times.switched_s, usual, times.restarted_s)
+        self._stage("  the answer alone, by a model that is ready", times.ready_s)
+
+    def _stage(self, name: str, seconds: float, usual: str = "", usual_s: float = 0.0) -> None:
+        self.stages.append(Stage(name, seconds, usual, usual_s))
 
     def _print(self, what: object) -> None:
         if self.console is not None:

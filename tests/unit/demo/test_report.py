@@ -1,4 +1,4 @@
-"""What is printed: names as they are, progress without a terminal, times with three digits and a
+"""What is printed: names as they are, times with three digits and a
 unit.
 """
 
@@ -14,7 +14,6 @@ from torchrelay.demo.evaluation import RankingMetrics
 from torchrelay.demo.report import (
     Prediction,
     Stage,
-    TrainingProgress,
     format_seconds,
     metrics_table,
     predictions_table,
@@ -71,24 +70,3 @@ def test_a_stage_without_a_rival_has_no_ratio() -> None:
 def test_metrics_have_four_digits() -> None:
     text = printed(metrics_table({"test": RankingMetrics(1200, 0.51234, (0.4, 0.5, 0.6))}))
     assert all(figure in text for figure in ("1,200", "0.5123", "0.4000", "0.5000", "0.6000"))
-
-
-def test_progress_is_a_line_an_epoch_without_a_terminal_and_none_on_other_ranks() -> None:
-    out = io.StringIO()
-    with TrainingProgress(Console(file=out, width=80), epochs=2, steps=2) as progress:
-        for epoch, loss in [(1, 4.0), (1, 2.0), (2, 1.0), (2, 2.0)]:
-            progress.step(epoch, loss)
-    assert out.getvalue() == "epoch 1 of 2: mean loss 3.0000\nepoch 2 of 2: mean loss 1.5000\n"
-    with TrainingProgress(None, epochs=1, steps=1) as silent:
-        silent.step(1, 1.0)
-
-
-def test_progress_is_a_bar_in_a_terminal() -> None:
-    out = io.StringIO()
-    with TrainingProgress(
-        Console(file=out, width=100, force_terminal=True), epochs=1, steps=4
-    ) as progress:
-        for _ in range(4):
-            progress.step(1, 2.5)
-    assert "epoch 1 of 1, loss 2.500" in out.getvalue()
-    assert "4/4" in out.getvalue()
