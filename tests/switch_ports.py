@@ -14,7 +14,6 @@ import functools
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from torchrelay.aggregation.switch import (
     _xdp,
 )
 from torchrelay.errors import UnavailableError
+from waiting import eventually
 
 __all__ = [
     "MANY_PROBES",
@@ -47,7 +47,6 @@ __all__ = [
     "packet",
     "udp_network",
     "values_of",
-    "wait_until",
     "within",
     "xdp_network",
 ]
@@ -112,7 +111,7 @@ class Network:
         """Send, and wait until the switch has dealt with it."""
         before = self.dealt_with()
         worker.send(datagram)
-        wait_until(lambda: self.dealt_with() != before)
+        eventually(lambda: self.dealt_with() != before)
 
     def forge(self, host: int, ip: bytes) -> None:
         """Send an IP packet from ``host`` as it is; only IP's own checksum is filled in."""
@@ -142,14 +141,7 @@ def add_worker(
             return False
         return True
 
-    wait_until(is_added)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition does not come true"
-        time.sleep(0.001)
+    eventually(is_added)
 
 
 @contextlib.contextmanager

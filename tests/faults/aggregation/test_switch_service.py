@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import namespaces
 from ranks import free_port
-from switch_ports import wait_until, within
+from switch_ports import within
 from torchrelay.aggregation.switch import (
     SwitchClient,
     SwitchServer,
@@ -36,6 +36,7 @@ from torchrelay.errors import (
     PeerLostError,
     UnavailableError,
 )
+from waiting import eventually
 
 SMALL = Aggregation(num_worker_threads=2, max_outstanding_packets=16, packet_numel=64)
 
@@ -85,7 +86,7 @@ def test_sessions_run_side_by_side_and_end_with_their_last_worker(server: Switch
         assert len(server.stats().sessions) == 3
         for future in done:
             future.result()
-    wait_until(lambda: not server.stats().sessions)
+    eventually(lambda: not server.stats().sessions)
 
 
 def test_a_session_id_comes_from_torchs_store() -> None:
@@ -164,7 +165,7 @@ def test_joining_waits_for_a_place() -> None:
     ):
         with SwitchClient(server.address, 0, 1, 1, SMALL):
             joining = pool.submit(SwitchClient, server.address, 0, 1, 2, SMALL)
-            wait_until(
+            eventually(
                 lambda: server.stats().counts["control"] >= 4
             )  # two for each socket of the first
         with joining.result(60) as client:
@@ -179,12 +180,12 @@ def test_an_idle_worker_keeps_its_session_and_a_lost_one_does_not(
         SwitchClient(server.address, 0, 1, 1, SMALL) as idle,
     ):
         heard = server.stats().counts["control"]
-        wait_until(
+        eventually(
             lambda: server.stats().counts["control"] > heard
         )  # of a worker that does nothing
         idle.all_reduce(torch.ones(1))
         monkeypatch.setattr(server, "_session_timeout_s", 0.0)  # as if it were silent
-        wait_until(lambda: not server.stats().sessions)
+        eventually(lambda: not server.stats().sessions)
         with pytest.raises(PeerLostError, match="does not know this session"):
             idle.all_reduce(torch.ones(1))
 
@@ -326,6 +327,6 @@ with SwitchClient({server.address!r}, 0, 2, 5) as client:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        wait_until(lambda: server.stats().counts["received"] > 0)
+        eventually(lambda: server.stats().counts["received"] > 0)
         process.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from switch_ports import packet, values_of, wait_until
+from switch_ports import packet, values_of
 from torchrelay.aggregation.switch import (
     Controller,
     SwitchClient,
@@ -30,6 +30,7 @@ from torchrelay.errors import (
     TorchRelayError,
     UnavailableError,
 )
+from waiting import eventually
 
 pytest.importorskip("grpc", reason="needs grpcio")
 pb: Any = pytest.importorskip(
@@ -208,7 +209,7 @@ def test_missing_workers_are_named_to_all(controller: Controller) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: in_threads([lambda: form(controller, 2, 4)]))
-        wait_until(lambda: bool(controller._gatherings))
+        eventually(lambda: bool(controller._gatherings))
         request = broadcast_request(0, 0, 4, group=5, timeout_ms=1)
         with pytest.raises(grpc.RpcError, match="workers 1, 3 of 4 did not come") as caught:
             call(controller, "Sync/Broadcast", request)
@@ -226,11 +227,11 @@ def test_a_worker_that_gave_up_may_come_again(controller: Controller) -> None:
         given_up = channel.unary_unary("/switchml_proto.Sync/Broadcast").future(
             request.SerializeToString()
         )
-        wait_until(lambda: bool(controller._gatherings))
+        eventually(lambda: bool(controller._gatherings))
         with pytest.raises(grpc.RpcError, match="is already waiting"):
             call(controller, "Sync/Broadcast", request)
         given_up.cancel()
-        wait_until(lambda: not controller._gatherings)
+        eventually(lambda: not controller._gatherings)
     first, second = in_threads([lambda: form(controller, 0, 2), lambda: form(controller, 1, 2)])
     assert first == second and isinstance(first, tuple)
 
