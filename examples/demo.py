@@ -4,8 +4,7 @@ several::
     python examples/demo.py [EPOCHS]
     torchrun --standalone --nproc-per-node 2 examples/demo.py [EPOCHS]
 
-``torchrelay demo`` does the same with a progress bar, predictions, and the usual way timed beside
-it.
+``torchrelay demo`` does the same with predictions, and the usual way timed beside it.
 """
 
 from __future__ import annotations
