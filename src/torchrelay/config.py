@@ -63,7 +63,7 @@ SECTIONS: dict[str, type[Section]] = {}
 _UNITS = {"_us": "us", "_s": "s", "_bytes": "bytes"}
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(setting,))
+@dataclass_transform(frozen_default=True)
 class Section:
     """Base of the groups of settings: frozen dataclasses whose fields :func:`setting` defines.
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from switch_ports import NETWORKS, Network, ip_packet, packet, values_of, wait_until
+from switch_ports import NETWORKS, Network, ip_packet, packet, values_of
 from torchrelay._native import SwitchHeader
 from torchrelay.aggregation.switch import SessionShape
 from torchrelay.aggregation.switch import _control as control
 from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.aggregation.switch._data_plane import ControlMessage
+from waiting import eventually
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
@@ -358,10 +359,10 @@ def test_the_control_plane_is_kept_from_floods(network: Network) -> None:
             end = network.dealt_with() + 100
             for _ in range(100):
                 loud.send(datagram)
-            wait_until(lambda end=end: network.dealt_with() >= end)  # type: ignore[misc]
+            eventually(lambda end=end: network.dealt_with() >= end)  # type: ignore[misc]
     network.send(other, join)
     seconds = int(time.monotonic() - begin_s) + 2
-    wait_until(other_is_heard)
+    eventually(other_is_heard)
     for is_control in (True, False):
         assert 0 < found.count((loud.address, is_control)) <= 256 * seconds
 

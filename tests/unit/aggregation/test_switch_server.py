@@ -18,7 +18,6 @@ from switch_ports import (
     missing_for_xdp,
     packet,
     values_of,
-    wait_until,
     within,
 )
 from torchrelay import _native
@@ -35,6 +34,7 @@ from torchrelay.aggregation.switch import _control as control
 from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.cli import app
 from torchrelay.errors import UnavailableError
+from waiting import eventually
 
 SHAPE = SessionShape(2, 8, 64, sequenced=True)
 ALONE = SessionShape(1, 8, 64)  # as SwitchML's workers: without signs of life
@@ -70,7 +70,7 @@ def test_an_answer_that_cannot_be_sent_does_not_end_the_service(network: Network
         request = control.encode_join(1, control.Join(0, SHAPE, 1))
         for datagram in (request + bytes(len(request) % 2), packet(1)):
             network.forge(0, ip_packet((worker.address, 0), switch, datagram))
-        wait_until(lambda: network.plane.stats().counts["send_lost"] == 2)
+        eventually(lambda: network.plane.stats().counts["send_lost"] == 2)
         assert network.plane.stats().counts["strangers"] == 1, "port 0 does not stand for all ports"
         server.check()
         assert join(worker, 1, 0) == JOINED
@@ -87,7 +87,7 @@ def test_a_request_that_fails_does_not_end_the_service(
         with monkeypatch.context() as patch:
             patch.setattr(server, "join", fail)
             worker.send(control.encode_join(1, control.Join(0, SHAPE, 1)))
-            wait_until(lambda: "KeyError" in caplog.text)
+            eventually(lambda: "KeyError" in caplog.text)
         server.check()
         assert join(worker, 1, 0) == JOINED
 
@@ -144,7 +144,7 @@ def test_a_session_ends_when_its_workers_are_silent(network: Network) -> None:
     with SwitchServer(network.plane, session_timeout_s=0.1) as server:
         assert join(network.connect(0), 1, 0) == JOINED
         assert join(network.connect(1), 2, 0, ALONE) == JOINED
-        wait_until(lambda: sessions(server).keys() == {2})
+        eventually(lambda: sessions(server).keys() == {2})
 
 
 def test_a_sign_of_life_is_one_of_its_worker_alone(network: Network) -> None:
@@ -152,7 +152,7 @@ def test_a_sign_of_life_is_one_of_its_worker_alone(network: Network) -> None:
         workers = [network.connect(0), network.connect(1)]
         for rank, worker in enumerate(workers):
             assert join(worker, 1, rank) == JOINED
-        wait_until(lambda: sessions(server)[1].idle_s > 0.2)
+        eventually(lambda: sessions(server)[1].idle_s > 0.2)
         stranger = network.connect(1)
         for worker in (workers[0], stranger):
             network.send(worker, control.encode(ControlKind.ALIVE, 0))

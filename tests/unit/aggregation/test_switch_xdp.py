@@ -22,7 +22,6 @@ from switch_ports import (
     missing_for_xdp,
     packet,
     values_of,
-    wait_until,
     within,
     xdp_network,
 )
@@ -35,6 +34,7 @@ from torchrelay.aggregation.switch import (
 )
 from torchrelay.config import Aggregation
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
+from waiting import eventually
 
 needs_xdp = pytest.mark.skipif(bool(missing_for_xdp()), reason=missing_for_xdp())
 
@@ -179,7 +179,7 @@ def test_a_packet_with_a_wrong_ip_checksum_is_not_summed() -> None:
         with network.within(0, link) as sock:
             bad = good[:8] + b"\x20" + good[9:]  # another time to live
             sock.sendto(bad, ("eth0", 0x0800, 0, 0, b"\xff" * 6))
-            wait_until(lambda: network.plane.stats().counts["malformed"] == 1)
+            eventually(lambda: network.plane.stats().counts["malformed"] == 1)
             assert not worker.has_received()
             sock.sendto(good, ("eth0", 0x0800, 0, 0, b"\xff" * 6))
         assert values_of(worker.receive()) == {5}
