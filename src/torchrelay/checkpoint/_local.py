@@ -30,8 +30,7 @@ from torchrelay._addresses import boot_id
 from torchrelay.checkpoint import _linux, _manifest
 from torchrelay.checkpoint._failures import not_shared, removed_error
 from torchrelay.checkpoint._manifest import Head
-from torchrelay.checkpoint._storage import Sizes
-from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME
+from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
 from torchrelay.errors import CorruptionError, PeerLostError, StorageError, UnsupportedError
 
 __all__ = ["LocalFolder", "LocalTransaction", "heads", "linked", "remove", "sweep"]

@@ -25,9 +25,9 @@ from torchrelay import _native
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
 from torchrelay.checkpoint._foreign import open_checkpoint
 from torchrelay.checkpoint._plan import no_collection
-from torchrelay.checkpoint._storage import Folder, Path, Sizes
+from torchrelay.checkpoint._storage import Folder, Path
 from torchrelay.checkpoint._tensors import byte_view
-from torchrelay.checkpoint._types import Box, Chunk, Manifest, TensorEntry
+from torchrelay.checkpoint._types import Box, Chunk, Manifest, Sizes, TensorEntry
 from torchrelay.checkpoint._write import default_threads
 from torchrelay.errors import ArgumentError, CorruptionError
 

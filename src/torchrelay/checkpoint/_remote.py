@@ -22,8 +22,7 @@ from torchrelay import _native
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._failures import not_shared, removed_error
 from torchrelay.checkpoint._manifest import Head
-from torchrelay.checkpoint._storage import Sizes
-from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME
+from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
 from torchrelay.errors import CorruptionError, StorageError, TorchRelayError, UnavailableError
 
 __all__ = ["RemoteFolder", "RemoteTransaction", "has_manifest", "heads", "remove", "sweep"]

@@ -6,9 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from torchrelay.checkpoint._types import Sizes
 from torchrelay.errors import ArgumentError
 
 __all__ = [
@@ -16,7 +14,6 @@ __all__ = [
     "Note",
     "Path",
     "Sink",
-    "Sizes",
     "Transaction",
     "local_path",
     "open_folder",
@@ -26,7 +23,6 @@ __all__ = [
 ]
 
 Path = str | bytes | os.PathLike[str]
-Sizes = NDArray[np.uint64]  # of bytes
 
 
 class Folder(Protocol):

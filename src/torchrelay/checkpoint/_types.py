@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 __all__ = [
     "BLOCK_BYTES",
     "DATA_NAME",
@@ -25,6 +28,7 @@ __all__ = [
     "DataFile",
     "Dtype",
     "Manifest",
+    "Sizes",
     "StatePath",
     "TensorEntry",
 ]
@@ -32,6 +36,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
 NOTE_NAME = re.compile(r"torchrelay-part-\d{5,}\.json", re.ASCII)
+Sizes = NDArray[np.uint64]  # of bytes
 StatePath = tuple[str | int | tuple[int], ...]
 # Bytes under one checksum. A reader that wants part of a chunk reads and verifies whole blocks.
 BLOCK_BYTES = 1 << 20

@@ -252,12 +252,9 @@ class Embedding(_TableModule):
         sparse: has no effect: gradients are always those of the rows that were looked up.
         device: must be the CPU, which holds the rows.
         table: an existing table; default: a new one, which all processes create.
-        optimizer: of the new table, see :mod:`torchrelay.parameters.optim`; default: Adagrad.
-        init: of the new table; default: standard normal, as torch's.
-        name: of the new table, as for :meth:`Table.create`.
-        apply_gradients: of the new table, as for :meth:`Table.create`.
-        reduction: of the new table, as for :meth:`Table.create`.
-        process_group: of the new table, as for :meth:`Table.create`.
+        **new: options of the new table, as for :meth:`Table.create`: ``optimizer`` (default:
+            Adagrad), ``init`` (default: standard normal, as torch's), ``name``,
+            ``apply_gradients``, ``reduction`` and ``process_group``.
 
     Raises:
         ArgumentError: the table has another shape, or adds pushes instead of optimizing.
