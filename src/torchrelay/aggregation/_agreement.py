@@ -46,8 +46,13 @@ _FUNCTIONS = (
 )
 
 
-def inline_bytes(ranks: int) -> int:
-    """Return the size of the payload in each of so many ranks' records."""
+def inline_bytes(ranks: int, has_switch: bool) -> int:
+    """Return the size of the payload in each of so many ranks' records.
+
+    Where hosts sum through a switch it is small, because payloads do not pass the switch.
+    """
+    if has_switch:
+        return _LEAST_INLINE_BYTES
     share_bytes = _TABLE_BYTES // ranks // 8 * 8
     return min(max(share_bytes, _LEAST_INLINE_BYTES), _MOST_INLINE_BYTES)
 

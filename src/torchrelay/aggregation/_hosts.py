@@ -87,7 +87,7 @@ class HostsPlane:
     ) -> None:
         self._rank, self._names = meeting.rank, meeting.names
         self._at = Placement.of(meeting.rank, [process.host for process in meeting.processes])
-        self._inline_bytes = inline_bytes(meeting.size)
+        self._inline_bytes = inline_bytes(meeting.size, is_used(settings))
         listener = listen_at(self._address(meeting, store, timeout_s))
         self._shm = ShmPlane(meeting.among(self._at.local), timeout_s, settings)
         self._executor = Executor("sml-hosts")
