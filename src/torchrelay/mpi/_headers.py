@@ -14,13 +14,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrelay import _native
 from torchrelay._waiting import listed
 from torchrelay.errors import MismatchError
-from torchrelay.mpi import _wait
+from torchrelay.mpi import _compiled, _wait
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, buffer_at
 from torchrelay.mpi._library import MPI
@@ -81,7 +82,9 @@ class Headers:
         If the data of a started collective is in transit, communication ends.
         """
         comm = call.comm
-        texts = _exchange_texts(comm, described(*fields))
+        texts = self._texts_of_started()
+        is_fatal = bool(texts)
+        _exchange_texts(comm, texts, described(*fields))
         groups: dict[str, list[int]] = {}
         for rank in range(comm.size):
             groups.setdefault(texts.get(rank, "something else"), []).append(rank)
@@ -92,9 +95,18 @@ class Headers:
         error = MismatchError(
             f"rank {comm.rank}: the ranks of {comm.name} make different calls: {calls}"
         )
-        if any(self.rows.digest(rank) & STARTED for rank in range(comm.size)):
+        if is_fatal:
             _wait.failed(error)
         return error
+
+    def _texts_of_started(self) -> dict[int, str]:
+        """Return the descriptions that the headers of started collectives contain."""
+        rows = np.array(self.rows.numbers(MAX_NUMBERS), np.int64)
+        return {
+            rank: bytes(row).rstrip(b"\0").decode(errors="replace")
+            for rank, row in enumerate(rows)
+            if self.rows.digest(rank) & STARTED
+        }
 
 
 def idle_headers(comm: Comm) -> Headers:
@@ -104,7 +116,7 @@ def idle_headers(comm: Comm) -> Headers:
 
 
 @functools.lru_cache(maxsize=4096)
-def digest(*fields: object) -> int:
+def digest(*fields: Any) -> int:
     """Return a hash of ``fields`` that is the same in every process."""
     hashed = hashlib.blake2b(repr(_plain(fields)).encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "little") & ~STARTED
@@ -168,6 +180,7 @@ def exchange_values(
     comm.lease.idle_headers.append(headers)
 
 
+@_compiled.eager_only
 def agree(call: _wait.Waiting, *fields: Any) -> None:
     """Wait until all ranks have arrived with equal ``fields``.
 
@@ -197,7 +210,11 @@ class Comparison:
         self.call = call
         self.fields = fields
         self.headers = idle_headers(call.comm)
-        self.headers.rows.write_numbers(digest(*fields) | STARTED, ())
+        # MPI's progress meets the data soon, and MPICH aborts if it does not match: describe the
+        # call here, so that the error needs no further message.
+        text = described(*fields).encode()[:PAYLOAD_BYTES].ljust(PAYLOAD_BYTES, b"\0")
+        numbers = np.frombuffer(text, np.int64).tolist()
+        self.headers.rows.write_numbers(digest(*fields) | STARTED, numbers)
         self.request = call.comm.mpi.Iallgather(self.headers.sent, self.headers.received)
 
     def Test(self) -> bool:
@@ -209,20 +226,18 @@ class Comparison:
         return True
 
 
-def _exchange_texts(comm: Comm, text: str) -> dict[int, str]:
-    """Return the descriptions of all ranks' calls, as far as they arrive within a grace period.
-
-    A rank that has started a collective finds the difference only when it waits for it.
-    """
-    lease, texts = comm.lease, {comm.rank: text}
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    for rank in others:
-        _wait.send(lease, rank, _wait.CALL, text)
+def _exchange_texts(comm: Comm, texts: dict[int, str], text: str) -> None:
+    """Add to ``texts``, those of started collectives, what arrives within a grace period."""
+    lease, ranks = comm.lease, range(comm.size)
+    if comm.rank not in texts:
+        texts[comm.rank] = text
+        for rank in ranks:
+            if rank != comm.rank:
+                _wait.send(lease, rank, _wait.CALL, text)
     until = time.monotonic() + _wait.CALLS_GRACES * settings.grace_s
     while len(texts) < comm.size and time.monotonic() < until:
         _wait.listen()
-        for rank in others:
+        for rank in ranks:
             if rank not in texts:
                 texts.update(_wait.receive(lease, rank, _wait.CALL))
         time.sleep(0)
-    return texts

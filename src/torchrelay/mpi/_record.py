@@ -278,6 +278,11 @@ class Node(torch.autograd.Function):
             return None, recorded.pull_back(ctx, grad), None
 
 
+@_compiled.eager_only
+def _forward_eagerly(call: Call, x: Tensor) -> Tensor:
+    return call.forward(x)
+
+
 class TransformNode(Node):
     """Autograd node of a call inside ``torch.func`` transforms."""
 
@@ -285,7 +290,7 @@ class TransformNode(Node):
 
     @staticmethod
     def forward(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return call.forward(x), torch.empty(())
+        return _forward_eagerly(call, x), torch.empty(())
 
     @staticmethod
     def setup_context(
