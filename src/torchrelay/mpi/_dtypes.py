@@ -99,6 +99,8 @@ def _half_op(dtype: torch.dtype, op: Op) -> MPI.Op:
     kernel = _KERNELS[op]
 
     def reduce(incoming: Any, result: Any, _datatype: MPI.Datatype) -> None:
+        if not len(incoming):  # a rank's part of a Reduce_scatter may be empty
+            return
         theirs, ours = (
             torch.frombuffer(incoming, dtype=dtype),
             torch.frombuffer(result, dtype=dtype),
