@@ -160,9 +160,10 @@ def to_json(error: BaseException) -> dict[str, Any]:
     """Return the type, message, ``errno`` and ranks of ``error`` as JSON values, to send it to
     another process.
     """
+    own = getattr(error, "strerror", None) if isinstance(error, TorchRelayError) else None
     return {
         "type": type(error).__name__,
-        "message": str(getattr(error, "strerror", None) or error),
+        "message": str(own or error),
         "errno": getattr(error, "errno", None),
         "ranks": list(getattr(error, "ranks", ())),
     }
