@@ -231,7 +231,7 @@ def links(
                         names,
                         link_gbps=link,
                         workers=1,
-                        profile_folder=folder,
+                        profile_folder=str(folder),
                         **options,
                         **changed,
                     )

@@ -399,6 +399,20 @@ class Switching(Section, name="switching"):
     run_timeout_s: float = setting(
         60.0, "a worker that computes one request for longer is ended", unit="s", minimum=0.0
     )
+    start_timeout_s: float = setting(
+        120.0, "how long a worker may take to start, or to build a model", unit="s", minimum=0.0
+    )
+    prefetch: bool = setting(True, "copy the next request's model while the current one computes")
+    grouping: str = setting(
+        "best",
+        "how layers are grouped for copying; one group, or one for each layer, is for comparison",
+        allowed=("best", "one", "layer"),
+    )
+    profile_folder: str = setting(
+        "",
+        "where profiles of models are kept between runs; empty: the server keeps them in the "
+        "user's cache folder, a Switcher not at all",
+    )
     grace_s: float = setting(
         10.0, "how long a server that is stopped may finish queued requests", unit="s", minimum=0.0
     )

@@ -33,8 +33,8 @@ PUBLIC = {
     "parameters": "AccessHandle Embedding EmbeddingBag IntentLoader KeyInit Metrics"
     " Server Table TableOptimizer TableWeight Topology UpdateRule Worker optim",
     "parameters.optim": "adagrad adam add rowwise_adagrad sgd",
-    "switching": "Client Costs Grouping InputSpec ModelStore Region Reply SharedCache StoredModel"
-    " Switcher TrainingHandle TrainingTask best_grouping pipeline_s pipelining_bound_s",
+    "switching": "Client InputSpec ModelStore Region Reply SharedCache StoredModel"
+    " Switcher TrainingHandle TrainingTask",
     "training": "AnyPrecisionAdamW GossipGraDState SlowMoState SlowMomentumOptimizer"
     " GossipTopology get_num_modules gossip_grad_hook slowmo_hook",
 }

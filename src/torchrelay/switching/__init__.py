@@ -8,23 +8,14 @@ speaks.
 
 from torchrelay.switching._cache import Region, SharedCache
 from torchrelay.switching._client import Client
-from torchrelay.switching._planner import (
-    Costs,
-    Grouping,
-    best_grouping,
-    pipeline_s,
-    pipelining_bound_s,
-)
 from torchrelay.switching._queue import Reply
+from torchrelay.switching._scheduler import TrainingHandle
 from torchrelay.switching._store import InputSpec, ModelStore, StoredModel
 from torchrelay.switching._switcher import Switcher
-from torchrelay.switching._tasks import TrainingHandle
 from torchrelay.switching._training import TrainingTask
 
 __all__ = [
     "Client",
-    "Costs",
-    "Grouping",
     "InputSpec",
     "ModelStore",
     "Region",
@@ -34,7 +25,4 @@ __all__ = [
     "Switcher",
     "TrainingHandle",
     "TrainingTask",
-    "best_grouping",
-    "pipeline_s",
-    "pipelining_bound_s",
 ]

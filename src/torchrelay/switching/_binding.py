@@ -64,7 +64,7 @@ class Binding:
             self._end += align(size_bytes)
         for spec in layout.tensors:
             slot = self._slots[spec.storage]
-            tensor = torch.empty(0, dtype=getattr(torch, spec.dtype), device=device)
+            tensor = torch.empty(0, dtype=spec.dtype, device=device)
             if spec.is_parameter:
                 tensor = torch.nn.Parameter(tensor, requires_grad=spec.requires_grad)
             else:
@@ -161,8 +161,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[t
 
 
 def _view(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(
+    return torch.empty(0, dtype=spec.dtype, device=storage.device).set_(
         storage, spec.offset, spec.shape, spec.stride
     )
 

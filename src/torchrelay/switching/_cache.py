@@ -12,7 +12,7 @@ import torch
 from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, CapacityError, ProtocolError
 from torchrelay.switching._contract import ALIGNMENT_BYTES, DeviceMemory, align
-from torchrelay.switching._descriptors import receive_descriptors, send_descriptors
+from torchrelay.switching._descriptors import receive_descriptor, send_descriptor
 from torchrelay.switching._host import HostMemory
 from torchrelay.switching._layout import unique_storages
 
@@ -66,21 +66,19 @@ class SharedCache(Resource):
             ProtocolError: the process that listens there speaks another protocol, or is another
                 user's.
         """
-        header, descriptors = receive_descriptors(address, timeout_s=timeout_s)
+        header, descriptor = receive_descriptor(address, timeout_s=timeout_s)
         try:
-            return cls.from_descriptor(header, descriptors)
+            return cls.from_descriptor(header, descriptor)
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            os.close(descriptor)
 
     @classmethod
-    def from_descriptor(cls, header: dict[str, object], descriptors: Sequence[int]) -> SharedCache:
+    def from_descriptor(cls, header: dict[str, object], descriptor: int) -> SharedCache:
         """Map the memory of an exported descriptor, described by :meth:`describe`.
 
         The caller closes the descriptor.
         """
         try:
-            (descriptor,) = descriptors
             device = torch.device(str(header["device"]))
             size_bytes, read_only = int(str(header["size_bytes"])), bool(header["read_only"])
         except (KeyError, ValueError, RuntimeError) as error:
@@ -139,7 +137,7 @@ class SharedCache(Resource):
         descriptor = self.export(read_only=read_only)
         try:
             header = self.describe(read_only=read_only)
-            send_descriptors(address, header, [descriptor], timeout_s=timeout_s)
+            send_descriptor(address, header, descriptor, timeout_s=timeout_s)
         finally:
             os.close(descriptor)
 

@@ -6,36 +6,40 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 
 import torch
 
+from torchrelay.config import Switching
 from torchrelay.errors import (
     CapacityError,
+    ModelError,
     NotFoundError,
     OperationTimeoutError,
     PeerLostError,
     TorchRelayError,
+    from_json,
 )
-from torchrelay.switching._channel import Message, error_of
+from torchrelay.switching import _messages
 from torchrelay.switching._contract import Link
 from torchrelay.switching._fleet import Fleet
 from torchrelay.switching._groups import Grouped
 from torchrelay.switching._planner import Costs
 from torchrelay.switching._process import WorkerProcess
 from torchrelay.switching._profile import Profile, ProfileCache
+from torchrelay.switching._queue import Request
 from torchrelay.switching._residency import Residency
 from torchrelay.switching._served import Served
 from torchrelay.switching._store import StoredModel
 
 __all__ = ["Catalog"]
 
-# A model whose modules cannot be built without killing the worker is not tried for ever.
+# Workers that may die while they build a model that has never been built.
 _MAX_LOST_BUILDS = 2
+_PROFILE_PRIORITY = 1 << 30
 
 
 class Catalog:
-    """The models by name. Owned by the loop's thread; other threads may look a model up."""
+    """The models by name. The loop's lock protects it; any thread may look a model up."""
 
     def __init__(
         self,
@@ -43,19 +47,18 @@ class Catalog:
         fleet: Fleet,
         link: Link,
         costs: Costs,
+        options: Switching,
         *,
-        grouping: str,
-        profile_folder: Path | None,
         profiled_on: str,
-        request_profile: Callable[[StoredModel], None],
-        failed: Callable[[str, TorchRelayError], None],
+        queue_profile: Callable[[Request], None],
+        fail_waiting: Callable[[Callable[[Request], bool], TorchRelayError], None],
     ) -> None:
         """Make an empty catalog.
 
         Args:
             profiled_on: what profiles depend on besides the model: machine, device, threads.
-            request_profile: has a worker profile the model.
-            failed: ends the requests that wait for a model.
+            queue_profile: queues a request that profiles a model.
+            fail_waiting: ends the waiting requests for which its first argument is true.
         """
         self.models: dict[str, Served] = {}
         self.costs = costs
@@ -63,11 +66,11 @@ class Catalog:
         self._residency = residency
         self._fleet = fleet
         self._link = link
-        self._grouping = grouping
-        self._profiles = ProfileCache(profile_folder)
+        self._grouping = options.grouping
+        self._profiles = ProfileCache(options.profile_folder)
         self._profiled_on = profiled_on
-        self._request_profile = request_profile
-        self._failed = failed
+        self._queue_profile = queue_profile
+        self._fail_waiting = fail_waiting
 
     def add(self, model: StoredModel, priority: int) -> Future[None]:
         """Serve `model`, replacing one of its name; the future is done when a request can run.
@@ -84,8 +87,7 @@ class Catalog:
             )
         if model.name in self.models:
             self.remove(model.name, "was replaced")
-        served = Served(model, whole, priority, Future())
-        self.models[model.name] = served
+        served = self.models[model.name] = Served(model, whole, priority)
         return served.ready
 
     def remove(self, name: str, reason: str = "was unloaded") -> None:
@@ -97,12 +99,11 @@ class Catalog:
         served = self.models.pop(name, None)
         if served is None:
             raise NotFoundError(f"there is no model {name!r} to unload")
-        error = NotFoundError(f"model {name!r} {reason}")
-        self._failed(name, error)
-        served.fail(error)
+        self._fail_all(served, NotFoundError(f"model {name!r} {reason}"))
         self._leaving.setdefault(name, []).append(served.model)
-        for worker in [one for one in self._fleet if one.loading == name]:
-            self._fleet.lose(worker, f"was building model {name!r}, which {reason}")
+        for worker in self._fleet:
+            if worker.loading == name:
+                self._fleet.lose(worker, f"was building model {name!r}, which {reason}")
 
     def is_leaving(self, name: str) -> bool:
         """Return whether an older model of that name still holds bytes or modules."""
@@ -115,13 +116,11 @@ class Catalog:
         served = self.models[name]
         return served.ready.done() and served.regroup is None and not self.is_leaving(name)
 
-    def fail(self, name: str, error: TorchRelayError) -> None:
+    def fail(self, served: Served, error: TorchRelayError) -> None:
         """Answer every request to the model with `error` until it is loaded again."""
-        served = self.models.get(name)
-        if served is not None:
+        if self._is_current(served):
             served.error = error
-            served.fail(error)
-            self._failed(name, error)
+            self._fail_all(served, error)
 
     # --- what each turn of the loop does
 
@@ -137,10 +136,11 @@ class Catalog:
             if self._residency.is_unused(name):
                 self._forget(name)
         for worker in self._fleet:
-            if worker.idle:
-                self._unload(worker)
-        for served in self.models.values():
-            name = served.model.name
+            if worker.unwanted and worker.idle:
+                for name in worker.unwanted - set(self.models):
+                    worker.send(_messages.Unload(name))
+                worker.unwanted.clear()
+        for name, served in self.models.items():
             if served.regroup is not None and self._residency.is_unused(name):
                 self._residency.arena.evict(name)
                 served.apply_regroup()
@@ -160,79 +160,68 @@ class Catalog:
 
     def check_builds(self, timeout_s: float) -> float:
         """End the worker of a build that takes longer; return the time of the next check."""
-        for worker in [one for one in self._fleet if one.loading]:
+        for worker in self._fleet:
+            if not worker.loading:
+                continue
             limit = worker.loading_since + timeout_s
             if time.monotonic() < limit:
                 return limit
-            name, text = worker.loading, f"model {worker.loading!r} took more than {timeout_s:g} s"
-            error = OperationTimeoutError(f"{text} to build; its worker was ended")
+            name, served = worker.loading, self.models.get(worker.loading)
             self._fleet.lose(worker, f"built model {name!r} for more than {timeout_s:g} s")
-            served = self.models.get(name)
             if served is not None and not served.ready.done():
-                self.fail(name, error)
+                text = f"model {name!r} took more than {timeout_s:g} s"
+                self.fail(served, OperationTimeoutError(f"{text} to build; its worker was ended"))
         return math.inf
 
     def send_build(self, worker: WorkerProcess, served: Served) -> None:
         """Let `worker` build the model's module, or switch to its new groups."""
-        model, known = served.model, worker.loaded.get(served.model.name)
-        replace = known is None or known[0] != model.version
+        model, groups = served.model, served.grouped.groups
         worker.loaded[model.name] = served.key
-        worker.send(
-            {
-                "op": "load",
-                "model": model.name,
-                "replace": replace,
-                "factory": model.factory.reference,
-                "kwargs": model.factory.kwargs,
-                "seed": model.factory.seed,
-                "layout": model.layout.to_json() if replace else None,
-                "groups": served.grouped.groups,
-            }
-        )
+        worker.send(_messages.Load(model.name, model.version, model.factory, model.layout, groups))
 
     # --- events
 
-    def on_built(self, worker: WorkerProcess, message: Message) -> None:
+    def on_built(self, worker: WorkerProcess, built: _messages.Built) -> None:
         """Ask for a profile once the first worker has built the model."""
-        worker.loading = ""
-        served = self.models.get(message["model"])
-        if served is not None and message["op"] == "loaded":
-            served.lost_builds = 0
-        if served is None or served.profiling or served.ready.done():
+        if worker.loading == built.model:
+            worker.loading = ""
+        served = self.models.get(built.model)
+        if served is None or served.model.version != built.version:
             return
-        if message["op"] == "load_failed":
-            self.fail(served.model.name, error_of(message))
+        if built.error is None:
+            served.lost_builds = 0
+        if served.profiling or served.ready.done():
+            return
+        if built.error is not None:
+            self.fail(served, from_json(built.error, ModelError))
             return
         served.profiling = True
         profile = self._profiles.load(self._profile_key(served))
-        if profile is None:
-            self._request_profile(served.model)
-        else:
+        if profile is not None:
+            self._group(served, profile)
+            return
+        inputs = {spec.name: spec.example_tensor() for spec in served.model.inputs}
+        self._queue_profile(
+            Request(served.name, inputs, priority=_PROFILE_PRIORITY, profiled=served)
+        )
+
+    def on_profiled(self, served: Served, profile: Profile) -> None:
+        """Plan the model's groups, unless it was removed or replaced meanwhile."""
+        if self._is_current(served):
+            self._profiles.save(self._profile_key(served), profile)
             self._group(served, profile)
 
-    def on_profiled(self, name: str, message: Message) -> None:
-        """Plan the model's groups, unless it was removed meanwhile."""
-        served = self.models.get(name)
-        if served is None:
-            return
-        profile = Profile.from_json(message["profile"])
-        self._profiles.save(self._profile_key(served), profile)
-        self._group(served, profile)
-
-    def on_profile_failed(self, name: str, error: TorchRelayError) -> None:
-        """Fail the model, and say so if its input may just have had unsuitable sizes."""
-        served = self.models.get(name)
-        if served is None:
-            return
+    def on_profile_failed(self, served: Served, error: TorchRelayError) -> None:
+        """Fail the model; the error names the example's sizes if those were guessed."""
         guessed = [spec for spec in served.model.inputs if spec.is_guessed]
         if guessed:
             shapes = ", ".join(f"{spec.name} of shape {spec.example_shape}" for spec in guessed)
             error = type(error)(
-                f"{error}; this was the first run of model {name!r}, with 1 for each size of -1: "
-                f"{shapes}. If the model needs other sizes, name some: example = [...] beside "
-                "shape in the models file, or (dtype, shape, example) in ModelStore.add"
+                f"{error}; this was the first run of model {served.name!r}, with 1 for each size "
+                f"of -1: {shapes}. If the model needs other sizes, name some: example = [...] "
+                "beside shape in the models file, or (dtype, shape, example) in ModelStore.add"
             )
-        self.fail(name, error)
+        self.fail(served, error)
 
     def on_lost(self, worker: WorkerProcess, reason: str) -> None:
         """Fail a model whose building has killed two workers in a row, and never succeeded."""
@@ -241,8 +230,16 @@ class Catalog:
             return
         served.lost_builds += 1
         if served.lost_builds >= _MAX_LOST_BUILDS:
-            text = f"worker {worker.pid} {reason} while it built model {worker.loading!r}"
-            self.fail(worker.loading, PeerLostError(f"{text}; tried {served.lost_builds} times"))
+            text = f"worker {worker.pid} {reason} while it built model {served.name!r}"
+            self.fail(served, PeerLostError(f"{text}; tried {served.lost_builds} times"))
+
+    def _is_current(self, served: Served) -> bool:
+        return self.models.get(served.name) is served
+
+    def _fail_all(self, served: Served, error: TorchRelayError) -> None:
+        """Fail those that wait for the model, or for its replies."""
+        self._fail_waiting(lambda request: request.model == served.name, error)
+        served.fail(error)
 
     def _forget(self, name: str) -> None:
         self._residency.arena.evict(name)
@@ -251,11 +248,6 @@ class Catalog:
         for worker in self._fleet:
             worker.loaded.pop(name, None)
             worker.unwanted.add(name)
-
-    def _unload(self, worker: WorkerProcess) -> None:
-        for name in worker.unwanted - set(self.models):
-            worker.send({"op": "unload", "model": name})
-        worker.unwanted.clear()
 
     def _group(self, served: Served, profile: Profile) -> None:
         layout = served.model.layout

@@ -11,7 +11,6 @@ from urllib.parse import quote, urlsplit
 
 import torch
 
-from torchrelay import errors
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
@@ -21,6 +20,7 @@ from torchrelay.errors import (
     PeerLostError,
     TorchRelayError,
     UnavailableError,
+    from_json,
 )
 from torchrelay.switching._tensors import HEADER, decode, encode, parse_body
 
@@ -154,11 +154,9 @@ class Client(Resource):
 def _error(status: int, data: bytes) -> TorchRelayError:
     try:
         answer = json.loads(data)
-        kind = getattr(errors, answer["type"], ModelError)
-        error: TorchRelayError = kind(answer["error"])
+        return from_json({"type": answer["type"], "message": answer["error"]}, ModelError)
     except (ValueError, KeyError, TypeError):
         kind = {401: UnavailableError, 403: UnavailableError, 404: NotFoundError}.get(
             status, ModelError
         )
-        error = kind(f"the server answered {status}: {data[:200].decode(errors='replace')}")
-    return error
+        return kind(f"the server answered {status}: {data[:200].decode(errors='replace')}")

@@ -45,7 +45,7 @@ class CopyJob:
 
 
 class Copier:
-    """Runs copy jobs one after the other in a thread of its own."""
+    """Runs copy jobs one after the other in a thread."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

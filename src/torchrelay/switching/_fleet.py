@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 
+from torchrelay.config import Switching
 from torchrelay.errors import PeerLostError, ProtocolError, SegmentError, UnavailableError
+from torchrelay.switching import _messages
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._channel import Message
+from torchrelay.switching._contract import align
 from torchrelay.switching._loop import Loop, seconds_until
 from torchrelay.switching._process import WorkerProcess
 
@@ -23,26 +26,20 @@ _MAX_COUNTED = 100  # failures in a row that are counted
 
 
 class Fleet:
-    """Keeps `size` workers alive. Owned by the loop's thread."""
+    """Keeps the workers alive. The loop's lock protects it."""
 
     def __init__(
         self,
         loop: Loop,
         cache: SharedCache,
+        options: Switching,
         *,
-        size: int,
-        request_bytes: int,
-        threads: int,
-        start_timeout_s: float,
-        on_message: Callable[[WorkerProcess, Message, list[int]], None],
+        on_message: Callable[[WorkerProcess, object, list[int]], None],
         on_lost: Callable[[WorkerProcess, str], None],
     ) -> None:
         self._loop = loop
         self._cache = cache
-        self._size = size
-        self._request_bytes = request_bytes
-        self._threads = threads
-        self._start_timeout_s = start_timeout_s
+        self._options = options
         self._on_message = on_message
         self._on_lost = on_lost
         self._failed_starts = 0
@@ -53,7 +50,8 @@ class Fleet:
         self.closing = False
 
     def __iter__(self) -> Iterator[WorkerProcess]:
-        return iter(self.workers)
+        """Return the workers; some may be lost meanwhile."""
+        return iter(list(self.workers))
 
     @property
     def broken(self) -> UnavailableError | None:
@@ -64,19 +62,6 @@ class Fleet:
             f"the last {self._failed_starts} workers did not start ({self._problem}); their output "
             f"says why. The next start is tried within {_MAX_BACKOFF_S:g} s"
         )
-
-    def fill(self) -> None:
-        """Start workers until there are enough; after a failure, some time later."""
-        while len(self.workers) < self._size and not self.closing:
-            if time.monotonic() < self._next_start:
-                return
-            try:
-                worker = WorkerProcess(self._cache, self._request_bytes, self._threads, self._size)
-            except (OSError, SegmentError) as error:  # no memory, descriptors or processes are left
-                self._start_failed(str(error))
-                return
-            self.workers.append(worker)
-            self._loop.watch(worker.channel.fileno(), lambda worker=worker: self._read(worker))  # type: ignore[misc]
 
     def idle(self, model: str) -> WorkerProcess | None:
         """Return the best idle worker for `model`: one that has its module, and ran it last, else
@@ -95,62 +80,105 @@ class Fleet:
             return
         self.workers.remove(worker)
         self._loop.unwatch(worker.channel.fileno())
-        if not reason:
-            reason = worker.exit_reason()
+        reason = reason or worker.exit_reason()
         worker.kill()
         self.deaths += 1
         if not worker.ready:
             self._start_failed(reason)
         self._on_lost(worker, reason)
-        self.fill()
+        self._fill()
 
     def check_starts(self) -> float:
         """Start and replace workers where that is due; return the time of the next check."""
-        self.fill()
-        now = time.monotonic()
-        for worker in [one for one in self.workers if not one.ready]:
-            if now - worker.started > self._start_timeout_s:
-                self.lose(worker, f"was not ready after {self._start_timeout_s:g} s")
-        starting = [one.started + self._start_timeout_s for one in self.workers if not one.ready]
-        if len(self.workers) < self._size:
-            starting.append(self._next_start)
-        return min(starting, default=float("inf"))
+        self._fill()
+        limit_s = self._options.start_timeout_s
+        moments = [self._next_start] if len(self.workers) < self._options.workers else []
+        for worker in self:
+            if not worker.ready and time.monotonic() - worker.started > limit_s:
+                self.lose(worker, f"was not ready after {limit_s:g} s")
+            elif not worker.ready:
+                moments.append(worker.started + limit_s)
+        return min(moments, default=math.inf)
 
     def became_ready(self, worker: WorkerProcess) -> None:
         worker.ready = True
         self._failed_starts = 0
         self._next_start = 0.0
 
+    def take_channel(self, worker: WorkerProcess) -> None:
+        """Leave the channel to the calling thread, which waits for the worker."""
+        worker.has_reader = True
+        self._loop.unwatch(worker.channel.fileno())
+
+    def return_channel(self, worker: WorkerProcess) -> None:
+        """End :meth:`take_channel`."""
+        worker.has_reader = False
+        if worker not in self.workers:
+            worker.channel.close()
+        elif not self.closing:
+            self._watch(worker)
+
+    def receive(self, worker: WorkerProcess, timeout_s: float | None) -> Callable[[], None] | None:
+        """Return what to do about the next message; None after `timeout_s`. Needs no lock."""
+        try:
+            received = worker.channel.receive(timeout_s)
+        except PeerLostError:
+            return lambda: self.lose(worker)
+        except ProtocolError as error:
+            reason = f"sent a malformed message: {error}"
+            return lambda: self.lose(worker, reason)
+        if received is None:
+            return None
+        message, descriptors = received
+        return lambda: self._on_message(worker, message, descriptors)
+
     def close(self, timeout_s: float) -> None:
         """Ask all workers to end, and kill those that have not after `timeout_s`."""
         self.closing = True
         deadline = time.monotonic() + timeout_s
+        idle = [worker for worker in self.workers if worker.idle]
         for worker in self.workers:
             self._loop.unwatch(worker.channel.fileno())
-            if worker.idle:
-                worker.send({"op": "exit"})
-        for worker in self.workers:
-            if worker.idle:
-                worker.wait(seconds_until(deadline))
+        for worker in idle:
+            worker.send(_messages.Exit())
+        for worker in idle:
+            worker.process.wait(seconds_until(deadline))
+        for worker in self:
+            self.workers.remove(worker)
             worker.kill()
-        self.workers.clear()
+
+    def _fill(self) -> None:
+        """Start workers until there are enough; after a failure, some time later.
+
+        Only the loop's thread starts them: the kernel ends a worker with the thread that did.
+        """
+        options = self._options
+        if not self._loop.is_own_thread:
+            return  # the next decision wakes it
+        while len(self.workers) < options.workers and not self.closing:
+            if time.monotonic() < self._next_start:
+                return
+            request_bytes = align(options.request_bytes)
+            try:
+                worker = WorkerProcess(self._cache, request_bytes, options.threads, options.workers)
+            except (OSError, SegmentError) as error:  # no memory, descriptors or processes are left
+                self._start_failed(str(error))
+                return
+            self.workers.append(worker)
+            self._watch(worker)
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        self._loop.watch(worker.channel.fileno(), lambda: self._read(worker))
+
+    def _read(self, worker: WorkerProcess) -> None:
+        while worker in self.workers and not worker.has_reader:
+            event = self.receive(worker, 0)
+            if event is None:
+                return
+            event()
 
     def _start_failed(self, reason: str) -> None:
         wait_s = min(_BACKOFF_S * 2**self._failed_starts, _MAX_BACKOFF_S)
         self._failed_starts = min(self._failed_starts + 1, _MAX_COUNTED)
         self._next_start, self._problem = time.monotonic() + wait_s, reason
         _log.warning("a worker did not start: %s; the next try is in %g s", reason, wait_s)
-
-    def _read(self, worker: WorkerProcess) -> None:
-        while worker in self.workers:
-            try:
-                received = worker.channel.receive(0)
-            except PeerLostError:
-                self.lose(worker)
-                return
-            except ProtocolError as error:
-                self.lose(worker, f"sent a malformed message: {error}")
-                return
-            if received is None:
-                return
-            self._on_message(worker, *received)

@@ -73,7 +73,7 @@ class Guard:
         if not host or self._any_host or name in self._hosts:  # HTTP 1.0 has no Host header
             return True
         try:
-            # An address is not a page's name: whoever can reach it may use it.
+            # An address is not a page's name: every client that reaches it may use it.
             ipaddress.ip_address(name)
         except ValueError:
             return False

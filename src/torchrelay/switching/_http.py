@@ -206,7 +206,7 @@ class _Server:
             header, raw = await self._parsed(request, body)
             inputs = decode(header.get("inputs"), raw)
         options, wanted = _options(header.get("parameters", {})), _wanted(header)
-        future = asyncio.wrap_future(self._switcher.submit(name, inputs, **options))
+        future = asyncio.wrap_future(self._switcher.submit_owned(name, inputs, **options))
         reply = await _unless_gone(request, future)
         _check_datatypes(reply)
         self._metrics.observe(reply)

@@ -55,7 +55,7 @@ class TensorSpec:
     is_parameter: bool
     requires_grad: bool
     storage: int
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # elements from the start of the storage
@@ -63,7 +63,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of storages and the tensors over them; converts to and from JSON."""
+    """The sizes of storages and the tensors over them."""
 
     storages: tuple[int, ...]  # bytes
     tensors: tuple[TensorSpec, ...]
@@ -72,21 +72,6 @@ class Layout:
     def size_bytes(self) -> int:
         """The size of the model in an arena if it is one group."""
         return sum(align(size_bytes) for size_bytes in self.storages)
-
-    def to_json(self) -> dict[str, Any]:
-        fields = TensorSpec.__dataclass_fields__
-        return {
-            "storages": list(self.storages),
-            "tensors": [[getattr(spec, name) for name in fields] for spec in self.tensors],
-        }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Layout:
-        tensors = [
-            TensorSpec(tuple(paths), parameter, grad, at, dtype, tuple(shape), tuple(stride), start)
-            for paths, parameter, grad, at, dtype, shape, stride, start in value["tensors"]
-        ]
-        return cls(tuple(value["storages"]), tuple(tensors))
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,7 +119,7 @@ def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
             isinstance(tensor, torch.nn.Parameter),
             tensor.requires_grad,
             index[key],
-            str(tensor.dtype).removeprefix("torch."),
+            tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),
             int(tensor.storage_offset()),

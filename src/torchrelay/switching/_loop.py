@@ -1,18 +1,15 @@
-"""A thread that owns the daemon's state: it runs posted functions and reads the workers'
-channels.
-"""
+"""The lock over the daemon's state, and the thread that reads the workers' channels."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import selectors
+import select
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torchrelay import _native
 from torchrelay.errors import UnavailableError
@@ -23,27 +20,41 @@ T = TypeVar("T")
 
 
 class Loop:
-    """Runs everything in one thread, so that what it owns needs no lock."""
+    """Lets one thread at a time change the daemon's state, and has the daemon decide after every
+    change what to do next.
+
+    A caller's own thread does what it can, so that a request passes through no other one: the
+    loop's thread is for the other messages, and for timeouts.
+    """
 
     def __init__(
-        self, after_each: Callable[[], float | None], crashed: Callable[[Exception], None]
+        self,
+        decide: Callable[[], float],
+        crashed: Callable[[BaseException], None],
+        ended: Callable[[], None],
     ) -> None:
         """Make a loop; :meth:`start` runs it.
 
         Args:
-            after_each: runs after every event; it returns in how many seconds to run at the latest.
-            crashed: called with an uncaught error; the loop then ends.
+            decide: runs after every change; it returns the time of `time.monotonic()` at which to
+                run again at the latest.
+            crashed: called with an error of a decision or an event; it ends the loop.
+            ended: called once, without the lock, when the loop has ended.
         """
-        self._after_each = after_each
+        self.decide = decide
         self._crashed = crashed
-        self._selector = selectors.DefaultSelector()
+        self._on_end = ended
+        self._lock = threading.Lock()
+        self._settled: list[Callable[[], object]] = []
+        self._epoll = select.epoll()
+        self._readers: dict[int, Callable[[], None]] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._posted: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()  # between post() and the end
-        self._ended = False
-        self._origin = _native.Origin()
+        self.watch(self._wake, self._clear_wake)
+        self._wakes_at = 0.0  # of the thread, at the latest
+        self._started = threading.Event()
         self._stopping = False
+        self._error: BaseException | None = None
+        self._origin = _native.Origin()
         self._thread = threading.Thread(target=self._run, name="torchrelay-switcher", daemon=True)
 
     @property
@@ -51,88 +62,128 @@ class Loop:
         """Whether this process was forked from the loop's and so lacks its thread."""
         return self._origin.is_forked
 
-    def start(self) -> None:
-        self._thread.start()
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is the loop's, which lives as long as the loop."""
+        return threading.get_ident() == self._thread.ident
 
-    def post(self, function: Callable[[], None]) -> bool:
-        """Schedule `function` in the loop's thread; return False if the loop has ended.
+    def start(self) -> None:
+        """Run; returns after the first decision, which is the loop's thread's own."""
+        self._thread.start()
+        self._started.wait()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Own the state within the block; then let the daemon decide. Not reentrant.
 
         Raises:
-            UnavailableError: this process was forked from the loop's.
+            UnavailableError: the loop has ended, or this process was forked from the loop's.
         """
         if self.is_foreign:
             raise UnavailableError(
                 "the switcher belongs to the process that made it, and this one was forked from "
                 "that; make a switcher here, or call the parent's over HTTP"
             )
-        with self._lock:
-            if self._ended:
-                return False
-            self._posted.append(function)
-            os.eventfd_write(self._wake, 1)
-            return True
+        settled: list[Callable[[], object]] = []
+        try:
+            with self._lock:
+                if self._stopping:
+                    raise UnavailableError("the switcher is closed")
+                try:
+                    yield
+                except Exception:
+                    raise
+                except BaseException as error:  # Ctrl-C, perhaps in the middle of a change
+                    self._crash(error)
+                    raise
+                finally:
+                    self._decide()
+                    settled, self._settled = self._settled, settled
+        finally:
+            for function in settled:
+                function()
 
-    def call(self, function: Callable[[], T], timeout_s: float = 60.0) -> T:
-        """Run `function` in the loop's thread and return its value.
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the value of `function`, which owns the state. Raises as :meth:`changing`."""
+        with self.changing():
+            return function()
 
-        Raises:
-            UnavailableError: the loop has ended.
+    def post(self, function: Callable[[], object]) -> None:
+        """Run `function` as :meth:`call`, unless the loop has ended."""
+        with contextlib.suppress(UnavailableError), self.changing():
+            function()
+
+    def handle(self, event: Callable[[], None]) -> None:
+        """Run the handler of an event within :meth:`changing`; its error ends the loop."""
+        try:
+            event()
+        except Exception as error:
+            self._crash(error)
+
+    def later(self, function: Callable[[], object]) -> None:
+        """Run `function` when the state is free: it may run code of a caller, such as the callbacks
+        of a future.
         """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-
-        if not self.post(run):
-            raise UnavailableError("the switcher is closed")
-        return future.result(timeout_s)
+        self._settled.append(function)
 
     def watch(self, descriptor: int, ready: Callable[[], None]) -> None:
         """Call `ready` whenever `descriptor` can be read."""
-        self._selector.register(descriptor, selectors.EVENT_READ, ready)
+        self._readers[descriptor] = ready
+        self._epoll.register(descriptor, select.EPOLLIN)
 
     def unwatch(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(descriptor)
+        if self._readers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
 
     def stop(self) -> None:
-        """End after the current event; from the loop's own thread."""
+        """End the loop; within :meth:`changing`."""
+        os.eventfd_write(self._wake, 1)  # first, as the thread closes it once it sees the flag
         self._stopping = True
 
     def join(self) -> None:
         self._thread.join()
 
+    def _decide(self) -> None:
+        if self._stopping:
+            return
+        try:
+            moment = self.decide()
+        except BaseException as error:
+            self._crash(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        if moment < self._wakes_at:
+            self._wakes_at = moment
+            if not self.is_own_thread:
+                os.eventfd_write(self._wake, 1)
+
+    def _crash(self, error: BaseException) -> None:
+        self._error = error
+        self._crashed(error)
+
     def _run(self) -> None:
         try:
-            self._run_events()
-        except Exception as error:
-            self._crashed(error)
-            raise
+            while not self._stopping:
+                wait_s = seconds_until(self._wakes_at)
+                ready = self._epoll.poll(None if math.isinf(wait_s) else wait_s)
+                with contextlib.suppress(UnavailableError), self.changing():
+                    self._wakes_at = math.inf  # the decision at the end of the block sets it
+                    for descriptor, _ in ready:
+                        if descriptor in self._readers:
+                            self.handle(self._readers[descriptor])
+                self._started.set()
         finally:
-            with self._lock:
-                self._ended = True
-            while self._posted:  # posted before the end; they find the daemon closed
-                self._posted.popleft()()
-            self._selector.close()
+            self._started.set()
+            self._on_end()
+            self._epoll.close()
             os.close(self._wake)
+        if self._error is not None:
+            raise self._error
 
-    def _run_events(self) -> None:
-        while True:
-            wait_s = self._after_each()
-            if self._stopping:
-                return
-            for key, _ in self._selector.select(wait_s):
-                ready: Any = key.data or self._run_posted
-                ready()
-
-    def _run_posted(self) -> None:
+    def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        for _ in range(len(self._posted)):
-            self._posted.popleft()()
 
 
 def seconds_until(moment: float) -> float:

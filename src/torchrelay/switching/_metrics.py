@@ -11,22 +11,13 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from torchrelay.switching._queue import Reply
+from torchrelay.switching._statistics import COUNTERS
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching._tensors import datatype_of
 
 __all__ = ["Metrics"]
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_COUNTERS = {
-    "served": "Requests answered",
-    "failed": "Requests that failed in a worker",
-    "rejected": "Requests refused: queue full, unknown model, shutting down",
-    "expired": "Requests cancelled or past their deadline while waiting",
-    "retried": "Requests run again because their worker died",
-    "copied_bytes": "Bytes copied to the arena",
-    "evicted_groups": "Groups evicted from the arena",
-    "prefetches": "Models copied ahead of their request",
-}
 
 
 class _Snapshot(Collector):
@@ -59,10 +50,8 @@ class _Snapshot(Collector):
         for model in status["models"]:
             resident.add_metric([model["name"]], int(model["resident"]))
         yield resident
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(
-                f"torchrelay_{name}", text, value=status["counts"].get(name, 0)
-            )
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"torchrelay_{name}", text, value=status["counts"][name])
 
 
 class Metrics:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,17 @@ from torchrelay.switching._store import InputLike, InputSpec, ModelStore
 from torchrelay.switching._tensors import dtype_of
 
 __all__ = ["ModelEntry", "ModelsFile"]
+
+_KINDS: dict[str, type] = {
+    "factory": str,
+    "inputs": list,
+    "kwargs": dict,
+    "weights": str,
+    "weights_prefix": str,
+    "seed": int,
+    "priority": int,
+    "load": bool,
+}
 
 
 @dataclass(frozen=True)
@@ -107,31 +117,20 @@ def _model(path: Path, folder: Path, name: str, table: Any) -> ModelEntry:
     where = f"[models.{name}]"
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {where} must be a table")
-    known = {one.name for one in dataclasses.fields(ModelEntry)} - {"name"}
-    _check_keys(path, where, table, known)
+    _check_keys(path, where, table, set(_KINDS))
     if not isinstance(table.get("factory"), str) or not isinstance(table.get("inputs"), list):
         raise ConfigError(f"{path}: {where} needs factory, a string, and inputs, a list")
-    for key, kind in (
-        ("kwargs", dict),
-        ("weights", str),
-        ("weights_prefix", str),
-        ("seed", int),
-        ("priority", int),
-        ("load", bool),
-    ):
-        if key in table and type(table[key]) is not kind:
-            raise ConfigError(f"{path}: {where} {key} = {table[key]!r}: must be a {kind.__name__}")
+    for key, value in table.items():
+        if type(value) is not _KINDS[key]:
+            kind = _KINDS[key].__name__
+            raise ConfigError(f"{path}: {where} {key} = {value!r}: must be a {kind}")
     module, colon, function = table["factory"].rpartition(":")
     if module.endswith(".py"):
         module = str(folder / module)
-    rest = {
-        key: table[key]
-        for key in ("kwargs", "weights_prefix", "seed", "priority", "load")
-        if key in table
-    }
+    plain = {key: table[key] for key in table.keys() - {"factory", "inputs", "weights"}}
     weights = folder / table["weights"] if "weights" in table else None
     inputs = dict(_input(path, where, one) for one in table["inputs"])
-    return ModelEntry(name, f"{module}{colon}{function}", inputs, weights=weights, **rest)
+    return ModelEntry(name, f"{module}{colon}{function}", inputs, weights=weights, **plain)
 
 
 def _input(path: Path, where: str, entry: Any) -> tuple[str, InputLike]:

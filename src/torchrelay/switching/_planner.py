@@ -15,7 +15,7 @@ import numpy as np
 
 from torchrelay.errors import ArgumentError
 
-__all__ = ["Costs", "Grouping", "best_grouping", "pipeline_s", "pipelining_bound_s"]
+__all__ = ["Costs", "Grouping", "best_grouping"]
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,6 @@ class Grouping:
 
     def groups(self) -> list[range]:
         return [range(start, end) for start, end in zip((0, *self.ends), self.ends, strict=False)]
-
-
-def pipeline_s(
-    ends: Sequence[int], size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
-) -> float:
-    """Return when the last of the groups that end at `ends` is computed, from the start of the
-    first copy.
-    """
-    copied_s = computed_s = 0.0
-    for start, end in zip((0, *ends), ends, strict=False):
-        copied_s += costs.copy_overhead_s + sum(size_bytes[start:end]) / costs.bytes_per_s
-        computed_s = max(computed_s, copied_s) + costs.group_overhead_s + sum(compute_s[start:end])
-    return computed_s
-
-
-def pipelining_bound_s(
-    grouping: Grouping, size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
-) -> float:
-    """Return the bound of a pipeline: max(copy, compute) plus the copy of the first group."""
-    first = sum(size_bytes[: grouping.ends[0]]) / costs.bytes_per_s if grouping.ends else 0.0
-    return max(sum(size_bytes) / costs.bytes_per_s, sum(compute_s)) + first
 
 
 def best_grouping(size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs) -> Grouping:

@@ -27,7 +27,6 @@ _REPEATS = 3
 class Layer:
     """One layer: the storages first used between two module calls, and the time between them."""
 
-    module: str  # whose call starts the layer
     storages: tuple[int, ...]
     compute_s: float
 
@@ -45,7 +44,7 @@ class Profile:
     def from_json(cls, value: dict[str, Any]) -> Profile:
         return cls(
             tuple(
-                Layer(str(one["module"]), tuple(map(int, one["storages"])), float(one["compute_s"]))
+                Layer(tuple(map(int, one["storages"])), float(one["compute_s"]))
                 for one in value["layers"]
             )
         )
@@ -97,7 +96,7 @@ def profile_module(
     users: dict[int, list[int]] = {}
     for storage, call in sorted(first.items()):
         users.setdefault(call, []).append(storage)
-    layers = [Layer(path, tuple(users.get(i, ())), compute[i]) for i, path in enumerate(calls)]
+    layers = [Layer(tuple(users.get(i, ())), compute[i]) for i in range(len(calls))]
     return Profile(tuple(_joined(layers)))
 
 
@@ -167,19 +166,20 @@ def _joined(layers: list[Layer]) -> list[Layer]:
     for layer in layers:
         if joined and not layer.storages:
             last = joined[-1]
-            joined[-1] = Layer(last.module, last.storages, last.compute_s + layer.compute_s)
+            joined[-1] = Layer(last.storages, last.compute_s + layer.compute_s)
         else:
             joined.append(layer)
     return joined
 
 
 class ProfileCache:
-    """Profiles in files, by a digest of what was profiled where. A damaged file is profiled
-    anew.
+    """Profiles in files, by a digest of what was profiled where. A model whose file is damaged is
+    profiled again.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: str) -> None:
+        """`folder` may be "": nothing is kept then."""
+        self._folder = Path(folder) if folder else None
 
     def load(self, key: str) -> Profile | None:
         if self._folder is None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import time
-from collections import Counter
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
 from torchrelay.errors import OperationTimeoutError, OverloadedError
+from torchrelay.switching._served import Served
 
-__all__ = ["Reply", "Request", "RequestQueue"]
+__all__ = ["Reply", "Request", "RequestQueue", "new_id"]
 
 # A request with a later deadline, or none, counts as having one this long after its arrival, so
 # that a stream of requests with deadlines cannot starve it.
 _PATIENCE_S = 10.0
+
+new_id = itertools.count(1).__next__
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,18 @@ class Reply:
     copied_bytes: int  # 0 if the model was resident
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One call of a model. Owned by the daemon's thread once it is queued."""
+    """One call of a model. Owned by the daemon once it is queued."""
 
     model: str
     inputs: dict[str, torch.Tensor]
-    future: Future[Reply]
+    future: Future[Reply] = field(default_factory=Future)
     priority: int = 0
     deadline: float = math.inf  # of time.monotonic()
     client: str = ""
-    profiling: bool = False
-    request_id: int = 0
+    profiled: Served | None = None  # what it profiles, if it is no caller's
+    request_id: int = field(default_factory=new_id)
     attempts: int = 0
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
@@ -58,19 +60,29 @@ class Request:
     overlaps: bool = False  # it runs while its model is copied
     first_group: float = 0.0  # when the first missing group was in place
 
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Its place in the queue: the least is served first."""
+        due = min(self.deadline, self.arrived + _PATIENCE_S)
+        return -self.priority, due, self.request_id
+
 
 class RequestQueue:
-    """A bounded priority queue. Not thread-safe: the daemon's thread owns it."""
+    """A bounded priority queue. The loop's lock protects it."""
 
     def __init__(self, limit: int, client_limit: int) -> None:
         self._limit = limit
         self._client_limit = client_limit
-        self._heap: list[tuple[int, float, int, Request]] = []
-        self._order = itertools.count()
-        self._clients: Counter[str] = Counter()
+        self._waiting: list[Request] = []
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Return the requests in the order in which they will be served; the queue may change
+        meanwhile.
+        """
+        return iter(list(self._waiting))
 
     def push(self, request: Request) -> None:
         """Queue `request`.
@@ -78,56 +90,38 @@ class RequestQueue:
         Raises:
             OverloadedError: the queue, or the client's share of it, is full.
         """
-        if len(self._heap) >= self._limit:
+        if len(self._waiting) >= self._limit:
             raise OverloadedError(
-                f"{len(self._heap)} requests are waiting, the limit; try again later"
+                f"{len(self._waiting)} requests are waiting, the limit; try again later"
             )
-        if request.client and self._clients[request.client] >= self._client_limit:
+        client = request.client
+        if client and sum(one.client == client for one in self._waiting) >= self._client_limit:
             raise OverloadedError(
-                f"client {request.client!r} has {self._client_limit} requests waiting, its limit; "
+                f"client {client!r} has {self._client_limit} requests waiting, its limit; "
                 "try again later"
             )
-        self._insert(request)
+        self.push_back(request)
 
     def push_back(self, request: Request) -> None:
         """Queue a request again, ignoring the limits."""
-        self._insert(request)
-
-    def ordered(self) -> list[Request]:
-        """Return the requests in the order in which they will be served."""
-        return [entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3])]
+        insort(self._waiting, request, key=lambda one: one.rank)
 
     def remove(self, request: Request) -> None:
-        self._heap = [entry for entry in self._heap if entry[3] is not request]
-        heapq.heapify(self._heap)
-        self._forget(request)
+        self._waiting.remove(request)
 
     def next_deadline(self) -> float:
-        return min((entry[3].deadline for entry in self._heap), default=math.inf)
+        return min((request.deadline for request in self._waiting), default=math.inf)
 
-    def expire(self, gone: Callable[[Request], None]) -> None:
-        """Remove cancelled and expired requests; `gone` is called for each."""
+    def take_expired(self) -> list[tuple[Request, OperationTimeoutError]]:
+        """Remove and return the cancelled and expired requests, with the error of an expired
+        one.
+        """
         now = time.monotonic()
-        for request in self.ordered():
-            late = request.deadline <= now
-            if late or request.future.cancelled():
-                self.remove(request)
-                if late and request.future.set_running_or_notify_cancel():
-                    request.future.set_exception(
-                        OperationTimeoutError(
-                            f"a request to {request.model!r} waited {now - request.arrived:.3f} s "
-                            "and missed its deadline"
-                        )
-                    )
-                gone(request)
-
-    def _insert(self, request: Request) -> None:
-        due = min(request.deadline, request.arrived + _PATIENCE_S)
-        entry = (-request.priority, due, next(self._order), request)
-        heapq.heappush(self._heap, entry)
-        self._clients[request.client] += 1
-
-    def _forget(self, request: Request) -> None:
-        self._clients[request.client] -= 1
-        if self._clients[request.client] <= 0:
-            del self._clients[request.client]
+        expired = [one for one in self if one.deadline <= now or one.future.cancelled()]
+        for request in expired:
+            self.remove(request)
+        text = "a request to {!r} waited {:.3f} s and missed its deadline"
+        return [
+            (one, OperationTimeoutError(text.format(one.model, now - one.arrived)))
+            for one in expired
+        ]

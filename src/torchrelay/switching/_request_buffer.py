@@ -8,7 +8,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -16,13 +16,26 @@ from torchrelay.buffers import Segment
 from torchrelay.errors import SegmentError
 from torchrelay.switching._contract import ALIGNMENT_BYTES, align
 
-__all__ = ["BufferPool", "RequestBuffer"]
+__all__ = ["BufferPool", "RequestBuffer", "Written"]
 
 _HEADER_BYTES = ALIGNMENT_BYTES
 # Copying less than this takes less time than lending it out and using another buffer.
 _LEND_BYTES = 256 << 10
 # Of one worker. The outputs are copied while replies that callers keep hold the other buffers.
 _MAX_BUFFERS = 4
+
+
+class Written(NamedTuple):
+    """Where a tensor lies in a buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class RequestBuffer:
@@ -65,43 +78,34 @@ class RequestBuffer:
     def started(self, request_id: int) -> None:
         self._started[0] = request_id
 
-    def write(self, tensors: Mapping[str, torch.Tensor], start: int) -> list[dict[str, Any]]:
-        """Write `tensors` from the aligned byte `start`, and return where they are, for JSON.
+    def write(self, tensors: Mapping[str, torch.Tensor], start: int) -> list[Written]:
+        """Write `tensors` from the aligned byte `start`, and return where they are.
 
         The caller has checked that they fit.
         """
-        described, offset = [], start
+        written, offset = [], start
         for name, tensor in tensors.items():
             plain = tensor.resolve_conj().resolve_neg().contiguous()
             ctypes.memmove(self._tensors + offset, plain.data_ptr(), plain.nbytes)
-            described.append(
-                {
-                    "name": name,
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "shape": list(tensor.shape),
-                    "offset": offset,
-                }
-            )
+            written.append(Written(name, tensor.dtype, tuple(tensor.shape), offset))
             offset += align(plain.nbytes)
-        return described
+        return written
 
-    def read(self, described: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors that :meth:`write` described."""
+    def read(self, written: list[Written]) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors that :meth:`write` wrote."""
         tensors = {}
-        for one in described:
-            tensor = torch.empty(one["shape"], dtype=getattr(torch, one["dtype"]))
-            ctypes.memmove(tensor.data_ptr(), self._tensors + one["offset"], tensor.nbytes)
-            tensors[one["name"]] = tensor
+        for one in written:
+            tensor = torch.empty(one.shape, dtype=one.dtype)
+            ctypes.memmove(tensor.data_ptr(), self._tensors + one.offset, tensor.nbytes)
+            tensors[one.name] = tensor
         return tensors
 
-    def lend(
-        self, described: list[dict[str, Any]], ended: Callable[[], object]
-    ) -> dict[str, torch.Tensor]:
+    def lend(self, written: list[Written], ended: Callable[[], object]) -> dict[str, torch.Tensor]:
         """Return the tensors themselves; `ended` is called, in any thread, when all are gone."""
         # Each tensor's storage keeps the view, and the view the mapping.
         view = _view_of(self._segment)
         weakref.finalize(view, ended).atexit = False
-        return {one["name"]: _tensor_in(view, one) for one in described}
+        return {one.name: _tensor_in(view, one) for one in written}
 
 
 class BufferPool:
@@ -120,17 +124,17 @@ class BufferPool:
         self._announced = max(self._announced, index + 1)
         return index, [self.current.descriptor] if is_new else []
 
-    def take(self, described: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def take(self, written: list[Written]) -> dict[str, torch.Tensor]:
         """Return the outputs in the current buffer; the next request may use another buffer.
 
         Large outputs are not copied: their buffer is used again when the caller has dropped them.
         """
-        is_large = sum(map(_size_bytes, described)) >= _LEND_BYTES
+        is_large = sum(one.size_bytes for one in written) >= _LEND_BYTES
         spare = self._spare() if is_large else None
         if spare is None:
-            return self.current.read(described)
+            return self.current.read(written)
         lent, self.current, free = self.current, spare, self._free
-        return lent.lend(described, lambda: free.append(lent))
+        return lent.lend(written, lambda: free.append(lent))
 
     def _spare(self) -> RequestBuffer | None:
         if self._free:
@@ -148,15 +152,8 @@ def _view_of(segment: Segment) -> memoryview[int]:
     return memoryview(segment.memory)  # type: ignore[arg-type] # a buffer since before PEP 688
 
 
-def _size_bytes(one: dict[str, Any]) -> int:
-    dtype: torch.dtype = getattr(torch, one["dtype"])
-    count: int = math.prod(one["shape"])
-    return count * dtype.itemsize
-
-
-def _tensor_in(view: memoryview[int], one: dict[str, Any]) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, one["dtype"])
-    count, offset = math.prod(one["shape"]), _HEADER_BYTES + one["offset"]
+def _tensor_in(view: memoryview[int], one: Written) -> torch.Tensor:
+    count, offset = math.prod(one.shape), _HEADER_BYTES + one.offset
     if not count:
-        return torch.empty(one["shape"], dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype, count=count, offset=offset).view(one["shape"])
+        return torch.empty(one.shape, dtype=one.dtype)
+    return torch.frombuffer(view, dtype=one.dtype, count=count, offset=offset).view(one.shape)

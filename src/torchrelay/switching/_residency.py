@@ -28,7 +28,7 @@ class Pinned:
 
 
 class Residency:
-    """Places models and copies what is missing. Owned by the loop's thread."""
+    """Places models and copies what is missing. The loop's lock protects it."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class Residency:
         size_bytes: int,
         counts: Counter[str],
         *,
-        arrived: Callable[[str, int], None],
-        failed: Callable[[str, Exception], None],
+        on_arrived: Callable[[str, int], None],
+        on_failed: Callable[[str, Exception], None],
     ) -> None:
-        """`arrived` is called with model and group, `failed` when a copy did not succeed."""
+        """`on_arrived` is called with model and group, `on_failed` when a copy did not succeed."""
         self.arena = Arena(size_bytes)
         self._loop = loop
         self._counts = counts
-        self._arrived = arrived
-        self._failed = failed
+        self._on_group = on_arrived
+        self._on_failed = on_failed
         self._copier = Copier(link)
         self._copies: dict[str, CopyJob] = {}
         self.seconds_copying = 0.0
@@ -56,7 +56,7 @@ class Residency:
 
     def is_resident(self, served: Served) -> bool:
         """Return whether the whole model is in the arena."""
-        return self.arena.is_resident(served.model.name, len(served.grouped.groups))
+        return self.arena.is_resident(served.name, len(served.grouped.groups))
 
     def is_unused(self, name: str) -> bool:
         """Return whether no request or copy uses the groups of `name`."""
@@ -67,7 +67,7 @@ class Residency:
 
         Returns None if the space is in use: try again after a copy or a request has ended.
         """
-        name = served.model.name
+        name = served.name
         job = self._copies.get(name)
         if job is not None and job.cancelled:
             return None
@@ -92,7 +92,7 @@ class Residency:
         """Start copying the model ahead of its request; False if the space is in use."""
         if self.pin(served) is None:
             return False
-        self.unpin(served.model.name)
+        self.unpin(served.name)
         return True
 
     def cancel_copies(self, *, keep: str = "") -> None:
@@ -106,7 +106,7 @@ class Residency:
             self._copies[name].cancelled = True
 
     def close(self) -> None:
-        """Stop all copies and close the link. Blocks for the group on the link."""
+        """Stop all copies and close the link, without the lock. Blocks for the group on it."""
         self.cancel_copies()
         self._copier.close()
 
@@ -114,7 +114,7 @@ class Residency:
         self, served: Served, offsets: tuple[int, ...], missing: tuple[int, ...]
     ) -> CopyJob:
         job = CopyJob(
-            served.model.name,
+            served.name,
             [(group, served.copies(group, offsets[group])) for group in missing],
             arrived=lambda job, group: self._loop.post(lambda: self._on_arrived(job, group)),
             ended=lambda job, error: self._loop.post(lambda: self._on_ended(job, error)),
@@ -127,7 +127,7 @@ class Residency:
     def _on_arrived(self, job: CopyJob, group: int) -> None:
         self.arena.mark_ready(job.model, group)
         job.pending.discard(group)
-        self._arrived(job.model, group)
+        self._on_group(job.model, group)
 
     def _on_ended(self, job: CopyJob, error: Exception | None) -> None:
         del self._copies[job.model]
@@ -135,4 +135,4 @@ class Residency:
         self.arena.release(job.model)
         if error is not None:
             _log.warning("model %r could not be copied to the arena: %s", job.model, error)
-            self._failed(job.model, error)
+            self._on_failed(job.model, error)

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from torchrelay.config import Switching
 from torchrelay.errors import UnavailableError
 from torchrelay.switching._models_file import ModelsFile
 from torchrelay.switching._store import ModelStore
-from torchrelay.switching._switcher import Switcher, default_profile_folder
+from torchrelay.switching._switcher import Switcher
 
 __all__ = ["open_switcher", "serve"]
 
@@ -25,20 +26,10 @@ _LAST_S = 1.0  # after the grace, for what is still to be closed
 
 
 def open_switcher(options: Switching, store: ModelStore) -> Switcher:
-    """Return a switcher with the file's options."""
-    return Switcher(
-        store,
-        arena_bytes=options.arena_bytes,
-        device=options.device,
-        workers=options.workers,
-        threads=options.threads,
-        link_gbps=options.link_gbps,
-        request_bytes=options.request_bytes,
-        queue_limit=options.queue_limit,
-        client_limit=options.client_limit,
-        run_timeout_s=options.run_timeout_s,
-        profile_folder=default_profile_folder(),
-    )
+    """Return a switcher that keeps profiles, by default in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = options.profile_folder or str(Path(cache) / "torchrelay" / "switching")
+    return Switcher(store, options, profile_folder=folder)
 
 
 def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
@@ -95,7 +86,7 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
                 if self.should_exit:
                     os._exit(128 + sig)  # the second signal: the kernel ends the workers
                 self.ends_at = time.monotonic() + options.grace_s
-                # A factory that hangs in a thread would hold the process for ever.
+                # A factory that hangs in a thread would keep the process from ending.
                 last = threading.Timer(options.grace_s + _LAST_S, os._exit, [1])
                 last.daemon = True
                 last.start()

@@ -14,14 +14,14 @@ from torchrelay.switching._store import StoredModel
 __all__ = ["Served", "merged_copies"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Served:
     """A model that is loaded or loading."""
 
     model: StoredModel
     grouped: Grouped
     priority: int
-    ready: Future[None]
+    ready: Future[None] = field(default_factory=Future)
     plan: int = 0
     profiling: bool = False
     regroup: Grouped | None = None  # applied once no copy or request uses the old groups
@@ -31,6 +31,10 @@ class Served:
     seconds: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     _copies: dict[int, list[Copy]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.model.name
 
     @property
     def key(self) -> tuple[int, int]:

@@ -15,13 +15,7 @@ import torch
 
 from torchrelay._resource import Resource
 from torchrelay.buffers import Segment
-from torchrelay.errors import (
-    ArgumentError,
-    DataError,
-    NotFoundError,
-    UnavailableError,
-    UnsupportedError,
-)
+from torchrelay.errors import ArgumentError, NotFoundError, UnsupportedError
 from torchrelay.switching._contract import align
 from torchrelay.switching._factory import Factory, hidden_tensors
 from torchrelay.switching._layout import Layout, Storage, layout_of
@@ -129,7 +123,7 @@ class StoredModel:
         what = [
             self.factory.reference,
             self.factory.kwargs,
-            self.layout.to_json(),
+            repr(self.layout),
             repr(self.inputs),
         ]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
@@ -169,17 +163,16 @@ class ModelStore(Resource):
                 shape, or ``(dtype, shape)`` with -1 for dimensions of any size, or ``(dtype, shape,
                 example)`` with a shape that the model can run with and requests often have. The
                 model is profiled with zeros of that shape; by default with 1 for each -1.
-            weights: what replaces the values the factory gave: a `.safetensors` file, or a folder
-                that :func:`torchrelay.checkpoint.load` reads; None keeps them.
-            weights_prefix: what the module's keys begin with in such a folder, such as
-                ``"model."``.
+            weights: what replaces the values the factory gave: whatever
+                :func:`torchrelay.checkpoint.load` reads, such as a `.safetensors` file or a
+                checkpoint's folder; None keeps them.
+            weights_prefix: what the module's keys begin with there, such as ``"model."``.
             seed: for the factory's random numbers.
 
         Raises:
-            ArgumentError: an argument is wrong, or `weights` do not fit the module.
-            DataError: the `.safetensors` file is damaged.
-            CorruptionError, MismatchError, StorageError: the folder is damaged, does not fit, or is
-                not there.
+            ArgumentError: an argument is wrong.
+            CorruptionError, MismatchError, StorageError: `weights` are damaged, do not fit the
+                module, or are not there.
             ModelError: the factory raised.
             UnsupportedError: the module has tensors that are not plain and dense.
         """
@@ -193,7 +186,9 @@ class ModelStore(Resource):
         made = Factory.of(factory, kwargs, seed)
         module = made.build_module().eval()
         if weights is not None:
-            _load_weights(module, Path(weights), weights_prefix)
+            from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
+
+            checkpoint.load(module, Path(weights), prefix=weights_prefix, no_dist=True)
         layout, storages = layout_of(module)
         if weights is not None:
             _check_hidden(name, module, storages)
@@ -264,45 +259,3 @@ def _input_spec(name: str, value: InputLike) -> InputSpec:
         return InputSpec(name, dtype, tuple(shape), tuple(example))
     dtype, shape = value
     return InputSpec(name, dtype, tuple(shape))
-
-
-def _load_weights(module: torch.nn.Module, path: Path, prefix: str) -> None:
-    if path.is_dir():
-        from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
-
-        checkpoint.load(module, path, prefix=prefix, no_dist=True)
-    else:
-        _load_safetensors(module, path)
-
-
-def _load_safetensors(module: torch.nn.Module, path: Path) -> None:
-    try:
-        from safetensors import SafetensorError  # noqa: PLC0415 - an optional package
-        from safetensors.torch import load_file  # noqa: PLC0415
-    except ImportError as error:
-        raise UnavailableError(
-            "weights from a file need safetensors: pip install safetensors"
-        ) from error
-    if path.suffix != ".safetensors":
-        raise ArgumentError(
-            f"{path}: weights come from a .safetensors file or a checkpoint's folder"
-        )
-    try:
-        values = load_file(path)
-    except FileNotFoundError as error:
-        raise ArgumentError(f"{path}: there is no such file") from error
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: {error}") from error
-    # safetensors keeps tied tensors once, under one of their names.
-    tied = {
-        id(tensor): name
-        for name, tensor in module.state_dict(keep_vars=True).items()
-        if name in values
-    }
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if name not in values and id(tensor) in tied:
-            values[name] = values[tied[id(tensor)]]
-    try:
-        module.load_state_dict(values)
-    except RuntimeError as error:
-        raise ArgumentError(f"{path} does not fit the model: {error}") from error

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from torchrelay._resource import Resource
+from torchrelay.config import Switching, check_value
+from torchrelay.config import load as load_settings
 from torchrelay.errors import ArgumentError, CapacityError, OperationTimeoutError, UnavailableError
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import Link, align
 from torchrelay.switching._copier import measure_link
-from torchrelay.switching._daemon import Daemon, Options
+from torchrelay.switching._daemon import Daemon
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._host import HostLink
 from torchrelay.switching._queue import Reply, Request
+from torchrelay.switching._scheduler import Task, TrainingHandle
+from torchrelay.switching._statistics import status
 from torchrelay.switching._store import ModelStore
-from torchrelay.switching._tasks import Task, TrainingHandle
 
-__all__ = ["Switcher", "default_profile_folder"]
+__all__ = ["Switcher"]
 
-_GROUPINGS = ("best", "one", "layer")
 _MAX_PRIORITY = 1000
 _MEASURE_BYTES = 64 << 20  # more than most processors' caches
-
-
-def default_profile_folder() -> Path:
-    """Return where profiles are cached: `torchrelay/switching` in the user's cache folder."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "torchrelay" / "switching"
 
 
 class Switcher(Resource):
@@ -45,85 +40,38 @@ class Switcher(Resource):
     daemon ends, however it ends, workers and memory are gone.
     """
 
-    def __init__(
-        self,
-        store: ModelStore,
-        *,
-        arena_bytes: int,
-        device: str | torch.device = "cpu",
-        workers: int = 2,
-        link_gbps: float = 0.0,
-        request_bytes: int = 64 << 20,
-        queue_limit: int = 256,
-        client_limit: int = 64,
-        run_timeout_s: float = 60.0,
-        start_timeout_s: float = 120.0,
-        prefetch: bool = True,
-        grouping: str = "best",
-        threads: int = 0,
-        profile_folder: Path | None = None,
-    ) -> None:
+    def __init__(self, store: ModelStore, options: Switching | None = None, **changes: Any) -> None:
         """Allocate the arena and start the workers; models are loaded by :meth:`load`.
 
         Args:
             store: where :meth:`load` finds models; the caller keeps and closes it.
-            arena_bytes: device memory for parameters; activations are torch's own.
-            workers: processes; one computes, the others stand by.
-            link_gbps: on the CPU, the rate in GB/s of an emulated link to the arena; 0 is memory's
-                own.
-            request_bytes: the most that one request's inputs and outputs take together. Host
-                memory: at most four times as much for each worker.
-            queue_limit: the most requests that wait; more raise OverloadedError.
-            client_limit: the most requests that wait for one named client.
-            run_timeout_s: the most that one request computes before its worker is ended.
-            start_timeout_s: the most that a worker takes to start, or to build a model.
-            prefetch: copy the next request's model while the current one computes.
-            grouping: "best", or for comparison "one" group or one group for each "layer".
-            threads: torch threads of a worker; 0 leaves torch's default.
-            profile_folder: where profiles are kept between runs; None keeps none.
+            options: by default those of the environment. Those of the HTTP server are not used.
+            changes: fields of the options and their values, such as ``arena_bytes=1 << 30``.
 
         Raises:
-            ArgumentError: an argument is wrong.
+            ArgumentError: the device cannot be used so.
+            ConfigError: an option is out of bounds.
             SegmentError: the device does not have `arena_bytes` bytes.
             UnavailableError: the device is missing.
         """
-        if workers < 1 or queue_limit < 1 or client_limit < 1 or request_bytes < 1 or link_gbps < 0:
-            raise ArgumentError(
-                "workers, limits and request_bytes must be at least 1, link_gbps at least 0"
-            )
-        if grouping not in _GROUPINGS:
-            raise ArgumentError(f"grouping={grouping!r}: the choices are {', '.join(_GROUPINGS)}")
+        options = replace(options or load_settings(Switching), **changes)
+        for field in fields(options):
+            check_value(getattr(options, field.name), field, field.name)
         self._store = store
         self._closed = False
-        self._cache = SharedCache.allocate(arena_bytes, device)
+        self._cache = SharedCache.allocate(options.arena_bytes, options.device)
         try:
-            self._link = _link(self._cache, link_gbps)
+            self._link = _link(self._cache, options.link_gbps)
             size_bytes = min(_MEASURE_BYTES, self._cache.size_bytes)
             source = torch.ones(size_bytes, dtype=torch.uint8)  # zeros might not be in memory yet
             self._link.register(source)
             costs = measure_link(self._link, source)
             self._link.unregister(source)
-            self._daemon = Daemon(
-                self._cache,
-                self._link,
-                costs,
-                Options(
-                    workers=workers,
-                    request_bytes=align(request_bytes),
-                    queue_limit=queue_limit,
-                    client_limit=client_limit,
-                    run_timeout_s=run_timeout_s,
-                    start_timeout_s=start_timeout_s,
-                    prefetch=prefetch,
-                    grouping=grouping,
-                    threads=threads,
-                    profiles=profile_folder,
-                ),
-            )
+            self._daemon = Daemon(self._cache, self._link, costs, options)
         except BaseException:
             self._cache.close()
             raise
-        self._daemon.start()
+        self._daemon.loop.start()
 
     def load(self, name: str, *, priority: int = 0, timeout_s: float = 300.0) -> None:
         """Serve the store's model `name`, replacing an older version; blocks until it can answer.
@@ -222,28 +170,30 @@ class Switcher(Resource):
         The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError,
         NotFoundError or UnavailableError.
         """
-        _check_priority(priority)
-        self._check_inputs(name, inputs)
-        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
-        plain = {key: value.detach().to("cpu", copy=True) for key, value in inputs.items()}
-        request = Request(name, plain, Future(), priority, deadline, client)
-        if not self._daemon.loop.post(lambda: self._daemon.submit(request)):
-            raise UnavailableError("the switcher is closed")
-        request.future.add_done_callback(self._forget_cancelled)
-        return request.future
-
-    def _forget_cancelled(self, future: Future[Reply]) -> None:
-        """Wake the loop, which removes cancelled requests from the queue and frees their inputs."""
-        if future.cancelled():
-            self._daemon.loop.post(lambda: None)
+        request = self._request(name, inputs, priority, deadline_s, client, copies=True)
+        return self._submit(request)
 
     def infer(
-        self, name: str, inputs: Mapping[str, torch.Tensor], **options: Any
+        self,
+        name: str,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        client: str = "",
     ) -> dict[str, torch.Tensor]:
         """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`,
         but blocks.
         """
-        return self.submit(name, inputs, **options).result().outputs
+        request = self._request(name, inputs, priority, deadline_s, client, copies=False)
+        return self._daemon.run(request).outputs
+
+    def submit_owned(
+        self, name: str, inputs: Mapping[str, torch.Tensor], **options: Any
+    ) -> Future[Reply]:
+        """As :meth:`submit`, for `inputs` that do not change any more: they are not copied."""
+        given = {"priority": 0, "deadline_s": None, "client": ""} | options
+        return self._submit(self._request(name, inputs, **given, copies=False))
 
     def train(
         self,
@@ -281,8 +231,6 @@ class Switcher(Resource):
 
     def status(self) -> dict[str, Any]:
         """Return the resident models, and queued, running and finished requests, as JSON values."""
-        from torchrelay.switching._status import status  # noqa: PLC0415
-
         return self._daemon.loop.call(lambda: status(self._daemon, self._cache))
 
     def close(self, grace_s: float = 10.0) -> None:
@@ -302,6 +250,32 @@ class Switcher(Resource):
 
     def _end_block(self, error: BaseException | None) -> None:
         self.close(grace_s=10.0 if error is None else 0.0)
+
+    def _request(
+        self,
+        name: str,
+        inputs: Mapping[str, torch.Tensor],
+        priority: int,
+        deadline_s: float | None,
+        client: str,
+        *,
+        copies: bool,
+    ) -> Request:
+        _check_priority(priority)
+        self._check_inputs(name, inputs)
+        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        plain = {key: value.detach().to("cpu", copy=copies) for key, value in inputs.items()}
+        return Request(name, plain, priority=priority, deadline=deadline, client=client)
+
+    def _submit(self, request: Request) -> Future[Reply]:
+        self._daemon.loop.call(lambda: self._daemon.submit(request))
+        request.future.add_done_callback(self._forget_cancelled)
+        return request.future
+
+    def _forget_cancelled(self, future: Future[Reply]) -> None:
+        """Let the daemon remove a cancelled request from the queue and free its inputs."""
+        if future.cancelled():
+            self._daemon.loop.post(lambda: None)
 
     def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         served = self._daemon.catalog.models.get(name)

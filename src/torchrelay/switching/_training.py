@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError
-from torchrelay.switching._channel import Channel, Message
-from torchrelay.switching._factory import Factory
+from torchrelay.switching._messages import Saved, Stop, Train
 
 __all__ = ["TrainingTask", "read_state", "run"]
 
@@ -36,14 +36,14 @@ class TrainingTask(Protocol):
         """Restore a state that :meth:`state_dict` returned, perhaps in another process."""
 
 
-def run(message: Message, descriptors: list[int], channel: Channel) -> None:
+def run(train: Train, descriptors: list[int], channel: Channel) -> None:
     """Run a task in a worker until it is done or the daemon pauses it."""
-    # A process that builds a task anew must not differ from one that never stopped.
-    task = Factory(message["factory"], message["kwargs"], message["seed"]).build()
+    # A process that builds a task must not differ from one that never stopped.
+    task = train.factory.build()
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(task, method, None)):
             raise ArgumentError(
-                f"{message['factory']} returned a {type(task).__name__} without {method}()"
+                f"{train.factory.reference} returned a {type(task).__name__} without {method}()"
             )
     index = 0
     if descriptors:
@@ -53,24 +53,24 @@ def run(message: Message, descriptors: list[int], channel: Channel) -> None:
         _restore_random(saved["random"])
         index = int(saved["step"])
     else:
-        _seed_random(message["seed"])
+        _seed_random(train.factory.seed)
     written = index
-    while index < message["steps"]:
+    while index < train.steps:
         try:
             task.step(index)
         except Exception as error:
             raise ModelError(
-                f"step {index} of {message['task']} failed: {type(error).__name__}: {error}"
+                f"step {index} of {train.name} failed: {type(error).__name__}: {error}"
             ) from error
         index += 1
-        if message["save_every"] and index - written >= message["save_every"]:
-            _send_state(channel, {"op": "saved", "id": message["id"], "step": index}, task, index)
+        if train.save_every and index - written >= train.save_every:
+            _send_state(channel, Saved(train.request_id, index, ended=""), task)
             written = index
         # Checked after a step, so a task makes at least one, however often it is preempted.
-        if _asked_to_pause(channel, message["id"]):
+        if _is_stopped(channel, train.request_id):
             break
-    operation = "trained" if index >= message["steps"] else "paused"
-    _send_state(channel, {"op": operation, "id": message["id"], "step": index}, task, index)
+    ended = "done" if index >= train.steps else "paused"
+    _send_state(channel, Saved(train.request_id, index, ended), task)
 
 
 def read_state(descriptor: int) -> dict[str, Any]:
@@ -81,20 +81,22 @@ def read_state(descriptor: int) -> dict[str, Any]:
         return state
 
 
-def _asked_to_pause(channel: Channel, request_id: int) -> bool:
+def _is_stopped(channel: Channel, request_id: int) -> bool:
     while (received := channel.receive(0)) is not None:
-        if received[0]["op"] in ("pause", "cancel") and received[0]["id"] == request_id:
+        message, _ = received
+        if isinstance(message, Stop) and message.request_id == request_id:
             return True
     return False
 
 
-def _send_state(channel: Channel, message: Message, task: TrainingTask, index: int) -> None:
+def _send_state(channel: Channel, saved: Saved, task: TrainingTask) -> None:
     """Send the state in an anonymous file, so that it arrives whole or not at all."""
     descriptor = os.memfd_create("torchrelay-training", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
-            torch.save({"task": task.state_dict(), "random": _random_state(), "step": index}, file)
-        channel.send(message, [descriptor])
+            state = {"task": task.state_dict(), "random": _random_state(), "step": saved.step}
+            torch.save(state, file)
+        channel.send(saved, [descriptor])
     finally:
         os.close(descriptor)
 

@@ -5,7 +5,6 @@ Started by the daemon (:mod:`._process`). It ends when the daemon does.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -21,17 +20,15 @@ from typing import Any
 import torch
 
 from torchrelay import _torch
-from torchrelay.errors import CapacityError, ModelError, PeerLostError
-from torchrelay.switching import _training
+from torchrelay._helper import Channel
+from torchrelay.errors import ArgumentError, CapacityError, ModelError, PeerLostError, to_json
+from torchrelay.switching import _messages, _training
 from torchrelay.switching._binding import Arrivals, Binding
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._channel import Channel, Message, described
 from torchrelay.switching._contract import align
-from torchrelay.switching._factory import Factory
 from torchrelay.switching._groups import Grouped
-from torchrelay.switching._layout import Layout
 from torchrelay.switching._profile import Profile, profile_module
-from torchrelay.switching._request_buffer import RequestBuffer
+from torchrelay.switching._request_buffer import RequestBuffer, Written
 
 __all__ = ["main"]
 
@@ -45,9 +42,12 @@ class _CancelledError(BaseException):
 class _Loaded:
     """A model's module in this process, bound to its groups in the arena."""
 
-    def __init__(self, binding: Binding, grouped: Grouped) -> None:
+    grouped: Grouped
+
+    def __init__(self, binding: Binding, version: int) -> None:
+        """Take a module; :meth:`regroup` comes first."""
         self.binding = binding
-        self.grouped = grouped
+        self.version = version
         self.missing: set[int] = set()  # groups that have not arrived
         # Whether the model runs under plain torch: no inference mode, no waiting operators.
         # Torch neither compiles nor uses compiled code while a dispatch mode is active.
@@ -81,7 +81,7 @@ class _Loaded:
                 self.binding.bind(storage, self._places[group] + offset)
 
 
-class Worker:
+class ModelRunner:
     """The state of a worker process."""
 
     def __init__(self, channel: Channel, cache: SharedCache, buffer: RequestBuffer) -> None:
@@ -93,101 +93,85 @@ class Worker:
         self._models: dict[str, _Loaded] = {}
         self._failed: dict[str, str] = {}  # why a model is not in `_models`
         self._request_id = 0
-        self._operations: dict[str, Callable[[Message, list[int]], None]] = {
-            "load": self._load,
-            "unload": self._unload,
-            "infer": self._infer,
-            "profile": self._profile,
-            "train": self._train,
-        }
 
     def run(self) -> None:
-        """Serve messages until the daemon sends exit or has exited."""
-        self._channel.send({"op": "ready", "pid": os.getpid()})
+        """Serve messages until the daemon sends Exit or has exited."""
+        self._channel.send(_messages.Ready())
         while True:
-            received = self._channel.receive(None)
-            assert received is not None
-            message, descriptors = received
-            if message["op"] == "exit":
+            message, descriptors = self._receive()
+            if isinstance(message, _messages.Exit):
                 return
+            if isinstance(message, _messages.Load):
+                self._load(message)
+            elif isinstance(message, _messages.Unload):
+                self._models.pop(message.model, None)
+            elif isinstance(message, _messages.Run):
+                with self._reporting(message.request_id):
+                    self._run(message, descriptors)
+            elif isinstance(message, _messages.Train):
+                with self._reporting(message.request_id):
+                    _training.run(message, descriptors, self._channel)
             # What belongs to a request that has ended meanwhile is of no use any more.
-            operation = self._operations.get(message["op"])
-            if operation is not None:
-                operation(message, descriptors)
 
-    def _load(self, message: Message, _: list[int]) -> None:
-        name = message["model"]
+    def _receive(self) -> tuple[Any, list[int]]:
+        received = self._channel.receive()
+        assert received is not None
+        return received
+
+    def _load(self, load: _messages.Load) -> None:
+        name, error = load.model, None
         try:
             loaded = self._models.get(name)
-            if loaded is None or message["replace"]:
-                factory = Factory(message["factory"], message["kwargs"], message["seed"])
-                layout = Layout.from_json(message["layout"])
-                module = factory.build_skeleton().eval()
-                binding = Binding(module, layout, self._arena.device, self._nowhere)
-                loaded = _Loaded(binding, Grouped.one_group(layout))
-            groups = tuple(map(tuple, message["groups"]))
-            loaded.regroup(Grouped(loaded.grouped.layout, groups))
-        except (Exception, SystemExit) as error:
+            if loaded is None or loaded.version != load.version:
+                self._models.pop(name, None)
+                module = load.factory.build_skeleton().eval()
+                binding = Binding(module, load.layout, self._arena.device, self._nowhere)
+                loaded = _Loaded(binding, load.version)
+            loaded.regroup(Grouped(load.layout, load.groups))
+            self._models[name] = loaded
+        except (Exception, SystemExit) as caught:
             self._models.pop(name, None)
-            self._failed[name] = str(error)
-            self._channel.send({"op": "load_failed", "model": name, **described(error)})
-            return
-        self._models[name] = loaded
-        self._channel.send({"op": "loaded", "model": name})
+            self._failed[name] = str(caught)
+            error = _described(caught)
+        self._channel.send(_messages.Built(name, load.version, error))
 
-    def _unload(self, message: Message, _: list[int]) -> None:
-        self._models.pop(message["model"], None)
-
-    def _infer(self, message: Message, descriptors: list[int]) -> None:
-        buffer = self._start(message, descriptors)
-        with self._reporting(message):
-            start = time.perf_counter()
-            loaded = self._bound(message)
-            bound_s = time.perf_counter() - start
-            results = self._forward(loaded, lambda: self._inputs(buffer, message))
+    def _run(self, run: _messages.Run, descriptors: list[int]) -> None:
+        self._buffers += map(RequestBuffer.open, descriptors)
+        buffer = self._buffers[run.buffer]
+        buffer.started = run.request_id
+        start = time.perf_counter()
+        loaded = self._bound(run)
+        bound_s = time.perf_counter() - start
+        results = self._forward(loaded, lambda: _to(buffer.read(run.inputs), self._device))
+        if run.is_profile:
+            profile, written = self._profiled(loaded, buffer, run), []
+        else:
             outputs = {name: value.cpu() for name, value in _named(results).items()}
-            compute_s = time.perf_counter() - start - bound_s
-            self._channel.send(
-                {
-                    "op": "result",
-                    "id": message["id"],
-                    "outputs": _store(buffer, outputs, message["outputs_at"]),
-                    "bind_s": bound_s,
-                    "compute_s": compute_s,
-                }
+            profile, written = None, _store(buffer, outputs, run.outputs_at)
+        compute_s = time.perf_counter() - start - bound_s
+        self._channel.send(_messages.Result(run.request_id, written, bound_s, compute_s, profile))
+
+    def _profiled(self, loaded: _Loaded, buffer: RequestBuffer, run: _messages.Run) -> Profile:
+        """Run a model that is in place again and again."""
+        if loaded.is_plain:
+            return Profile(())  # one group
+        module, inputs = loaded.binding.module, _to(buffer.read(run.inputs), self._device)
+        synchronize = torch.cuda.synchronize if self._device.type == "cuda" else lambda: None
+        with torch.inference_mode():
+            return profile_module(
+                module, loaded.grouped.layout, lambda: module(**inputs), synchronize
             )
 
-    def _profile(self, message: Message, descriptors: list[int]) -> None:
-        buffer = self._start(message, descriptors)
-        with self._reporting(message):
-            loaded = self._bound(message)
-            self._await_all(loaded)
-            self._forward(loaded, lambda: self._inputs(buffer, message))
-            profile = Profile(())  # one group
-            if not loaded.is_plain:
-                inputs = self._inputs(buffer, message)
-                with torch.inference_mode():
-                    profile = profile_module(
-                        loaded.binding.module,
-                        loaded.grouped.layout,
-                        lambda: loaded.binding.module(**inputs),
-                        torch.cuda.synchronize if self._device.type == "cuda" else lambda: None,
-                    )
-            self._channel.send({"op": "result", "id": message["id"], "profile": profile.to_json()})
-
-    def _bound(self, message: Message) -> _Loaded:
+    def _bound(self, run: _messages.Run) -> _Loaded:
         """Return the request's model, bound to what has arrived of it."""
-        loaded = self._models.get(message["model"])
+        loaded = self._models.get(run.model)
         if loaded is None:
-            raise ModelError(f"this worker could not build it: {self._failed[message['model']]}")
+            raise ModelError(f"this worker could not build it: {self._failed[run.model]}")
         arena = self._arena.data_ptr()
-        loaded.bind([arena + offset for offset in message["offsets"]], message["missing"])
-        if message["whole"]:
+        loaded.bind([arena + offset for offset in run.offsets], run.missing)
+        if run.whole:
             self._await_all(loaded)
         return loaded
-
-    def _inputs(self, buffer: RequestBuffer, message: Message) -> dict[str, torch.Tensor]:
-        return _to(buffer.read(message["inputs"]), self._device)
 
     def _forward(self, loaded: _Loaded, inputs: Callable[[], dict[str, torch.Tensor]]) -> Any:
         """Run the model while its groups arrive.
@@ -213,29 +197,18 @@ class Worker:
         loaded.is_plain = True
         return results
 
-    def _start(self, message: Message, descriptors: list[int]) -> RequestBuffer:
-        """Record that the request has started, and return its buffer."""
-        self._buffers += map(RequestBuffer.open, descriptors)
-        buffer = self._buffers[message["buffer"]]
-        buffer.started = message["id"]
-        return buffer
-
-    def _train(self, message: Message, descriptors: list[int]) -> None:
-        with self._reporting(message):
-            _training.run(message, descriptors, self._channel)
-
     @contextlib.contextmanager
-    def _reporting(self, message: Message) -> Iterator[None]:
+    def _reporting(self, request_id: int) -> Iterator[None]:
         """Report the error of a request; only the loss of the daemon ends the worker."""
-        self._request_id = message["id"]
+        self._request_id = request_id
         try:
             yield
         except PeerLostError:
             raise
         except _CancelledError:
-            self._channel.send({"op": "cancelled", "id": message["id"]})
+            self._channel.send(_messages.Cancelled(request_id))
         except (Exception, SystemExit) as error:
-            self._channel.send({"op": "failed", "id": message["id"], **described(error)})
+            self._channel.send(_messages.Failed(request_id, _described(error)))
             self._check_device()
 
     def _check_device(self) -> None:
@@ -249,22 +222,25 @@ class Worker:
     def _await(self, loaded: _Loaded, group: int) -> None:
         """Wait for the group, and bind what arrives meanwhile."""
         while group in loaded.missing:
-            received = self._channel.receive(None)
-            assert received is not None
-            message, _ = received
-            if message.get("id") != self._request_id:
-                continue
-            if message["op"] == "cancel":
+            message, _ = self._receive()
+            if isinstance(message, _messages.Stop) and message.request_id == self._request_id:
                 raise _CancelledError
-            if message["op"] == "arrived":
-                loaded.arrive(message["group"])
+            if isinstance(message, _messages.Arrived) and message.request_id == self._request_id:
+                loaded.arrive(message.group)
 
     def _await_all(self, loaded: _Loaded) -> None:
         for group in sorted(loaded.missing):
             self._await(loaded, group)
 
 
-def _store(buffer: RequestBuffer, outputs: Mapping[str, torch.Tensor], start: int) -> list[Message]:
+def _described(error: BaseException) -> dict[str, Any]:
+    """Describe an error of a model; a call with other arguments than it takes is the caller's."""
+    if isinstance(error, TypeError) and "argument" in str(error):
+        error = ArgumentError(str(error))
+    return to_json(error)
+
+
+def _store(buffer: RequestBuffer, outputs: Mapping[str, torch.Tensor], start: int) -> list[Written]:
     needed = sum(align(tensor.nbytes) for tensor in outputs.values())
     if start + needed > buffer.size_bytes:
         raise CapacityError(
@@ -316,25 +292,22 @@ def _prepare_cuda(device: torch.device, arena_bytes: int, workers: int) -> None:
 
 def main() -> None:
     """Run a worker over the descriptors inherited from the daemon."""
-    parser = argparse.ArgumentParser()
-    for name in ("channel", "arena", "requests", "threads", "workers"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--cache", required=True)
-    options = parser.parse_args()
+    described, *numbers = sys.argv[1:]
+    threads, workers, socket_fd, arena, requests = map(int, numbers)
     # The daemon may be killed while a request computes for long.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C reaches the whole group; the daemon decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    channel = Channel(socket.socket(fileno=options.channel))
+    if threads:
+        torch.set_num_threads(threads)
+    channel = Channel(socket.socket(fileno=socket_fd))
     try:
-        cache = SharedCache.from_descriptor(json.loads(options.cache), [options.arena])
-        buffer = RequestBuffer.open(options.requests)
-        os.close(options.arena)
+        cache = SharedCache.from_descriptor(json.loads(described), arena)
+        os.close(arena)
+        buffer = RequestBuffer.open(requests)
         if cache.device.type == "cuda":
-            _prepare_cuda(cache.device, cache.size_bytes, options.workers)
-        Worker(channel, cache, buffer).run()
+            _prepare_cuda(cache.device, cache.size_bytes, workers)
+        ModelRunner(channel, cache, buffer).run()
     except PeerLostError:
         sys.exit(0)  # the daemon has exited
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch
 
 import switching_models as models
 from torchrelay.errors import (
+    NotFoundError,
     OperationTimeoutError,
     PeerLostError,
     SegmentError,
@@ -264,6 +266,29 @@ def broken(copies: object) -> Callable[[], None]:
     raise SegmentError("the link is down")
 
 
+def test_a_model_replaced_while_it_is_profiled_gets_a_profile_of_its_own(
+    switcher: Switcher, store: ModelStore
+) -> None:
+    two_standby(switcher)
+    store.add("changing", models.chain, kwargs={"depth": 24}, inputs={"x": X})
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(switcher.load, "changing", timeout_s=WAIT_S)
+        eventually(lambda: bool(pids(switcher, "running")))  # its profile waits for a slow copy
+        store.add("changing", models.chain, kwargs={"depth": 3}, inputs={"x": X}, seed=7)
+        switcher.load("changing", timeout_s=WAIT_S)
+        with pytest.raises(NotFoundError, match="was replaced"):
+            first.result()
+    torch.manual_seed(7)
+    with torch.inference_mode():
+        expected = models.chain(depth=3).eval()(X)
+    for _ in range(2):
+        reply = switcher.submit("changing", {"x": X}).result(WAIT_S)
+        assert reply.version == 2
+        torch.testing.assert_close(reply.outputs["output"], expected)
+    switcher.unload("changing")
+    store.remove("changing")
+
+
 def test_a_copy_that_fails_is_an_error_and_the_next_request_is_served(
     switcher: Switcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +315,7 @@ def test_an_error_in_the_daemon_ends_every_wait(
         def fail() -> float:
             raise ValueError("a mistake in the daemon")
 
-        monkeypatch.setattr(switcher._daemon.loop, "_after_each", fail)
+        monkeypatch.setattr(switcher._daemon.loop, "decide", fail)
         # Calls before the end get the reason, later ones that the switcher is closed.
         message = r"failed: ValueError: a mistake in the daemon|the switcher is closed"
         with pytest.raises(UnavailableError, match=message):

@@ -45,20 +45,19 @@ inputs = [{{ name = "x", datatype = "FP32", shape = [1, 8] }}]
 
 # The switcher fails as soon as the file that is the second argument exists.
 PROGRAM = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from torchrelay.cli import main
 from torchrelay.switching import _daemon
 
-turn = _daemon.Daemon._turn
+decide = _daemon.Daemon.decide
 
 def failing(self):
     if os.path.exists(sys.argv[-1] + ".fail"):
         raise ValueError("a mistake in the daemon")
-    turn(self)
-    return 0.05
+    return min(decide(self), time.monotonic() + 0.05)
 
-_daemon.Daemon._turn = failing
+_daemon.Daemon.decide = failing
 main()
 """
 

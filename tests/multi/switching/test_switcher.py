@@ -86,7 +86,7 @@ def switcher(store: ModelStore, tmp_path_factory: pytest.TempPathFactory) -> Ite
         run_timeout_s=WAIT_S,
         start_timeout_s=WAIT_S,
         grouping="layer",  # whether "best" splits these small models depends on measured times
-        profile_folder=tmp_path_factory.mktemp("profiles"),
+        profile_folder=str(tmp_path_factory.mktemp("profiles")),
     ) as made:
         for name in [*NAMES, "slow", "faulty"]:
             made.load(name)
@@ -401,6 +401,22 @@ def test_training_goes_on_if_requests_come_faster_than_its_factory_builds(
         switcher.infer("chain0", {"x": torch.ones(1, 64)})
         eventually(lambda: bool(switcher.status()["training"]) or handle.done)
     assert handle.step == 3 and handle.preemptions > 0
+
+
+def test_a_worker_outlives_the_thread_that_noticed_the_loss_of_the_last(
+    switcher: Switcher,
+) -> None:
+    inputs = {"x": torch.ones(1, 64)}
+    before = switcher.status()
+    for worker in before["workers"]:
+        os.kill(worker["pid"], signal.SIGKILL)
+    thread = threading.Thread(target=switcher.infer, args=["chain0", inputs])
+    thread.start()
+    thread.join()
+    deaths = before["worker_deaths"] + len(before["workers"])
+    eventually(lambda: switcher.status()["worker_deaths"] == deaths)
+    switcher.infer("chain0", inputs)
+    assert switcher.status()["worker_deaths"] == deaths
 
 
 def test_closing_answers_what_is_queued_and_refuses_what_comes_later(store: ModelStore) -> None:

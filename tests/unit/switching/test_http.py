@@ -289,7 +289,7 @@ def test_the_json_process_survives_bad_bodies_and_its_own_death() -> None:
                 assert process._process is not None
                 os.kill(process._process.pid, 9)
                 if waited:
-                    await process._process.wait()
+                    process._process.wait(100.0)
                 with pytest.raises(PeerLostError, match="send tensors in binary"):
                     await process.parse(body)
                 assert (await process.parse(body))[0]["id"] == "7"

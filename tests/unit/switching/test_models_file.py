@@ -71,14 +71,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_profiles_are_kept_between_runs_and_damaged_ones_taken_anew(tmp_path: Path) -> None:
-    profile = Profile((Layer("a.b", (0, 2), 0.5), Layer("", (1,), 0.25)))
-    cache = ProfileCache(tmp_path / "cache")
+    profile = Profile((Layer((0, 2), 0.5), Layer((1,), 0.25)))
+    cache = ProfileCache(str(tmp_path / "cache"))
     assert cache.load("key") is None
     cache.save("key", profile)
-    assert ProfileCache(tmp_path / "cache").load("key") == profile
+    assert ProfileCache(str(tmp_path / "cache")).load("key") == profile
     for damage in ("", "{}", '{"layers": [{"module": 1}]}', "[]"):
         (tmp_path / "cache" / "key.json").write_text(damage)
         assert cache.load("key") is None
     (tmp_path / "file").write_text("")
-    ProfileCache(tmp_path / "file").save("key", profile)  # cannot be kept: no error
-    assert ProfileCache(None).load("key") is None
+    ProfileCache(str(tmp_path / "file")).save("key", profile)  # cannot be kept: no error
+    assert ProfileCache("").load("key") is None

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
 
 from torchrelay.errors import ArgumentError
-from torchrelay.switching import Costs, best_grouping, pipeline_s, pipelining_bound_s
+from torchrelay.switching._planner import Costs, Grouping, best_grouping
+
+
+def pipeline_s(
+    ends: Sequence[int], size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
+) -> float:
+    """Return when the last of the groups that end at `ends` is computed, from the start of the
+    first copy.
+    """
+    copied_s = computed_s = 0.0
+    for start, end in zip((0, *ends), ends, strict=False):
+        copied_s += costs.copy_overhead_s + sum(size_bytes[start:end]) / costs.bytes_per_s
+        computed_s = max(computed_s, copied_s) + costs.group_overhead_s + sum(compute_s[start:end])
+    return computed_s
+
+
+def pipelining_bound_s(
+    grouping: Grouping, size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
+) -> float:
+    """Return the bound of a pipeline: max(copy, compute) plus the copy of the first group."""
+    first = sum(size_bytes[: grouping.ends[0]]) / costs.bytes_per_s if grouping.ends else 0.0
+    return max(sum(size_bytes) / costs.bytes_per_s, sum(compute_s)) + first
 
 
 def brute_force(sizes: list[float], times: list[float], costs: Costs) -> float:

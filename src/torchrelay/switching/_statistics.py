@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._daemon import Daemon
 from torchrelay.switching._process import WorkerProcess
+from torchrelay.switching._scheduler import Task
 from torchrelay.switching._served import Served
-from torchrelay.switching._tasks import Task
 
-__all__ = ["status"]
+if TYPE_CHECKING:
+    from torchrelay.switching._daemon import Daemon
+
+__all__ = ["COUNTERS", "status"]
+
+#: What a switcher counts, and what each number means.
+COUNTERS = {
+    "served": "Requests answered",
+    "failed": "Requests that failed in a worker",
+    "rejected": "Requests refused: queue full, unknown model, shutting down",
+    "expired": "Requests cancelled or past their deadline while waiting",
+    "retried": "Requests run again because their worker died",
+    "copied_bytes": "Bytes copied to the arena",
+    "evicted_groups": "Groups evicted from the arena",
+    "prefetches": "Models copied ahead of their request",
+}
 
 
 def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
-    """Return a snapshot; in the daemon's thread."""
+    """Return a snapshot; within the loop's lock."""
     return {
         "time": time.time(),
         "device": str(cache.device),
@@ -39,9 +53,9 @@ def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
                 "waiting_s": time.monotonic() - request.arrived,
                 "client": request.client,
             }
-            for request in daemon.queue.ordered()
+            for request in daemon.queue
         ],
-        "training": [_task(task) for task in (daemon.training.running,) if task is not None],
+        "training": [_task(task) for task in [daemon.training.running] if task is not None],
         "paused_training": [_task(task) for task in daemon.training.waiting],
         "link": {
             "bytes_per_s": daemon.catalog.costs.bytes_per_s,
@@ -49,12 +63,12 @@ def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
             "seconds_copying": daemon.residency.seconds_copying,
         },
         "counts": dict(daemon.counts),
-        "switches": list(daemon.history)[::-1],
+        "switches": list(daemon.dispatcher.history)[::-1],
     }
 
 
 def _model(daemon: Daemon, served: Served) -> dict[str, Any]:
-    name = served.model.name
+    name = served.name
     state = "failed" if served.error else "ready" if served.ready.done() else "loading"
     return {
         "name": name,
@@ -76,7 +90,7 @@ def _worker(daemon: Daemon, worker: WorkerProcess) -> dict[str, Any]:
         state = "starting"
     elif worker.loading:
         state = "loading"
-    elif daemon.running is not None and daemon.running[1] is worker:
+    elif worker is daemon.dispatcher.worker:
         state = "running"
     else:
         state = "training" if worker.request_id else "standby"
