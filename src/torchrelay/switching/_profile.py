@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from torchrelay.switching._layout import Layout, named_tensors
 
-__all__ = ["Layer", "Profile", "ProfileCache", "profile_module"]
+__all__ = ["Layer", "Profile", "ProfileCache", "prepare", "profile_module"]
 
 _REPEATS = 3
 
@@ -72,6 +72,12 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if place >= 0 and value.data_ptr() < self._spans[place][1]:
                     self.first.setdefault(self._spans[place][2], self.call)
         return func(*args, **(kwargs or {}))
+
+
+def prepare() -> None:
+    """Import what torch imports when the first dispatch mode is entered; that takes seconds."""
+    with _Uses(()):
+        torch.zeros(1)
 
 
 def profile_module(

@@ -27,7 +27,7 @@ from torchrelay.switching._binding import Arrivals, Binding
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import align
 from torchrelay.switching._groups import Grouped
-from torchrelay.switching._profile import Profile, profile_module
+from torchrelay.switching._profile import Profile, prepare, profile_module
 from torchrelay.switching._request_buffer import RequestBuffer, Written
 
 __all__ = ["main"]
@@ -307,6 +307,7 @@ def main() -> None:
         buffer = RequestBuffer.open(requests)
         if cache.device.type == "cuda":
             _prepare_cuda(cache.device, cache.size_bytes, workers)
+        prepare()
         ModelRunner(channel, cache, buffer).run()
     except PeerLostError:
         sys.exit(0)  # the daemon has exited
