@@ -221,7 +221,7 @@ TEST(workers_sum_over_loopback_with_and_without_loss) {
       for (const std::size_t count : {1u, 63u, 64u, 1000u, 20'001u})
         check_sums(cluster, num_workers, count, 5);
       const auto sessions = cluster.udp_switch().sessions();
-      CHECK(sessions.size() == 1 && sessions[0].counts.completed > 0 &&
+      CHECK(sessions.size() == 1 && sessions[0].counts[kCompleted] > 0 &&
             sessions[0].workers.size() == num_workers);
       CHECK(cluster.udp_switch().stats()[kStrangers] == 0);
       CHECK((cluster.udp_switch().stats()[kDroppedEgress] > 0) == (drop > 0));
