@@ -20,11 +20,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 import namespaces
 from ranks import Job, RankResult, RunProcesses, run_job, run_together
 from torchrelay.world import World
+
+# Examples are the same in every run, and may take as long as a busy machine makes them.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 _OUTER_MOUNTS = pytest.StashKey[int]()
 _IS_PRIVATE = pytest.StashKey[bool]()
