@@ -122,6 +122,14 @@ def digest(*fields: Any) -> int:
     return int.from_bytes(hashed, "little") & ~STARTED
 
 
+@functools.lru_cache(maxsize=4096)
+def description_numbers(*fields: Any) -> list[int]:
+    """Return the description of a call as the numbers of a header, cut to their size."""
+    text = described(*fields).encode()[:PAYLOAD_BYTES].ljust(PAYLOAD_BYTES, b"\0")
+    numbers: list[int] = np.frombuffer(text, np.int64).tolist()
+    return numbers
+
+
 def _plain(field: object) -> object:
     """Return what represents a field alike in every process."""
     if isinstance(field, (tuple, list)):
@@ -212,9 +220,7 @@ class Comparison:
         self.headers = idle_headers(call.comm)
         # MPI's progress meets the data soon, and MPICH aborts if it does not match: describe the
         # call here, so that the error needs no further message.
-        text = described(*fields).encode()[:PAYLOAD_BYTES].ljust(PAYLOAD_BYTES, b"\0")
-        numbers = np.frombuffer(text, np.int64).tolist()
-        self.headers.rows.write_numbers(digest(*fields) | STARTED, numbers)
+        self.headers.rows.write_numbers(digest(*fields) | STARTED, description_numbers(*fields))
         self.request = call.comm.mpi.Iallgather(self.headers.sent, self.headers.received)
 
     def Test(self) -> bool:
