@@ -1,5 +1,5 @@
-"""all_reduce of float32 on one host: ``sml``, Gloo and Open MPI, interleaved in the same processes;
-and DDP.
+"""all_reduce of float32 on one host: ``sml`` through c10d and as an operator (``all_reduce_``),
+Gloo and Open MPI, interleaved in the same processes; and DDP.
 
     python benchmarks/bench_aggregation.py        # 8 B to 256 MiB, 2 and 4 ranks: about 3 minutes
     python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
@@ -156,10 +156,13 @@ def mpi_version() -> str | None:
 
 def make_rivals(size: int, gloo: Any) -> dict[str, tuple[torch.Tensor, Callable[[], object]]]:
     """Each with a tensor of its own, of ``size`` bytes."""
-    tensors = [torch.ones(size // 4) for _ in range(4)]
-    ours, theirs, mpis, source = tensors
+    from torchrelay.aggregation import all_reduce_  # noqa: PLC0415
+
+    tensors = [torch.ones(size // 4) for _ in range(5)]
+    ours, direct, theirs, mpis, source = tensors
     rivals: dict[str, tuple[torch.Tensor, Callable[[], object]]] = {
         "sml": (ours, lambda: dist.all_reduce(ours)),
+        "all_reduce_": (direct, lambda: all_reduce_(direct)),
         "Gloo": (theirs, lambda: dist.all_reduce(theirs, group=gloo)),
     }
     if mpi_version():

@@ -1,6 +1,6 @@
-"""all_reduce over hosts in network namespaces: ``sml``, Gloo over all ranks, the links' limit.
+"""Collectives over hosts in network namespaces: ``sml``, Gloo over all ranks, the links' limit.
 
-    python benchmarks/bench_hosts.py            # about five minutes
+    python benchmarks/bench_hosts.py            # about six minutes
     python benchmarks/bench_hosts.py --smoke    # one round; writes nothing
 
 Needs root and iproute2. Hosts are joined by a bridge; each link has a token bucket of the given
@@ -18,8 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,48 @@ CASES = (
 )
 
 
+# Messages of these sizes, back to back where they are small.
+SIZES = (1 << 10, 64 << 10, SIZE_BYTES)
+CALLS = {1 << 10: 50, 64 << 10: 20, SIZE_BYTES: 1}
+
+
+def collectives(size: int, ranks: int, group: Any) -> dict[str, Callable[[], object]]:
+    """Each collective on messages of ``size`` bytes, over the ranks of ``group``."""
+    whole, block = torch.ones(size // 4), torch.ones(size // 4 // ranks)
+    wholes = list(whole.chunk(ranks))
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX, group=group),
+        "reduce": lambda: dist.reduce(whole, 1, dist.ReduceOp.MAX, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter(
+            block, wholes, dist.ReduceOp.MAX, group=group
+        ),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "all_gather": lambda: dist.all_gather(wholes, block, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(whole, whole.clone(), group=group),
+    }
+
+
+def time_collectives(gloo: Any, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds per call of each collective and size, by backend."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for size in SIZES:
+        ranks = dist.get_world_size()
+        rivals = {name: collectives(size, ranks, g) for name, g in (("sml", None), ("gloo", gloo))}
+        for operation in rivals["sml"]:
+            times[f"{operation} {size}"] = {name: [] for name in rivals}
+            for round_ in range(rounds + 1):
+                for name, calls in rivals.items():
+                    dist.barrier()
+                    started = time.perf_counter()
+                    for _ in range(CALLS[size]):
+                        calls[operation]()
+                    dist.barrier()
+                    if round_ > 0:
+                        took_s = (time.perf_counter() - started) / CALLS[size]
+                        times[f"{operation} {size}"][name].append(took_s)
+    return times
+
+
 def rank_main(
     rank: int,
     placement: str,
@@ -66,6 +110,7 @@ def rank_main(
     rounds: int,
     switch: str,
     window: int,
+    all_collectives: bool,
 ) -> None:
     """Time both backends in turn; rank 0 writes the seconds to ``path``.times."""
     namespaces.enter(hosts.pids["abcdefgh".index(placement[rank])])
@@ -84,8 +129,10 @@ def rank_main(
     dist.init_process_group("sml", store=store, rank=rank, world_size=len(placement))
     gloo = dist.new_group(backend="gloo")
     tensor = torch.ones(SIZE_BYTES // 4)
-    times: dict[str, list[float]] = {"sml": [], "gloo": []}
-    for round_ in range(rounds + 1):
+    times: dict[str, Any] = {"sml": [], "gloo": []}
+    if all_collectives:
+        times = time_collectives(gloo, rounds)
+    for round_ in range(0 if all_collectives else rounds + 1):
         for name, group in (("sml", None), ("gloo", gloo)):
             tensor.fill_(1.0)
             dist.barrier()
@@ -100,8 +147,8 @@ def rank_main(
     dist.destroy_process_group()
 
 
-def run(case: Case, rounds: int) -> dict[str, list[float]]:
-    """Seconds per all_reduce of each backend."""
+def run(case: Case, rounds: int, all_collectives: bool = False) -> dict[str, Any]:
+    """Seconds per all_reduce of each backend, or of each collective and size."""
     with (
         tempfile.TemporaryDirectory() as folder,
         namespaces.switched(len(set(case.placement))) as hosts,
@@ -117,7 +164,7 @@ def run(case: Case, rounds: int) -> dict[str, list[float]]:
         if case.mbit:
             hosts.limit(case.mbit)
         path = f"{folder}/store"
-        arguments = (case.placement, hosts, path, rounds, switch, case.window)
+        arguments = (case.placement, hosts, path, rounds, switch, case.window, all_collectives)
         mp.spawn(rank_main, arguments, len(case.placement))  # type: ignore[no-untyped-call]
         return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]
 
@@ -192,9 +239,24 @@ def main() -> None:
         f"all_reduce of {SIZE_BYTES >> 20} MiB float32, median of {rounds}, backends in turn, "
         "a barrier at the end."
     )
+    others = []
+    for key, times in run(Case("2 x 2", "aabb", 0), rounds, True).items():
+        operation, size = key.split()
+        sml, gloo = (statistics.median(times[name]) * 1e3 for name in ("sml", "gloo"))
+        others.append(
+            [operation, f"{int(size):,}", f"{sml:.2f}", f"{gloo:.2f}", f"{sml / gloo:.2f}"]
+        )
+    for row in others:
+        print(*row, sep=" | ", flush=True)
+    about = (
+        "Collectives over 2 x 2 ranks, block-wise, links not limited; the size is that of the "
+        "whole message; ms a call, back to back where messages are small."
+    )
+    other_header = ["collective", "bytes", "sml", "Gloo", "sml / Gloo"]
     plot(found, Path(os.devnull) if smoke else IMAGE)
     if not smoke:
-        write("hosts", "all_reduce between hosts", notes, table(header, rows))
+        parts = [table(header, rows), about, table(other_header, others)]
+        write("hosts", "Collectives between hosts", notes, *parts)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The aggregation switch: packets per second of both data planes, goodput against loss,
-quantization error against its bound, and a training curve with and without the switch.
+"""The aggregation switch: packets per second of both data planes, goodput against loss and of a
+tree, quantization error against its bound, and a training curve with and without the switch.
 
     python benchmarks/bench_switch.py            # about three minutes
     python benchmarks/bench_switch.py --smoke    # one tiny iteration; writes nothing
@@ -43,6 +43,7 @@ from torchrelay.aggregation.switch import (
     SwitchClient,
     SwitchServer,
     UdpDataPlane,
+    Uplink,
     XdpDataPlane,
 )
 from torchrelay.config import Aggregation
@@ -51,6 +52,7 @@ IMAGE = Path(__file__).parents[1] / "docs" / "images" / "switch.png"
 PLANES = ("udp", "xdp generic", "xdp native")
 LOSSES = (0.0, 0.001, 0.01, 0.05)
 LINK_MBIT = 1000
+TREE_MBIT, NUM_RACKS, RACK_HOSTS = 200, 2, 4
 EXPONENTS = range(-90, 121, 10)  # of the largest values of chunks
 
 
@@ -72,21 +74,23 @@ SMOKE = Size(20_000, 1, (2,), LOSSES[:2], 2, 3)
 
 @dataclass
 class Switch:
-    """A switch with a link to each of the hosts that ``pids`` hold."""
+    """A switch with a link to each of the hosts that ``pids`` hold, which reach it at
+    ``addresses``.
+    """
 
     server: SwitchServer
     pids: list[int]
+    addresses: list[str]
     cpu_s: Callable[[], float]
 
     @contextlib.contextmanager
     def clients(self, window: int = 256) -> Iterator[list[SwitchClient]]:
         """One worker on each host."""
-        session_id, port = secrets.randbits(64), self.server.plane.port
+        session_id = secrets.randbits(64)
         options = Aggregation(num_worker_threads=1, max_outstanding_packets=window)
 
         def connect(host: int) -> SwitchClient:
-            address = f"10.78.{host}.1:{port}"
-            return SwitchClient(address, host, len(self.pids), session_id, options)
+            return SwitchClient(self.addresses[host], host, len(self.pids), session_id, options)
 
         with contextlib.ExitStack() as stack:
             yield [
@@ -120,7 +124,28 @@ def switch(name: str, hosts: int, mbit: int = 0, loss: float = 0.0) -> Iterator[
         if mbit:
             star.limit(mbit)
         cpu = functools.partial(threads_s, threads() - before) if name == "udp" else programs_s
-        yield Switch(server, star.pids, cpu)
+        addresses = [f"10.78.{host}.1:{server.plane.port}" for host in range(hosts)]
+        yield Switch(server, star.pids, addresses, cpu)
+
+
+@contextlib.contextmanager
+def tree() -> Iterator[Switch]:
+    """A switch above those of racks; all links have the same rate."""
+    with contextlib.ExitStack() as stack:
+        racks, root = stack.enter_context(namespaces.racks(NUM_RACKS, RACK_HOSTS, TREE_MBIT))
+
+        def serve(uplink: Uplink | None = None) -> SwitchServer:
+            return SwitchServer(UdpDataPlane("0.0.0.0", 0), uplink=uplink)
+
+        before = threads()
+        server = stack.enter_context(within(root, serve))
+        addresses = []
+        for index, rack in enumerate(racks):
+            uplink = Uplink(f"10.79.{index}.1:{server.plane.port}", index, NUM_RACKS)
+            leaf = stack.enter_context(within(rack.switch, functools.partial(serve, uplink)))
+            addresses += [f"10.80.{index}.254:{leaf.plane.port}"] * RACK_HOSTS
+        cpu = functools.partial(threads_s, threads() - before)
+        yield Switch(server, [pid for rack in racks for pid in rack.pids], addresses, cpu)
 
 
 def threads() -> set[str]:
@@ -225,6 +250,19 @@ def lossy(size: Size) -> dict[float, Speed]:
         with switch("udp", 2, LINK_MBIT, loss) as one:
             found[loss] = measure(one, size, torch.float32)
     return found
+
+
+def flat_and_tree(size: Size) -> dict[str, Speed]:
+    """Of one switch with all hosts at its ports, and of a tree, for float32, at links of the same
+    rate.
+    """
+    with switch("udp", NUM_RACKS * RACK_HOSTS, TREE_MBIT) as one:
+        flat = measure(one, size, torch.float32, window=64)
+    with tree() as one:
+        return {
+            "one switch": flat,
+            f"{NUM_RACKS} racks below a switch": measure(one, size, torch.float32, window=64),
+        }
 
 
 @dataclass(frozen=True)
@@ -336,6 +374,7 @@ def last(losses: list[float]) -> float:
 def tables(
     fast: dict[tuple[str, int], Speed],
     lost: dict[float, Speed],
+    trees: dict[str, Speed],
     errors: dict[int, dict[int, Errors]],
     curves: dict[str, list[float]],
 ) -> list[str]:
@@ -369,6 +408,19 @@ def tables(
                     f"{speed.retransmissions:,}",
                 ]
                 for loss, speed in lost.items()
+            ],
+        ),
+        f"## A tree of switches\n\n{NUM_RACKS * RACK_HOSTS} workers, float32, udp, all links of "
+        f"{TREE_MBIT} Mbit/s.",
+        table(
+            ["switches", "goodput, Gbit/s", "of the link"],
+            [
+                [
+                    name,
+                    f"{speed.goodput_gbit:.3f}",
+                    f"{speed.goodput_gbit / TREE_MBIT * 1000:.0%}",
+                ]
+                for name, speed in trees.items()
             ],
         ),
         "## Error of a sum of float32, against its bound n^2 * 2^e / 2^32\n\nUniform values, of "
@@ -451,7 +503,7 @@ def main() -> None:
     fast, lost = speeds(size), lossy(size)
     errors = {workers: quantization(size, workers) for workers in ((2,) if smoke else (2, 4, 8))}
     curves = training(size)
-    parts = tables(fast, lost, errors, curves)
+    parts = tables(fast, lost, flat_and_tree(size), errors, curves)
     print("\n\n".join(parts))
     plot(fast, lost, errors, curves, Path(os.devnull) if smoke else IMAGE)
     if not smoke:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay import aggregation  # registers the backend
+from torchrelay import aggregation
 from torchrelay.world import World
 
 

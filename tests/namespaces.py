@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Hosts", "enter", "enter_mounts", "hide", "missing", "star", "switched"]
+__all__ = ["Hosts", "enter", "enter_mounts", "hide", "missing", "racks", "star", "switched"]
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWNET = 0x40000000
@@ -55,10 +55,11 @@ class Hosts:
     pids: list[int]
     switch: int
     delayed: bool  # the kernel delays the links
+    subnet: str = _SUBNET
 
     @property
     def addresses(self) -> list[str]:
-        return [f"{_SUBNET}.{host + 1}" for host in range(len(self.pids))]
+        return [f"{self.subnet}.{host + 1}" for host in range(len(self.pids))]
 
     def unplug(self, host: int) -> None:
         """From now on no packet of ``host`` arrives anywhere."""
@@ -66,10 +67,9 @@ class Hosts:
 
     def limit(self, mbit: int) -> None:
         """Limit every link to ``mbit`` Mbit/s each way."""
-        rate = f"root tbf rate {mbit}mbit burst 256kb latency 50ms".split()
         for host, pid in enumerate(self.pids):
-            _inside(pid, ["tc", "qdisc", "add", "dev", "eth0", *rate])
-            _inside(self.switch, ["tc", "qdisc", "add", "dev", f"port{host}", *rate])
+            _limit(pid, "eth0", mbit)
+            _limit(self.switch, f"port{host}", mbit)
 
     def cut(self, one: int, other: int) -> None:
         """Drop all packets between two hosts of :func:`star`; others still reach both."""
@@ -88,8 +88,8 @@ class Hosts:
 
     def address_switch(self) -> str:
         """Give the switch of :func:`switched` an address that all hosts reach; return it."""
-        _inside(self.switch, ["ip", "addr", "add", f"{_SUBNET}.254/24", "dev", "switch"])
-        return f"{_SUBNET}.254"
+        _inside(self.switch, ["ip", "addr", "add", f"{self.subnet}.254/24", "dev", "switch"])
+        return f"{self.subnet}.254"
 
     def lose(self, one_of: int, port: int) -> None:
         """Drop one of so many UDP packets to ``port`` of the switch, and as many from it, with
@@ -160,6 +160,11 @@ def _inside(pid: int, command: list[str], text: str = "") -> None:
     )
 
 
+def _limit(pid: int, device: str, mbit: int) -> None:
+    rate = f"root tbf rate {mbit}mbit burst 256kb latency 50ms".split()
+    _inside(pid, ["tc", "qdisc", "add", "dev", device, *rate])
+
+
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
     """A process in a new network namespace; it ends when its input does, so at the latest with this
@@ -179,7 +184,7 @@ def _namespace() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def switched(hosts: int, delay_ms: float = 0) -> Iterator[Hosts]:
+def switched(hosts: int, delay_ms: float = 0, subnet: str = _SUBNET) -> Iterator[Hosts]:
     """``hosts`` hosts on one switch, links delayed by ``delay_ms`` where the kernel can (netem)."""
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(_namespace()) for _ in range(hosts)]
@@ -194,7 +199,7 @@ def switched(hosts: int, delay_ms: float = 0) -> Iterator[Hosts]:
         for host, pid in enumerate(pids):
             lines = [
                 "link set lo up",
-                f"addr add {_SUBNET}.{host + 1}/24 dev eth0",
+                f"addr add {subnet}.{host + 1}/24 dev eth0",
                 "link set eth0 up",
             ]
             _inside(pid, ["ip", "-batch", "-"], "\n".join(lines))
@@ -215,7 +220,7 @@ def switched(hosts: int, delay_ms: float = 0) -> Iterator[Hosts]:
                 _inside(switch, command)
             except subprocess.CalledProcessError:  # the kernel was built without netem
                 delayed = False
-        yield Hosts(pids, switch, delayed)
+        yield Hosts(pids, switch, delayed, subnet)
 
 
 @contextlib.contextmanager
@@ -240,3 +245,42 @@ def star(hosts: int) -> Iterator[Hosts]:
             lines = ["link set lo up", f"addr add 10.78.{host}.2/24 dev eth0", "link set eth0 up"]
             _inside(pid, ["ip", "-batch", "-"], "\n".join(lines))
         yield Hosts(pids, switch, False)
+
+
+@contextlib.contextmanager
+def racks(num_racks: int, hosts: int, mbit: int = 0) -> Iterator[tuple[list[Hosts], int]]:
+    """Racks of ``hosts`` hosts, and the process that holds the namespace of the switch above them;
+    all links have ``mbit`` Mbit/s each way.
+
+    The switch of rack ``i`` is 10.80.``i``.254 to its hosts and 10.79.``i``.2 to the one above,
+    which it reaches as 10.79.``i``.1. All hosts reach each other.
+    """
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(_namespace())
+        all_racks = []
+        for rack in range(num_racks):
+            one = stack.enter_context(switched(hosts, subnet=f"10.80.{rack}"))
+            via = ["default", "via", one.address_switch()]
+            for pid in one.pids:
+                _inside(pid, ["ip", "route", "add", *via])
+            lines = [
+                f"link add rack{rack} type veth peer name above netns {one.switch}",
+                f"addr add 10.79.{rack}.1/24 dev rack{rack}",
+                f"link set rack{rack} up",
+            ]
+            _inside(root, ["ip", "-batch", "-"], "\n".join(lines))
+            lines = [
+                f"addr add 10.79.{rack}.2/24 dev above",
+                "link set above up",
+                f"route add default via 10.79.{rack}.1",
+            ]
+            _inside(one.switch, ["ip", "-batch", "-"], "\n".join(lines))
+            _inside(root, ["ip", "route", "add", f"10.80.{rack}.0/24", "via", f"10.79.{rack}.2"])
+            if mbit:
+                one.limit(mbit)
+                _limit(one.switch, "above", mbit)
+                _limit(root, f"rack{rack}", mbit)
+            all_racks.append(one)
+        for pid in (root, *(rack.switch for rack in all_racks)):
+            _inside(pid, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
+        yield all_racks, root

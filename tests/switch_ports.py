@@ -31,7 +31,7 @@ from torchrelay.aggregation.switch import (
     SessionShape,
     UdpDataPlane,
     XdpDataPlane,
-    _xdp,
+    _xdp_ports,
 )
 from torchrelay.errors import UnavailableError
 from waiting import eventually
@@ -183,7 +183,7 @@ def xdp_network(hosts: int, mode: str = "generic") -> Iterator[Network]:
             for pid in star.pids:
                 within(pid, enable_gro)  # or the kernel's veth would not take redirected frames
             # Frames arrive here, however late on a busy machine.
-            stack.enter_context(mock.patch.object(_xdp, "_PROBES", MANY_PROBES))
+            stack.enter_context(mock.patch.object(_xdp_ports, "_PROBES", MANY_PROBES))
         names = [f"port{host}" for host in range(hosts)]
         plane = stack.enter_context(within(star.switch, lambda: XdpDataPlane(names, 0, mode=mode)))
         assert plane.mode == mode

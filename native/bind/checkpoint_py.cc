@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -72,6 +73,29 @@ std::pair<nb::bytes, std::uint64_t> file_checksums(int fd, const Sizes& starts, 
   return {nb::bytes(checksums.data(), checksums.size() * sizeof(std::uint32_t)), end};
 }
 
+nb::bytes memory_checksums(const Sizes& addresses, const Sizes& sizes) {
+  if (addresses.size() != sizes.size()) throw nb::value_error("addresses and sizes must have one length");
+  std::vector<std::uint32_t> checksums(sizes.size());
+  {
+    nb::gil_scoped_release release;
+    for (std::size_t i = 0; i < checksums.size(); ++i) {
+      checksums[i] = crc32c(0, reinterpret_cast<const void*>(addresses.data()[i]), sizes.data()[i]);
+    }
+  }
+  return nb::bytes(checksums.data(), checksums.size() * sizeof(std::uint32_t));
+}
+
+void copy_memory(const Sizes& targets, const Sizes& sources, const Sizes& sizes) {
+  if (targets.size() != sizes.size() || sources.size() != sizes.size()) {
+    throw nb::value_error("targets, sources and sizes must have one length");
+  }
+  nb::gil_scoped_release release;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    std::memcpy(reinterpret_cast<void*>(targets.data()[i]), reinterpret_cast<const void*>(sources.data()[i]),
+                sizes.data()[i]);
+  }
+}
+
 }  // namespace
 
 void register_checkpoint(nb::module_& module) {
@@ -85,6 +109,10 @@ void register_checkpoint(nb::module_& module) {
       "crc32c_of_file", &file_checksums, "fd"_a, "starts"_a, "sizes"_a,
       "The CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file before it. "
       "Releases the GIL.");
+  module.def("crc32c_of_memory", &memory_checksums, "addresses"_a, "sizes"_a,
+             "The CRC32C of ranges of memory, 4 bytes each in the machine's order. Releases the GIL.");
+  module.def("copy_memory", &copy_memory, "targets"_a, "sources"_a, "sizes"_a,
+             "Copy ranges of memory, which do not overlap, one after another. Releases the GIL.");
 }
 
 }  // namespace torchrelay

@@ -67,9 +67,14 @@ class Communicator {
     patience_ = {spin_, parts_->group.oversubscribed() ? yield_ : std::chrono::nanoseconds{0}};
   }
 
+  // Ends collectives in progress; later ones are refused.
+  void stop() {
+    if (!is_forked()) parts_->executor.stop();
+  }
+
   void close() {
     if (is_forked()) return;
-    parts_->executor.stop();
+    stop();
     parts_->mailboxes.stop();
     parts_->group.leave();
   }
@@ -85,6 +90,7 @@ class Communicator {
     parts_->group.check(begin(operation, 0.0, false));
   }
 
+  bool busy() { return parts_->executor.busy(); }
   SharedGroup& group() { return parts_->group; }
   Mailboxes& mailboxes() { return parts_->mailboxes; }
 
@@ -110,72 +116,6 @@ class Communicator {
     return ticket;
   }
 
-  Pending all_reduce(Address data, std::size_t count, Dtype dtype, Op op, double timeout_s, bool block) {
-    return run("all_reduce", timeout_s, block, [=](SharedGroup& group, const Operation& operation) {
-      torchrelay::all_reduce(group, operation, pointer(data), count, dtype, op);
-    });
-  }
-
-  Pending reduce(Address data, std::size_t count, Dtype dtype, Op op, int root, double timeout_s,
-                 bool block) {
-    return run("reduce", timeout_s, block, [=](SharedGroup& group, const Operation& operation) {
-      torchrelay::reduce(group, operation, pointer(data), count, dtype, op, root);
-    });
-  }
-
-  Pending reduce_scatter(const std::vector<Address>& inputs, Address output, std::size_t count, Dtype dtype,
-                         Op op, double timeout_s, bool block) {
-    return run("reduce_scatter", timeout_s, block,
-               [=, in = pointers(inputs)](SharedGroup& group, const Operation& operation) {
-                 torchrelay::reduce_scatter(group, operation, in, pointer(output), count, dtype, op);
-               });
-  }
-
-  Pending broadcast(Address data, std::size_t size_bytes, std::uint8_t code, int root, double timeout_s,
-                    bool block) {
-    return run("broadcast", timeout_s, block, [=](SharedGroup& group, const Operation& operation) {
-      torchrelay::broadcast(group, operation, {pointer(data), size_bytes}, code, root);
-    });
-  }
-
-  Pending all_gather(Address input, std::size_t size_bytes, const BlockList& outputs, std::uint8_t code,
-                     double timeout_s, bool block) {
-    return run("all_gather", timeout_s, block,
-               [=, out = blocks(outputs)](SharedGroup& group, const Operation& operation) {
-                 torchrelay::all_gather(group, operation, {pointer(input), size_bytes}, out, code);
-               });
-  }
-
-  Pending gather(Address input, std::size_t size_bytes, const BlockList& outputs, std::uint8_t code, int root,
-                 double timeout_s, bool block) {
-    return run("gather", timeout_s, block,
-               [=, out = blocks(outputs)](SharedGroup& group, const Operation& operation) {
-                 torchrelay::gather(group, operation, {pointer(input), size_bytes}, out, code, root);
-               });
-  }
-
-  Pending scatter(const BlockList& inputs, Address output, std::size_t size_bytes, std::uint8_t code,
-                  int root, double timeout_s, bool block) {
-    return run("scatter", timeout_s, block,
-               [=, in = blocks(inputs)](SharedGroup& group, const Operation& operation) {
-                 torchrelay::scatter(group, operation, in, {pointer(output), size_bytes}, code, root);
-               });
-  }
-
-  Pending all_to_all(const BlockList& inputs, const BlockList& outputs, std::uint8_t code, double timeout_s,
-                     bool block) {
-    return run(
-        "all_to_all", timeout_s, block,
-        [=, in = blocks(inputs), out = blocks(outputs)](SharedGroup& group, const Operation& operation) {
-          torchrelay::all_to_all(group, operation, in, out, code);
-        });
-  }
-
-  Pending barrier(double timeout_s, bool block) {
-    return run("barrier", timeout_s, block,
-               [](SharedGroup& group, const Operation& operation) { torchrelay::barrier(group, operation); });
-  }
-
   std::shared_ptr<Transfer> send(Address data, std::size_t size_bytes, int to, std::int32_t tag,
                                  std::uint8_t code, double timeout_s) {
     refuse_in_child("send");
@@ -188,9 +128,19 @@ class Communicator {
     return parts_->mailboxes.receive({pointer(data), size_bytes}, from, tag, code, seconds(timeout_s));
   }
 
-  bool wait_transfer(Transfer& transfer, double timeout_s) {
+  bool wait_transfer(const std::shared_ptr<Transfer>& transfer, double timeout_s) {
     refuse_in_child("wait");
-    return parts_->mailboxes.wait(transfer, seconds(timeout_s), patience_, check_signals);
+    return parts_->mailboxes.wait(*transfer, seconds(timeout_s), patience_, check_signals);
+  }
+
+  // A child's operation would count as its parent's, which would then be one ahead of the other ranks.
+  void refuse_in_child(const char* operation) const {
+    if (is_forked())
+      throw Error(
+          Code::kUnavailable,
+          std::string(operation) + ": this group belongs to process " + std::to_string(origin_.pid()) +
+              ", from which this process was forked; start processes with spawn, or create a group in each "
+              "of them");
   }
 
   std::uint64_t jobs() const { return jobs_.load(std::memory_order_relaxed); }
@@ -214,16 +164,6 @@ class Communicator {
 
   bool is_forked() const { return origin_.is_forked(); }
 
-  // A child's operation would count as its parent's, which would then be one ahead of the other ranks.
-  void refuse_in_child(const char* operation) const {
-    if (is_forked())
-      throw Error(
-          Code::kUnavailable,
-          std::string(operation) + ": this group belongs to process " + std::to_string(origin_.pid()) +
-              ", from which this process was forked; start processes with spawn, or create a group in each "
-              "of them");
-  }
-
   ProcessOwned<Parts> parts_;
   Origin origin_;
   std::chrono::nanoseconds spin_;
@@ -231,5 +171,104 @@ class Communicator {
   Patience patience_;
   std::atomic<std::uint64_t> jobs_{0};
 };
+
+// The collectives of a Communicator, or of a class with such a run(): those of collectives.h, or their
+// overloads for its group.
+template <class Group>
+void register_collectives(nanobind::class_<Group>& type) {
+  using namespace nanobind::literals;
+  type.def(
+          "all_reduce",
+          [](Group& self, Address data, std::size_t count, Dtype dtype, Op op, double timeout_s, bool block) {
+            return self.run("all_reduce", timeout_s, block, [=](auto& group, const Operation& operation) {
+              all_reduce(group, operation, pointer(data), count, dtype, op);
+            });
+          },
+          "data"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a, "block"_a, Released())
+      .def(
+          "reduce",
+          [](Group& self, Address data, std::size_t count, Dtype dtype, Op op, int root, double timeout_s,
+             bool block) {
+            return self.run("reduce", timeout_s, block, [=](auto& group, const Operation& operation) {
+              reduce(group, operation, pointer(data), count, dtype, op, root);
+            });
+          },
+          "data"_a, "count"_a, "dtype"_a, "op"_a, "root"_a, "timeout_s"_a, "block"_a, Released())
+      .def(
+          "reduce_scatter",
+          [](Group& self, const std::vector<Address>& inputs, Address output, std::size_t count, Dtype dtype,
+             Op op, double timeout_s, bool block) {
+            return self.run("reduce_scatter", timeout_s, block,
+                            [=, in = pointers(inputs)](auto& group, const Operation& operation) {
+                              reduce_scatter(group, operation, in, pointer(output), count, dtype, op);
+                            });
+          },
+          "inputs"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a, "block"_a, Released())
+      .def(
+          "broadcast",
+          [](Group& self, Address data, std::size_t size_bytes, std::uint8_t code, int root, double timeout_s,
+             bool block) {
+            return self.run("broadcast", timeout_s, block, [=](auto& group, const Operation& operation) {
+              broadcast(group, operation, {pointer(data), size_bytes}, code, root);
+            });
+          },
+          "data"_a, "size_bytes"_a, "code"_a, "root"_a, "timeout_s"_a, "block"_a, Released())
+      .def(
+          "all_gather",
+          [](Group& self, Address input, std::size_t size_bytes, const BlockList& outputs, std::uint8_t code,
+             double timeout_s, bool block) {
+            return self.run("all_gather", timeout_s, block,
+                            [=, out = blocks(outputs)](auto& group, const Operation& operation) {
+                              all_gather(group, operation, {pointer(input), size_bytes}, out, code);
+                            });
+          },
+          "input"_a, "size_bytes"_a, "outputs"_a, "code"_a, "timeout_s"_a, "block"_a, Released())
+      .def(
+          "gather",
+          [](Group& self, Address input, std::size_t size_bytes, const BlockList& outputs, std::uint8_t code,
+             int root, double timeout_s, bool block) {
+            return self.run("gather", timeout_s, block,
+                            [=, out = blocks(outputs)](auto& group, const Operation& operation) {
+                              gather(group, operation, {pointer(input), size_bytes}, out, code, root);
+                            });
+          },
+          "input"_a, "size_bytes"_a, "outputs"_a, "code"_a, "root"_a, "timeout_s"_a, "block"_a, Released())
+      .def(
+          "scatter",
+          [](Group& self, const BlockList& inputs, Address output, std::size_t size_bytes, std::uint8_t code,
+             int root, double timeout_s, bool block) {
+            return self.run("scatter", timeout_s, block,
+                            [=, in = blocks(inputs)](auto& group, const Operation& operation) {
+                              scatter(group, operation, in, {pointer(output), size_bytes}, code, root);
+                            });
+          },
+          "inputs"_a, "output"_a, "size_bytes"_a, "code"_a, "root"_a, "timeout_s"_a, "block"_a, Released())
+      .def(
+          "all_to_all",
+          [](Group& self, const BlockList& inputs, const BlockList& outputs, std::uint8_t code,
+             double timeout_s, bool block) {
+            return self.run(
+                "all_to_all", timeout_s, block,
+                [=, in = blocks(inputs), out = blocks(outputs)](auto& group, const Operation& operation) {
+                  all_to_all(group, operation, in, out, code);
+                });
+          },
+          "inputs"_a, "outputs"_a, "code"_a, "timeout_s"_a, "block"_a, Released())
+      .def(
+          "barrier",
+          [](Group& self, double timeout_s, bool block) {
+            return self.run("barrier", timeout_s, block,
+                            [](auto& group, const Operation& operation) { barrier(group, operation); });
+          },
+          "timeout_s"_a, "block"_a, Released())
+      .def("send", &Group::send, "data"_a, "size_bytes"_a, "to"_a, "tag"_a, "code"_a, "timeout_s"_a,
+           Released())
+      .def("receive", &Group::receive, "data"_a, "size_bytes"_a, "source"_a, "tag"_a, "code"_a, "timeout_s"_a,
+           Released(), "Receives from `source`; from any rank if it is -1.")
+      .def("wait_transfer", &Group::wait_transfer, "transfer"_a, "timeout_s"_a, Released(),
+           "Waits for a send or receive; False: it is not done yet.")
+      .def("close", &Group::close, Released())
+      .def_prop_ro("jobs", &Group::jobs);
+}
 
 }  // namespace torchrelay

@@ -90,8 +90,8 @@ void register_reduce(nb::module_& module) {
 void register_shared_group(nb::module_& module) {
   register_ticket(module);
   register_reduce(module);
-  nb::class_<Communicator>(module, "Communicator", "One rank's part in a group of ranks of one host.")
-      .def_static(
+  nb::class_<Communicator> type(module, "Communicator", "One rank's part in a group of ranks of one host.");
+  type.def_static(
           "create_segment",
           [](int size, std::size_t slot_bytes, std::size_t one_shot_bytes, std::size_t mailbox_bytes) {
             return SharedGroup::create({size, slot_bytes, one_shot_bytes, mailbox_bytes});
@@ -100,35 +100,12 @@ void register_shared_group(nb::module_& module) {
       .def(nb::init<SharedMemory&, int, std::vector<int>, double, double>(), "memory"_a, "rank"_a, "names"_a,
            "spin_s"_a, "yield_s"_a)
       .def("join", &Communicator::join, "timeout_s"_a, Released())
-      .def("close", &Communicator::close, Released())
       .def("report", &Communicator::report, "message"_a, "names"_a, "timed_out"_a, Released(),
            "Breaks the group for all ranks; the first failure counts.")
       .def("check", &Communicator::check, "operation"_a, Released(),
            "Raises if the group has failed or one of its ranks has died.")
-      .def("all_reduce", &Communicator::all_reduce, "data"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a,
-           "block"_a, Released())
-      .def("reduce", &Communicator::reduce, "data"_a, "count"_a, "dtype"_a, "op"_a, "root"_a, "timeout_s"_a,
-           "block"_a, Released())
-      .def("reduce_scatter", &Communicator::reduce_scatter, "inputs"_a, "output"_a, "count"_a, "dtype"_a,
-           "op"_a, "timeout_s"_a, "block"_a, Released())
-      .def("broadcast", &Communicator::broadcast, "data"_a, "size_bytes"_a, "code"_a, "root"_a, "timeout_s"_a,
-           "block"_a, Released())
-      .def("all_gather", &Communicator::all_gather, "input"_a, "size_bytes"_a, "outputs"_a, "code"_a,
-           "timeout_s"_a, "block"_a, Released())
-      .def("gather", &Communicator::gather, "input"_a, "size_bytes"_a, "outputs"_a, "code"_a, "root"_a,
-           "timeout_s"_a, "block"_a, Released())
-      .def("scatter", &Communicator::scatter, "inputs"_a, "output"_a, "size_bytes"_a, "code"_a, "root"_a,
-           "timeout_s"_a, "block"_a, Released())
-      .def("all_to_all", &Communicator::all_to_all, "inputs"_a, "outputs"_a, "code"_a, "timeout_s"_a,
-           "block"_a, Released())
-      .def("barrier", &Communicator::barrier, "timeout_s"_a, "block"_a, Released())
-      .def("send", &Communicator::send, "data"_a, "size_bytes"_a, "to"_a, "tag"_a, "code"_a, "timeout_s"_a,
-           Released())
-      .def("receive", &Communicator::receive, "data"_a, "size_bytes"_a, "source"_a, "tag"_a, "code"_a,
-           "timeout_s"_a, Released())
-      .def("wait_transfer", &Communicator::wait_transfer, "transfer"_a, "timeout_s"_a, Released())
-      .def_prop_ro("jobs", &Communicator::jobs)
       .def_prop_ro("waiting_ns", [](Communicator& self) { return self.group().waiting_ns(); });
+  register_collectives(type);
 }
 
 }  // namespace torchrelay

@@ -78,6 +78,7 @@ void register_table(nb::module_& module) {
   nb::enum_<Verdict>(module, "SwitchVerdict", "What a switch does with a packet.")
       .value("CONSUMED", Verdict::kConsumed)
       .value("MULTICAST", Verdict::kMulticast)
+      .value("FORWARD", Verdict::kForward)
       .value("UNICAST", Verdict::kUnicast)
       .value("DUPLICATE", Verdict::kDuplicate)
       .value("STALE", Verdict::kStale)
@@ -86,8 +87,9 @@ void register_table(nb::module_& module) {
       .def(
           "__init__",
           [](TableShape* self, std::uint32_t num_workers, std::uint16_t num_slots, std::uint16_t numel,
-             bool sequenced) { new (self) TableShape{num_workers, num_slots, numel, sequenced}; },
-          "num_workers"_a, "num_slots"_a, "numel"_a, "sequenced"_a)
+             bool sequenced,
+             bool is_leaf) { new (self) TableShape{num_workers, num_slots, numel, sequenced, is_leaf}; },
+          "num_workers"_a, "num_slots"_a, "numel"_a, "sequenced"_a, "is_leaf"_a = false)
       .def_ro("num_workers", &TableShape::num_workers)
       .def_ro("num_slots", &TableShape::num_slots)
       .def_ro("numel", &TableShape::numel)
@@ -102,6 +104,13 @@ void register_table(nb::module_& module) {
             return table.apply(*header, bytes_of(datagram).data() + kHeaderBytes, rank, 0);
           },
           "datagram"_a, "rank"_a)
+      .def(
+          "accept",
+          [](SlotTable& table, const nb::bytes& datagram) {
+            const auto header = parse(bytes_of(datagram));
+            return header && table.accept(*header, bytes_of(datagram).data() + kHeaderBytes);
+          },
+          "datagram"_a, "Take a result of the switch above; whether every worker gets it now.")
       .def(
           "result",
           [](const SlotTable& table, const nb::bytes& datagram) {
@@ -234,7 +243,7 @@ void register_udp_switch(nb::module_& module) {
           },
           "address"_a, "port"_a, "drop_ingress"_a = 0.0, "drop_egress"_a = 0.0, "drop_seed"_a = 0)
       .def_prop_ro("port", &UdpSwitch::port)
-      .def("open_session", &UdpSwitch::open_session, "id"_a, "shape"_a, Released())
+      .def("open_session", &UdpSwitch::open_session, "id"_a, "shape"_a, "uplink"_a = -1, Released())
       .def("close_session", &UdpSwitch::close_session, "id"_a, Released())
       .def(
           "add_worker",

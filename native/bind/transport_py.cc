@@ -6,8 +6,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,87 +29,138 @@ using transport::Address;
 using transport::Messenger;
 using transport::MessengerOptions;
 using Addresses = std::vector<std::pair<std::string, std::uint16_t>>;
-using Transfers = std::vector<std::shared_ptr<Transfer>>;
 
 constexpr std::chrono::hours kForever{24 * 365};
 
-// A messenger whose rank shares a host with those of a communicator. In a forked child, closing does nothing.
-class PythonMessenger {
+// One rank's part in a group of several hosts. In a forked child, closing does nothing.
+class HostCommunicator {
  public:
-  PythonMessenger(MessengerOptions options, Descriptor listener, nb::object local, nb::callable on_failure)
-      : hosts_{options.rank, options.hosts, 0},
-        local_(nb::cast<Communicator*>(local)),
-        held_(hold(std::move(local))) {
-    const auto& hosts = options.hosts;
-    const auto host = std::ranges::find_if(
-        hosts, [&](const auto& ranks) { return std::ranges::find(ranks, options.rank) != ranks.end(); });
-    if (host == hosts.end()) throw Error(Code::kArgument, "hosts must name each rank");
-    const std::vector<int> here = *host;
+  HostCommunicator(MessengerOptions options, Descriptor listener, transport::Hosts hosts, nb::object local,
+                   nb::callable on_failure)
+      : local_(nb::cast<Communicator*>(local)), held_(hold(std::move(local))) {
+    const std::size_t host = hosts.host_of(hosts.rank);
+    if (host == hosts.ranks.size()) throw Error(Code::kArgument, "hosts must name each rank");
+    here_ = hosts.ranks[host];
     report_ = hold(std::move(on_failure));
     const std::weak_ptr<nb::callable> weak = report_;  // it may hold what holds us
     messenger_ = make_process_owned<Messenger>(
         std::move(options), std::move(listener),
-        [this, here](Block block, int source, std::int32_t tag, std::uint8_t code) {
-          const auto index = static_cast<int>(std::ranges::find(here, source) - here.begin());
-          return local_->mailboxes().receive(block, index, tag, code, kForever);
+        [this](Block block, int source, std::int32_t tag, std::uint8_t code) {
+          return local_->mailboxes().receive(block, index_here(source), tag, code, kForever);
         },
         [weak](const Error& error) {
           const auto report = weak.lock();
           if (!report) return;
           const nb::gil_scoped_acquire gil;
+          const nb::error_scope raised_before;  // the failure may be that this thread was interrupted
           try {
             (*report)(error);
           } catch (nb::python_error& raised) {
             raised.discard_as_unraisable("torchrelay: reporting a failure");
           }
         });
+    group_.emplace(local_->group(), *messenger_, std::move(hosts));
   }
 
-  ~PythonMessenger() {
+  ~HostCommunicator() {
     const nb::gil_scoped_release released;
     close();
   }
 
   void close() {
-    if (origin_.is_forked()) return;
+    if (origin_.is_forked() || closed_.exchange(true)) return;
+    const int me = group_->name();
+    if (local_->busy())
+      messenger_->fail(
+          {Code::kPeerLost,
+           "rank " + std::to_string(me) + " has left the group (destroy_process_group, or its process ended)",
+           {me}});
+    local_->stop();
     messenger_->close();
     report_.reset();
   }
 
-  Messenger& get() { return *messenger_; }
-
-  // Waits for all of them; checks the ranks of this host meanwhile.
-  void complete(const Transfers& transfers, const std::string& operation, double deadline_s) {
-    const auto deadline = Messenger::Clock::time_point(from_seconds<std::chrono::nanoseconds>(deadline_s));
-    const auto poll = [this] {
-      check_signals();
-      local_->check("waiting for other hosts");
-    };
-    for (const auto& transfer : transfers) messenger_->complete(transfer, operation.c_str(), deadline, poll);
+  template <class Collective>
+  Communicator::Pending run(const char* name, double timeout_s, bool block, Collective collective) {
+    return local_->run(name, timeout_s, block,
+                       [this, collective = std::move(collective)](SharedGroup&, const Operation& operation) {
+                         collective(*group_, operation);
+                       });
   }
 
-  // Called when no other collective of the group, or of its ranks of this host, is in progress.
-  void all_reduce(torchrelay::Address data, std::size_t count, Dtype dtype, Op op, std::size_t share_bytes,
-                  double timeout_s) {
-    transport::Hosts hosts = hosts_;
-    hosts.share_bytes = share_bytes;
-    local_->run("all_reduce", timeout_s, true, [&](SharedGroup& group, const Operation& operation) {
-      transport::all_reduce(group, *messenger_, hosts, operation, pointer(data), count, dtype, op);
-    });
+  Communicator::Pending all_reduce_through(torchrelay::Address data, std::size_t count, Dtype dtype, Op op,
+                                           std::size_t piece_bytes, nb::callable start, nb::callable finish,
+                                           double timeout_s, bool block) {
+    transport::NetworkSum network{piece_bytes,
+                                  [begin = hold(std::move(start))](std::size_t first, std::size_t elements,
+                                                                   std::chrono::nanoseconds left) {
+                                    const nb::gil_scoped_acquire gil;
+                                    (*begin)(first, elements, std::chrono::duration<double>(left).count());
+                                  },
+                                  [end = hold(std::move(finish))] {
+                                    const nb::gil_scoped_acquire gil;
+                                    const nb::object failure = (*end)();
+                                    if (!failure.is_none()) throw Error(nb::cast<const Error&>(failure));
+                                  }};
+    const nb::gil_scoped_release released;
+    return run("all_reduce", timeout_s, block,
+               [=, network = std::move(network)](transport::HostGroup& group, const Operation& operation) {
+                 all_reduce(group, operation, pointer(data), count, dtype, op, network);
+               });
   }
+
+  std::shared_ptr<Transfer> send(torchrelay::Address data, std::size_t size_bytes, int to, std::int32_t tag,
+                                 std::uint8_t code, double timeout_s) {
+    require_usable("send");
+    const Block block{pointer(data), size_bytes};
+    const int index = index_here(to);
+    if (index < 0) return messenger_->send(block, to, tag, code, seconds(timeout_s));
+    const auto local_tag = static_cast<std::int32_t>(local_tags_.fetch_add(1) & 0x7fffffff);
+    auto sent = local_->mailboxes().send(block, index, local_tag, code, seconds(timeout_s));
+    messenger_->announce({nullptr, size_bytes}, to, tag, code, local_tag);
+    return sent;
+  }
+
+  std::shared_ptr<Transfer> receive(torchrelay::Address data, std::size_t size_bytes, int source,
+                                    std::int32_t tag, std::uint8_t code, double timeout_s) {
+    require_usable("recv");
+    return messenger_->receive({pointer(data), size_bytes}, source, tag, code, seconds(timeout_s));
+  }
+
+  bool wait_transfer(const std::shared_ptr<Transfer>& transfer, double timeout_s) {
+    return messenger_->wait(transfer, seconds(timeout_s), check_signals);
+  }
+
+  std::uint64_t jobs() const { return local_->jobs(); }
+  const transport::HostGroup& group() const { return *group_; }
+  Messenger& messenger() { return *messenger_; }
 
  private:
-  const transport::Hosts hosts_;
+  int index_here(int rank) const {
+    const auto found = std::ranges::find(here_, rank);
+    return found == here_.end() ? -1 : static_cast<int>(found - here_.begin());
+  }
+
+  void require_usable(const char* operation) const {
+    local_->refuse_in_child(operation);
+    group_->require_whole();
+  }
+
   Communicator* local_;
   std::shared_ptr<nb::object> held_;
   std::shared_ptr<nb::callable> report_;
+  std::vector<int> here_;
   Origin origin_;
   ProcessOwned<Messenger> messenger_;
+  std::optional<transport::HostGroup> group_;
+  std::atomic<std::uint32_t> local_tags_{0};
+  std::atomic<bool> closed_{false};
 };
 
-void make_messenger(PythonMessenger* self, int rank, std::vector<int> names, const Addresses& addresses,
-                    std::vector<std::vector<int>> hosts, int listener, const nb::bytes& token,
-                    nb::object local, nb::callable on_failure) {
+void make_host_communicator(HostCommunicator* self, int rank, std::vector<int> names,
+                            const Addresses& addresses, std::vector<std::vector<int>> hosts, int listener,
+                            const nb::bytes& token, std::size_t share_bytes, std::size_t piece_bytes,
+                            std::size_t inline_bytes, nb::object local, nb::callable on_failure) {
   Descriptor owned(listener);
   MessengerOptions options;
   if (token.size() != options.token.size())
@@ -115,10 +168,13 @@ void make_messenger(PythonMessenger* self, int rank, std::vector<int> names, con
                                      std::to_string(token.size()));
   std::memcpy(options.token.data(), token.c_str(), token.size());
   options.rank = rank;
-  options.names = std::move(names);
-  options.hosts = std::move(hosts);
+  options.names = names;
+  options.hosts = hosts;
   for (const auto& [host, port] : addresses) options.addresses.push_back({host, port});
-  new (self) PythonMessenger(std::move(options), std::move(owned), std::move(local), std::move(on_failure));
+  new (self)
+      HostCommunicator(std::move(options), std::move(owned),
+                       {rank, std::move(names), std::move(hosts), share_bytes, piece_bytes, inline_bytes},
+                       std::move(local), std::move(on_failure));
 }
 
 Error make_failure(const std::string& message, std::vector<int> ranks, bool timed_out) {
@@ -139,74 +195,47 @@ void register_transport(nb::module_& module) {
       .def_prop_ro("ranks", [](const Error& self) { return self.ranks(); })
       .def_prop_ro("timed_out", [](const Error& self) { return self.code() == Code::kTimeout; });
 
-  nb::class_<PythonMessenger>(module, "Messenger",
-                              "One rank's messages with ranks of other hosts, over TCP. Thread-safe.")
-      .def("__init__", &make_messenger, "rank"_a, "names"_a, "addresses"_a, "hosts"_a, "listener"_a,
-           "token"_a, "local"_a, "on_failure"_a,
+  nb::class_<HostCommunicator> type(module, "HostCommunicator",
+                                    "One rank's part in a group of several hosts. Thread-safe.");
+  type.def("__init__", &make_host_communicator, "rank"_a, "names"_a, "addresses"_a, "hosts"_a, "listener"_a,
+           "token"_a, "share_bytes"_a, "piece_bytes"_a, "inline_bytes"_a, "local"_a, "on_failure"_a,
            nb::sig("def __init__(self, rank: int, names: collections.abc.Sequence[int], addresses: "
                    "collections.abc.Sequence[tuple[str, int]], hosts: "
                    "collections.abc.Sequence[collections.abc.Sequence[int]], listener: int, token: bytes, "
-                   "local: Communicator, on_failure: collections.abc.Callable[[Failure], None]) -> None"),
+                   "share_bytes: int, piece_bytes: int, inline_bytes: int, local: Communicator, "
+                   "on_failure: collections.abc.Callable[[Failure], None]) -> None"),
            "`names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each "
            "host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` "
-           "the group's secret; `local` has the ranks of this host. `on_failure` is called once, when the "
-           "group breaks here or a peer reports that it broke, in any thread.")
+           "the group's secret; `local` has the ranks of this host, and is used by this class alone. "
+           "`on_failure` is called once, when the group breaks here or a peer reports that it broke, in any "
+           "thread. The sizes, equal on all ranks, are described in host_collectives.h.")
+      .def("all_reduce_through", &HostCommunicator::all_reduce_through, "data"_a, "count"_a, "dtype"_a,
+           "op"_a, "piece_bytes"_a, "start"_a, "finish"_a, "timeout_s"_a, "block"_a,
+           nb::sig(
+               "def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, "
+               "start: collections.abc.Callable[[int, int, float], None], finish: "
+               "collections.abc.Callable[[], Failure | None], timeout_s: float, block: bool) -> Ticket | "
+               "None"),
+           "As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` "
+           "for "
+           "each piece, and `finish()` to wait for the oldest sum, which divides averages too.")
       .def(
-          "send",
-          [](PythonMessenger& self, torchrelay::Address data, std::size_t size_bytes, int to,
-             std::int32_t tag, std::uint8_t code, double timeout_s) {
-            return self.get().send({pointer(data), size_bytes}, to, tag, code, seconds(timeout_s));
-          },
-          "data"_a, "size_bytes"_a, "to"_a, "tag"_a, "code"_a, "timeout_s"_a, Released())
-      .def(
-          "receive",
-          [](PythonMessenger& self, torchrelay::Address data, std::size_t size_bytes, int source,
-             std::int32_t tag, std::uint8_t code, double timeout_s) {
-            return self.get().receive({pointer(data), size_bytes}, source, tag, code, seconds(timeout_s));
-          },
-          "data"_a, "size_bytes"_a, "source"_a, "tag"_a, "code"_a, "timeout_s"_a, Released(),
-          "Receives from `source`; from any rank if it is -1.")
-      .def(
-          "announce",
-          [](PythonMessenger& self, std::size_t size_bytes, int to, std::int32_t tag, std::uint8_t code,
-             std::int32_t local_tag) {
-            self.get().announce({nullptr, size_bytes}, to, tag, code, local_tag);
-          },
-          "size_bytes"_a, "to"_a, "tag"_a, "code"_a, "local_tag"_a, Released(),
-          "Announces a message to a rank of this host, whose bytes are sent in shared memory.")
-      .def(
-          "wait",
-          [](PythonMessenger& self, const std::shared_ptr<Transfer>& transfer, double timeout_s) {
-            return self.get().wait(transfer, seconds(timeout_s), check_signals);
-          },
-          "transfer"_a, "timeout_s"_a, Released(),
-          "Waits for a send or receive, which fails after its own timeout; False: not done yet.")
-      .def("complete", &PythonMessenger::complete, "transfers"_a, "operation"_a, "deadline_s"_a, Released(),
-           "Waits for the transfers of a collective until `deadline_s` of the monotonic clock, while no rank "
-           "of this host is lost.")
-      .def("all_reduce", &PythonMessenger::all_reduce, "data"_a, "count"_a, "dtype"_a, "op"_a,
-           "share_bytes"_a, "timeout_s"_a, Released(),
-           "Replaces the data by their reduction over all ranks, which have agreed on the call; an average "
-           "is not divided. `share_bytes`, of a rank's share of a block, is equal on all ranks.")
-      .def(
-          "lost", [](PythonMessenger& self, const std::vector<int>& ranks) { return self.get().lost(ranks); },
+          "lost",
+          [](HostCommunicator& self, const std::vector<int>& ranks) { return self.messenger().lost(ranks); },
           "ranks"_a, Released(),
           "The failure for the first of `ranks` whose connection ended without a farewell.")
       .def(
           "with_host",
-          [](PythonMessenger& self, const Error& failure, int peer) {
-            return self.get().with_host(failure, peer);
+          [](HostCommunicator& self, const Error& failure, int peer) {
+            return self.messenger().with_host(failure, peer);
           },
           "failure"_a, "peer"_a, Released(),
           "Names also the ranks of a lost rank's host that cannot be reached either.")
-      .def(
-          "fail", [](PythonMessenger& self, const Error& failure) { return self.get().fail(failure); },
-          "failure"_a, Released(), "Breaks the group on all ranks; returns the first failure.")
-      .def_prop_ro("failure", [](PythonMessenger& self) { return self.get().failure(); })
-      .def("close", &PythonMessenger::close, Released())
-      .def_prop_ro("sent_bytes", [](PythonMessenger& self) { return self.get().sent_bytes(); })
-      .def_prop_ro("received_bytes", [](PythonMessenger& self) { return self.get().received_bytes(); })
-      .def_prop_ro("waited_ns", [](PythonMessenger& self) { return self.get().waited_ns(); });
+      .def_prop_ro("shared_bytes", [](HostCommunicator& self) { return self.group().shared_bytes(); })
+      .def_prop_ro("sent_bytes", [](HostCommunicator& self) { return self.messenger().sent_bytes(); })
+      .def_prop_ro("received_bytes", [](HostCommunicator& self) { return self.messenger().received_bytes(); })
+      .def_prop_ro("waited_ns", [](HostCommunicator& self) { return self.messenger().waited_ns(); });
+  register_collectives(type);
 }
 
 }  // namespace torchrelay

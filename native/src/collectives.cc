@@ -55,17 +55,6 @@ void require_blocks(const SharedGroup& group, const Operation& operation, std::s
                                      " blocks for a group of " + std::to_string(needed) + " ranks");
 }
 
-Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root = -1) {
-  Call call;
-  call.kind = kind;
-  call.dtype = static_cast<std::uint8_t>(dtype);
-  call.op = op;
-  call.has_op = 1;
-  call.root = root;
-  call.count = count;
-  return call;
-}
-
 // Everybody publishes everything, everybody reduces everything.
 void reduce_in_one_step(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
                         Reducer& reducer, std::size_t size) {
@@ -222,14 +211,6 @@ void exchange(SharedGroup& group, const Operation& operation, const Call& call,
              std::min(inputs[mine].size_bytes, outputs[mine].size_bytes));
 }
 
-Call bytes_call(Kind kind, std::uint8_t code, int root = -1) {
-  Call call;
-  call.kind = kind;
-  call.dtype = code;
-  call.root = root;
-  return call;
-}
-
 }  // namespace
 
 void all_reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count,
@@ -270,8 +251,7 @@ void reduce_scatter(SharedGroup& group, const Operation& operation, const std::v
 
 void broadcast(SharedGroup& group, const Operation& operation, Block data, std::uint8_t code, int root) {
   group.require_rank(operation.name, root);
-  Call call = bytes_call(Kind::kBroadcast, code, root);
-  call.count = data.size_bytes;
+  const Call call = bytes_call(Kind::kBroadcast, code, root, data.size_bytes);
   const std::size_t limit = group.shape().slot_bytes;
   const bool is_root = group.rank() == root;
   for (std::size_t offset = 0; offset == 0 || offset < data.size_bytes; offset += limit) {

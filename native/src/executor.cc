@@ -73,6 +73,11 @@ std::shared_ptr<Ticket> Executor::submit(Job job) {
   return ticket;
 }
 
+bool Executor::busy() {
+  const std::lock_guard guard(lock_);
+  return running_ || !queue_.empty();
+}
+
 bool Executor::take_turn() {
   const std::lock_guard guard(lock_);
   if (stopping()) throw stopped();

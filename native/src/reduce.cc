@@ -1,9 +1,11 @@
 #include "torchrelay/reduce.h"
 
+#include <cstring>
 #include <utility>
 
 #include "reduce_table.h"
 #include "torchrelay/error.h"
+#include "torchrelay/half.h"
 
 namespace torchrelay {
 namespace {
@@ -30,7 +32,43 @@ Kernel checked(Kernel kernel, Dtype dtype, Op op) {
   return kernel;
 }
 
+// Of elements at any address.
+template <class T, class Function>
+void change(std::byte* data, std::size_t count, Function function) {
+  for (std::size_t i = 0; i < count; ++i) {
+    T value;
+    std::memcpy(&value, data + i * sizeof value, sizeof value);
+    value = function(value);
+    std::memcpy(data + i * sizeof value, &value, sizeof value);
+  }
+}
+
+template <class T>
+void divide_by(std::byte* data, std::size_t count, int divisor) {
+  // A narrow integer may not hold the divisor.
+  using Divisor = std::conditional_t<std::is_integral_v<T> && sizeof(T) < sizeof(int), int, T>;
+  change<T>(data, count,
+            [by = static_cast<Divisor>(divisor)](T value) { return static_cast<T>(value / by); });
+}
+
 }  // namespace
+
+void divide(Dtype dtype, std::byte* data, std::size_t count, int divisor) {
+  const auto by = static_cast<float>(divisor);
+  switch (dtype) {
+    case Dtype::kInt8: return divide_by<std::int8_t>(data, count, divisor);
+    case Dtype::kUint8: return divide_by<std::uint8_t>(data, count, divisor);
+    case Dtype::kInt16: return divide_by<std::int16_t>(data, count, divisor);
+    case Dtype::kInt32: return divide_by<std::int32_t>(data, count, divisor);
+    case Dtype::kInt64: return divide_by<std::int64_t>(data, count, divisor);
+    case Dtype::kFloat16:
+      return change<Half>(data, count, [by](Half value) { return narrow_half(widen(value) / by); });
+    case Dtype::kBfloat16:
+      return change<Brain>(data, count, [by](Brain value) { return narrow_brain(widen(value) / by); });
+    case Dtype::kFloat32: return divide_by<float>(data, count, divisor);
+    case Dtype::kFloat64: return divide_by<double>(data, count, divisor);
+  }
+}
 
 Kernel find_kernel(Dtype dtype, Op op) {
   static const Find best = available().front().second;

@@ -31,12 +31,6 @@ std::string list(const std::vector<int>& ranks) {
   return out;
 }
 
-const char* name(Kind kind) {
-  constexpr const char* names[] = {"nothing",    "all_reduce", "reduce",  "reduce_scatter", "broadcast",
-                                   "all_gather", "gather",     "scatter", "all_to_all",     "barrier"};
-  return names[static_cast<int>(kind)];
-}
-
 }  // namespace
 
 // Where in its rings a rank published its data of a step, in lines.
@@ -248,27 +242,13 @@ std::size_t SharedGroup::synchronize(const Operation& operation, const Call& cal
 }
 
 void SharedGroup::compare_calls(const Operation& operation, const Call& mine) {
-  for (int peer = 0; peer < size(); ++peer) {
-    if (state(peer).calls[call_count_ % 2] == mine) continue;
-    std::string message = prefix(operation) + "the ranks made different calls: ";
-    for (int r = 0; r < size(); ++r) {
-      message += (r == 0 ? "rank " : "; rank ") + std::to_string(names_[static_cast<std::size_t>(r)]) +
-                 " made " + describe(state(r).calls[call_count_ % 2]);
-    }
-    throw Error(Code::kMismatch,
-                message + ". All ranks of a group must make the same calls in the same order");
-  }
-}
-
-std::string SharedGroup::describe(const Call& call) const {
-  std::string out = name(call.kind);
-  if (call.kind == Kind::kBarrier) return out;
-  out += " of ";
-  if (call.count != 0 || call.has_op) out += std::to_string(call.count) + " x ";
-  out += call.dtype < kNumDtypes ? torchrelay::name(static_cast<Dtype>(call.dtype)) : "bytes";
-  if (call.has_op) out += std::string(", ") + torchrelay::name(call.op);
-  if (call.root >= 0) out += ", root " + std::to_string(name_of(call.root));
-  return out;
+  const auto call_of = [this](int peer) -> const Call& { return state(peer).calls[call_count_ % 2]; };
+  int peer = 0;
+  while (peer < size() && call_of(peer) == mine) ++peer;
+  if (peer == size()) return;
+  std::vector<Call> calls;
+  for (int r = 0; r < size(); ++r) calls.push_back(call_of(r));
+  throw Error(Code::kMismatch, prefix(operation) + describe_difference(calls, names_));
 }
 
 void SharedGroup::arrive_and_wait(const Operation& operation) {

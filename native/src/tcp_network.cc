@@ -1,147 +1,178 @@
 #include "torchrelay/tcp_network.h"
 
-#include <poll.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <deque>
+#include <new>
+#include <string_view>
 #include <unordered_map>
+#include <vector>
 
-#include "tcp_stream.h"
 #include "torchrelay/error.h"
 #include "torchrelay/origin.h"
+#include "torchrelay/transport/listener.h"
+#include "transport/outbound.h"
 
 namespace torchrelay {
+
+using transport::EventLoop;
+using transport::Frame;
+using transport::Greeting;
+using transport::Listener;
+using transport::Outbound;
+using transport::resolve;
+using transport::SocketAddress;
+using transport::Stream;
 
 struct TcpNetwork::State {
   NetworkOptions options;
   std::string namespace_id = network_namespace();
   std::atomic<std::uint64_t> ignored_connections = 0;
-  Flusher flusher;
+  std::shared_ptr<EventLoop> loop = EventLoop::shared();  // sends what sockets do not accept at once
 };
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kBufferBytes = std::size_t{64} << 10;  // of a connection; larger messages go around it
-constexpr std::size_t kMaxStrangers = 64;                    // connections that have not said who they are
-constexpr int kMaxAccepts = 64;  // in a row, before what known peers sent is taken in
-constexpr int kMaxEvents = 32;
+constexpr std::size_t kBufferBytes = std::size_t{64} << 10;  // of a connection
+constexpr std::size_t kReadBudget = std::size_t{2} << 20;    // of one connection before the others' turn
+constexpr int kUnixBuffer = 4 << 20;  // the kernel takes what it allows; TCP's grow by themselves
 constexpr int kListenBacklog = 1024;
+constexpr std::string_view kScheme = "direct://";
 
-// Bytes of one connection as they arrive, and the complete messages.
-class Inbound {
- public:
-  enum class Result { kAlive, kEnded, kStranger };
+SocketAddress address_of_interface(const std::string& interface) {
+  SocketAddress result;
+  if (resolve(interface, "0", result)) return result;
+  throw Error(Code::kUnavailable, "binding '" + interface + "': this host has no such address");
+}
 
-  Inbound(Descriptor socket, const NetworkOptions& options)
-      : socket_(std::move(socket)), options_(&options), buffer_(new std::byte[kBufferBytes]) {}
+SocketAddress unix_address(const std::string& abstract_name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;  // an abstract name starts with a zero
+  const std::size_t length = std::min(abstract_name.size(), sizeof address.sun_path - 1);
+  std::memcpy(address.sun_path + 1, abstract_name.data(), length);
+  SocketAddress result;
+  std::memcpy(&result.storage, &address, sizeof address);
+  result.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
+  return result;
+}
 
-  int fd() const { return socket_.get(); }
-  bool known() const { return known_; }
+// From "direct://host:port" and back.
+SocketAddress parse_address(const std::string& text) {
+  const auto colon = text.rfind(':');
+  if (text.starts_with("tcp://"))
+    throw Error(Code::kArgument, "connecting to '" + text +
+                                     "': that node speaks ZeroMQ, this one plain sockets; give all nodes the "
+                                     "same transport settings and, if any, the same key file");
+  SocketAddress result;
+  if (text.starts_with(kScheme) && colon >= kScheme.size()) {
+    std::string host = text.substr(kScheme.size(), colon - kScheme.size());
+    if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+    if (resolve(host, text.substr(colon + 1), result)) return result;
+  }
+  throw Error(Code::kArgument, "connecting to '" + text + "': not an address");
+}
 
-  // Takes what is there, at most about one large message. Throws kProtocol for another version.
-  Result take(std::deque<Message>& messages) {
-    for (;;) {
-      std::byte* to = large_.data() != nullptr ? large_.data() + large_filled_ : buffer_.get() + filled_;
-      const std::size_t room =
-          large_.data() != nullptr ? large_.size_bytes() - large_filled_ : kBufferBytes - filled_;
-      const ssize_t got = recv(fd(), to, room, MSG_DONTWAIT);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return errno == EAGAIN ? Result::kAlive : Result::kEnded;
-      if (got == 0) return Result::kEnded;
-      if (large_.data() == nullptr) {
-        filled_ += static_cast<std::size_t>(got);
-        if (!parse(messages)) return Result::kStranger;
-      } else if ((large_filled_ += static_cast<std::size_t>(got)) == large_.size_bytes()) {
-        messages.push_back(std::move(large_));
-        large_ = Message();
-      }
-      // A full read may have left bytes; the next poll of the descriptor reports them.
-      if (static_cast<std::size_t>(got) < room || !messages.empty()) return Result::kAlive;
+std::string address_text(const SocketAddress& address) {
+  char host[NI_MAXHOST], port[8];
+  if (getnameinfo(address.get(), address.size, host, sizeof host, port, sizeof port,
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0)
+    throw Error(Code::kUnavailable, "the bound address cannot be shown");
+  const bool ipv6 = address.storage.ss_family == AF_INET6;
+  return std::string(kScheme) + (ipv6 ? "[" : "") + host + (ipv6 ? "]:" : ":") + port;
+}
+
+Descriptor start_connecting(const SocketAddress& address, std::chrono::milliseconds peer_timeout) {
+  return transport::start_connecting(address, [&](int socket) {
+    if (address.storage.ss_family == AF_UNIX) {
+      setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &kUnixBuffer, sizeof kUnixBuffer);
+    } else {
+      const auto timeout_ms = static_cast<unsigned>(peer_timeout.count());
+      setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout_ms, sizeof timeout_ms);
     }
+  });
+}
+
+Descriptor listen_at(const SocketAddress& address, const std::string& name) {
+  Descriptor socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket || ::bind(socket.get(), address.get(), address.size) != 0 ||
+      ::listen(socket.get(), kListenBacklog) != 0)
+    throw Error(Code::kUnavailable, with_errno("binding " + name) + "; does this host have that interface?");
+  return socket;
+}
+
+// One connection by which a peer sends.
+class Inbound final : public transport::FrameSink {
+ public:
+  Inbound(std::unique_ptr<Stream> stream, std::size_t max_message_bytes, std::deque<Message>& messages)
+      : stream_(std::move(stream)), max_message_bytes_(max_message_bytes), messages_(messages) {}
+
+  int fd() const { return stream_->fd(); }
+  bool is_garbled() const { return is_garbled_; }
+
+  // Takes what is there, at most about one large message. False: the connection has ended.
+  bool take() {
+    budget_ = kReadBudget;
+    return reader_.read(*stream_, *this, budget_) && !is_garbled_;
   }
 
- private:
-  // False: not a peer of the session, or nothing it would say.
-  bool parse(std::deque<Message>& messages) {
-    std::size_t at = 0;
-    if (!known_) {
-      if (filled_ < sizeof(Preamble)) return true;
-      if (!greet()) return false;
-      at = sizeof(Preamble);
+  bool open(const Frame& frame) override {
+    is_garbled_ = frame.kind != transport::FrameKind::kData || frame.size_bytes > max_message_bytes_;
+    try {
+      if (!is_garbled_) message_ = Message::allocate(frame.size_bytes);
+    } catch (const std::bad_alloc&) {
+      is_garbled_ = true;
     }
-    std::uint64_t size = 0;
-    while (filled_ - at >= sizeof size) {
-      std::memcpy(&size, buffer_.get() + at, sizeof size);
-      if (size > options_->max_message_bytes) return false;
-      const std::size_t here = std::min<std::uint64_t>(size, filled_ - at - sizeof size);
-      if (here < size && size <= kBufferBytes / 2) break;  // soon whole
-      Message message = Message::allocate(size);
-      if (here != 0) std::memcpy(message.data(), buffer_.get() + at + sizeof size, here);
-      at += sizeof size + here;
-      if (here == size) {
-        messages.push_back(std::move(message));
-      } else {
-        large_ = std::move(message);
-        large_filled_ = here;
-      }
-    }
-    std::memmove(buffer_.get(), buffer_.get() + at, filled_ - at);
-    filled_ -= at;
+    return !is_garbled_;
+  }
+
+  std::byte* place() override { return message_.data(); }
+
+  bool close() override {
+    messages_.push_back(std::move(message_));
+    budget_ = 0;  // handle it, and what came with it, before more is read
     return true;
   }
 
-  bool greet() {
-    Preamble preamble;
-    std::memcpy(&preamble, buffer_.get(), sizeof preamble);
-    known_ = preamble.magic == kSessionMagic && equal(preamble.token, options_->token);
-    if (known_ && preamble.version != kTcpProtocolVersion)
-      throw Error(Code::kProtocol, "a peer speaks version " + std::to_string(preamble.version) +
-                                       " of the socket protocol, this process version " +
-                                       std::to_string(kTcpProtocolVersion) +
-                                       "; install the same torchrelay on all nodes");
-    return known_;
-  }
-
-  Descriptor socket_;
-  const NetworkOptions* options_;
-  std::unique_ptr<std::byte[]> buffer_;
-  std::size_t filled_ = 0;
-  Message large_;  // being received, past the buffer
-  std::size_t large_filled_ = 0;
-  bool known_ = false;
+ private:
+  const std::unique_ptr<Stream> stream_;
+  const std::size_t max_message_bytes_;
+  std::deque<Message>& messages_;
+  transport::FrameReader reader_{kBufferBytes};
+  Message message_;  // that is being received
+  std::size_t budget_ = 0;
+  bool is_garbled_ = false;
 };
 
 class TcpEndpoint final : public Endpoint {
  public:
-  explicit TcpEndpoint(std::shared_ptr<TcpNetwork::State> state)
-      : state_(std::move(state)), poller_(epoll_create1(EPOLL_CLOEXEC)) {
-    if (!poller_) throw Error(Code::kUnavailable, with_errno("a new endpoint"));
+  explicit TcpEndpoint(std::shared_ptr<TcpNetwork::State> state) : state_(std::move(state)) {
     SocketAddress bound = address_of_interface(state_->options.interface);
-    tcp_ = listen_at(bound, state_->options.interface);
+    Descriptor tcp = listen_at(bound, state_->options.interface);
     bound.size = sizeof bound.storage;
-    getsockname(tcp_.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.size);
+    getsockname(tcp.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.size);
     address_ = address_text(bound);
+    listen(std::move(tcp));
     if (!state_->options.local_sockets || state_->namespace_id.empty()) return;
     const std::string name = random_socket_name();
-    unix_ = listen_at(unix_address(name), name);
+    listen(listen_at(unix_address(name), name));
     address_ += "|" + name + "|" + state_->namespace_id;
   }
 
   ~TcpEndpoint() override {
-    const auto deadline = Clock::now() + state_->options.linger;
-    std::vector<std::shared_ptr<Stream>> streams;
-    for (auto& [peer, stream] : outbound_) {
-      stream->close(deadline);
-      streams.push_back(std::move(stream));
-    }
-    Flusher::drain(streams, deadline);
+    while (!outbound_.empty()) disconnect(outbound_.begin()->first);
+    for (const auto& outbound : closing_) outbound->end();
   }
 
   std::string address() const override { return address_; }
@@ -150,13 +181,23 @@ class TcpEndpoint final : public Endpoint {
     const SocketAddress remote = parse_address(address.substr(0, address.find('|')));
     const auto [text, local] = reachable(address, state_->options.local_sockets ? state_->namespace_id : "");
     disconnect(peer);
-    outbound_[peer] = std::make_shared<Stream>(state_->options, local ? unix_address(text) : remote);
+    const SocketAddress target = local ? unix_address(text) : remote;
+    outbound_[peer] = std::make_shared<Outbound>(
+        *state_->loop,
+        [target, timeout = state_->options.peer_timeout] { return start_connecting(target, timeout); },
+        Greeting{.token = state_->options.token});
   }
 
   void disconnect(std::uint32_t peer) override {
+    std::erase_if(closing_, [](const auto& outbound) {
+      if (!outbound->is_done()) return false;
+      outbound->end();
+      return true;
+    });
     const auto found = outbound_.find(peer);
     if (found == outbound_.end()) return;
     found->second->close(Clock::now() + state_->options.linger);
+    closing_.push_back(std::move(found->second));
     outbound_.erase(found);
   }
 
@@ -169,7 +210,7 @@ class TcpEndpoint final : public Endpoint {
                                        std::to_string(message.size_bytes()) +
                                        " bytes are more than the limit of " +
                                        std::to_string(state_->options.max_message_bytes));
-    found->second->send(std::move(message), state_->flusher);
+    found->second->send(std::move(message));
   }
 
   bool is_refused(std::uint32_t peer) const override {
@@ -181,11 +222,12 @@ class TcpEndpoint final : public Endpoint {
     const auto start = Clock::now();
     const auto deadline = start + timeout;
     const auto spin_end = start + std::min(timeout, state_->options.spin);
-    for (auto now = start;; now = Clock::now()) {
-      if (messages_.empty()) look();
-      if (!messages_.empty()) break;
-      if (now >= deadline) return false;
-      now < spin_end ? std::this_thread::yield() : wait(deadline - now);
+    Clock::duration longest{0};
+    for (auto now = start; messages_.empty(); now = Clock::now()) {
+      if (now >= deadline && now != start) return false;
+      loop_.run_for(longest);
+      if (error_) throw Error(*std::exchange(error_, nullptr));
+      longest = now < spin_end ? Clock::duration(0) : deadline - now;
     }
     message = std::move(messages_.front());
     messages_.pop_front();
@@ -193,85 +235,47 @@ class TcpEndpoint final : public Endpoint {
   }
 
  private:
-  Descriptor listen_at(const SocketAddress& address, const std::string& name) {
-    Descriptor socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (!socket || ::bind(socket.get(), address.get(), address.size) != 0 ||
-        ::listen(socket.get(), kListenBacklog) != 0)
-      throw Error(Code::kUnavailable,
-                  with_errno("binding " + name) + "; does this host have that interface?");
-    watch(socket.get());
-    return socket;
+  void listen(Descriptor socket) {
+    listeners_.push_back(
+        std::make_unique<Listener>(loop_, std::move(socket),
+                                   transport::ListenerOptions{.token = state_->options.token,
+                                                              .turned_away = &state_->ignored_connections},
+                                   [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
+                                     return admit(std::move(stream), greeting);
+                                   }));
   }
 
-  void watch(int fd) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = fd;
-    if (epoll_ctl(poller_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
-      throw Error(Code::kUnavailable, with_errno("watching a socket"));
-  }
-
-  void wait(Clock::duration longest) {
-    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(longest).count();
-    timespec pause{};
-    pause.tv_sec = ns / 1'000'000'000;
-    pause.tv_nsec = ns % 1'000'000'000;
-    pollfd item{poller_.get(), POLLIN, 0};
-    ppoll(&item, 1, &pause, nullptr);
-  }
-
-  // Reads what has arrived, without waiting.
-  void look() {
-    std::array<epoll_event, kMaxEvents> events;
-    const int count = epoll_wait(poller_.get(), events.data(), kMaxEvents, 0);
-    for (int i = 0; i < count; ++i) {
-      const int fd = events[static_cast<std::size_t>(i)].data.fd;
-      fd == tcp_.get() || fd == unix_.get() ? accept_from(fd) : take_from(fd);
+  bool admit(std::unique_ptr<Stream> stream, const Greeting& greeting) {
+    if (greeting.version != transport::kVersion) {
+      error_ = std::make_unique<Error>(Code::kProtocol,
+                                       "a peer speaks version " + std::to_string(greeting.version) +
+                                           " of the message protocol, this process version " +
+                                           std::to_string(transport::kVersion) +
+                                           "; install the same torchrelay on all nodes");
+      return true;
     }
+    const auto inbound =
+        std::make_shared<Inbound>(std::move(stream), state_->options.max_message_bytes, messages_);
+    const auto id = std::make_shared<EventLoop::Id>();
+    *id = loop_.watch(inbound->fd(), EPOLLIN, [this, inbound, id](std::uint32_t) { take(*inbound, *id); });
+    take(*inbound, *id);  // a stream may have read ahead
+    return true;
   }
 
-  void accept_from(int listener) {
-    for (int accepts = 0; accepts < kMaxAccepts; ++accepts) {
-      Descriptor socket(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      if (!socket) return;
-      const int fd = socket.get();
-      watch(fd);
-      inbound_.emplace(fd, Inbound(std::move(socket), state_->options));
-      strangers_.push_back(fd);
-      while (strangers_.size() > kMaxStrangers) end_oldest_stranger();
-    }
-  }
-
-  // Unless it has said by now who it is: a flood of connections must not keep a peer out.
-  void end_oldest_stranger() {
-    const int fd = strangers_.front();
-    take_from(fd);
-    if (!strangers_.empty() && strangers_.front() == fd) end(fd, true);
-  }
-
-  void take_from(int fd) {
-    const auto found = inbound_.find(fd);
-    if (found == inbound_.end()) return;
-    const bool was_known = found->second.known();
-    const auto result = found->second.take(messages_);
-    if (!was_known && found->second.known()) std::erase(strangers_, fd);
-    if (result != Inbound::Result::kAlive) end(fd, result == Inbound::Result::kStranger);
-  }
-
-  void end(int fd, bool stranger) {
-    if (stranger) state_->ignored_connections.fetch_add(1, std::memory_order_relaxed);
-    std::erase(strangers_, fd);
-    inbound_.erase(fd);  // closing it also ends the watch
+  void take(Inbound& inbound, EventLoop::Id id) {
+    if (inbound.take()) return;
+    if (inbound.is_garbled()) state_->ignored_connections.fetch_add(1, std::memory_order_relaxed);
+    loop_.forget(id);
   }
 
   std::shared_ptr<TcpNetwork::State> state_;
-  Descriptor poller_;
-  Descriptor tcp_, unix_;  // listening
+  EventLoop loop_{EventLoop::Driver::kCaller};  // of what arrives
+  std::vector<std::unique_ptr<Listener>> listeners_;
   std::string address_;
-  std::unordered_map<int, Inbound> inbound_;
-  std::deque<int> strangers_;  // oldest first
   std::deque<Message> messages_;
-  std::unordered_map<std::uint32_t, std::shared_ptr<Stream>> outbound_;
+  std::unique_ptr<Error> error_;
+  std::unordered_map<std::uint32_t, std::shared_ptr<Outbound>> outbound_;
+  std::vector<std::shared_ptr<Outbound>> closing_;
 };
 
 }  // namespace

@@ -5,7 +5,11 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <condition_variable>
 #include <cstring>
+#include <deque>
+#include <functional>
+#include <mutex>
 #include <thread>
 
 #include "check.h"
@@ -17,6 +21,24 @@ namespace {
 
 constexpr std::chrono::seconds kLong{60};
 constexpr std::size_t kSlotBytes = 8192;
+constexpr std::size_t kPieceBytes = 4096, kInlineBytes = 64;
+// Of elements: in the records, in one piece, in several.
+constexpr std::size_t kCounts[] = {1, 2, 15, 16, 17, 500, 2048, 10007};
+
+template <class Value>
+std::byte* bytes(std::vector<Value>& data) {
+  return reinterpret_cast<std::byte*>(data.data());
+}
+
+Block block(std::vector<float>& data) { return {bytes(data), data.size() * sizeof(float)}; }
+
+std::vector<Block> blocks(std::vector<std::vector<float>>& data) {
+  std::vector<Block> out;
+  for (auto& each : data) out.push_back(block(each));
+  return out;
+}
+
+const std::vector<std::vector<int>> kPlacements = {{2, 2}, {1, 1}, {2, 1, 3}, {1, 2}};
 
 struct Group {
   explicit Group(const std::vector<int>& sizes) {
@@ -56,21 +78,25 @@ struct Group {
     }
   }
 
-  // Runs all ranks but `absent`; what each throws.
-  std::vector<std::string> all_reduce(std::vector<std::vector<float>>& data, Op op, std::size_t share_bytes,
-                                      std::chrono::nanoseconds timeout = kLong, int absent = -1) {
-    std::vector<std::string> errors(data.size());
+  // Runs a collective on all ranks but `absent`; returns what each throws.
+  std::vector<std::string> run(
+      const char* name, std::size_t share_bytes,
+      const std::function<void(HostGroup&, const Operation&, std::size_t rank)>& call,
+      std::chrono::nanoseconds timeout = kLong, int absent = -1) {
+    std::vector<std::string> errors(shared.size());
     std::vector<std::thread> threads;
-    for (std::size_t rank = 0; rank < data.size(); ++rank) {
+    for (std::size_t rank = 0; rank < shared.size(); ++rank) {
       if (static_cast<int>(rank) == absent) continue;
       threads.emplace_back([&, rank] {
+        std::vector<int> names;
+        for (std::size_t i = 0; i < shared.size(); ++i) names.push_back(static_cast<int>(i));
+        HostGroup group(*shared[rank], *messengers[rank],
+                        {static_cast<int>(rank), names, hosts, share_bytes, kPieceBytes, kInlineBytes});
         Operation operation;
-        operation.name = "all_reduce";
+        operation.name = name;
         operation.timeout = timeout;
         try {
-          transport::all_reduce(
-              *shared[rank], *messengers[rank], {static_cast<int>(rank), hosts, share_bytes}, operation,
-              reinterpret_cast<std::byte*>(data[rank].data()), data[rank].size(), Dtype::kFloat32, op);
+          call(group, operation, rank);
         } catch (const Error& error) {
           errors[rank] = error.what();
         }
@@ -78,6 +104,21 @@ struct Group {
     }
     for (auto& each : threads) each.join();
     return errors;
+  }
+
+  void run(const char* name,
+           const std::function<void(HostGroup&, const Operation&, std::size_t rank)>& call) {
+    for (const auto& error : run(name, 1024, call)) CHECK(error.empty());
+  }
+
+  std::vector<std::string> all_reduce(std::vector<std::vector<float>>& data, Op op, std::size_t share_bytes,
+                                      std::chrono::nanoseconds timeout = kLong, int absent = -1) {
+    return run(
+        "all_reduce", share_bytes,
+        [&](HostGroup& group, const Operation& operation, std::size_t rank) {
+          transport::all_reduce(group, operation, bytes(data[rank]), data[rank].size(), Dtype::kFloat32, op);
+        },
+        timeout, absent);
   }
 
   std::vector<std::vector<int>> hosts;
@@ -96,11 +137,10 @@ std::vector<std::vector<float>> numbers(std::size_t ranks, std::size_t count) {
 }  // namespace
 
 TEST(all_ranks_get_the_sum_whatever_the_hosts_and_the_size) {
-  const std::vector<std::vector<int>> placements = {{2, 2}, {1, 1}, {2, 1, 3}, {1, 2}};
-  for (const auto& sizes : placements) {
+  for (const auto& sizes : kPlacements) {
     Group group(sizes);
     const std::size_t ranks = group.shared.size();
-    for (const std::size_t count : {1u, 2u, 15u, 16u, 17u, 500u, 2048u, 10007u}) {
+    for (const std::size_t count : kCounts) {
       auto data = numbers(ranks, count);
       std::vector<float> expected(count, 0.0f);
       for (const auto& each : data)
@@ -109,6 +149,176 @@ TEST(all_ranks_get_the_sum_whatever_the_hosts_and_the_size) {
       for (const auto& each : data) CHECK(each == expected);  // sums of few quarters are exact
     }
   }
+}
+
+std::vector<float> sum_of(const std::vector<std::vector<float>>& data) {
+  std::vector<float> sum(data[0].size(), 0.0f);
+  for (const auto& each : data)
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += each[i];
+  return sum;
+}
+
+TEST(only_the_root_of_a_reduction_gets_the_sum) {
+  for (const auto& sizes : kPlacements) {
+    Group group(sizes);
+    const std::size_t ranks = group.shared.size();
+    for (const std::size_t count : kCounts)
+      for (const std::size_t root : {std::size_t{0}, ranks - 1}) {
+        const auto given = numbers(ranks, count);
+        auto data = given;
+        group.run("reduce", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+          transport::reduce(on, operation, bytes(data[rank]), count, Dtype::kFloat32, Op::kSum,
+                            static_cast<int>(root));
+        });
+        for (std::size_t rank = 0; rank < ranks; ++rank)
+          CHECK(data[rank] == (rank == root ? sum_of(given) : given[rank]));
+      }
+  }
+}
+
+TEST(each_rank_gets_the_average_of_its_blocks) {
+  for (const auto& sizes : kPlacements) {
+    Group group(sizes);
+    const std::size_t ranks = group.shared.size();
+    for (const std::size_t count : kCounts) {
+      auto data = numbers(ranks, count * ranks);
+      auto expected = sum_of(data);
+      for (float& each : expected) each /= static_cast<float>(ranks);
+      std::vector<std::vector<float>> outputs(ranks, std::vector<float>(count));
+      group.run("reduce_scatter", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+        std::vector<std::byte*> inputs;
+        for (std::size_t i = 0; i < ranks; ++i)
+          inputs.push_back(bytes(data[rank]) + i * count * sizeof(float));
+        transport::reduce_scatter(on, operation, inputs, bytes(outputs[rank]), count, Dtype::kFloat32,
+                                  Op::kAverage);
+      });
+      for (std::size_t rank = 0; rank < ranks; ++rank)
+        CHECK(std::equal(outputs[rank].begin(), outputs[rank].end(),
+                         expected.begin() + static_cast<std::ptrdiff_t>(rank * count)));
+    }
+  }
+}
+
+TEST(all_ranks_get_the_roots_data) {
+  for (const auto& sizes : kPlacements) {
+    Group group(sizes);
+    const std::size_t ranks = group.shared.size();
+    for (const std::size_t count : kCounts)
+      for (const std::size_t root : {std::size_t{0}, ranks - 1}) {
+        auto data = numbers(ranks, count);
+        const auto expected = data[root];
+        group.run("broadcast", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+          transport::broadcast(on, operation, block(data[rank]), 7, static_cast<int>(root));
+        });
+        for (const auto& each : data) CHECK(each == expected);
+      }
+  }
+}
+
+// Rank r's block has r parts more than rank 0's.
+TEST(blocks_of_different_sizes_are_gathered_and_scattered) {
+  for (const auto& sizes : kPlacements) {
+    Group group(sizes);
+    const std::size_t ranks = group.shared.size();
+    for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{9}, std::size_t{3001}}) {
+      auto data = numbers(ranks, count);
+      for (std::size_t rank = 0; rank < ranks; ++rank) data[rank].resize(count * (rank + 1), 0.5f);
+      std::vector<std::vector<float>> empty;
+      for (const auto& each : data) empty.emplace_back(each.size(), -1.0f);
+      std::vector<std::vector<std::vector<float>>> outputs(ranks, empty);
+      group.run("all_gather", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+        transport::all_gather(on, operation, block(data[rank]), blocks(outputs[rank]), 7);
+      });
+      for (const auto& each : outputs) CHECK(each == data);
+      const std::size_t root = ranks - 1;
+      auto gathered = empty;
+      group.run("gather", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+        transport::gather(on, operation, block(data[rank]),
+                          rank == root ? blocks(gathered) : std::vector<Block>{}, 7, static_cast<int>(root));
+      });
+      CHECK(gathered == data);
+      auto scattered = empty;
+      group.run("scatter", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+        transport::scatter(on, operation, rank == root ? blocks(gathered) : std::vector<Block>{},
+                           block(scattered[rank]), 7, static_cast<int>(root));
+      });
+      CHECK(scattered == data);
+    }
+  }
+}
+
+TEST(every_pair_of_ranks_exchanges_blocks) {
+  for (const auto& sizes : kPlacements) {
+    Group group(sizes);
+    const std::size_t ranks = group.shared.size();
+    for (const bool is_uniform : {true, false}) {
+      std::vector<std::vector<std::vector<float>>> inputs(ranks), outputs(ranks);
+      for (std::size_t from = 0; from < ranks; ++from)
+        for (std::size_t to = 0; to < ranks; ++to) {
+          const auto size = [&](std::size_t a, std::size_t b) { return is_uniform ? 700 : 900 * a + b; };
+          inputs[from].emplace_back(size(from, to), static_cast<float>(10 * from + to));
+          outputs[from].emplace_back(size(to, from));
+        }
+      group.run("all_to_all", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+        transport::all_to_all(on, operation, blocks(inputs[rank]), blocks(outputs[rank]), 7);
+      });
+      for (std::size_t from = 0; from < ranks; ++from)
+        for (std::size_t to = 0; to < ranks; ++to) CHECK(outputs[to][from] == inputs[from][to]);
+    }
+  }
+}
+
+TEST(pieces_are_summed_in_the_network) {
+  Group group({2, 1});
+  auto data = numbers(3, 5000);
+  const auto expected = sum_of(data);
+  std::vector<float> network(5000);  // the leaders are ranks 0 and 2
+  std::mutex lock;
+  std::condition_variable changed;
+  std::vector<int> arrived(5);
+  group.run("all_reduce", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+    std::deque<std::size_t> started;
+    const NetworkSum sum{4000,
+                         [&](std::size_t first, std::size_t count, std::chrono::nanoseconds) {
+                           const std::lock_guard guard(lock);
+                           for (std::size_t i = first; i < first + count; ++i) network[i] += data[rank][i];
+                           ++arrived[first / 1000];
+                           started.push_back(first);
+                           changed.notify_all();
+                         },
+                         [&] {
+                           std::unique_lock guard(lock);
+                           const std::size_t first = started.front();
+                           started.pop_front();
+                           changed.wait(guard, [&] { return arrived[first / 1000] == 2; });
+                           for (std::size_t i = first; i < first + 1000; ++i) data[rank][i] = network[i];
+                         }};
+    transport::all_reduce(on, operation, bytes(data[rank]), 5000, Dtype::kFloat32, Op::kSum, sum);
+  });
+  for (const auto& each : data) CHECK(each == expected);
+}
+
+TEST(calls_and_sizes_that_differ_are_refused_on_all_ranks) {
+  Group group({2, 1});
+  auto data = numbers(3, 4);
+  for (const auto& error :
+       group.run("mixed", 1024, [&](HostGroup& on, const Operation& operation, std::size_t r) {
+         if (r == 1)
+           transport::barrier(on, operation);
+         else
+           transport::broadcast(on, operation, block(data[r]), 7, 2);
+       }))
+    CHECK(error.find("rank 1 made barrier; rank 2 made broadcast of 4 x float32, root 2") !=
+          std::string::npos);
+  std::vector<std::vector<float>> outputs(3, std::vector<float>(5));
+  for (const auto& error :
+       group.run("gather", 1024, [&](HostGroup& on, const Operation& operation, std::size_t r) {
+         transport::gather(on, operation, block(data[r]), r == 0 ? blocks(outputs) : std::vector<Block>{}, 7,
+                           0);
+       }))
+    CHECK(error.find("rank 2 sends 16 bytes, but the tensors of the root, rank 0, have") !=
+          std::string::npos);
+  CHECK(!group.messengers[0]->failure().has_value());
 }
 
 TEST(other_reductions_and_share_sizes) {
@@ -126,7 +336,7 @@ TEST(other_reductions_and_share_sizes) {
 TEST(shares_that_do_not_fit_the_slots_are_refused) {
   Group group({2, 2});
   for (const std::size_t share : {std::size_t{0}, std::size_t{100}, kSlotBytes}) {
-    auto data = numbers(4, 10);
+    auto data = numbers(4, 100);
     for (const auto& error : group.all_reduce(data, Op::kSum, share))
       CHECK(error.find("do not fit slots") != std::string::npos);
   }

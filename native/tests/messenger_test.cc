@@ -1,10 +1,12 @@
-// Ranks are messengers in one process, and plain sockets where a rank does what it should not.
+// Ranks are messengers in one process, and plain sockets where a rank does what it should not. The program's
+// environment may name libssl (TORCHRELAY_LIBSSL).
 #include "torchrelay/transport/messenger.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <thread>
@@ -19,8 +21,8 @@ namespace {
 constexpr std::chrono::seconds kLong{60};
 constexpr std::size_t kLarge = std::size_t{3} << 20;
 
-struct Listener {
-  Listener() : socket(::socket(AF_INET, SOCK_STREAM, 0)) {
+struct Port {
+  Port() : socket(::socket(AF_INET, SOCK_STREAM, 0)) {
     sockaddr_in at{};
     at.sin_family = AF_INET;
     at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -112,19 +114,13 @@ struct World {
 
   // A connection by which `rank` sends, which is not run.
   Descriptor connection_of(int rank, int to) {
-    struct {
-      std::uint32_t magic;
-      std::uint16_t version, reserved;
-      std::uint32_t rank;
-      SessionToken token;
-    } greeting{0x414c5254, 2, 0, static_cast<std::uint32_t>(rank), token};
-    static_assert(sizeof greeting == 28);
+    const Greeting greeting{.rank = static_cast<std::uint32_t>(rank), .token = token};
     Descriptor out = connect_to(address(to));
     CHECK(::send(out.get(), &greeting, sizeof greeting, 0) == sizeof greeting);
     return out;
   }
 
-  std::vector<Listener> listeners;
+  std::vector<Port> listeners;
   std::vector<std::unique_ptr<Messenger>> ranks;
   std::vector<std::string> failures;
   SessionToken token{};
@@ -150,6 +146,13 @@ std::string text_of(Messenger& messenger, const std::shared_ptr<Transfer>& trans
     return error.what();
   }
   return "";
+}
+
+std::shared_ptr<const Tls> key(unsigned char fill) {
+  Key key;
+  key.fill(fill);
+  const char* path = std::getenv("TORCHRELAY_LIBSSL");
+  return std::make_shared<const Tls>(path == nullptr ? "libssl.so.3" : path, key);
 }
 
 bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
@@ -436,6 +439,80 @@ TEST(strangers_have_little_time_and_need_the_token) {
   world.token[3] = 78;
   const auto wrong = world.connection_of(1, 0);
   CHECK(::recv(wrong.get(), &byte, 1, 0) <= 0);
+}
+
+TEST(encrypted_messages_of_all_sizes_arrive) {
+  World world({1, 1, 1}, {}, [](MessengerOptions& options) { options.tls = key(1); });
+  for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{70000}, 4 * kLarge})
+    for (int round = 0; round < 3; ++round) {
+      std::vector<Bytes> out, in(6, Bytes(size));
+      std::vector<std::pair<int, std::shared_ptr<Transfer>>> all;
+      for (unsigned i = 0; i < 6; ++i) out.push_back(pattern(size, i));
+      for (int from = 0, i = 0; from < 3; ++from)
+        for (int to = 0; to < 3; ++to) {
+          if (from == to) continue;
+          const auto index = static_cast<std::size_t>(i++);
+          all.emplace_back(to, world.receive(to, from, in[index], round));
+          all.emplace_back(from, world.send(from, to, out[index], round));
+        }
+      for (auto& [rank, transfer] : all) world.wait(rank, transfer);
+      CHECK(in == out);
+    }
+  Bytes last = pattern(kLarge, 9), got(kLarge), more(1);
+  const auto received = world.receive(0, 1, got);
+  world.send(1, 0, last);
+  world[1].close();
+  world.wait(0, received);
+  CHECK(got == last);
+  CHECK(contains(text_of(world[0], world.receive(0, 1, more)), "rank 1 has left the group"));
+  world[0].fail({Code::kTimeout, "rank 1 is late", {1}});
+  wait_until([&] { return world[2].failure().has_value(); });
+  CHECK(std::string(world[2].failure()->what()) == "rank 1 is late");
+}
+
+TEST(ranks_with_different_keys_learn_that_from_each_other) {
+  MessengerOptions options;
+  options.rank = 1;
+  options.names = {0, 1};
+  options.hosts = {{0}, {1}};
+  for (const auto& other : {key(2), std::shared_ptr<const Tls>()}) {
+    World world({1, 1}, {0}, [&](MessengerOptions& each) { each.tls = key(1); });
+    options.addresses = {world.address(0), world.address(1)};
+    options.token = world.token;
+    options.tls = other;
+    Messenger second(options, std::move(world.listeners[1].socket), {}, [](const Error&) {});
+    Bytes a(8), b(8);
+    const auto at_first = world.receive(0, 1, a);
+    const auto at_second = second.receive(block(b), 0, 0, 7, kLong);
+    CHECK(contains(text_of(world[0], at_first), other ? "rank 1 has another key" : "same key"));
+    const std::string text = text_of(second, at_second);
+    CHECK(contains(text, other ? "rank 0 has another key" : "rank 0"));
+  }
+}
+
+TEST(garbage_and_slow_handshakes_stop_no_encrypted_rank) {
+  World world({1, 1}, {}, [](MessengerOptions& options) {
+    options.tls = key(1);
+    options.greeting_timeout = std::chrono::milliseconds(100);
+  });
+  const char hello[] = "\x16\x03\x01\x01\x00\x01\x00\x00\xfc\x03\x03";  // the begin of a handshake
+  std::vector<Descriptor> strangers;
+  for (const auto& words : {std::string(hello, sizeof hello - 1), std::string("TRLA"), std::string(9000, 'x'),
+                            std::string(200, '\0'), std::string()}) {
+    strangers.push_back(connect_to(world.address(1)));
+    ::send(strangers.back().get(), words.data(), words.size(), MSG_NOSIGNAL);
+  }
+  strangers.push_back(world.connection_of(0, 1));  // it has the token, and no key
+  Bytes data = pattern(100, 1), got(100);
+  world.wait(0, world.send(0, 1, data));
+  world.wait(1, world.receive(1, 0, got));
+  CHECK(got == data);
+  for (const auto& each : strangers) {
+    std::string answer(4096, ' ');
+    ssize_t size;
+    while ((size = ::recv(each.get(), answer.data(), answer.size(), 0)) > 0)
+      CHECK(size < 64 && answer[0] == '\x15');  // an alert is all that they get
+  }
 }
 
 TEST(there_is_no_such_rank) {

@@ -164,7 +164,7 @@ TEST(hostile_bytes_and_silent_strangers_do_nothing) {
     if (seed % 2 == 0) continue;
     std::string bytes(1000, '\0');
     for (auto& byte : bytes) byte = static_cast<char>(rand_r(&seed));
-    if (seed % 3 == 0) bytes.replace(0, 4, "TRLY");
+    if (seed % 3 == 0) bytes.replace(0, 4, "TRLA");
     (void)!::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     CHECK(receive(*b, 0ms) == "(nothing)");
   }

@@ -173,7 +173,7 @@ class HelperProcess:
         """
         return self._process.returncode
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         """Wait for the process to exit, for at most ``timeout_s``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -184,6 +184,11 @@ class HelperProcess:
             self._process.kill()
         self._process.wait()
         self.channel.shut_down()
+
+    def abandon(self) -> None:
+        """Forget the process, in a forked child: it is the parent's."""
+        self.channel.close()
+        self._process.returncode = 0  # nothing to wait for here
 
     def exit_reason(self) -> str:
         """Describe how the process ended; its channel closes a moment before it does."""

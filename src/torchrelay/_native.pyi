@@ -25,6 +25,16 @@ def crc32c_of_file(fd: int, starts: Annotated[NDArray[numpy.uint64], dict(shape=
     The CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file before it. Releases the GIL.
     """
 
+def crc32c_of_memory(addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bytes:
+    """
+    The CRC32C of ranges of memory, 4 bytes each in the machine's order. Releases the GIL.
+    """
+
+def copy_memory(targets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sources: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+    """
+    Copy ranges of memory, which do not overlap, one after another. Releases the GIL.
+    """
+
 class Endpoint:
     """Sends and receives messages; threads take turns."""
 
@@ -198,13 +208,14 @@ class Communicator:
 
     def join(self, timeout_s: float) -> None: ...
 
-    def close(self) -> None: ...
-
     def report(self, message: str, names: Sequence[int], timed_out: bool) -> None:
         """Breaks the group for all ranks; the first failure counts."""
 
     def check(self, operation: str) -> None:
         """Raises if the group has failed or one of its ranks has died."""
+
+    @property
+    def waiting_ns(self) -> int: ...
 
     def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
 
@@ -226,15 +237,16 @@ class Communicator:
 
     def send(self, data: int, size_bytes: int, to: int, tag: int, code: int, timeout_s: float) -> Transfer: ...
 
-    def receive(self, data: int, size_bytes: int, source: int, tag: int, code: int, timeout_s: float) -> Transfer: ...
+    def receive(self, data: int, size_bytes: int, source: int, tag: int, code: int, timeout_s: float) -> Transfer:
+        """Receives from `source`; from any rank if it is -1."""
 
-    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool: ...
+    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
+        """Waits for a send or receive; False: it is not done yet."""
+
+    def close(self) -> None: ...
 
     @property
     def jobs(self) -> int: ...
-
-    @property
-    def waiting_ns(self) -> int: ...
 
 class CallRows:
     """
@@ -525,18 +537,20 @@ class SwitchVerdict(enum.Enum):
 
     MULTICAST = 1
 
-    UNICAST = 2
+    FORWARD = 2
 
-    DUPLICATE = 3
+    UNICAST = 3
 
-    STALE = 4
+    DUPLICATE = 4
 
-    REJECTED = 5
+    STALE = 5
+
+    REJECTED = 6
 
 class SwitchTableShape:
     """What a session's slots are made for."""
 
-    def __init__(self, num_workers: int, num_slots: int, numel: int, sequenced: bool) -> None: ...
+    def __init__(self, num_workers: int, num_slots: int, numel: int, sequenced: bool, is_leaf: bool = False) -> None: ...
 
     @property
     def num_workers(self) -> int: ...
@@ -556,6 +570,9 @@ class SwitchSlotTable:
     def __init__(self, shape: SwitchTableShape) -> None: ...
 
     def apply(self, datagram: bytes, rank: int) -> SwitchVerdict: ...
+
+    def accept(self, datagram: bytes) -> bool:
+        """Take a result of the switch above; whether every worker gets it now."""
 
     def result(self, datagram: bytes) -> bytes:
         """The packet that answers one whose verdict was MULTICAST or UNICAST."""
@@ -618,7 +635,7 @@ def switch_stats() -> dict[str, str]:
     What a switch counts, with the meanings; SWITCH_NUM_SESSION_STATS of them for each session too.
     """
 
-SWITCH_NUM_SESSION_STATS: int = 7
+SWITCH_NUM_SESSION_STATS: int = 8
 
 class SwitchWorkerCounts:
     """Packets of one worker of a session."""
@@ -658,7 +675,7 @@ class UdpSwitch:
     @property
     def port(self) -> int: ...
 
-    def open_session(self, id: int, shape: SwitchTableShape) -> None: ...
+    def open_session(self, id: int, shape: SwitchTableShape, uplink: int = -1) -> None: ...
 
     def close_session(self, id: int) -> None: ...
 
@@ -722,37 +739,17 @@ class Failure:
     @property
     def timed_out(self) -> bool: ...
 
-class Messenger:
-    """One rank's messages with ranks of other hosts, over TCP. Thread-safe."""
+class HostCommunicator:
+    """One rank's part in a group of several hosts. Thread-safe."""
 
-    def __init__(self, rank: int, names: Sequence[int], addresses: Sequence[tuple[str, int]], hosts: Sequence[Sequence[int]], listener: int, token: bytes, local: Communicator, on_failure: Callable[[Failure], None]) -> None:
+    def __init__(self, rank: int, names: Sequence[int], addresses: Sequence[tuple[str, int]], hosts: Sequence[Sequence[int]], listener: int, token: bytes, share_bytes: int, piece_bytes: int, inline_bytes: int, local: Communicator, on_failure: Callable[[Failure], None]) -> None:
         """
-        `names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` the group's secret; `local` has the ranks of this host. `on_failure` is called once, when the group breaks here or a peer reports that it broke, in any thread.
-        """
-
-    def send(self, data: int, size_bytes: int, to: int, tag: int, code: int, timeout_s: float) -> Transfer: ...
-
-    def receive(self, data: int, size_bytes: int, source: int, tag: int, code: int, timeout_s: float) -> Transfer:
-        """Receives from `source`; from any rank if it is -1."""
-
-    def announce(self, size_bytes: int, to: int, tag: int, code: int, local_tag: int) -> None:
-        """
-        Announces a message to a rank of this host, whose bytes are sent in shared memory.
+        `names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` the group's secret; `local` has the ranks of this host, and is used by this class alone. `on_failure` is called once, when the group breaks here or a peer reports that it broke, in any thread. The sizes, equal on all ranks, are described in host_collectives.h.
         """
 
-    def wait(self, transfer: Transfer, timeout_s: float) -> bool:
+    def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None], timeout_s: float, block: bool) -> Ticket | None:
         """
-        Waits for a send or receive, which fails after its own timeout; False: not done yet.
-        """
-
-    def complete(self, transfers: Sequence[Transfer], operation: str, deadline_s: float) -> None:
-        """
-        Waits for the transfers of a collective until `deadline_s` of the monotonic clock, while no rank of this host is lost.
-        """
-
-    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, share_bytes: int, timeout_s: float) -> None:
-        """
-        Replaces the data by their reduction over all ranks, which have agreed on the call; an average is not divided. `share_bytes`, of a rank's share of a block, is equal on all ranks.
+        As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` for each piece, and `finish()` to wait for the oldest sum, which divides averages too.
         """
 
     def lost(self, ranks: Sequence[int]) -> Failure | None:
@@ -765,13 +762,8 @@ class Messenger:
         Names also the ranks of a lost rank's host that cannot be reached either.
         """
 
-    def fail(self, failure: Failure) -> Failure:
-        """Breaks the group on all ranks; returns the first failure."""
-
     @property
-    def failure(self) -> Failure | None: ...
-
-    def close(self) -> None: ...
+    def shared_bytes(self) -> int: ...
 
     @property
     def sent_bytes(self) -> int: ...
@@ -781,3 +773,34 @@ class Messenger:
 
     @property
     def waited_ns(self) -> int: ...
+
+    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
+
+    def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def reduce_scatter(self, inputs: Sequence[int], output: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
+
+    def broadcast(self, data: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def all_gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def scatter(self, inputs: Sequence[tuple[int, int]], output: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def all_to_all(self, inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def barrier(self, timeout_s: float, block: bool) -> Ticket: ...
+
+    def send(self, data: int, size_bytes: int, to: int, tag: int, code: int, timeout_s: float) -> Transfer: ...
+
+    def receive(self, data: int, size_bytes: int, source: int, tag: int, code: int, timeout_s: float) -> Transfer:
+        """Receives from `source`; from any rank if it is -1."""
+
+    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
+        """Waits for a send or receive; False: it is not done yet."""
+
+    def close(self) -> None: ...
+
+    @property
+    def jobs(self) -> int: ...

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 __all__ = [
+    "TOKEN_BYTES",
     "TransportSettings",
     "create_key_file",
+    "network",
     "plain_network",
     "read_key_file",
     "session_token",
@@ -100,6 +102,16 @@ def session_token(store: Store, node: int, name: str = "", timeout_s: float = 60
     return bytes.fromhex(read_key(store, key, 0, message, timeout_s))
 
 
+def network(
+    settings: TransportSettings, *, token: bytes, interface: str = "127.0.0.1"
+) -> _native.ZmqNetwork | _native.TcpNetwork:
+    """Create the network that ``settings`` choose; see :func:`zmq_network` and
+    :func:`plain_network`.
+    """
+    make = zmq_network if settings.uses_zeromq else plain_network
+    return make(settings, token=token, interface=interface)
+
+
 def zmq_network(
     settings: TransportSettings | None = None, *, token: bytes, interface: str = "127.0.0.1"
 ) -> _native.ZmqNetwork:
@@ -107,7 +119,7 @@ def zmq_network(
 
     Args:
         token: the same 16 bytes on all nodes; see :func:`session_token`.
-        interface: the address or device at which other hosts reach this one; default: none can.
+        interface: the address at which other hosts reach this one; default: none can.
 
     Raises:
         ConfigError: the key file is invalid.

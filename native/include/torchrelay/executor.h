@@ -64,6 +64,9 @@ class Executor {
     return true;
   }
 
+  // Whether a job is queued or running.
+  bool busy();
+
   // Whether running jobs should stop.
   bool stopping() const noexcept { return stopping_.load(std::memory_order_acquire); }
 

@@ -35,6 +35,9 @@ Kernel find_kernel(Dtype dtype, Op op);
 // The same for a named instruction set, one of instruction_sets(); for tests and benchmarks.
 Kernel find_kernel(Dtype dtype, Op op, const std::string& instruction_set);
 
+// Divides elements in place; integers round towards zero.
+void divide(Dtype dtype, std::byte* data, std::size_t count, int divisor);
+
 // Those this machine has, the best first: "avx512", "avx2", "baseline".
 std::vector<std::string> instruction_sets();
 

@@ -12,7 +12,7 @@ namespace torchrelay {
 using SessionToken = std::array<unsigned char, 16>;
 
 struct NetworkOptions {
-  std::string interface = "127.0.0.1";  // an address or a device name ("eth0") that peers can reach
+  std::string interface = "127.0.0.1";  // an address that peers can reach
   bool local_sockets = true;            // use Unix sockets to peers of the same network namespace
   SessionToken token{};
   std::size_t max_message_bytes = std::size_t{1} << 30;

@@ -25,38 +25,13 @@
 #include <string>
 #include <vector>
 
+#include "torchrelay/call.h"
 #include "torchrelay/error.h"
 #include "torchrelay/liveness.h"
-#include "torchrelay/reduce.h"
 #include "torchrelay/shared_memory.h"
 #include "torchrelay/wait.h"
 
 namespace torchrelay {
-
-enum class Kind : std::uint8_t {
-  kNone,
-  kAllReduce,
-  kReduce,
-  kReduceScatter,
-  kBroadcast,
-  kAllGather,
-  kGather,
-  kScatter,
-  kAllToAll,
-  kBarrier,
-};
-
-// What all ranks must agree on in one collective.
-struct Call {
-  Kind kind = Kind::kNone;
-  std::uint8_t dtype = 0;
-  Op op = Op::kSum;
-  std::uint8_t has_op = 0;
-  std::int32_t root = -1;
-  std::uint64_t count = 0;  // elements; 0 where each pair of ranks has its own (see SharedGroup::tables)
-
-  bool operator==(const Call&) const = default;
-};
 
 // One operation in progress: how long it may take, how it waits, who may stop it.
 struct Operation {
@@ -147,7 +122,6 @@ class SharedGroup {
   const std::byte* result(int rank) const noexcept;
 
   std::uint64_t waiting_ns() const noexcept { return waiting_ns_.load(std::memory_order_relaxed); }
-  std::string describe(const Call& call) const;
   int name_of(int rank) const noexcept { return names_[static_cast<std::size_t>(rank)]; }
 
   // Marks the group as failed, wakes the others, and throws.

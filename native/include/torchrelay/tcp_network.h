@@ -1,12 +1,10 @@
 // Endpoints over plain sockets: TCP between hosts, abstract Unix sockets within one network namespace.
 //
-// The thread that sends writes into the socket, and the thread that receives reads from it: a request and its
-// answer wake two threads, where a library with I/O threads of its own wakes six. A thread of the network's
-// sends only what a socket does not accept at once. Nothing is encrypted; zmq_network.h can encrypt.
+// The thread that sends writes into the socket, and the thread that receives reads from it, so that a request
+// and its answer wake two threads. What a socket does not accept at once is sent by the process's event loop.
 //
-// A connection carries messages one way. It starts with a preamble, which holds a protocol version and the
-// session's token: a connection without it is closed and counted, a peer of another version is an error. A
-// message is its size (8 bytes), then its bytes; one above the size limit ends the connection.
+// A connection carries messages one way: a greeting, then a frame each (transport/frames.h). One above the
+// size limit ends the connection. A member of the session with another version is an error.
 //
 // Order and loss: as TCP's. When a connection breaks, messages in flight are lost and later ones are sent on
 // a new connection; ReliableEndpoint detects the gap.
@@ -20,8 +18,6 @@
 #include "torchrelay/session.h"
 
 namespace torchrelay {
-
-inline constexpr std::uint16_t kTcpProtocolVersion = 1;
 
 class TcpNetwork final : public Network {
  public:

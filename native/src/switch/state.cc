@@ -53,6 +53,7 @@ Verdict SlotTable::apply(const Header& header, const std::byte* payload, std::ui
   mine |= bit;
   bitmaps_[(at ^ 1) * words_ + word] &= ~bit;
   ports_[at * shape_.num_workers + rank] = port;
+  if (seen && set.is_partial) return rank == 0 ? Verdict::kForward : Verdict::kDuplicate;
   if (seen) return set.count == 0 ? Verdict::kUnicast : Verdict::kDuplicate;
 
   std::int32_t* values = &values_[at * shape_.numel];
@@ -69,7 +70,21 @@ Verdict SlotTable::apply(const Header& header, const std::byte* payload, std::ui
   }
   const bool last = set.count == 1 || shape_.num_workers == 1;
   set.count = set.count == 0 ? shape_.num_workers - 1 : set.count - 1;
-  return last ? Verdict::kMulticast : Verdict::kConsumed;
+  set.is_partial = last && shape_.is_leaf;
+  if (!last) return Verdict::kConsumed;
+  return set.is_partial ? Verdict::kForward : Verdict::kMulticast;
+}
+
+bool SlotTable::accept(const Header& header, const std::byte* payload) {
+  if (header.slot >= shape_.num_slots || header.numel != shape_.numel) return false;
+  const std::size_t at = index(header.slot, header.set);
+  Set& set = sets_[at];
+  if (!set.is_partial || header.tsi != set.tsi) return false;
+  kernels().load(&values_[at * shape_.numel], payload, shape_.numel);
+  set.exponent = header.exponent;
+  set.second_exponent = header.second_exponent;
+  set.is_partial = false;
+  return true;
 }
 
 void SlotTable::result(const Header& header, std::byte* out) const {

@@ -26,12 +26,49 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kMaxControlQueue = 1024;
 constexpr std::size_t kMaxControlBytes = 512;
 constexpr int kBatchesPerPoll = 16;
+constexpr int kBetweenSignsMs = 1000;  // of life, to the switch above
 constexpr std::size_t kMaxCallers = 8192;
 constexpr std::uint64_t kMaxCalls = 256;  // of one address in a second; also in native/bpf
 
+Endpoint endpoint_of(int fd, decltype(getsockname)* which) {
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  which(fd, reinterpret_cast<sockaddr*>(&address), &size);
+  return {ntohl(address.sin_addr.s_addr), ntohs(address.sin_port)};
+}
+
+// A socket of the switch: one of its ports, or connected to the switch above it for one session.
+struct Gate {
+  explicit Gate(int socket)
+      : fd(socket), port(endpoint_of(socket, getsockname).port), inbox(socket), outbox(socket, false) {}
+  ~Gate() { close(); }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+  void close() {
+    if (fd >= 0) ::close(fd);
+    fd = -1;
+  }
+
+  int fd;
+  const std::uint16_t port;
+  Inbox inbox;
+  Outbox outbox;
+};
+
+struct Uplink {
+  Uplink(std::uint64_t session, int socket)
+      : session_id(session), gate(socket), above(endpoint_of(socket, getpeername)) {}
+
+  const std::uint64_t session_id;
+  Gate gate;
+  const Endpoint above;
+};
+
 struct Session {
-  Session(std::uint64_t session_id, const TableShape& shape)
+  Session(std::uint64_t session_id, const TableShape& shape, std::shared_ptr<Uplink> to_switch_above)
       : id(session_id),
+        uplink(std::move(to_switch_above)),
         table(shape),
         addresses(shape.num_workers),
         workers(shape.num_workers),
@@ -41,6 +78,7 @@ struct Session {
   }
 
   std::uint64_t id;
+  std::shared_ptr<Uplink> uplink;  // of a leaf
   SlotTable table;
   std::vector<std::uint32_t> addresses;  // of the workers; 0: not known yet
   SwitchCounts counts{};
@@ -80,41 +118,17 @@ int bound_socket(const UdpSwitchOptions& options, std::uint16_t port) {
   return fd;
 }
 
-std::uint16_t port_of(int fd) {
-  sockaddr_in address{};
-  socklen_t size = sizeof address;
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
-  return ntohs(address.sin_port);
-}
-
 void count(SwitchCounts& counts, Verdict verdict) {
   switch (verdict) {
     case Verdict::kConsumed: break;
     case Verdict::kMulticast: ++counts[kCompleted]; break;
+    case Verdict::kForward: ++counts[kForwarded]; break;
     case Verdict::kUnicast: ++counts[kAnsweredAgain]; break;
     case Verdict::kDuplicate: ++counts[kDuplicates]; break;
     case Verdict::kStale: ++counts[kStale]; break;
     case Verdict::kRejected: ++counts[kRejected]; break;
   }
 }
-
-// A socket of the switch.
-struct Gate {
-  explicit Gate(int socket) : fd(socket), port(port_of(socket)), inbox(socket), outbox(socket, false) {}
-  ~Gate() { close(); }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-
-  void close() {
-    if (fd >= 0) ::close(fd);
-    fd = -1;
-  }
-
-  int fd;
-  const std::uint16_t port;
-  Inbox inbox;
-  Outbox outbox;
-};
 
 std::vector<std::unique_ptr<Gate>> open_gates(const UdpSwitchOptions& options) {
   std::vector<std::unique_ptr<Gate>> gates;
@@ -139,18 +153,53 @@ struct UdpSwitch::State {
 
   void loop() {
     std::vector<pollfd> fds;
-    for (const auto& gate : gates) fds.push_back({gate->fd, POLLIN, 0});
-    fds.push_back({wake, POLLIN, 0});
-    while (!stopping.load()) {
-      (void)poll(fds.data(), fds.size(), -1);
-      for (std::size_t i = 0; i < gates.size(); ++i) {
+    std::vector<std::shared_ptr<Uplink>> uplinks;
+    for (Clock::time_point next_sign{}; !stopping.load();) {
+      if (uplinks_changed.exchange(false)) {
+        fds.assign({{wake, POLLIN, 0}});
+        for (const auto& gate : gates) fds.push_back({gate->fd, POLLIN, 0});
+        uplinks = current_uplinks();
+        for (const auto& uplink : uplinks) fds.push_back({uplink->gate.fd, POLLIN, 0});
+      }
+      (void)poll(fds.data(), fds.size(), uplinks.empty() ? -1 : kBetweenSignsMs);
+      std::uint64_t woken = 0;
+      if (fds[0].revents != 0) (void)!read(wake, &woken, sizeof woken);
+      for (std::size_t i = 1; i < fds.size(); ++i) {
         if (fds[i].revents == 0) continue;
-        for (int batch = 0; batch < kBatchesPerPoll && !stopping.load() && serve(*gates[i]); ++batch) {
+        const auto serve_one = [&] {
+          return i <= gates.size() ? serve(*gates[i - 1]) : serve(*uplinks[i - 1 - gates.size()]);
+        };
+        for (int batch = 0; batch < kBatchesPerPoll && !stopping.load() && serve_one(); ++batch) {
           while (waiting.load() != 0)
             std::this_thread::yield();  // or a busy socket would keep the lock from others
         }
       }
+      if (const auto now = Clock::now(); !uplinks.empty() && now >= next_sign) {
+        for (const auto& uplink : uplinks) send_sign_of_life(*uplink);
+        next_sign = now + std::chrono::milliseconds(kBetweenSignsMs);
+      }
     }
+  }
+
+  void wake_up() {
+    const std::uint64_t one = 1;
+    (void)!write(wake, &one, sizeof one);
+  }
+
+  std::vector<std::shared_ptr<Uplink>> current_uplinks() {
+    const std::lock_guard guard(lock);
+    std::vector<std::shared_ptr<Uplink>> found;
+    for (const auto& entry : sessions)
+      if (entry.second->uplink) found.push_back(entry.second->uplink);
+    return found;
+  }
+
+  // The switch above ends a session whose workers are all silent.
+  void send_sign_of_life(Uplink& uplink) {
+    const std::lock_guard guard(lock);
+    write_alive(uplink.gate.outbox.allocate(kAliveBytes));
+    uplink.gate.outbox.send_to(uplink.above);
+    uplink.gate.outbox.flush();
   }
 
   // Answers one batch; false if there was none.
@@ -158,8 +207,35 @@ struct UdpSwitch::State {
     const std::lock_guard guard(lock);
     const bool any =
         gate.inbox.receive([&](Bytes datagram, const Endpoint& from) { take(datagram, from, gate); });
-    for (const auto& each : gates) each->outbox.flush();
+    flush();
     return any;
+  }
+
+  // Takes a batch of results; false if there was none.
+  bool serve(Uplink& uplink) {
+    const std::lock_guard guard(lock);
+    const auto found = sessions.find(uplink.session_id);
+    if (found == sessions.end() || found->second->uplink.get() != &uplink) return false;
+    Session& session = *found->second;
+    bool is_lost = false;
+    const bool any = uplink.gate.inbox.receive([&](Bytes datagram, const Endpoint&) {
+      const auto notice = parse_notice(datagram);
+      is_lost = is_lost || notice == Notice::kUnknownSession;
+      if (notice == Notice::kCoalesced) uplink.gate.outbox.set_segmentation(false);
+      const auto header = parse(datagram);
+      if (!header || !session.table.accept(*header, datagram.data() + kHeaderBytes)) return;
+      ++session.counts[kCompleted];
+      multicast(session, *header);
+    });
+    flush();
+    if (is_lost || uplink.gate.inbox.refused() || uplink.gate.outbox.refused()) close_session(session.id);
+    return any;
+  }
+
+  void flush() {
+    for (const auto& gate : gates) gate->outbox.flush();
+    for (Outbox* outbox : forwarding) outbox->flush();
+    forwarding.clear();
   }
 
   Gate& gate_of(std::uint16_t switch_port) {
@@ -210,21 +286,26 @@ struct UdpSwitch::State {
     WorkerCounts& worker = session.workers[member.rank];
     ++worker.received;
     if (verdict == Verdict::kDuplicate || verdict == Verdict::kUnicast) ++worker.retransmissions;
-    if (verdict != Verdict::kMulticast && verdict != Verdict::kUnicast) return;
-    session.table.result(header, gate.outbox.allocate(packet_bytes(header.numel)));
-    if (verdict == Verdict::kUnicast) {
-      answer(session, from, gate);
-      return;
+    if (verdict == Verdict::kMulticast) multicast(session, header);
+    if (verdict == Verdict::kForward) {
+      Outbox& outbox = session.uplink->gate.outbox;
+      session.table.result(header, outbox.allocate(packet_bytes(header.numel)));
+      outbox.send_to(session.uplink->above);
+      if (forwarding.empty() || forwarding.back() != &outbox) forwarding.push_back(&outbox);
     }
+    if (verdict == Verdict::kUnicast) {
+      session.table.result(header, gate.outbox.allocate(packet_bytes(header.numel)));
+      answer(session, from, gate);
+    }
+  }
+
+  void multicast(Session& session, const Header& header) {
+    const Gate* last = nullptr;
     for (std::uint32_t rank = 0; rank < session.addresses.size(); ++rank) {
-      const Endpoint to{session.addresses[rank], session.table.port(header, rank)};
-      if (session.switch_ports[rank] == gate.port) {
-        answer(session, to, gate);
-      } else {
-        Gate& other = gate_of(session.switch_ports[rank]);
-        session.table.result(header, other.outbox.allocate(packet_bytes(header.numel)));
-        answer(session, to, other);
-      }
+      Gate& gate = gate_of(session.switch_ports[rank]);
+      if (&gate != last) session.table.result(header, gate.outbox.allocate(packet_bytes(header.numel)));
+      last = &gate;
+      answer(session, {session.addresses[rank], session.table.port(header, rank)}, gate);
     }
   }
 
@@ -275,7 +356,9 @@ struct UdpSwitch::State {
     if (found == sessions.end()) return;
     std::erase_if(members, [&](const auto& entry) { return entry.second.session == found->second.get(); });
     add(stats, found->second->counts);
+    if (found->second->uplink) uplinks_changed.store(true);
     sessions.erase(found);
+    wake_up();
   }
 
   static void add(SwitchCounts& sum, const SwitchCounts& more) {
@@ -292,10 +375,12 @@ struct UdpSwitch::State {
 
   UdpSwitchOptions options;
   const std::vector<std::unique_ptr<Gate>> gates;  // what they refer to: under the lock
+  std::vector<Outbox*> forwarding;  // to switches above, in the batch in progress; under the lock
   int wake;
   std::thread thread;
 
   std::atomic<bool> stopping{false};
+  std::atomic<bool> uplinks_changed{true};
 
   std::mutex queue_lock;  // taken last
   std::condition_variable arrived;
@@ -319,20 +404,30 @@ UdpSwitch::~UdpSwitch() { stop(); }
 void UdpSwitch::stop() {
   if (origin_.is_forked() || !state_->thread.joinable()) return;
   state_->stopping.store(true);
-  const std::uint64_t one = 1;
-  (void)!write(state_->wake, &one, sizeof one);
+  state_->wake_up();
   state_->thread.join();
   const auto guard = state_->hold();
   for (const auto& gate : state_->gates) gate->close();
+  for (const auto& entry : state_->sessions)
+    if (entry.second->uplink) entry.second->uplink->gate.close();
 }
 
 std::uint16_t UdpSwitch::port() const noexcept { return state_->gates[0]->port; }
 
-void UdpSwitch::open_session(std::uint64_t id, const TableShape& shape) {
-  auto session = std::make_unique<Session>(id, shape);
+void UdpSwitch::open_session(std::uint64_t id, const TableShape& shape, int uplink) {
+  std::shared_ptr<Uplink> to_switch_above;
+  if (uplink >= 0) {
+    prepare_socket(uplink);
+    to_switch_above = std::make_shared<Uplink>(id, uplink);
+  }
+  TableShape own = shape;
+  own.is_leaf = uplink >= 0;
+  auto session = std::make_unique<Session>(id, own, std::move(to_switch_above));
   const auto guard = state_->hold();
   state_->close_session(id);
   state_->sessions[id] = std::move(session);
+  state_->uplinks_changed.store(true);
+  state_->wake_up();
 }
 
 void UdpSwitch::close_session(std::uint64_t id) {

@@ -1,5 +1,6 @@
 #include "torchrelay/transport/event_loop.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
@@ -33,15 +34,16 @@ std::shared_ptr<EventLoop> EventLoop::shared() {
   return loop;
 }
 
-EventLoop::EventLoop()
+EventLoop::EventLoop(Driver driver)
     : poller_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   epoll_event event = event_of(kWake, EPOLLIN);
   if (!poller_ || !wake_ || epoll_ctl(poller_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0)
     throw Error(Code::kUnavailable, with_errno("making an event loop"));
-  thread_ = std::thread([this] { run(); });
+  if (driver == Driver::kOwnThread) thread_ = std::thread([this] { run(); });
 }
 
 EventLoop::~EventLoop() {
+  if (!thread_.joinable()) return;
   if (origin_.is_forked()) {
     thread_.detach();
     return;
@@ -93,13 +95,13 @@ void EventLoop::forget(Id id) {
   } else {
     std::erase_if(calls_, [&](const auto& each) { return each.first.second == id; });
   }
-  if (std::this_thread::get_id() == thread_.get_id()) return;
+  if (is_running_here()) return;
   changed_.wait(guard, [&] { return current_ != id || id == 0; });
 }
 
 void EventLoop::finish_running() {
   std::unique_lock guard(lock_);
-  if (std::this_thread::get_id() == thread_.get_id()) return;
+  if (is_running_here()) return;
   const auto made = calls_made_;
   changed_.wait(guard, [&] { return current_ == 0 || calls_made_ != made; });
 }
@@ -120,7 +122,7 @@ void EventLoop::call(std::unique_lock<std::mutex>& guard, Id id, const Function&
   changed_.notify_all();
 }
 
-void EventLoop::dispatch(Id id, std::uint32_t events) {
+void EventLoop::call_ready(Id id, std::uint32_t events) {
   std::unique_lock guard(lock_);
   const auto found = watches_.find(id);
   if (found == watches_.end()) return;
@@ -128,38 +130,64 @@ void EventLoop::dispatch(Id id, std::uint32_t events) {
   call(guard, id, [&] { (*ready)(events); });
 }
 
-// Calls what is due; returns the milliseconds until the next call, -1 if there is none.
-int EventLoop::call_due() {
+// Calls what is due; returns the time until the next call, nothing if there is none.
+std::optional<EventLoop::Clock::duration> EventLoop::call_due() {
   std::unique_lock guard(lock_);
   for (;;) {
-    if (stopping_) return 0;
-    if (calls_.empty()) return -1;
+    if (stopping_) return Clock::duration(0);
+    if (calls_.empty()) return std::nullopt;
     const auto left = calls_.begin()->first.first - Clock::now();
-    if (left.count() > 0) return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(left).count());
+    if (left.count() > 0) return left;
     auto node = calls_.extract(calls_.begin());
     call(guard, node.key().second, node.mapped());
   }
 }
 
-void EventLoop::run() {
+void EventLoop::dispatch(int timeout_ms) {
   std::array<epoll_event, 64> events;
+  const int count = epoll_wait(poller_.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
+  for (int i = 0; i < count; ++i) {
+    const epoll_event& event = events[static_cast<std::size_t>(i)];
+    if (event.data.u64 != kWake) {
+      call_ready(event.data.u64, event.events);
+      continue;
+    }
+    std::uint64_t value;
+    [[maybe_unused]] const auto got = ::read(wake_.get(), &value, sizeof value);
+  }
+}
+
+void EventLoop::run() {
+  {
+    const std::lock_guard guard(lock_);
+    runner_ = std::this_thread::get_id();
+  }
   for (;;) {
-    const int timeout_ms = call_due();
+    const auto left = call_due();
     {
       const std::lock_guard guard(lock_);
       if (stopping_) return;
     }
-    const int count = epoll_wait(poller_.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
-    for (int i = 0; i < count; ++i) {
-      const epoll_event& event = events[static_cast<std::size_t>(i)];
-      if (event.data.u64 != kWake) {
-        dispatch(event.data.u64, event.events);
-        continue;
-      }
-      std::uint64_t value;
-      [[maybe_unused]] const auto got = ::read(wake_.get(), &value, sizeof value);
-    }
+    dispatch(left ? static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(*left).count()) : -1);
   }
+}
+
+void EventLoop::run_for(std::chrono::nanoseconds longest) {
+  {
+    const std::lock_guard guard(lock_);
+    runner_ = std::this_thread::get_id();
+  }
+  const auto left = call_due();
+  if (left) longest = std::min<std::chrono::nanoseconds>(longest, *left);
+  if (longest.count() > 0) {
+    const auto seconds = std::chrono::floor<std::chrono::seconds>(longest);
+    const timespec pause{seconds.count(), (longest - seconds).count()};
+    pollfd item{poller_.get(), POLLIN, 0};  // epoll_wait counts in milliseconds
+    ppoll(&item, 1, &pause, nullptr);
+  }
+  dispatch(0);
+  const std::lock_guard guard(lock_);
+  runner_ = {};
 }
 
 }  // namespace torchrelay::transport

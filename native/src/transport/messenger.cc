@@ -1,7 +1,5 @@
 #include "torchrelay/transport/messenger.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -65,15 +63,21 @@ Messenger::Messenger(MessengerOptions options, Descriptor listener, ReceiveLocal
       receive_locally_(std::move(receive_locally)),
       on_failure_(std::move(on_failure)),
       loop_(EventLoop::shared()),
+      greeting_{.rank = static_cast<std::uint32_t>(options_.rank), .token = options_.token},
       peers_(make<std::unique_ptr<Peer>>(options_.addresses.size())),
-      listener_(std::move(listener)) {
+      listener_(*loop_, std::move(listener),
+                {.token = options_.token,
+                 .tls = options_.tls,
+                 .name = std::to_string(options_.rank),
+                 .max_strangers = options_.max_strangers,
+                 .greeting_timeout = options_.greeting_timeout},
+                [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
+                  return accept(std::move(stream), greeting);
+                }) {
   const std::size_t size = peers_.size();
   if (options_.rank < 0 || static_cast<std::size_t>(options_.rank) >= size || options_.names.size() != size)
     throw Error(Code::kArgument, "rank " + std::to_string(options_.rank) + " does not fit a group of " +
                                      std::to_string(size) + " ranks");
-  fcntl(listener_.get(), F_SETFL, fcntl(listener_.get(), F_GETFL) | O_NONBLOCK);
-  const std::lock_guard guard(lock_);
-  listening_ = loop_->watch(listener_.get(), EPOLLIN, [this](std::uint32_t events) { accept_all(events); });
 }
 
 Messenger::~Messenger() { close(); }
@@ -82,12 +86,17 @@ Messenger::~Messenger() { close(); }
 
 std::shared_ptr<Transfer> Messenger::send(Block data, int to, std::int32_t tag, std::uint8_t code,
                                           std::chrono::nanoseconds timeout) {
-  return post({Kind::kData, code, 0, 0, tag, 0, data.size_bytes}, data, to, timeout);
+  return post({.code = code, .tag = tag, .size_bytes = data.size_bytes}, data, to, timeout);
 }
 
 std::shared_ptr<Transfer> Messenger::announce(Block data, int to, std::int32_t tag, std::uint8_t code,
                                               std::int32_t local_tag) {
-  return post({Kind::kLocal, code, 0, local_tag, tag, 0, data.size_bytes}, {}, to, {});
+  return post({.kind = FrameKind::kLocal,
+               .code = code,
+               .local_tag = local_tag,
+               .tag = tag,
+               .size_bytes = data.size_bytes},
+              {}, to, {});
 }
 
 std::shared_ptr<Transfer> Messenger::post(Frame frame, Block data, int to, std::chrono::nanoseconds timeout) {
@@ -103,7 +112,7 @@ std::shared_ptr<Transfer> Messenger::post(Frame frame, Block data, int to, std::
     is_connected = peer.out != nullptr;
     if (!is_refused) {
       sent_bytes_.fetch_add(data.size_bytes, std::memory_order_relaxed);
-      peer.queue.push_back({bytes_of(frame), {}, data, transfer});
+      peer.queue.push_back({frame, {}, data, transfer});
       if (is_connected && !peer.out->wants_write) flush(peer, sent);
     }
   }
@@ -131,7 +140,7 @@ void Messenger::queue(int to, const Frame& frame, std::vector<std::byte> body) {
   std::vector<std::shared_ptr<Transfer>> sent;
   {
     const std::lock_guard guard(peer.lock);
-    peer.queue.push_back({bytes_of(frame), std::move(body), {}, nullptr});
+    peer.queue.push_back({frame, std::move(body), {}, nullptr});
     flush(peer, sent);
   }
   for (auto& each : sent) each->ticket().finish(nullptr);
@@ -216,7 +225,7 @@ std::exception_ptr Messenger::mismatch_of(const Transfer& transfer, int source, 
 // Gives a receive a message that is in memory, or whose bytes are in shared memory.
 void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, Parked message, Consequences& then) {
   transfer->source_ = message.source;
-  if (message.frame.kind == Kind::kLocal) {
+  if (message.frame.kind == FrameKind::kLocal) {
     then.local.push_back({transfer, message.source, message.frame});
     return;
   }
@@ -395,8 +404,8 @@ Error Messenger::fail(const Error& error) {
   return error;
 }
 
-Messenger::Frame Messenger::failed_frame(const std::vector<std::byte>& body) {
-  return {Kind::kFailed, 0, 0, 0, 0, 0, body.size()};
+Frame Messenger::failed_frame(const std::vector<std::byte>& body) {
+  return {.kind = FrameKind::kFailed, .size_bytes = body.size()};
 }
 
 void Messenger::require_rank(const char* operation, int rank) const {
@@ -425,7 +434,7 @@ void Messenger::close() {
       if (!peers_[rank]->connections.empty() || peers_[rank]->connecting)
         connected.push_back(static_cast<int>(rank));
   }
-  for (const int rank : connected) queue(rank, {Kind::kLeft, 0, 0, 0, 0, 0, 0}, {});
+  for (const int rank : connected) queue(rank, {.kind = FrameKind::kLeft}, {});
   settle(then);
 
   const auto deadline = Clock::now() + options_.flush_timeout;
@@ -439,14 +448,12 @@ void Messenger::close() {
     std::unique_lock guard(lock_);
     changed_.wait_until(guard, deadline, [&] { return reports_ == 0; });
     connections.swap(connections_);
-    strangers_.clear();
     ids.swap(timers_);
-    ids.insert(listening_);
     for (const auto& connection : connections) ids.insert(connection->watch);
     for (const auto& peer : peers_) peer->connections.clear();
   }
   for (const auto id : ids) loop_->forget(id);
-  loop_->finish_running();  // of a connection that ended meanwhile
+  listener_.close();  // and waits for what a connection that ended meanwhile still does
   Consequences last;
   for (const auto& peer : peers_) {
     std::vector<std::shared_ptr<Transfer>> abandoned;
@@ -456,7 +463,6 @@ void Messenger::close() {
     for (auto& transfer : abandoned) last.end(std::move(transfer), std::make_exception_ptr(closed_error()));
     peer->queue.clear();
   }
-  listener_.reset();
   settle(last);
 }
 

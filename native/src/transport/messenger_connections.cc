@@ -1,5 +1,3 @@
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -9,48 +7,36 @@
 namespace torchrelay::transport {
 namespace {
 
-constexpr std::size_t kReadBytes = std::size_t{256} << 10;  // with the lock, which senders rarely need
-constexpr std::size_t kReadBudget = std::size_t{2} << 20;   // of one connection before the others' turn
+constexpr std::size_t kReadBudget = std::size_t{2} << 20;  // of one connection before the others' turn
 constexpr std::size_t kMaxReport = std::size_t{64} << 10;
-constexpr int kMaxParts = 64;
-constexpr int kMaxAccepted = 64;  // before the others' turn
-constexpr std::chrono::milliseconds kRetryAccept{50};
 
 }  // namespace
 
 // --- writing
 
-// Writes what the socket accepts of one frame; true when it is complete.
-bool Messenger::write(Connection& connection, Outgoing& outgoing, bool& blocked) {
-  std::array<iovec, 3> parts;
-  int count = 0;
-  std::size_t skip = outgoing.sent, left = 0;
-  const auto add = [&](const std::byte* data, std::size_t size) {
-    const std::size_t skipped = std::min(skip, size);
-    skip -= skipped;
-    if (size == skipped) return;
-    parts[static_cast<std::size_t>(count++)] = {const_cast<std::byte*>(data) + skipped, size - skipped};
-    left += size - skipped;
-  };
-  add(outgoing.head.data(), outgoing.head.size());
-  add(outgoing.body.data(), outgoing.body.size());
-  add(outgoing.data.data, outgoing.data.size_bytes);
-  if (left == 0) return true;
-  const Moved moved = connection.stream->write(parts.data(), count);
-  outgoing.sent += moved.size_bytes;
-  connection.write_ended = moved.ended;  // the loop sees the same end, after what can still be read
-  blocked = moved.size_bytes < left;
-  return !blocked;
+// Writes what the socket accepts; true when all is written.
+bool Messenger::write(Connection& connection, std::initializer_list<std::span<const std::byte>> parts,
+                      std::size_t& sent) {
+  const Written written = write_rest(*connection.stream, parts, sent);
+  if (written.ended) connection.write_ended = true;  // the loop sees it too, after what can still be read
+  return written.is_complete;
+}
+
+// The first bytes of a connection that this end made; true when all are written.
+bool Messenger::greet(Connection& connection) {
+  return !connection.greets || write(connection, {bytes_of(greeting_), connection.body}, connection.greeted);
 }
 
 // Called with the peer's lock. Moves transfers that were sent to `sent`.
 bool Messenger::flush(Peer& peer, std::vector<std::shared_ptr<Transfer>>& sent) {
   if (!peer.out || peer.out->write_ended) return false;
   Connection& out = *peer.out;
-  bool blocked = false;
-  if (out.greeting && write(out, *out.greeting, blocked)) out.greeting.reset();
-  while (!out.greeting && !blocked && !peer.queue.empty()) {
-    if (!write(out, peer.queue.front(), blocked)) break;
+  bool blocked = !greet(out);
+  while (!blocked && !peer.queue.empty()) {
+    Outgoing& next = peer.queue.front();
+    blocked =
+        !write(out, {bytes_of(next.frame), next.body, {next.data.data, next.data.size_bytes}}, next.sent);
+    if (blocked) break;
     if (peer.queue.front().transfer) sent.push_back(std::move(peer.queue.front().transfer));
     peer.queue.pop_front();
   }
@@ -79,19 +65,20 @@ void Messenger::watch_for(Connection& connection) {
 
 // --- making and ending connections
 
-Messenger::ConnectionPtr Messenger::start(Descriptor socket, bool connecting) {
+Messenger::ConnectionPtr Messenger::start(std::unique_ptr<Stream> stream, int rank, bool connecting) {
   auto connection = std::make_shared<Connection>();
-  const int fd = socket.get();
-  connection->stream = std::make_unique<PlainStream>(std::move(socket));
-  connection->state = connecting ? Connection::State::kConnecting : Connection::State::kStranger;
-  if (connecting) {
-    const Greeting greeting{kMagic, kVersion, 0, static_cast<std::uint32_t>(options_.rank), options_.token};
-    connection->greeting.emplace().head = bytes_of(greeting);
-  }
-  connection->watch = loop_->watch(fd, connecting ? EPOLLOUT : EPOLLIN,
+  connection->stream = std::move(stream);
+  connection->rank = rank;
+  if (connecting) connection->state = Connection::State::kConnecting;
+  connection->greets = connecting;
+  connection->watch = loop_->watch(connection->stream->fd(), connecting ? EPOLLOUT : EPOLLIN,
                                    [this, connection](std::uint32_t events) { ready(connection, events); });
   connections_.insert(connection);
   return connection;
+}
+
+Messenger::ConnectionPtr Messenger::start_to(int rank, Descriptor socket) {
+  return start(open_stream(options_.tls.get(), std::move(socket), true, std::to_string(rank)), rank, true);
 }
 
 void Messenger::call_after(std::chrono::milliseconds delay, EventLoop::Id& id,
@@ -122,8 +109,7 @@ void Messenger::connect(int to) {
     await_another(to, "cannot be reached (" + std::string(std::strerror(errno)) + ")");
     return;
   }
-  const auto connection = start(std::move(socket), true);
-  connection->rank = to;
+  const auto connection = start_to(to, std::move(socket));
   const std::weak_ptr<Connection> weak = connection;
   call_after(options_.connect_timeout, connection->deadline, [this, weak, to] {
     const std::lock_guard guard(lock_);
@@ -137,7 +123,6 @@ void Messenger::connect(int to) {
 // Removes a connection; its socket is closed when nobody uses it any more.
 void Messenger::drop(const ConnectionPtr& connection) {
   if (connections_.erase(connection) == 0) return;
-  std::erase(strangers_, connection);
   loop_->forget(connection->watch);
   forget(connection->deadline);
 }
@@ -193,8 +178,6 @@ void Messenger::lose(int rank, const std::string& reason, Consequences& then) {
 void Messenger::admit(const ConnectionPtr& connection, int rank, Consequences& then) {
   Peer& peer = peer_of(rank);
   forget(connection->deadline);
-  std::erase(strangers_, connection);
-  connection->rank = rank;
   connection->state = Connection::State::kMember;
   peer.connecting = false;
   peer.connections.push_back(connection);
@@ -204,12 +187,10 @@ void Messenger::admit(const ConnectionPtr& connection, int rank, Consequences& t
     const bool is_out = peer.out == connection;
     if (failure_ && is_out) {
       const auto body = encode(*failure_);
-      peer.queue.push_back({bytes_of(failed_frame(body)), body, {}, nullptr});
+      peer.queue.push_back({failed_frame(body), body, {}, nullptr});
     }
     // One that only receives still has to present itself.
-    bool blocked = false;
-    if (!is_out && connection->greeting && write(*connection, *connection->greeting, blocked))
-      connection->greeting.reset();
+    if (!is_out) greet(*connection);
   }
   watch_for(*connection);
   then.to_flush.push_back(rank);
@@ -218,6 +199,7 @@ void Messenger::admit(const ConnectionPtr& connection, int rank, Consequences& t
 void Messenger::end(const ConnectionPtr& connection, Consequences& then) {
   const int rank = connection->rank;
   const bool is_member = connection->state == Connection::State::kMember;
+  const std::string why = connection->stream->failure();
   drop(connection);
   if (!is_member || closed_) return;
   Peer& peer = peer_of(rank);
@@ -233,19 +215,19 @@ void Messenger::end(const ConnectionPtr& connection, Consequences& then) {
   if (peer.left && peer.connections.empty())
     lose(rank, kLeft, then);
   else if (!peer.left)
-    await_another(rank, kDied);
+    await_another(rank, why.empty() ? kDied : why);
 }
 
 // Over a connection of its own; without waiting for its end.
 void Messenger::send_report(int to, const std::vector<std::byte>& body) {
   Descriptor socket = start_connecting(options_.addresses[static_cast<std::size_t>(to)]);
   if (!socket) return;
-  const auto connection = start(std::move(socket), true);
+  const auto connection = start_to(to, std::move(socket));
   connection->state = Connection::State::kReport;
-  Outgoing& outgoing = *connection->greeting;
-  const auto frame = bytes_of(failed_frame(body));
-  outgoing.body = frame;
-  outgoing.body.insert(outgoing.body.end(), body.begin(), body.end());
+  const Frame frame = failed_frame(body);
+  const auto head = bytes_of(frame);
+  connection->body.assign(head.begin(), head.end());
+  connection->body.insert(connection->body.end(), body.begin(), body.end());
   ++reports_;
   const std::weak_ptr<Connection> weak = connection;
   call_after(options_.connect_timeout, connection->deadline, [this, weak] {
@@ -261,69 +243,23 @@ void Messenger::end_report(const ConnectionPtr& connection) {
   changed_.notify_all();
 }
 
-// --- strangers
-
-void Messenger::accept_all(std::uint32_t) {
+// A connection that another rank made.
+bool Messenger::accept(std::unique_ptr<Stream> stream, const Greeting& greeting) {
+  if (greeting.version != kVersion || greeting.rank >= peers_.size()) return false;
   Consequences then;
   {
     const std::lock_guard guard(lock_);
-    for (int i = 0; i < kMaxAccepted && !closed_; ++i) {
-      Descriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      if (!socket) {
-        if (errno == EAGAIN || errno == EWOULDBLOCK) break;
-        if (errno == EINTR || errno == ECONNABORTED) continue;
-        end_oldest_stranger(then);  // there may be no descriptor left
-        loop_->change(listening_, 0);
-        EventLoop::Id id = 0;
-        call_after(kRetryAccept, id, [this] { loop_->change(listening_, EPOLLIN); });
-        break;
-      }
-      if (strangers_.size() >= options_.max_strangers) end_oldest_stranger(then);
-      ConnectionPtr stranger;
-      try {
-        stranger = start(std::move(socket), false);
-      } catch (const Error&) {
-        continue;  // the kernel watches no more of them
-      }
-      strangers_.push_back(stranger);
-      const std::weak_ptr<Connection> weak = stranger;
-      call_after(options_.greeting_timeout, stranger->deadline, [this, weak] {
-        const std::lock_guard late_guard(lock_);
-        const auto late = weak.lock();
-        if (late && late->state == Connection::State::kStranger) drop(late);
-      });
+    if (closed_) return false;
+    try {
+      const auto rank = static_cast<int>(greeting.rank);
+      const auto connection = start(std::move(stream), rank, false);
+      admit(connection, rank, then);
+      read(connection, then);
+    } catch (const Error&) {  // the kernel watches no more of them
+      return false;
     }
   }
   settle(then);
-}
-
-void Messenger::end_oldest_stranger(Consequences& then) {
-  if (strangers_.empty()) return;
-  const auto oldest = strangers_.front();
-  greet(oldest, then);  // it may have spoken since
-  if (oldest->state == Connection::State::kStranger) drop(oldest);
-}
-
-// Reads the greeting; admits a rank, and ends what is none. False: more must come, or it ended.
-bool Messenger::greet(const ConnectionPtr& connection, Consequences& then) {
-  Connection& from = *connection;
-  const Moved moved = from.stream->read(from.buffer.data() + from.size, from.buffer.size() - from.size);
-  from.size += moved.size_bytes;
-  if (from.size < sizeof(Greeting)) {
-    if (moved.ended) drop(connection);
-    return false;
-  }
-  Greeting greeting;
-  std::memcpy(&greeting, from.buffer.data(), sizeof greeting);
-  if (greeting.magic != kMagic || greeting.version != kVersion || greeting.rank >= peers_.size() ||
-      !equal(greeting.token, options_.token) || closed_) {
-    drop(connection);
-    return false;
-  }
-  from.begin = sizeof greeting;
-  from.size -= sizeof greeting;
-  admit(connection, static_cast<int>(greeting.rank), then);
-  read(connection, then);
   return true;
 }
 
@@ -337,7 +273,9 @@ void Messenger::ready(const ConnectionPtr& connection, std::uint32_t events) {
     if (!connections_.contains(connection)) return;
     Connection& it = *connection;
     if (it.state == State::kConnecting || it.state == State::kReport) {
-      if (const int error = connect_error(it.stream->fd()); error != 0) {
+      const int error = it.is_connected ? 0 : connect_error(it.stream->fd());
+      it.is_connected = true;
+      if (error != 0) {
         const bool is_report = it.state == State::kReport;
         if (is_report) {
           end_report(connection);
@@ -345,14 +283,22 @@ void Messenger::ready(const ConnectionPtr& connection, std::uint32_t events) {
           drop(connection);
           await_another(it.rank, "cannot be reached (" + std::string(std::strerror(error)) + ")");
         }
+      } else if (const auto result = it.stream->negotiate(); result == Negotiation::kFailed) {
+        const std::string reason = it.stream->failure();
+        if (it.state == State::kReport) {
+          end_report(connection);
+        } else {
+          drop(connection);
+          await_another(it.rank, reason);
+        }
+      } else if (result == Negotiation::kInProgress) {
+        loop_->change(it.watch, it.stream->has_unsent() ? EPOLLIN | EPOLLOUT : EPOLLIN);
       } else if (it.state == State::kReport) {
-        bool blocked = false;
-        if (write(it, *it.greeting, blocked) || it.write_ended) end_report(connection);
+        loop_->change(it.watch, EPOLLOUT);
+        if (greet(it) || it.write_ended) end_report(connection);
       } else {
         admit(connection, it.rank, then);
       }
-    } else if (it.state == State::kStranger) {
-      greet(connection, then);
     } else {
       if ((events & EPOLLOUT) != 0) then.to_flush.push_back(it.rank);
       if ((events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) read(connection, then);
@@ -364,8 +310,13 @@ void Messenger::ready(const ConnectionPtr& connection, std::uint32_t events) {
 void Messenger::resume(const ConnectionPtr& connection) {
   connection->paused = false;
   watch_for(*connection);
+  read_soon(connection);
+}
+
+// What is in a buffer makes no event.
+void Messenger::read_soon(const ConnectionPtr& connection) {
   EventLoop::Id id = 0;
-  call_after({}, id, [this, connection] {  // what is in its buffer makes no event
+  call_after({}, id, [this, connection] {
     Consequences then;
     {
       const std::lock_guard guard(lock_);
@@ -375,82 +326,64 @@ void Messenger::resume(const ConnectionPtr& connection) {
   });
 }
 
-// Reads what has arrived, frame by frame.
-void Messenger::read(const ConnectionPtr& connection, Consequences& then) {
-  Connection& from = *connection;
-  std::size_t budget = kReadBudget;
-  bool is_drained = false;  // the last read got less than it could hold
-  thread_local std::vector<std::byte> dropped(kReadBytes);
-  while (!from.paused && connections_.contains(connection)) {
-    if (!from.in_body && from.size >= sizeof(Frame)) {
-      std::memcpy(&from.frame, from.buffer.data() + from.begin, sizeof(Frame));
-      if (!open_frame(connection, then)) return;
-      from.begin += sizeof(Frame);
-      from.size -= sizeof(Frame);
-      continue;
-    }
-    if (!from.in_body) {
-      if (is_drained) return;
-      std::memmove(from.buffer.data(), from.buffer.data() + from.begin, from.size);
-      from.begin = 0;
-      const std::size_t space = from.buffer.size() - from.size;
-      const Moved moved = from.stream->read(from.buffer.data() + from.size, space);
-      from.size += moved.size_bytes;
-      is_drained = moved.size_bytes < space;
-      if (moved.ended) end(connection, then);
-      continue;
-    }
-    const std::size_t left = from.frame.size_bytes - from.got;
-    std::byte* to = from.target           ? from.target->data_.data + from.got
-                    : !from.aside.empty() ? from.aside.data() + from.got
-                                          : nullptr;
-    std::size_t size = std::min(left, from.size);
-    if (size != 0) {
-      if (to != nullptr) std::memcpy(to, from.buffer.data() + from.begin, size);
-      from.begin += size;
-      from.size -= size;
-    } else if (left != 0) {
-      if (is_drained || budget == 0) return;  // the loop comes again
-      const std::size_t wanted = std::min({left, kReadBytes, budget});
-      const Moved moved = from.stream->read(to != nullptr ? to : dropped.data(), wanted);
-      if (moved.ended) {
-        end(connection, then);
-        return;
-      }
-      size = moved.size_bytes;
-      budget -= size;
-      is_drained = size < wanted;
-    }
-    from.got += size;
-    if (from.got == from.frame.size_bytes) close_frame(connection, then);
+// Where the frames of one connection go. With the messenger's lock.
+class Messenger::Incoming final : public FrameSink {
+ public:
+  Incoming(Messenger& messenger, const ConnectionPtr& connection, Consequences& then)
+      : messenger_(messenger), connection_(connection), then_(then) {}
+
+  bool open(const Frame& frame) override { return messenger_.open_frame(connection_, frame, then_); }
+
+  std::byte* place() override {
+    Connection& from = *connection_;
+    return from.target ? from.target->data_.data : from.aside.empty() ? nullptr : from.aside.data();
   }
+
+  bool close() override {
+    messenger_.close_frame(connection_, then_);
+    return messenger_.connections_.contains(connection_);
+  }
+
+ private:
+  Messenger& messenger_;
+  const ConnectionPtr& connection_;
+  Consequences& then_;
+};
+
+void Messenger::read(const ConnectionPtr& connection, Consequences& then) {
+  if (connection->paused) return;
+  Incoming incoming(*this, connection, then);
+  std::size_t budget = kReadBudget;
+  if (!connection->reader.read(*connection->stream, incoming, budget))
+    end(connection, then);
+  else if (budget == 0 && !connection->paused && connection->stream->has_buffered())
+    read_soon(connection);
 }
 
 // Decides where the bytes of a frame go. False: it waits in the socket, or the connection has ended.
-bool Messenger::open_frame(const ConnectionPtr& connection, Consequences& then) {
+bool Messenger::open_frame(const ConnectionPtr& connection, const Frame& frame, Consequences& then) {
   Connection& from = *connection;
-  const Frame& frame = from.frame;
   Peer& peer = peer_of(from.rank);
-  from.got = 0;
   from.target = nullptr;
   from.aside = {};
-  if (frame.kind == Kind::kLeft) {
+  from.is_kept = false;
+  if (frame.kind == FrameKind::kLeft) {
     peer.left = true;
     return true;
   }
-  if (frame.kind > Kind::kLeft || (frame.kind == Kind::kFailed && frame.size_bytes > kMaxReport)) {
+  if (frame.kind > FrameKind::kLeft || (frame.kind == FrameKind::kFailed && frame.size_bytes > kMaxReport)) {
     lose(from.rank, kGarbled, then);
     return false;
   }
-  if (frame.kind == Kind::kLocal) {
+  if (frame.kind == FrameKind::kLocal) {
     if (const auto transfer = failed_ || closed_ ? nullptr : claim(from.rank, frame.tag))
       deliver(transfer, {from.rank, frame, {}}, then);
     else if (!failed_ && !closed_)
       parked_.push_back({from.rank, frame, {}});
     return true;
   }
-  bool is_kept = frame.kind == Kind::kFailed;
-  if (frame.kind == Kind::kData && !failed_ && !closed_) {
+  bool is_kept = frame.kind == FrameKind::kFailed;
+  if (frame.kind == FrameKind::kData && !failed_ && !closed_) {
     from.target = claim(from.rank, frame.tag);
     if (from.target) {
       if (auto error = mismatch_of(*from.target, from.rank, frame))
@@ -473,21 +406,20 @@ bool Messenger::open_frame(const ConnectionPtr& connection, Consequences& then) 
     return false;
   }
   from.is_kept = is_kept;
-  received_bytes_.fetch_add(frame.kind == Kind::kData ? frame.size_bytes : 0, std::memory_order_relaxed);
-  from.in_body = true;
+  received_bytes_.fetch_add(frame.kind == FrameKind::kData ? frame.size_bytes : 0, std::memory_order_relaxed);
   return true;
 }
 
 void Messenger::close_frame(const ConnectionPtr& connection, Consequences& then) {
   Connection& from = *connection;
-  from.in_body = false;
+  const Frame& frame = from.reader.frame();
   if (from.target) {
     from.target->source_ = from.rank;
     then.end(std::exchange(from.target, nullptr));
     return;
   }
   if (!from.is_kept) return;
-  if (from.frame.kind == Kind::kFailed) {
+  if (frame.kind == FrameKind::kFailed) {
     if (const auto error = decode(from.aside))
       then.failure = error;
     else
@@ -495,9 +427,9 @@ void Messenger::close_frame(const ConnectionPtr& connection, Consequences& then)
     return;
   }
   if (failed_ || closed_) return;
-  Parked message{from.rank, from.frame, std::exchange(from.aside, {})};
+  Parked message{from.rank, frame, std::exchange(from.aside, {})};
   // A receive may have been posted for it meanwhile.
-  if (const auto transfer = claim(from.rank, from.frame.tag)) {
+  if (const auto transfer = claim(from.rank, frame.tag)) {
     deliver(transfer, std::move(message), then);
     return;
   }

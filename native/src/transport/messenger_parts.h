@@ -13,55 +13,37 @@ inline constexpr const char* kDied =
     "has died or cannot be reached any more (its connection ended); look at its own output for the cause";
 inline constexpr const char* kLeft = "has left the group (destroy_process_group, or its process ended)";
 
+inline constexpr std::size_t kBufferBytes = 512;
 inline constexpr const char* kGarbled = "sent bytes that are no message of this version";
 
-// What precedes the frames of a connection.
-struct Greeting {
-  std::uint32_t magic;
-  std::uint16_t version;
-  std::uint16_t reserved;
-  std::uint32_t rank;
-  SessionToken token;
-};
-static_assert(sizeof(Greeting) == 28);
-inline constexpr std::uint32_t kMagic = 0x41'4c'52'54;  // "TRLA"
-inline constexpr std::uint16_t kVersion = 2;
-
-template <class Plain>
-std::vector<std::byte> bytes_of(const Plain& value) {
-  const auto* data = reinterpret_cast<const std::byte*>(&value);
-  return {data, data + sizeof value};
-}
-
-// A frame, or a greeting, on its way out. `body` owns bytes, `data` are those of the transfer.
+// A frame on its way out. `body` owns bytes, `data` are those of the transfer.
 struct Messenger::Outgoing {
-  std::vector<std::byte> head;
+  Frame frame;
   std::vector<std::byte> body;
   Block data;
   std::shared_ptr<Transfer> transfer;
-  std::size_t sent = 0;  // of head, body and data
+  std::size_t sent = 0;  // of all three
 };
 
 struct Messenger::Connection {
-  enum class State { kConnecting, kStranger, kMember, kReport };
+  enum class State { kConnecting, kMember, kReport };
 
   std::unique_ptr<Stream> stream;
-  State state = State::kStranger;
+  State state = State::kMember;
   int rank = -1;
   EventLoop::Id watch = 0, deadline = 0;
+  bool is_connected = false;  // only of one that this end makes; it may still negotiate
 
-  // Reading, with the messenger's lock. The buffer gets headers, and bodies that come with them.
-  std::array<std::byte, 512> buffer;
-  std::size_t begin = 0, size = 0;
-  bool in_body = false;
-  Frame frame{};
-  std::size_t got = 0;               // of the body
+  // Reading, with the messenger's lock.
+  FrameReader reader{kBufferBytes};
   std::shared_ptr<Transfer> target;  // its data gets the body; null: `aside` does, if it has the size
   std::vector<std::byte> aside;
   bool is_kept = false;  // what `aside` gets
 
   // Writing, with the peer's lock, or the messenger's for a report.
-  std::optional<Outgoing> greeting;
+  bool greets = false;          // this end made it
+  std::size_t greeted = 0;      // bytes of the greeting, and of what belongs to it
+  std::vector<std::byte> body;  // of a report
   std::atomic<bool> write_ended{false};
 
   std::mutex interest;  // in what the event loop watches for

@@ -6,6 +6,7 @@
 #include <poll.h>
 
 #include <cerrno>
+#include <cstring>
 #include <string>
 
 namespace torchrelay::transport {
@@ -18,9 +19,13 @@ Moved moved(ssize_t count) {
 
 }  // namespace
 
-PlainStream::PlainStream(Descriptor socket) : socket_(std::move(socket)) {
+void send_without_delay(int socket) noexcept {
   const int on = 1;
-  setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+PlainStream::PlainStream(Descriptor socket) : socket_(std::move(socket)) {
+  send_without_delay(socket_.get());
 }
 
 Moved PlainStream::read(std::byte* data, std::size_t size_bytes) {
@@ -36,21 +41,32 @@ Moved PlainStream::write(const iovec* parts, int count) {
   return moved(::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL));
 }
 
-Descriptor start_connecting(const Address& address) noexcept {
+bool resolve(const std::string& host, const std::string& port, SocketAddress& result) noexcept {
   addrinfo hints{}, *found = nullptr;
   hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
   hints.ai_socktype = SOCK_STREAM;
-  const std::string port = std::to_string(address.port);
-  if (getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found) != 0) {
-    errno = EADDRNOTAVAIL;
-    return {};
-  }
-  Descriptor socket(::socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const int result = socket ? ::connect(socket.get(), found->ai_addr, found->ai_addrlen) : -1;
-  const int error = errno;
+  if (getaddrinfo(host.c_str(), port.c_str(), &hints, &found) != 0) return false;
+  std::memcpy(&result.storage, found->ai_addr, found->ai_addrlen);
+  result.size = found->ai_addrlen;
   freeaddrinfo(found);
+  return true;
+}
+
+Descriptor start_connecting(const SocketAddress& address, const std::function<void(int)>& prepare) {
+  Descriptor socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket) return socket;
+  if (prepare) prepare(socket.get());
+  if (::connect(socket.get(), address.get(), address.size) == 0 || errno == EINPROGRESS) return socket;
+  const int error = errno;
+  socket.reset();
   errno = error;
-  if (result == 0 || errno == EINPROGRESS) return socket;
+  return socket;
+}
+
+Descriptor start_connecting(const Address& address) noexcept {
+  SocketAddress resolved;
+  if (resolve(address.host, std::to_string(address.port), resolved)) return start_connecting(resolved);
+  errno = EADDRNOTAVAIL;
   return {};
 }
 

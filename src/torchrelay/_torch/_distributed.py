@@ -31,6 +31,7 @@ __all__ = [
     "name_backend",
     "operator_results",
     "premul_factor",
+    "private_backend",
     "store_host",
 ]
 
@@ -90,12 +91,12 @@ class BackendsAsked:
 
 
 def backends_asked() -> BackendsAsked | None:
-    """Return the backends that c10d was asked for, if it is the caller's caller.
+    """Return the backends that c10d was asked for, if it is the caller's caller, or calls that.
 
     Raises:
         UnsupportedError: this torch creates groups in an unknown way.
     """
-    frame = frame_of(("new_group",), 2)
+    frame = frame_of(("new_group",), 2, 2)
     if frame is None:
         return None
     found = frame.f_locals
@@ -193,6 +194,35 @@ def gloo_group(store: Any, rank: int, size: int, timeout_s: float, address: str)
     group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
     _gloo_groups.add(group)
     return group
+
+
+def private_backend(
+    name: str, store: Any, rank: int, size: int, timeout_s: float, address: str
+) -> Any:
+    """Return a backend that belongs to no group of c10d. Collective over the ranks of ``store``.
+
+    Args:
+        name: ``gloo``, ``nccl`` or a backend that was registered with torch.
+        address: at which Gloo listens.
+    """
+    dist: Any = torch.distributed
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if name == "gloo":
+        # Gloo waits for its peers inside the store, whose connection serves one thread at a time:
+        # threads that make two backends in different orders would wait for each other.
+        return gloo_group(store.clone(), rank, size, timeout_s, address)
+    if name == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    plugin = dist.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    given = dist.distributed_c10d._DistributedBackendOptions()
+    given.store, given.group_rank, given.group_size = store, rank, size
+    given.timeout, given.group_id = timeout, "torchrelay.mpi"
+    given.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(given, None)
 
 
 _gloo_groups: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -1,8 +1,7 @@
 """``sml``: a torch.distributed backend that sums gradients in the network or in shared memory.
 
-Importing this module registers the backend::
+torch registers the backend when it is imported::
 
-    import torchrelay.aggregation
     dist.init_process_group(backend="sml")   # under torchrun; also new_group(backend="sml")
 
 It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (Sapio et al., NSDI
@@ -10,13 +9,14 @@ It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (S
 configured, through an aggregation switch. It supports all collectives, dtypes and reductions of
 c10d, with timeouts and errors that name the ranks concerned.
 
-Public: :class:`Options`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`, :class:`SmlGroup`,
-:func:`register`.
+Public: :func:`all_reduce_`, :class:`Options`, :func:`stats`, :class:`PlaneStats`,
+:class:`LinkStats`, :class:`SmlGroup`, :func:`register`.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ from torchrelay.aggregation._backend import add_missing
 from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
 from torchrelay.aggregation._hosts import HostsPlane
+from torchrelay.aggregation._operator import all_reduce_
 from torchrelay.aggregation._options import Options, resolve
 from torchrelay.aggregation._plane import LinkStats, Plane, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
@@ -37,16 +38,16 @@ from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError, UnavailableError
 from torchrelay.world import Meeting, Process, World
 
-__all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "register", "stats"]
+__all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "all_reduce_", "register", "stats"]
 
 
+@functools.cache
 def register() -> None:
-    """Register ``sml`` with torch.distributed. Importing this module does so."""
-    if not hasattr(dist.Backend, "SML"):
-        dist.Backend.register_backend(
-            "sml", _create_group, extended_api=True, devices=["cpu", "cuda"]
-        )
-        meet_without_variables("sml", _meet)
+    """Register ``sml`` with torch.distributed. Importing this module does so, and so does torch by
+    its entry point, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
+    """
+    dist.Backend.register_backend("sml", _create_group, extended_api=True, devices=["cpu", "cuda"])
+    meet_without_variables("sml", _meet)
 
 
 def stats() -> dict[str, PlaneStats]:

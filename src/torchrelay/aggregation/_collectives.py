@@ -56,13 +56,17 @@ class Collectives:
 
     def all_reduce_now(self, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
         """Run the most common call by the shortest path; return None for other calls."""
-        native_op, given, block = calls.reduction_of(opts)
-        if not (block and native_op in _ANY_DTYPE and tensor.dtype in NATIVE and is_plain(tensor)):
-            return None
-        self.count += 1
+        op, given, block = calls.reduction_of(opts)
         timeout_s = self.timeout_s if given.days < 0 else seconds(given, self.timeout_s)
-        self.plane.all_reduce(tensor, native_op, timeout_s, True)
-        return _DONE
+        return _DONE if block and self.reduce_now(tensor, op, timeout_s) else None
+
+    def reduce_now(self, tensor: torch.Tensor, op: Op | float, timeout_s: float) -> bool:
+        """Reduce a plain tensor, blocking; return False, with nothing done, for other tensors."""
+        if not (op in _ANY_DTYPE and tensor.dtype in NATIVE and is_plain(tensor)):
+            return False
+        self.count += 1
+        self.plane.all_reduce(tensor, op, timeout_s, True)
+        return True
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         op, given, _ = calls.reduction_of(opts)

@@ -26,7 +26,7 @@ from torchrelay.aggregation._backend import SmlBackend
 from torchrelay.aggregation._calls import Tensors
 from torchrelay.aggregation._collectives import Collectives
 from torchrelay.aggregation._dispatch import through_dispatcher
-from torchrelay.aggregation._plane import Plane, PlaneStats
+from torchrelay.aggregation._plane import Op, Plane, PlaneStats
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import Process
 
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["LIVING", "SmlGroup"]
 
 _AllreduceOptions = dist.AllreduceOptions
+_SUM = Op.SUM
 
 # c10d declares each method with overloads; here one method takes all forms.
 _ProcessGroup: Any = dist.ProcessGroup
 _AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 
-LIVING: weakref.WeakSet[SmlGroup] = weakref.WeakSet()
+LIVING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _forward(method: str, collective: str, num_tensors: int) -> Callable[..., dist.Work]:
@@ -94,15 +95,10 @@ class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._store
 
 
-class SmlGroup(_NamedGroup):
-    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
+class _DeviceGroup(_NamedGroup):
+    """The devices of a group, calls on each of them, and the group's end.
 
-    Args:
-        plane: the group owns it and closes it.
-        store: the group's own.
-        timeout_s: for calls that give none.
-        devices: the device types of ``sml`` in this group.
-        others: a plain group of the same ranks that holds the backends of all other device types.
+    Arguments: see :class:`SmlGroup`.
     """
 
     # Since torch 2.15.
@@ -126,7 +122,7 @@ class SmlGroup(_NamedGroup):
         # Those of its ranks, by global rank, while it is in use.
         self.processes: dict[int, Process] = {}
         self._backend = SmlBackend(self)
-        self._closed = False
+        self.is_closed = False
         LIVING.add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -162,7 +158,73 @@ class SmlGroup(_NamedGroup):
             return TimeoutOnly(self.set_timeout) if is_setting_timeout() else self._backend
         return self._others._get_backend(torch.device(device))
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type in self._devices:
+            self._on.pending.start_coalescing()
+        else:
+            self._others._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if device.type in self._devices:
+            return self._on.pending.end_coalescing()
+        return self._others._end_coalescing(device)
+
+    # --- the end
+
+    def shutdown(self) -> None:
+        """Leave the group. Operations in progress fail, also on ranks that wait for this one."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.processes = {}
+            self._on.close()
+            self._others.shutdown()
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    # --- common to all
+
+    def _call(
+        self, method: str, run: Callable[..., dist.Work], tensors: tuple[Any, ...], *rest: Any
+    ) -> dist.Work:
+        """Run a call on the backend of its tensors' device.
+
+        ``method`` is c10d's name for it, ``rest`` all arguments but the tensors.
+        """
+        tensor = calls.first_tensor(tensors)
+        if tensor is not None and tensor.device.type not in self._devices:
+            if tensor.device not in self._others._device_types:
+                raise ArgumentError(
+                    f"{method}: this group has no backend for a tensor on {tensor.device}, only "
+                    f"for {', '.join(device.type for device in self._device_types)}"
+                )
+            work: dist.Work = getattr(self._others, method)(*tensors, *calls.without_none(rest))
+            return work
+        if watched() or (tensor is not None and dispatches_itself(tensor)):
+            return through_dispatcher(self._others, method, run, tensors, *rest)
+        return run(*tensors, *rest)
+
+
+class SmlGroup(_DeviceGroup):
+    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
+
+    Args:
+        plane: the group owns it and closes it.
+        store: the group's own.
+        timeout_s: for calls that give none.
+        devices: the device types of ``sml`` in this group.
+        others: a plain group of the same ranks that holds the backends of all other device types.
+    """
+
     # --- reductions
+
+    def sum_now(self, tensor: torch.Tensor) -> bool:
+        """Sum a plain CPU tensor by the shortest path; return False for other tensors."""
+        return (
+            self._has_cpu
+            and type(tensor) is torch.Tensor
+            and self._on.reduce_now(tensor, _SUM, self._on.timeout_s)
+        )
 
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
@@ -307,49 +369,3 @@ class SmlGroup(_NamedGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self._call("recv_anysource", self._on.receive_from_any, (tensors,), tag)
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        if device.type in self._devices:
-            self._on.pending.start_coalescing()
-        else:
-            self._others._start_coalescing(device)
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        if device.type in self._devices:
-            return self._on.pending.end_coalescing()
-        return self._others._end_coalescing(device)
-
-    # --- the end
-
-    def shutdown(self) -> None:
-        """Leave the group. Operations in progress fail, also on ranks that wait for this one."""
-        if not self._closed:
-            self._closed = True
-            self.processes = {}
-            self._on.close()
-            self._others.shutdown()
-
-    def abort(self) -> None:
-        self.shutdown()
-
-    # --- common to all
-
-    def _call(
-        self, method: str, run: Callable[..., dist.Work], tensors: tuple[Any, ...], *rest: Any
-    ) -> dist.Work:
-        """Run a call on the backend of its tensors' device.
-
-        ``method`` is c10d's name for it, ``rest`` all arguments but the tensors.
-        """
-        tensor = calls.first_tensor(tensors)
-        if tensor is not None and tensor.device.type not in self._devices:
-            if tensor.device not in self._others._device_types:
-                raise ArgumentError(
-                    f"{method}: this group has no backend for a tensor on {tensor.device}, only "
-                    f"for {', '.join(device.type for device in self._device_types)}"
-                )
-            work: dist.Work = getattr(self._others, method)(*tensors, *calls.without_none(rest))
-            return work
-        if watched() or (tensor is not None and dispatches_itself(tensor)):
-            return through_dispatcher(self._others, method, run, tensors, *rest)
-        return run(*tensors, *rest)

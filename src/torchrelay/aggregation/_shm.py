@@ -1,4 +1,4 @@
-"""The data plane of ranks that share a host: a shared segment and the native core."""
+"""The native core as a data plane; that of ranks that share a host, over a shared segment."""
 
 from __future__ import annotations
 
@@ -16,46 +16,16 @@ from torchrelay.config import Aggregation
 from torchrelay.world import Meeting
 
 if TYPE_CHECKING:
-    from torchrelay._native import Ticket, Transfer
+    from torchrelay._native import Communicator, HostCommunicator, Ticket, Transfer
 
-__all__ = ["ShmPlane"]
+__all__ = ["NativePlane", "ShmPlane"]
 
 
-class ShmPlane:
-    """The :class:`_plane.Plane` of a rank in a group whose ranks all run on this host.
+class NativePlane:
+    """Those methods of a :class:`_plane.Plane` that a native communicator implements."""
 
-    Creation is collective: the first rank creates the segment, the others attach it by its address
-    in the store, and all wait for each other.
-
-    Args:
-        meeting: of the group's ranks.
-
-    Raises:
-        OperationTimeoutError: a rank did not join within ``timeout_s``.
-        PeerLostError: a rank died before it joined.
-        SegmentError: the segment cannot be created or attached.
-    """
-
-    name = "shm"
-
-    def __init__(
-        self,
-        meeting: Meeting,
-        timeout_s: float,
-        settings: Aggregation,
-    ) -> None:
-        self._segment = _open_segment(meeting, timeout_s, settings)
-        self.native = _native.Communicator(
-            self._segment.memory,
-            meeting.rank,
-            meeting.names,
-            spin_s=settings.spin_us * 1e-6,
-            yield_s=settings.oversubscribed_yield_us * 1e-6,
-        )
-        meeting.announce("joined")
-        meeting.wait("joined", timeout_s)  # from here on the native core detects deaths
-        self.native.join(timeout_s)
-        self._payload_bytes = 0
+    native: Communicator | HostCommunicator
+    _payload_bytes = 0
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
@@ -171,17 +141,42 @@ class ShmPlane:
     def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
         return self.native.wait_transfer(transfer, timeout_s)
 
-    def report(self, message: str, ranks: Sequence[int], timed_out: bool) -> None:
-        """Break the group on all its ranks for an external reason; they raise this message and
-        ranks.
-        """
-        self.native.report(message, list(ranks), timed_out)
 
-    def check(self) -> None:
-        """Raise if the group is broken or a rank of it has died; for a rank that waits for
-        something else.
-        """
-        self.native.check("waiting for other hosts")
+class ShmPlane(NativePlane):
+    """The :class:`_plane.Plane` of a rank in a group whose ranks all run on this host.
+
+    Creation is collective: the first rank creates the segment, the others attach it by its address
+    in the store, and all wait for each other.
+
+    Args:
+        meeting: of the group's ranks.
+
+    Raises:
+        OperationTimeoutError: a rank did not join within ``timeout_s``.
+        PeerLostError: a rank died before it joined.
+        SegmentError: the segment cannot be created or attached.
+    """
+
+    name = "shm"
+    native: Communicator
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        timeout_s: float,
+        settings: Aggregation,
+    ) -> None:
+        self._segment = _open_segment(meeting, timeout_s, settings)
+        self.native = _native.Communicator(
+            self._segment.memory,
+            meeting.rank,
+            meeting.names,
+            spin_s=settings.spin_us * 1e-6,
+            yield_s=settings.oversubscribed_yield_us * 1e-6,
+        )
+        meeting.announce("joined")
+        meeting.wait("joined", timeout_s)  # from here on the native core detects deaths
+        self.native.join(timeout_s)
 
     def stats(self) -> PlaneStats:
         native = self.native

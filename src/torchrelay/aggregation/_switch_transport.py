@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 
 import torch
 
-from torchrelay._native import Messenger
+from torchrelay._native import Failure, HostCommunicator
 from torchrelay._waiting import listed
-from torchrelay.aggregation._exchange import Call, Lost, error_of, failure_of
-from torchrelay.aggregation._executor import Completion, Executor
-from torchrelay.aggregation._inter_host import divide
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op
 from torchrelay.aggregation.switch._client import SwitchClient
 from torchrelay.aggregation.switch._controller_client import session_from_controller
 from torchrelay.config import Aggregation
-from torchrelay.errors import ConfigError, OperationTimeoutError, TorchRelayError, UnavailableError
+from torchrelay.errors import (
+    ConfigError,
+    OperationTimeoutError,
+    PeerLostError,
+    TorchRelayError,
+    UnavailableError,
+)
 from torchrelay.world import Meeting
 
 __all__ = ["SwitchTransport", "check_agreement", "is_used", "join", "terms"]
@@ -28,6 +34,7 @@ _WINDOWS_PER_PIECE = 32  # before float32 data a window of packets goes that car
 _ANSWER_S = 30.0
 _LEAST_ANSWER_S = 1.0
 _POLL_S = 0.1
+_STOP_S = 10.0
 _DONE_S = 1.0  # a leader that is gone may have done its part
 
 
@@ -146,22 +153,20 @@ class SwitchTransport:
         check: called while waiting; raises to stop.
     """
 
-    stages = 1
-
     def __init__(
         self,
         placement: Placement,
         names: Sequence[int],
         settings: Aggregation,
         client: SwitchClient | None,
-        messages: Messenger,
+        messages: HostCommunicator,
         check: Callable[[], None],
     ) -> None:
         self._at, self._names = placement, names
         self._client = client
         self._messages, self._check = messages, check
         self._dtypes = _INTEGERS if settings.exact else (*_INTEGERS, *_FLOATS)
-        self._executor = Executor("sml-switch")
+        self._last: Future[None] | None = None
         window_bytes = settings.max_outstanding_packets * settings.packet_numel * 4
         self.piece_bytes = _WINDOWS_PER_PIECE * window_bytes
         self._sent_bytes, self._waited_s = 0, 0.0
@@ -177,21 +182,39 @@ class SwitchTransport:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
         return f"all_reduce with SUM or AVG of {dtypes} through {self.address}"
 
-    def takes(self, dtype: torch.dtype, op: Op, root: int | None) -> bool:
-        return root is None and op in (Op.SUM, Op.AVG) and dtype in self._dtypes
+    def takes(self, dtype: torch.dtype, op: Op) -> bool:
+        """Return whether it sums such tensors; equal on all ranks."""
+        return op in (Op.SUM, Op.AVG) and dtype in self._dtypes
 
-    def reduce(self, call: Call, piece: torch.Tensor, op: Op, root: int | None) -> Iterator[None]:
-        client = self._client
-        assert client is not None
-        wide = piece.float() if piece.dtype in _FLOATS else piece
-        job = self._executor.submit(lambda: client.all_reduce(wide, call.left_s()))
-        yield
-        self._wait(job)
-        self._sent_bytes += wide.nbytes
-        if op is Op.AVG:
-            divide(wide, self._at.size)
-        if wide is not piece:
-            piece.copy_(wide)
+    def calls(
+        self, tensor: torch.Tensor, op: Op
+    ) -> tuple[Callable[[int, int, float], None], Callable[[], Failure | None]]:
+        """Return the functions with which the native core starts to sum a piece of a flat tensor,
+        and waits for the oldest sum, where an average is divided by the number of ranks.
+        """
+        started: deque[tuple[torch.Tensor, torch.Tensor, Future[None]]] = deque()
+
+        def start(first: int, count: int, timeout_s: float) -> None:
+            assert self._client is not None
+            piece = tensor[first : first + count]
+            wide = piece.float() if piece.dtype in _FLOATS else piece
+            started.append((piece, wide, self._submit(self._client, wide, timeout_s)))
+
+        def finish() -> Failure | None:
+            piece, wide, job = started.popleft()
+            try:
+                self._wait(job)
+            except TorchRelayError as error:
+                is_late = isinstance(error, OperationTimeoutError)
+                return Failure(str(error), list(getattr(error, "ranks", ())), is_late)
+            self._sent_bytes += wide.nbytes
+            if op is Op.AVG:
+                _divide(wide, self._at.size)
+            if wide is not piece:
+                piece.copy_(wide)
+            return None
+
+        return start, finish
 
     def stats(self) -> LinkStats:
         return LinkStats("switch", self.reason, self._sent_bytes, self._waited_s)
@@ -202,35 +225,65 @@ class SwitchTransport:
         """
         if self._client is not None:
             self._client.close()
-        self._executor.stop()
+        if self._last is not None:
+            wait([self._last], _STOP_S)
 
-    def _wait(self, job: Completion) -> None:
+    def _submit(self, client: SwitchClient, tensor: torch.Tensor, timeout_s: float) -> Future[None]:
+        """Sum ``tensor`` in a thread, after the one before it."""
+        before, job = self._last, Future[None]()
+
+        def run() -> None:
+            if before is not None:
+                wait([before])
+            try:
+                client.all_reduce(tensor, timeout_s)
+                job.set_result(None)
+            except BaseException as error:
+                job.set_exception(error)
+
+        threading.Thread(target=run, name="sml-switch", daemon=True).start()
+        self._last = job
+        return job
+
+    def _wait(self, job: Future[None]) -> None:
         started_s = time.monotonic()
         try:
             while not self._is_done(job, _POLL_S):
                 self._check()
                 lost = self._messages.lost(self._at.leaders)
                 if lost is not None and not self._is_done(job, _DONE_S):
-                    raise error_of(lost)
+                    raise PeerLostError(lost.message, ranks=lost.ranks)
         except BaseException:
             self.close()
             raise
         finally:
             self._waited_s += time.monotonic() - started_s
 
-    def _is_done(self, job: Completion, timeout_s: float) -> bool:
+    def _is_done(self, job: Future[None], timeout_s: float) -> bool:
+        if not wait([job], timeout_s).done:
+            return False
         try:
-            return job.wait(timeout_s)
+            job.result()
         except OperationTimeoutError as error:
             raise self._name_missing(error) from None
+        return True
 
-    def _name_missing(self, error: OperationTimeoutError) -> Lost:
+    def _name_missing(self, error: OperationTimeoutError) -> OperationTimeoutError:
         """Translate the workers that a switch waits for to ranks."""
         leaders = [self._at.leaders[worker] for worker in error.ranks]
         if not leaders:
             return error
         named = _with_ranks(error, [self._names[leader] for leader in leaders])
-        return error_of(self._messages.with_host(failure_of(named), leaders[0]))
+        failure = self._messages.with_host(Failure(str(named), list(named.ranks), True), leaders[0])
+        return OperationTimeoutError(failure.message, ranks=failure.ranks)
+
+
+def _divide(tensor: torch.Tensor, ranks: int) -> None:
+    """Divide in place; integers round towards zero."""
+    if tensor.is_floating_point():
+        tensor.div_(ranks)
+    else:
+        tensor.copy_(torch.div(tensor, ranks, rounding_mode="trunc"))
 
 
 def _with_ranks(error: TorchRelayError, ranks: Sequence[int]) -> OperationTimeoutError:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 
-import typer
+try:
+    import rich  # noqa: F401 - what the sub-commands print with
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(f"torchrelay: the command needs {error.name}: pip install typer rich (extra [cli])")
 
 from torchrelay import __version__
 from torchrelay.cli import checkpoint

@@ -19,7 +19,7 @@ from rich.table import Table
 from torchrelay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrelay.aggregation.switch import DataPlane, SwitchServer, SwitchStats
+    from torchrelay.aggregation.switch import DataPlane, SwitchServer, SwitchStats, Uplink
 
 __all__ = ["switch"]
 
@@ -54,6 +54,12 @@ def switch(
         XdpMode,
         typer.Option(help="xdp: auto uses generic if native is unsupported or does not deliver."),
     ] = XdpMode.auto,
+    uplink: str = typer.Option(
+        "", help="udp: the switch above this one, HOST or HOST:PORT; needs --rack."
+    ),
+    rack: str = typer.Option(
+        "0/1", help="With --uplink: this switch serves rack I of N, from 0: I/N."
+    ),
     allow: str = typer.Option(
         "0.0.0.0/0", help="Networks whose workers may join: 10.1.0.0/16,10.2.0.4/32."
     ),
@@ -97,9 +103,20 @@ def switch(
             address, port, drop_ingress=drop_ingress, drop_egress=drop_egress, drop_seed=drop_seed
         )
     networks = [network for network in allow.split(",") if network]
+    if uplink and controller_port >= 0:
+        raise ConfigError(
+            "switch: a rack's switch (--uplink) has no controller, because a session's workers "
+            "in other racks could not meet there"
+        )
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(
-            SwitchServer(plane, max_sessions=max_sessions, max_slots=max_slots, allow=networks)
+            SwitchServer(
+                plane,
+                max_sessions=max_sessions,
+                max_slots=max_slots,
+                allow=networks,
+                uplink=_uplink(uplink, rack),
+            )
         )
         start = {"switch": server.address, "data_plane": plane.name}
         services: list[SwitchServer | Controller | MetricsServer] = [server]
@@ -132,6 +149,15 @@ def _xdp(interfaces: str, mode: XdpMode, port: int, drop: float) -> DataPlane:
             "switch --data-plane xdp needs --interfaces, and has no drop probabilities"
         )
     return XdpDataPlane(interfaces.split(","), port, mode=mode.value)
+
+
+def _uplink(switch: str, rack: str) -> Uplink | None:
+    from torchrelay.aggregation.switch import Uplink  # noqa: PLC0415
+
+    index, slash, num_racks = rack.partition("/")
+    if not (slash and index.isdecimal() and num_racks.isdecimal()):
+        raise ConfigError(f"switch --rack {rack}: it must be I/N, such as 0/2")
+    return Uplink(switch, int(index), int(num_racks)) if switch else None
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ __all__ = ["Topology", "topology_of"]
 
 TECHNIQUES = tuple(techniques.name for techniques in _native.Techniques)
 _NEWS_HEARTBEATS = 4  # a node that refuses connections is lost after two
-_TOKEN_BYTES = 16
 _EVERY_PROCESS = "every process must make this call; do not put it inside `if rank == 0:`"
 
 
@@ -152,7 +151,7 @@ def topology_of(
     messages = config.load(config.TransportSettings)
     group = None if node_of_rank is None else node_of_rank(ranks.rank)
     gather = partial(ranks.gather, timeout_s=settings.timeout_s)
-    places = gather("place", [host_identity(), group, secrets.token_hex(_TOKEN_BYTES)])
+    places = gather("place", [host_identity(), group, secrets.token_hex(transport.TOKEN_BYTES)])
     hosts = [host for host, _, _ in places]
     members: dict[Any, list[int]] = {}
     for rank, (host, group, _) in enumerate(places):
@@ -166,14 +165,13 @@ def topology_of(
         if len({hosts[rank] for rank in node}) != 1:
             raise ArgumentError(f"ranks {node} form a node but do not share a host")
     interface = address_for_peers(gather, ranks.name, server, messages.interface)
-    make: Any = transport.zmq_network if messages.uses_zeromq else transport.plain_network
     token = bytes.fromhex(places[0][2])
     return Topology(
         ranks,
         nodes,
         workers_per_node=len(nodes[0]) * workers_per_process,
         techniques=techniques,
-        network=partial(make, messages, token=token, interface=interface),
+        network=partial(transport.network, messages, token=token, interface=interface),
         interface=interface,
         settings=settings,
         transport=messages,

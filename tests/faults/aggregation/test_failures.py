@@ -28,13 +28,15 @@ TIMEOUT_S = 30.0
 
 
 def start(world: World, timeout_s: float = TIMEOUT_S) -> None:
+    """Make the group; timeout_s: of its calls. To meet, the ranks have time enough."""
     dist.init_process_group(
         "sml",
         store=world.connect(60),
         rank=world.rank,
         world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 def heard(call: Callable[[], Any]) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier as meet
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend
 from torchrelay.aggregation import Options
@@ -164,8 +165,9 @@ def test_killed_ranks_are_named_while_others_wait_for_the_switch(
 
 def _fail_to_join(world: World, address: str) -> list[str]:
     messages = []
+    meet(world.connect(60), world.size, "here", barrier_timeout=60)
     with pytest.raises(UnavailableError) as caught:
-        start(world, address, timeout_s=2)
+        start(world, address, timeout_s=3)
     messages.append(str(caught.value))
     settings = {"packet_numel": 64 if world.rank == 3 else 256}
     with pytest.raises(ConfigError) as differs:
@@ -200,7 +202,8 @@ def test_a_switch_that_cannot_be_joined_is_named_by_every_rank(
 
 def _be_late(world: World, address: str) -> tuple[str, tuple[int, ...]]:
     """Rank 2, a leader, stands still once all have agreed on the call."""
-    store = start(world, address, timeout_s=2)
+    store = start(world, address)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     if world.rank == 2:
         original = SwitchClient.all_reduce
 

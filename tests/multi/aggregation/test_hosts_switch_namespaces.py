@@ -4,6 +4,7 @@ kernel.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ import namespaces
 import torchrelay.aggregation  # noqa: F401 - registers the backend
 from switch_ports import missing_for_xdp, within
 from torchrelay.aggregation import Options
-from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane, XdpDataPlane
+from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane, Uplink, XdpDataPlane
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -88,6 +89,44 @@ def test_sums_over_slow_links_with_losses(
         assert result.ok, result.error
         assert result.value == (8 * count if rank % ranks == 0 else 0)
     assert counts["duplicates"] + counts["answered_again"] > 0  # something was lost
+
+
+def test_a_tree_of_two_racks_with_losses_on_both_hops(
+    tmp_path: Path, run_processes: RunProcesses
+) -> None:
+    count = 30_000
+    with namespaces.racks(2, 4) as (racks, root), contextlib.ExitStack() as stack:
+        plane = within(root, lambda: UdpDataPlane("0.0.0.0", 0))
+        above = stack.enter_context(SwitchServer(plane))
+        namespaces.Hosts([], root, False).lose(20, plane.port)
+        leaves = []
+        for index, rack in enumerate(racks):
+
+            def serve(index: int = index) -> SwitchServer:
+                uplink = Uplink(f"10.79.{index}.1:{plane.port}", index, 2)
+                return SwitchServer(UdpDataPlane("0.0.0.0", 0), uplink=uplink)
+
+            leaves.append(stack.enter_context(within(rack.switch, serve)))
+            rack.lose(20, leaves[-1].plane.port)
+        hosts = namespaces.Hosts([pid for rack in racks for pid in rack.pids], root, False)
+        results = run_processes(
+            _sum,
+            8,
+            hosts=hosts,
+            ranks_per_host=1,
+            switches=[
+                f"10.80.{index}.254:{leaf.plane.port}"
+                for index, leaf in enumerate(leaves)
+                for _ in range(4)
+            ],
+            path=str(tmp_path / "store"),
+            count=count,
+        )
+        counts = [one.stats().counts for one in (above, *leaves)]
+    for result in results:
+        assert result.ok, result.error
+        assert result.value == 8 * count
+    assert all(each["duplicates"] + each["answered_again"] > 0 for each in counts)
 
 
 @pytest.mark.skipif(bool(missing_for_xdp()), reason=missing_for_xdp() or "possible")

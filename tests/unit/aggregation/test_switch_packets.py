@@ -299,6 +299,7 @@ def test_statistics_say_what_happened(network: Network) -> None:
         "answered_again": 1,
         "duplicates": 1,
         "stale": 0,
+        "forwarded": 0,
         "rejected": 1,
     }
     assert [(worker.received, worker.retransmissions) for worker in info.workers] == [

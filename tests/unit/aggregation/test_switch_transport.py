@@ -1,14 +1,11 @@
 """A switch as the transport between hosts, seen from one leader."""
 
 import threading
-import time
 from typing import cast
 
-import pytest
 import torch
 
-from torchrelay._native import Failure, Messenger
-from torchrelay.aggregation._exchange import Call
+from torchrelay._native import Failure, HostCommunicator
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import Op
 from torchrelay.aggregation._switch_transport import SwitchTransport
@@ -44,8 +41,8 @@ class _Messages:
         return failure
 
 
-def _fail(client: _Client, group_error: OperationTimeoutError | None) -> OperationTimeoutError:
-    """What a sum through ``client`` raises on rank 0 of two hosts with two ranks each."""
+def _fail(client: _Client, group_error: OperationTimeoutError | None) -> Failure:
+    """How a sum through ``client`` fails on rank 0 of two hosts with two ranks each."""
 
     def check() -> None:
         if group_error is not None:
@@ -56,24 +53,23 @@ def _fail(client: _Client, group_error: OperationTimeoutError | None) -> Operati
         range(4),
         Aggregation(),
         cast(SwitchClient, client),
-        cast(Messenger, _Messages()),
+        cast(HostCommunicator, _Messages()),
         check,
     )
-    call = Call("all_reduce", time.monotonic() + 60)
-    run = transport.reduce(call, torch.ones(8), Op.SUM, None)
-    next(run)
-    with pytest.raises(OperationTimeoutError) as caught:
-        next(run)
-    assert client.closed.is_set()
-    return caught.value
+    start, finish = transport.calls(torch.ones(8), Op.SUM)
+    start(0, 8, 60.0)
+    failure = finish()
+    assert client.closed.is_set() and failure is not None and failure.timed_out
+    return failure
 
 
 def test_the_switch_names_workers_and_the_transport_their_ranks() -> None:
-    error = _fail(_Client(answer_s=0), None)
-    assert error.ranks == (2,) and "it waits for worker 1: rank 2" in str(error)
+    failure = _fail(_Client(answer_s=0), None)
+    assert failure.ranks == [2] and "it waits for worker 1: rank 2" in failure.message
 
 
 def test_what_broke_the_group_is_raised_as_it_is() -> None:
     """It names ranks already, not workers of the switch."""
     broken = OperationTimeoutError("rank 0 waited for worker 1: rank 2", ranks=[2])
-    assert _fail(_Client(answer_s=60), broken) is broken
+    failure = _fail(_Client(answer_s=60), broken)
+    assert failure.message == str(broken) and failure.ranks == [2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import secrets
 import socket
@@ -31,6 +32,8 @@ from torchrelay.aggregation.switch import (
     SwitchServer,
     XdpDataPlane,
     _xdp,
+    _xdp_maps,
+    _xdp_ports,
 )
 from torchrelay.config import Aggregation
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
@@ -144,7 +147,7 @@ def test_auto_takes_native_only_where_results_arrive(
             add = functools.partial(add_worker, plane, 1, host, address, port, 1)
             with monkeypatch.context() as patch:
                 if gro or host == 0:
-                    patch.setattr(_xdp, "_PROBES", MANY_PROBES)
+                    patch.setattr(_xdp_ports, "_PROBES", MANY_PROBES)
                 within(star.switch, add)
         assert plane.mode == ("native" if gro else "generic")
         assert programs(star.switch) == 2
@@ -187,8 +190,10 @@ def test_a_packet_with_a_wrong_ip_checksum_is_not_summed() -> None:
 
 @needs_xdp
 def test_a_program_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    key, value = _xdp._LAYOUTS["slots"]
-    monkeypatch.setitem(_xdp._LAYOUTS, "slots", (key, value + 8))
+    class LaterEntry(_xdp_maps.SlotEntry):
+        _fields_ = (("more", ctypes.c_uint64),)
+
+    monkeypatch.setattr(_xdp, "SlotEntry", LaterEntry)
     with (
         namespaces.star(1) as star,
         pytest.raises(UnavailableError, match="of another version: its map slots"),

@@ -85,7 +85,7 @@ def test_a_peer_of_another_version_is_a_protocol_error_of_every_operation() -> N
         if server.node == 0:
             host, port = server.addresses[0].removeprefix("direct://").split(":")
             with socket.create_connection((host, int(port))) as old:
-                old.sendall(b"TRLY" + struct.pack("<HH", 99, 0) + TOKEN)
+                old.sendall(b"TRLA" + struct.pack("<HHI", 99, 0, 0) + TOKEN)
                 with pytest.raises(ProtocolError, match="version 99"):
                     _push_for_ever(worker)
         else:  # at once, not after the silence

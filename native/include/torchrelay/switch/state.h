@@ -7,6 +7,10 @@
 // As in the P4 program, the network between a worker and the switch must not deliver a packet after the same
 // worker has used the slot twice more. A *sequenced* session does not depend on that: its workers' tsi only
 // ever grow (modulo 2^32), and what is older than the slot's newest packet changes nothing.
+//
+// The table of a *leaf*, a switch with another one above it, completes a slot in two steps: when its workers'
+// packets are there, their sum goes up (kForward); the result that comes down takes its place (accept()). A
+// leaf needs no timers: while the result is missing, its workers send again, and so does the leaf.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +26,13 @@ struct TableShape {
   std::uint16_t num_slots = 1;
   std::uint16_t numel = kMaxNumel;
   bool sequenced = false;
+  bool is_leaf = false;
 };
 
 enum class Verdict : std::uint8_t {
   kConsumed,   // counted; others are missing
   kMulticast,  // counted, and it was the last: every worker gets the result
+  kForward,    // of a leaf, instead of kMulticast and for the first worker's retransmissions: the sum goes up
   kUnicast,    // the worker's retransmission of a complete packet: it gets the result again
   kDuplicate,  // the worker's retransmission of an incomplete packet: nothing to do
   kStale,      // of a sequenced session, from before the slot's newest packet: nothing to do
@@ -41,7 +47,11 @@ class SlotTable {
   // Applies a packet of worker `rank` (< num_workers), whose answer is to go to its UDP port `port`.
   Verdict apply(const Header& header, const std::byte* payload, std::uint32_t rank, std::uint16_t port);
 
-  // Writes the answer to a packet that apply() gave kMulticast or kUnicast: packet_bytes(numel) bytes.
+  // Takes a result of the switch above, and returns whether every worker gets it now.
+  bool accept(const Header& header, const std::byte* payload);
+
+  // Writes the answer to a packet that apply() gave kMulticast or kUnicast, or the sum that is to go up:
+  // packet_bytes(numel) bytes.
   void result(const Header& header, std::byte* out) const;
 
   // The port of worker `rank`'s last packet for this slot and set.
@@ -59,6 +69,7 @@ class SlotTable {
     std::int8_t exponent = 0;
     std::int8_t second_exponent = 0;
     bool used = false;
+    bool is_partial = false;  // complete, but the result has not come down yet
   };
   using Word = std::uint64_t;
 

@@ -9,6 +9,7 @@
   X(kAnsweredAgain, "answered_again", "results sent again because a worker asked again")       \
   X(kDuplicates, "duplicates", "packets sent again while other workers' packets were missing") \
   X(kStale, "stale", "packets older than the newest of their slot")                            \
+  X(kForwarded, "forwarded", "sums of a rack's workers that went up, again ones included")     \
   X(kRejected, "rejected", "packets of a wrong size or for a slot that does not exist")        \
   X(kMalformed, "malformed", "datagrams neither data nor control, or with a wrong checksum")   \
   X(kStrangers, "strangers", "data packets whose sender is in no session")                     \

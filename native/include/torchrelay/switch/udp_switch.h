@@ -63,9 +63,11 @@ class UdpSwitch {
   std::uint16_t port() const noexcept;
 
   // The control plane, for any thread. open_session replaces a session of the same id; all its slots are
-  // empty and it has no members. A member's ports start at first_port; 0 ports stand for all of an address.
-  // Throws kArgument: no such session or rank, or the address and port are another worker's.
-  void open_session(std::uint64_t id, const TableShape& shape);
+  // empty and it has no members. A leaf's session has a socket that is connected to the switch above and has
+  // joined there; the session owns it, and ends when that switch does not know it any more. A member's ports
+  // start at first_port; 0 ports stand for all of an address. Throws kArgument: no such session or rank, or
+  // the address and port are another worker's.
+  void open_session(std::uint64_t id, const TableShape& shape, int uplink = -1);
   void close_session(std::uint64_t id);
   void add_worker(std::uint64_t id, std::uint32_t rank, const Endpoint& first, std::uint16_t num_ports);
 

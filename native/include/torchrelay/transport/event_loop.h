@@ -1,4 +1,5 @@
-// One thread that waits for the file descriptors and the times of all connections of a process (epoll).
+// Waits for the file descriptors and the times of connections (epoll): in one thread for all of a process, or
+// in the thread of who needs what arrives, which saves a change of threads.
 #pragma once
 
 #include <chrono>
@@ -8,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 
@@ -23,10 +25,12 @@ class EventLoop {
   using Id = std::uint64_t;  // of what is waited for; 0 is none
   using Ready = std::function<void(std::uint32_t events)>;
 
+  enum class Driver { kOwnThread, kCaller };
+
   // The loop of this process; it ends when nobody holds it. A forked child gets one of its own.
   static std::shared_ptr<EventLoop> shared();
 
-  EventLoop();
+  explicit EventLoop(Driver driver = Driver::kOwnThread);
   ~EventLoop();
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
@@ -37,7 +41,6 @@ class EventLoop {
   void change(Id id, std::uint32_t events);
 
   Id call_at(Clock::time_point when, std::function<void()> function);
-  Id call_soon(std::function<void()> function) { return call_at(Clock::now(), std::move(function)); }
 
   // Ends a watch or a call; neither is in progress when it returns, unless it is the caller. The caller must
   // not hold a lock that the function takes.
@@ -45,6 +48,10 @@ class EventLoop {
 
   // Waits for the function that is running, unless it is the caller: one may forget itself.
   void finish_running();
+
+  // With Driver::kCaller: waits up to `longest` for something to happen and calls what it is for, in this
+  // thread. Called by one thread at a time.
+  void run_for(std::chrono::nanoseconds longest);
 
  private:
   struct Watch {
@@ -54,8 +61,10 @@ class EventLoop {
   using When = std::pair<Clock::time_point, Id>;
 
   void run();
-  void dispatch(Id id, std::uint32_t events);
-  int call_due();
+  void dispatch(int timeout_ms);
+  void call_ready(Id id, std::uint32_t events);
+  std::optional<Clock::duration> call_due();
+  bool is_running_here() const { return std::this_thread::get_id() == runner_; }
   template <class Function>
   void call(std::unique_lock<std::mutex>& guard, Id id, const Function& function);
   void wake();
@@ -69,6 +78,7 @@ class EventLoop {
   Id current_ = 0;  // whose function runs
   std::uint64_t calls_made_ = 0;
   bool stopping_ = false;
+  std::thread::id runner_;
   Origin origin_;
   std::thread thread_;
 };

@@ -1,31 +1,103 @@
-// Reductions over several hosts: through a shared segment within each, over messages between them.
+// Collectives over several hosts: through a shared segment within each, over messages between them.
 //
-// H hosts, and S ranks of each that take part between hosts: as many as the smallest host has. A message is
-// cut in blocks, a block in S shares. In a pipeline, worker s of each host adds up share s of its host; sends
-// part h of the sum to worker s of host h and adds the parts h that it gets, in the order of the hosts; sends
-// that sum to the others; and publishes the complete share to its host. Bytes of a host's link, each way:
-// 2 (H - 1) / H of the message, over S connections to each other host.
+// H hosts with L ranks each and a message of m bytes; `leader` is one rank of each host, S as many ranks as
+// the smallest host has. Bytes are those of a host's link, each way:
+//
+//   all_reduce      in blocks of S shares, in a pipeline: worker s of each host adds up share s of its host,
+//                   sends part h of the sum to worker s of host h, adds the parts h that it gets in the order
+//                   of the hosts, sends that sum to the others, and publishes the complete share to its host.
+//                   2 (H-1)/H*m bytes, over S connections to each other host
+//   reduce          the same, but the sums go to the root's host only
+//   reduce_scatter  each host adds up the blocks of each other host's ranks and sends them to these; every
+//                   rank adds what it gets, in the order of the hosts. (H-1)*L blocks
+//   broadcast       one piece: from the root to the leaders; more: from host to host in a chain. m bytes
+//   all_gather      each rank sends its block to one rank of each other host, and the ranks of a host gather
+//                   what they got. (H-1)*L blocks
+//   gather, scatter, all_to_all   through shared memory within a host, directly between ranks of two hosts
+//
+// Before a collective moves any bytes, all ranks agree on it: every rank gets the records of all. A payload
+// that fits in the records needs no other step. The order of addition depends on the placement and the size
+// alone: results have the same bits every time, on all ranks.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <functional>
 #include <vector>
 
+#include "torchrelay/call.h"
 #include "torchrelay/shared_group.h"
 #include "torchrelay/transport/messenger.h"
 
 namespace torchrelay::transport {
 
+// The sizes are equal on all ranks.
 struct Hosts {
   int rank = 0;                         // in the group of all hosts
-  std::vector<std::vector<int>> ranks;  // of each host
-  // The size of a share, equal on all ranks: a multiple of 64, at most the part of a slot that is one rank's,
-  // on every host.
+  std::vector<int> names;               // the ranks as users know them
+  std::vector<std::vector<int>> ranks;  // of each host; the first is its leader
+  // What one rank adds up at a time: a multiple of 64, at most its part of a slot, on every host.
   std::size_t share_bytes = 0;
+  std::size_t piece_bytes = 0;   // of what is copied between hosts
+  std::size_t inline_bytes = 0;  // of the payload in a record
+
+  std::size_t host_of(int rank) const;
 };
 
-// Replaces `count` elements of data by the reduction; an average is not divided. All ranks call it with the
-// same arguments. A failure breaks the group of all hosts before it is thrown.
-void all_reduce(SharedGroup& group, Messenger& messenger, const Hosts& hosts, const Operation& operation,
-                std::byte* data, std::size_t count, Dtype dtype, Op op);
+// One rank's part. The functions below are called by all ranks in the same order, from one thread at a time.
+// They throw kMismatch on every rank if the calls differ. A timeout or a lost rank breaks the group of all
+// hosts; all ranks throw its first failure.
+class HostGroup {
+ public:
+  HostGroup(SharedGroup& local, Messenger& messenger, Hosts hosts)
+      : local_(local), messenger_(messenger), hosts_(std::move(hosts)) {}
+
+  SharedGroup& local() const noexcept { return local_; }
+  Messenger& messenger() const noexcept { return messenger_; }
+  const Hosts& hosts() const noexcept { return hosts_; }
+  int name() const { return hosts_.names[static_cast<std::size_t>(hosts_.rank)]; }
+
+  // Throws what broke the group.
+  void require_whole() const;
+
+  std::uint64_t shared_bytes() const noexcept { return shared_bytes_.load(std::memory_order_relaxed); }
+  void count_shared(std::size_t size_bytes) noexcept {
+    shared_bytes_.fetch_add(size_bytes, std::memory_order_relaxed);
+  }
+
+ private:
+  SharedGroup& local_;
+  Messenger& messenger_;
+  const Hosts hosts_;
+  std::atomic<std::uint64_t> shared_bytes_{0};  // moved through shared memory
+};
+
+// Sums in the network; on leaders only. Both may throw.
+struct NetworkSum {
+  std::size_t piece_bytes = 0;
+  // Starts to sum `count` elements from `first` on over the hosts.
+  std::function<void(std::size_t first, std::size_t count, std::chrono::nanoseconds timeout)> start;
+  std::function<void()> finish;  // waits for the oldest sum, which is then complete and divided
+};
+
+// As in collectives.h.
+void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
+                Op op);
+void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
+                Op op, const NetworkSum& network);
+void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
+            Op op, int root);
+void reduce_scatter(HostGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
+                    std::byte* output, std::size_t count, Dtype dtype, Op op);
+void broadcast(HostGroup& group, const Operation& operation, Block data, std::uint8_t code, int root);
+void all_gather(HostGroup& group, const Operation& operation, Block input, const std::vector<Block>& outputs,
+                std::uint8_t code);
+void gather(HostGroup& group, const Operation& operation, Block input, const std::vector<Block>& outputs,
+            std::uint8_t code, int root);
+void scatter(HostGroup& group, const Operation& operation, const std::vector<Block>& inputs, Block output,
+             std::uint8_t code, int root);
+void all_to_all(HostGroup& group, const Operation& operation, const std::vector<Block>& inputs,
+                const std::vector<Block>& outputs, std::uint8_t code);
+void barrier(HostGroup& group, const Operation& operation);
 
 }  // namespace torchrelay::transport

@@ -1,9 +1,8 @@
 // Messages of one rank of a group with ranks of other hosts, over TCP.
 //
 // Every rank listens. Two ranks are connected when one of them first sends to the other, or waits for it;
-// each sends over the first connection that it has. A connection starts with a greeting: protocol version,
-// rank and the group's token. Until it has arrived the other end is a stranger; their number and the time of
-// each are bounded. Frames follow in the order in which they were sent, each a header and its bytes.
+// each sends over the first connection that it has: a greeting, then frames in the order in which they were
+// sent (frames.h). With a key, all of it is encrypted (tls.h).
 //
 // A frame is received straight into the memory of the receive that it matches by source and tag. Without one
 // a small frame is parked in memory, up to a limit, and a large one waits in the socket, unless it blocks one
@@ -31,7 +30,7 @@
 #include "torchrelay/error.h"
 #include "torchrelay/session.h"
 #include "torchrelay/transport/event_loop.h"
-#include "torchrelay/transport/stream.h"
+#include "torchrelay/transport/listener.h"
 #include "torchrelay/transport/transfer.h"
 
 namespace torchrelay::transport {
@@ -42,6 +41,7 @@ struct MessengerOptions {
   std::vector<Address> addresses;       // where each rank listens
   std::vector<std::vector<int>> hosts;  // the ranks of each host; its first is its leader
   SessionToken token{};
+  std::shared_ptr<const Tls> tls{};  // null: connections are not encrypted
 
   std::size_t small_bytes = std::size_t{64} << 10;   // up to this a frame may be parked
   std::size_t parked_bytes = std::size_t{16} << 20;  // of each peer
@@ -113,17 +113,6 @@ class Messenger {
   std::uint64_t waited_ns() const noexcept { return waited_ns_.load(std::memory_order_relaxed); }
 
  private:
-  enum class Kind : std::uint8_t { kData, kLocal, kFailed, kLeft };
-  struct Frame {
-    Kind kind;
-    std::uint8_t code;
-    std::uint16_t reserved;
-    std::int32_t local_tag;
-    std::int32_t tag;
-    std::uint32_t unused;
-    std::uint64_t size_bytes;  // of the message; its bytes follow if the kind is kData or kFailed
-  };
-  static_assert(sizeof(Frame) == 24);
   struct Outgoing;
   struct Connection;
   using ConnectionPtr = std::shared_ptr<Connection>;
@@ -134,12 +123,15 @@ class Messenger {
   };
   struct Peer;
   struct Consequences;
+  class Incoming;
 
   std::shared_ptr<Transfer> post(Frame frame, Block data, int to, std::chrono::nanoseconds timeout);
   void queue(int to, const Frame& frame, std::vector<std::byte> body);
   bool flush(Peer& peer, std::vector<std::shared_ptr<Transfer>>& sent);
   void flush_to(int rank);
-  static bool write(Connection& connection, Outgoing& outgoing, bool& blocked);
+  static bool write(Connection& connection, std::initializer_list<std::span<const std::byte>> parts,
+                    std::size_t& sent);
+  bool greet(Connection& connection);
   void abandon(Peer& peer, const std::function<bool(const Transfer&)>& which,
                std::vector<std::shared_ptr<Transfer>>& abandoned);
   void cancel(const std::shared_ptr<Transfer>& transfer, const Error& error);
@@ -147,10 +139,10 @@ class Messenger {
   // Connections; called with the lock.
   void connect(int to);
   void drop(const ConnectionPtr& connection);
-  ConnectionPtr start(Descriptor socket, bool connecting);
+  ConnectionPtr start(std::unique_ptr<Stream> stream, int rank, bool connecting);
+  ConnectionPtr start_to(int rank, Descriptor socket);
   void admit(const ConnectionPtr& connection, int rank, Consequences& then);
   void end(const ConnectionPtr& connection, Consequences& then);
-  void end_oldest_stranger(Consequences& then);
   void await_another(int rank, const std::string& reason);
   void lose(int rank, const std::string& reason, Consequences& then);
   void send_report(int to, const std::vector<std::byte>& body);
@@ -159,11 +151,10 @@ class Messenger {
   void forget(EventLoop::Id& id);
 
   // In the event loop's thread.
-  void accept_all(std::uint32_t events);
+  bool accept(std::unique_ptr<Stream> stream, const Greeting& greeting);
   void ready(const ConnectionPtr& connection, std::uint32_t events);
-  bool greet(const ConnectionPtr& connection, Consequences& then);
   void read(const ConnectionPtr& connection, Consequences& then);
-  bool open_frame(const ConnectionPtr& connection, Consequences& then);
+  bool open_frame(const ConnectionPtr& connection, const Frame& frame, Consequences& then);
   void close_frame(const ConnectionPtr& connection, Consequences& then);
 
   // Receives; called with the lock.
@@ -171,6 +162,7 @@ class Messenger {
   bool is_awaited(int source) const;
   void deliver(const std::shared_ptr<Transfer>& transfer, Parked message, Consequences& then);
   void resume(const ConnectionPtr& connection);
+  void read_soon(const ConnectionPtr& connection);
 
   void settle(Consequences& then);
   void receive_local(const std::shared_ptr<Transfer>& transfer, int source, const Frame& frame);
@@ -190,14 +182,12 @@ class Messenger {
   const ReceiveLocally receive_locally_;
   const std::function<void(const Error&)> on_failure_;
   const std::shared_ptr<EventLoop> loop_;
+  const Greeting greeting_;
   const std::vector<std::unique_ptr<Peer>> peers_;
 
   mutable std::mutex lock_;  // of what follows; before a peer's
   std::condition_variable changed_;
-  Descriptor listener_;
-  EventLoop::Id listening_ = 0;
   std::set<ConnectionPtr> connections_;
-  std::deque<ConnectionPtr> strangers_;  // in the order in which they came
   std::deque<std::shared_ptr<Transfer>> posted_;
   std::deque<Parked> parked_;
   std::set<EventLoop::Id> timers_;
@@ -206,6 +196,7 @@ class Messenger {
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
   std::atomic<std::uint64_t> sent_bytes_{0}, received_bytes_{0}, waited_ns_{0};
+  Listener listener_;
 };
 
 }  // namespace torchrelay::transport

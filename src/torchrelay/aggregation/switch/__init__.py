@@ -28,6 +28,7 @@ from torchrelay.aggregation.switch._data_plane import (
 )
 from torchrelay.aggregation.switch._server import SwitchServer
 from torchrelay.aggregation.switch._udp import UdpDataPlane
+from torchrelay.aggregation.switch._uplink import Uplink
 from torchrelay.aggregation.switch._xdp import XdpDataPlane
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "SwitchStats",
     "SwitchWorkerStats",
     "UdpDataPlane",
+    "Uplink",
     "XdpDataPlane",
     "session_from_controller",
     "session_from_store",

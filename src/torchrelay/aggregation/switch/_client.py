@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import select
 import socket
 import time
 
@@ -19,35 +18,26 @@ from torchrelay._waiting import listed, read_key
 from torchrelay.aggregation.switch import _control as control
 from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.aggregation.switch._data_plane import SessionShape
+from torchrelay.aggregation.switch._joining import (
+    RESEND_S,
+    ask,
+    connect,
+    join_session,
+    parse_address,
+)
 from torchrelay.config import Aggregation
 from torchrelay.errors import (
     ArgumentError,
-    ConfigError,
     OperationTimeoutError,
     PeerLostError,
-    UnavailableError,
 )
 
 __all__ = [
     "SwitchClient",
-    "parse_address",
     "session_from_store",
 ]
 
-_RESEND_S = 0.2
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
-
-
-def parse_address(text: str, default_port: int = _native.SWITCH_UDP_PORT) -> tuple[str, int]:
-    """Return host and port of ``host`` or ``host:port``.
-
-    Raises:
-        ConfigError: the port is not a number from 1 to 65535.
-    """
-    host, _, port = text.partition(":")
-    if not host or (port and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
-        raise ConfigError(f"switch address {text!r}: it must be host or host:port")
-    return host, int(port) if port else default_port
 
 
 def session_from_store(store: Store, key: str, rank: int, timeout_s: float = 300.0) -> int:
@@ -101,18 +91,15 @@ class SwitchClient(Resource):
         )
         host, port = parse_address(switch)
         self.switch = f"{host}:{port}"
-        self._control = self._connect(host, port)
-        self._is_closed = True
-        sockets: list[socket.socket] = []
-        try:
-            sockets = [self._connect(host, port) for _ in range(self.options.num_worker_threads)]
-            self._join(sockets, timeout_s)
+        with contextlib.ExitStack() as unless_joined:
+            self._control, *sockets = (
+                unless_joined.enter_context(connect(self.switch))
+                for _ in range(1 + self.options.num_worker_threads)
+            )
+            join_session(sockets, self.switch, session_id, rank, self._shape, timeout_s)
             self._native = self._start(sockets)
             self._is_closed = False
-        except BaseException:
-            for sock in (*sockets, self._control):
-                sock.close()
-            raise
+            unless_joined.pop_all()
 
     def all_reduce(self, tensor: torch.Tensor, timeout_s: float = 300.0) -> None:
         """Replace ``tensor`` by its sum over the workers; blocks, without Python's lock.
@@ -163,64 +150,6 @@ class SwitchClient(Resource):
             self._control.send(control.encode(ControlKind.LEAVE, self.session_id, ranks))
         self._control.close()
 
-    def _connect(self, host: str, port: int) -> socket.socket:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        try:
-            sock.connect((host, port))
-        except OSError as error:
-            sock.close()
-            raise UnavailableError(f"switch {host}:{port}: {error}") from error
-        return sock
-
-    def _join(self, sockets: list[socket.socket], timeout_s: float) -> None:
-        join = control.Join(self.rank, self._shape, client=secrets.randbits(64))
-        request = control.encode_join(self.session_id, join)
-        deadline, why = time.monotonic() + timeout_s, ""
-        waiting = list(reversed(sockets))
-        while waiting:
-            kinds = (ControlKind.JOINED, ControlKind.REFUSED, ControlKind.BUSY)
-            answer = self._ask(waiting[-1], request, kinds, deadline)
-            if answer is None and why:
-                raise UnavailableError(
-                    f"switch {self.switch} has not admitted worker {self.rank} within "
-                    f"{timeout_s:g} s: {why}"
-                )
-            if answer is None:
-                raise UnavailableError(
-                    f"switch {self.switch}: no answer within {timeout_s:g} s; is `torchrelay "
-                    "switch` running there, and does the network let UDP through?"
-                )
-            if answer.kind == ControlKind.REFUSED:
-                raise UnavailableError(
-                    f"switch {self.switch} refuses worker {self.rank}: {answer.body.decode()}"
-                )
-            if answer.kind == ControlKind.JOINED:
-                waiting.pop()
-            else:
-                why = answer.body.decode()
-                time.sleep(_RESEND_S)
-
-    def _ask(
-        self, sock: socket.socket, request: bytes, kinds: tuple[ControlKind, ...], deadline: float
-    ) -> control.ControlRequest | None:
-        """Send ``request`` until an answer of one of ``kinds`` arrives, and return it; None at the
-        deadline, or when the socket was closed.
-        """
-        while (left := deadline - time.monotonic()) > 0 and sock.fileno() >= 0:
-            try:
-                sock.send(request)
-                while select.select([sock], [], [], min(left, _RESEND_S))[0]:
-                    answer = control.parse(sock.recv(2048))
-                    if (
-                        answer is not None
-                        and answer.kind in kinds
-                        and answer.session_id == self.session_id
-                    ):
-                        return answer
-            except (OSError, ValueError):  # no route, or closed, or nobody listens there yet
-                time.sleep(min(left, _RESEND_S))
-        return None
-
     def _start(self, sockets: list[socket.socket]) -> _native.SwitchWorker:
         options = self.options
         retry = _native.SwitchRetryPolicy(
@@ -238,9 +167,8 @@ class SwitchClient(Resource):
 
     def _who_is_missing(self, message: str) -> tuple[str, list[int]]:
         request = control.encode(ControlKind.ASK_MISSING, self.session_id)
-        answer = self._ask(
-            self._control, request, (ControlKind.MISSING,), time.monotonic() + 5 * _RESEND_S
-        )
+        deadline_s = time.monotonic() + 5 * RESEND_S
+        answer = ask(self._control, self.session_id, request, (ControlKind.MISSING,), deadline_s)
         if answer is None:
             return f"{message}; the switch does not answer", []
         ranks = control.decode_ranks(answer.body)

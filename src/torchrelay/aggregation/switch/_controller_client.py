@@ -8,12 +8,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from torchrelay._addresses import address_towards
-from torchrelay.aggregation.switch._client import parse_address
 from torchrelay.aggregation.switch._controller import (
     DEFAULT_PORT,
     NUMEL_OF_SIZE,
     import_grpc,
 )
+from torchrelay.aggregation.switch._joining import parse_address
 from torchrelay.config import Aggregation
 from torchrelay.errors import (
     MismatchError,

@@ -7,6 +7,7 @@ from any thread.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -101,8 +102,18 @@ class DataPlane(Protocol):
     def max_slots(self) -> int:
         """Slots of all sessions together."""
 
-    def open_session(self, session_id: int, shape: SessionShape) -> None:
+    @property
+    def has_uplinks(self) -> bool:
+        """Whether it can be the data plane of a leaf switch."""
+
+    def open_session(
+        self, session_id: int, shape: SessionShape, uplink: socket.socket | None = None
+    ) -> None:
         """Create a session with empty slots and no members, replacing one of the same id.
+
+        Args:
+            uplink: of a leaf's session: connected to the switch above, which knows it; owned from
+                now on. The session ends when that switch stops or does not know it any more.
 
         Raises:
             ArgumentError: the shape is impossible for this data plane.

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torchrelay._resource import Resource
 from torchrelay.errors import UnavailableError
 
-__all__ = ["XDP_DRIVER", "XDP_GENERIC", "BpfObject"]
+__all__ = ["XDP_DRIVER", "XDP_GENERIC", "BpfMap", "BpfObject"]
 
 XDP_GENERIC, XDP_DRIVER = 2, 4
 _ATTACH_XDP = 37  # enum bpf_attach_type
 _LIVE_FRAMES = 2  # BPF_F_TEST_XDP_LIVE_FRAMES
 _PRIVILEGE = "XDP needs root, or the capabilities CAP_BPF and CAP_NET_ADMIN"
+
+
+K = TypeVar("K", bound=Any)  # ctypes types have no common public base
+V = TypeVar("V", bound=Any)
 
 
 class _LinkOptions(ctypes.Structure):
@@ -63,6 +68,37 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+class BpfMap(Generic[K, V]):
+    """A map of a loaded object: values by key, each a copy of the kernel's."""
+
+    def __init__(self, library: ctypes.CDLL, descriptor: int, value: type[V]) -> None:
+        self._library, self._descriptor, self._value = library, descriptor, value
+
+    def __getitem__(self, key: K) -> V:
+        value: V = self._value()
+        self._check(self._library.bpf_map_lookup_elem, key, ctypes.byref(value))
+        return value
+
+    def __setitem__(self, key: K, value: V) -> None:
+        flags = ctypes.c_uint64(0)
+        self._check(self._library.bpf_map_update_elem, key, ctypes.byref(value), flags)
+
+    def __contains__(self, key: K) -> bool:
+        found = ctypes.byref(self._value())
+        error = self._library.bpf_map_lookup_elem(self._descriptor, ctypes.byref(key), found)
+        return bool(error == 0)
+
+    def discard(self, key: K) -> None:
+        """Delete an entry of a hash map, if it is there."""
+        self._library.bpf_map_delete_elem(self._descriptor, ctypes.byref(key))
+
+    def _check(self, call: Callable[..., int], key: K, *more: object) -> None:
+        if call(self._descriptor, ctypes.byref(key), *more):
+            raise UnavailableError(
+                f"XDP: an entry of a map cannot be accessed: {os.strerror(ctypes.get_errno())}"
+            )
+
+
 class BpfObject(Resource):
     """The programs and maps of an object file, until :meth:`close`.
 
@@ -70,34 +106,21 @@ class BpfObject(Resource):
         path: the object file.
         sizes: maps whose number of entries is set before loading.
         constants: the bytes of the program's constants (its section ``.rodata``).
-        layouts: the bytes of key and value that each map must have.
 
     Raises:
         UnavailableError: libbpf, the privilege, memory, or a feature of the kernel is missing.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        sizes: dict[str, int],
-        constants: bytes,
-        layouts: dict[str, tuple[int, int]],
-    ) -> None:
-        self._library = _library()
+    def __init__(self, path: Path, sizes: dict[str, int], constants: bytes) -> None:
+        self._library, self._path = _library(), path
         self._links: list[int] = []
         self._object = self._library.bpf_object__open_file(os.fsencode(path), None)
         if not self._object:
             raise UnavailableError(f"XDP: {path} cannot be read: {os.strerror(ctypes.get_errno())}")
-        try:
-            self._check(path, layouts)
-        except BaseException:
-            self.close()
-            raise
         for name, size in sizes.items():
-            self._library.bpf_map__set_max_entries(self._find_map(name), size)
-        initial = self._library.bpf_map__initial_value(
-            self._find_map(".rodata"), ctypes.byref(ctypes.c_size_t())
-        )
+            self._library.bpf_map__set_max_entries(self._find("map", name), size)
+        rodata = self._find("map", ".rodata")
+        initial = self._library.bpf_map__initial_value(rodata, ctypes.byref(ctypes.c_size_t()))
         ctypes.memmove(initial, constants, len(constants))
         error = -self._library.bpf_object__load(ctypes.c_void_p(self._object))
         if error:
@@ -109,33 +132,33 @@ class BpfObject(Resource):
             )
             raise UnavailableError(f"XDP: {os.strerror(error)}; {why}")
 
-    def _check(self, path: Path, layouts: dict[str, tuple[int, int]]) -> None:
-        """Compare the maps with what this process would read and write there."""
-        for name, expected in layouts.items():
-            at = self._find_map(name)
-            found = (self._library.bpf_map__key_size(at), self._library.bpf_map__value_size(at))
-            if found != expected:
-                raise UnavailableError(
-                    f"XDP: {path} is of another version: its map {name} has keys and values of "
-                    f"{found} bytes, not {expected}; build torchrelay again"
-                )
+    def _find(self, kind: str, name: str) -> ctypes.c_void_p:
+        find = getattr(self._library, f"bpf_object__find_{kind}_by_name")
+        return ctypes.c_void_p(find(ctypes.c_void_p(self._object), name.encode()))
 
-    def _find_map(self, name: str) -> ctypes.c_void_p:
-        found = self._library.bpf_object__find_map_by_name(
-            ctypes.c_void_p(self._object), name.encode()
-        )
-        return ctypes.c_void_p(found)
+    def map(self, name: str, key: type[K], value: type[V], copies: int = 1) -> BpfMap[K, V]:
+        """Return a map.
 
-    def map(self, name: str) -> int:
-        """Return the file descriptor of a map."""
-        return int(self._library.bpf_map__fd(self._find_map(name)))
+        Args:
+            key, value: the ctypes types of its entries.
+            copies: how often the program's type stands in ``value``: in a per-CPU map.
+
+        Raises:
+            UnavailableError: the program has keys or values of other sizes.
+        """
+        at = self._find("map", name)
+        found = (self._library.bpf_map__key_size(at), self._library.bpf_map__value_size(at))
+        expected = (ctypes.sizeof(key), ctypes.sizeof(value) // copies)
+        if found != expected:
+            raise UnavailableError(
+                f"XDP: {self._path} is of another version: its map {name} has keys and values of "
+                f"{found} bytes, not {expected}; build torchrelay again"
+            )
+        return BpfMap(self._library, self._library.bpf_map__fd(at), value)
 
     def program(self, name: str) -> int:
         """Return the file descriptor of a program."""
-        found = self._library.bpf_object__find_program_by_name(
-            ctypes.c_void_p(self._object), name.encode()
-        )
-        return int(self._library.bpf_program__fd(ctypes.c_void_p(found)))
+        return int(self._library.bpf_program__fd(self._find("program", name)))
 
     def attach(self, program: int, ifindex: int, flags: int) -> int:
         """Run a program on a network interface. Returns 0, or the errno."""
@@ -159,26 +182,6 @@ class BpfObject(Resource):
             flags=_LIVE_FRAMES,
         )
         return bool(self._library.bpf_prog_test_run_opts(program, ctypes.byref(options)) == 0)
-
-    def update(self, map_: int, key: Any, value: Any) -> None:
-        """Set an entry of a map; key and value are ctypes objects."""
-        if self._library.bpf_map_update_elem(
-            map_, ctypes.byref(key), ctypes.byref(value), ctypes.c_uint64(0)
-        ):
-            raise UnavailableError(
-                f"XDP: a map's entry cannot be set: {os.strerror(ctypes.get_errno())}"
-            )
-
-    def lookup(self, map_: int, key: Any, value: Any) -> None:
-        """Read an entry of a map into ``value``."""
-        if self._library.bpf_map_lookup_elem(map_, ctypes.byref(key), ctypes.byref(value)):
-            raise UnavailableError(
-                f"XDP: a map's entry cannot be read: {os.strerror(ctypes.get_errno())}"
-            )
-
-    def delete(self, map_: int, key: Any) -> None:
-        """Delete an entry of a hash map, if it is there."""
-        self._library.bpf_map_delete_elem(map_, ctypes.byref(key))
 
     def num_cpus(self) -> int:
         """Return the number of values in an entry of a per-CPU map."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import logging
 import threading
@@ -20,7 +21,8 @@ from torchrelay.aggregation.switch._data_plane import (
     SwitchStats,
 )
 from torchrelay.aggregation.switch._service import ServiceThread
-from torchrelay.errors import ArgumentError, TorchRelayError, UnavailableError
+from torchrelay.aggregation.switch._uplink import Uplink
+from torchrelay.errors import ArgumentError, ConfigError, TorchRelayError, UnavailableError
 
 __all__ = ["SwitchServer"]
 
@@ -40,6 +42,7 @@ _EVERYONE = ("0.0.0.0/0",)
 class _Session:
     shape: SessionShape
     opener: str  # address of the worker that joined first
+    ranks: range  # of the workers here; the data plane numbers them from 0
     clients: dict[int, int] = field(default_factory=dict)  # which of a rank's workers has joined
     ports: dict[tuple[str, int], int] = field(default_factory=dict)  # ranks by address and port
     left: set[int] = field(default_factory=set)
@@ -61,6 +64,10 @@ class SwitchServer(Resource):
         plane: closed with the server.
         max_workers: of one session.
         allow: networks whose workers may join; the default is all that reach the switch's address.
+        uplink: the switch above this one, which then serves the workers of one rack.
+
+    Raises:
+        ConfigError: the data plane has no uplinks.
     """
 
     def __init__(
@@ -73,8 +80,14 @@ class SwitchServer(Resource):
         session_timeout_s: float = 15.0,
         idle_timeout_s: float = 600.0,
         allow: Iterable[str] = _EVERYONE,
+        uplink: Uplink | None = None,
     ) -> None:
-        self.plane = plane
+        if uplink and not plane.has_uplinks:
+            raise ConfigError(
+                f"switch: the data plane {plane.name} has no uplink, because what it receives it "
+                "can only send to its own ports' workers; use udp in the racks and any above them"
+            )
+        self.plane, self._uplink = plane, uplink
         self.max_slots = max_slots
         self._max_sessions, self._max_workers = max_sessions, max_workers
         self._session_timeout_s, self._idle_timeout_s = session_timeout_s, idle_timeout_s
@@ -105,6 +118,9 @@ class SwitchServer(Resource):
         """Stop serving. Idempotent."""
         self._stopping.set()
         self._thread.join()
+        for session_id, session in self._sessions.items():
+            if self._uplink:
+                self._uplink.leave(session_id, session.shape)
         self.plane.close()
 
     def is_allowed(self, address: str) -> bool:
@@ -143,9 +159,10 @@ class SwitchServer(Resource):
                 raise UnavailableError(f"workers at {address} have {_MAX_PORTS} ports already")
             for other_id in {self._members.get(port, session_id) for port in taken} - {session_id}:
                 self._end_former(other_id, taken)
-            self.plane.add_worker(session_id, join.rank, address, *ports)
+            rank = session.ranks.index(join.rank)
+            self.plane.add_worker(session_id, rank, address, *ports)
             session.clients[join.rank] = join.client
-            session.ports.update(dict.fromkeys(taken, join.rank))
+            session.ports.update(dict.fromkeys(taken, rank))
             self._members.update(dict.fromkeys(taken, session_id))
 
     def open(self, session_id: int, rank: int, shape: SessionShape, address: str) -> None:
@@ -177,52 +194,59 @@ class SwitchServer(Resource):
             )
         if not 0 <= rank < shape.num_workers:
             raise ArgumentError(f"rank {rank} is not below the {shape.num_workers} workers")
-        return known or self._open(session_id, shape, address)
+        ranks = self._uplink.ranks(shape) if self._uplink else range(shape.num_workers)
+        if rank not in ranks:
+            raise ArgumentError(
+                f"this is a rack's switch for the workers {ranks[0]} to {ranks[-1]} of "
+                f"{shape.num_workers}, not for worker {rank}"
+            )
+        return known or self._open(session_id, _Session(shape, address, ranks))
 
-    def _open(self, session_id: int, shape: SessionShape, address: str) -> _Session:
+    def _open(self, session_id: int, session: _Session) -> _Session:
+        shape = session.shape
         if shape.num_slots > self.max_slots or shape.num_workers > self._max_workers:
             raise ArgumentError(
                 f"this switch allows {self.max_slots} slots and {self._max_workers} workers in a "
                 f"session, not {shape.num_slots} and {shape.num_workers}; lower "
                 "max_outstanding_packets, or raise its limits"
             )
-        self._keep_quota(shape, address)
-        if len(self._sessions) >= self._max_sessions:
-            self._evict(f"this switch already has {self._max_sessions} sessions, its maximum")
-        while self._slots_in_use() + shape.num_slots > self.plane.max_slots:
-            self._evict(
-                f"this switch has {self.plane.max_slots} slots in all, of which "
-                f"{self._slots_in_use()} are in use"
-            )
+        self._make_room(shape, session.opener)
+        socket = self._uplink.join(session_id, shape) if self._uplink else None
+        here = dataclasses.replace(shape, num_workers=len(session.ranks))
         while True:
             try:
-                self.plane.open_session(session_id, shape)
+                self.plane.open_session(session_id, here, socket)
             except UnavailableError as error:
                 self._evict(str(error))
             else:
                 break
-        session = self._sessions[session_id] = _Session(shape, address)
+        self._sessions[session_id] = session
         return session
 
-    def _slots_in_use(self) -> int:
-        return sum(session.shape.num_slots for session in self._sessions.values())
-
-    def _keep_quota(self, shape: SessionShape, address: str) -> None:
-        """End an idle session of this address if another would leave too little for others."""
+    def _make_room(self, shape: SessionShape, opener: str) -> None:
+        """End idle sessions until another one fits, and leaves enough to other openers."""
+        sessions, slots = self._max_sessions, self.plane.max_slots
         while True:
-            theirs = [one.shape for one in self._sessions.values() if one.opener == address]
-            slots = sum(one.num_slots for one in theirs) + shape.num_slots
-            if not theirs or (
-                len(theirs) < self._max_sessions // _SHARE
-                and slots <= self.plane.max_slots // _SHARE
+            everyones = [one.shape.num_slots for one in self._sessions.values()]
+            theirs = [
+                one.shape.num_slots for one in self._sessions.values() if one.opener == opener
+            ]
+            if theirs and (
+                len(theirs) >= sessions // _SHARE or sum(theirs) + shape.num_slots > slots // _SHARE
             ):
+                self._evict(
+                    f"{opener} has opened {len(theirs)} sessions, and one address may use a "
+                    f"quarter of this switch's {sessions} sessions and {slots} slots "
+                    "(--max-sessions)",
+                    opener,
+                )
+            elif len(everyones) >= sessions or sum(everyones) + shape.num_slots > slots:
+                self._evict(
+                    f"{len(everyones)} of this switch's {sessions} sessions and {sum(everyones)} "
+                    f"of its {slots} slots are in use"
+                )
+            else:
                 return
-            self._evict(
-                f"{address} has opened {len(theirs)} sessions, and one address may use a "
-                f"quarter of this switch's {self._max_sessions} sessions and "
-                f"{self.plane.max_slots} slots (--max-sessions)",
-                address,
-            )
 
     def _evict(self, why: str, opener: str | None = None) -> None:
         """End the least used session (of an opener); raise if all are in use."""
@@ -259,19 +283,26 @@ class SwitchServer(Resource):
         if session is not None:
             for port in session.ports:
                 del self._members[port]
+            if self._uplink:
+                self._uplink.leave(session_id, session.shape)
         self.plane.close_session(session_id)
 
     def _end_silent(self) -> None:
-        """End sessions of TorchRelay's workers that are silent; live workers never are."""
+        """End sessions of TorchRelay's workers that are silent (live workers never are), and those
+        that the switch above does not know any more.
+        """
         with self._lock:
+            lost = set(self._sessions)
             for session in self.plane.stats().sessions:
-                if session.shape.sequenced and session.idle_s > self._session_timeout_s:
-                    _logger.info(
-                        "a session of %d workers ends: all are silent for %.0f s",
-                        session.shape.num_workers,
-                        session.idle_s,
-                    )
-                    self._close(session.session_id)
+                if not session.shape.sequenced or session.idle_s <= self._session_timeout_s:
+                    lost.discard(session.session_id)
+            for session_id in lost:
+                _logger.info(
+                    "a session of %d workers ends: all are silent for %.0f s, or it was lost above",
+                    self._sessions[session_id].shape.num_workers,
+                    self._session_timeout_s,
+                )
+                self._close(session_id)
 
     def _serve(self) -> None:
         next_sweep_s, turn_s, handled = time.monotonic() + _SWEEP_S, 0.0, 0
@@ -311,10 +342,22 @@ class SwitchServer(Resource):
             return self._answer_join(request, message)
         if request.kind == ControlKind.LEAVE:
             self._leave(request)
-        if request.kind == ControlKind.ASK_MISSING and request.session_id in self._sessions:
-            ranks = control.encode_ranks(self.plane.missing(request.session_id))
-            return control.encode(ControlKind.MISSING, request.session_id, ranks)
+        if request.kind == ControlKind.ASK_MISSING:
+            return self._answer_missing(request.session_id)
         return None
+
+    def _answer_missing(self, session_id: int) -> bytes | None:
+        session = self._sessions.get(session_id)
+        if session is None:
+            return None
+        ranks: list[int] | None = [session.ranks[rank] for rank in self.plane.missing(session_id)]
+        if not ranks and self._uplink:
+            ranks = self._uplink.missing(session_id, session.shape)
+        return (
+            None
+            if ranks is None
+            else control.encode(ControlKind.MISSING, session_id, control.encode_ranks(ranks))
+        )
 
     def _answer_join(self, request: ControlRequest, message: ControlMessage) -> bytes | None:
         join = control.decode_join(request.body)
@@ -335,5 +378,5 @@ class SwitchServer(Resource):
             if session is None:
                 return
             session.left.update(control.decode_ranks(request.body)[:1])
-            if len(session.left) == session.shape.num_workers:
+            if len(session.left) == len(session.ranks):
                 self._close(request.session_id)

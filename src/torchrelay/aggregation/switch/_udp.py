@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 from torchrelay import _native
 from torchrelay._resource import Resource
@@ -35,6 +36,7 @@ class UdpDataPlane(Resource):
 
     name = "udp"
     max_slots = 64 * 1024
+    has_uplinks = True
 
     def __init__(
         self,
@@ -52,11 +54,13 @@ class UdpDataPlane(Resource):
         self._native = _native.UdpSwitch(address, port, drop_ingress, drop_egress, drop_seed)
         self.port: int = self._native.port
 
-    def open_session(self, session_id: int, shape: SessionShape) -> None:
+    def open_session(
+        self, session_id: int, shape: SessionShape, uplink: socket.socket | None = None
+    ) -> None:
         native = _native.SwitchTableShape(
             shape.num_workers, shape.num_slots, shape.packet_numel, shape.sequenced
         )
-        self._native.open_session(session_id, native)
+        self._native.open_session(session_id, native, uplink.detach() if uplink else -1)
 
     def add_worker(
         self, session_id: int, rank: int, address: str, first_port: int, num_ports: int

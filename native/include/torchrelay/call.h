@@ -1,0 +1,50 @@
+// What all ranks of a group must agree on in one collective.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "torchrelay/reduce.h"
+
+namespace torchrelay {
+
+enum class Kind : std::uint8_t {
+  kNone,
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+};
+
+const char* name(Kind kind) noexcept;
+
+struct Call {
+  Kind kind = Kind::kNone;
+  std::uint8_t dtype = 0;
+  Op op = Op::kSum;
+  std::uint8_t has_op = 0;
+  std::int32_t root = -1;
+  // Elements of a reduction, bytes of a broadcast; 0 where each pair of ranks has its own size.
+  std::uint64_t count = 0;
+
+  bool operator==(const Call&) const = default;
+};
+static_assert(sizeof(Call) == 16);
+
+Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root = -1);
+// `code` is the caller's code of the element type.
+Call bytes_call(Kind kind, std::uint8_t code, int root = -1, std::size_t count = 0);
+
+// For messages; `names` are the ranks as users know them.
+std::string describe(const Call& call, const std::vector<int>& names);
+
+// "the ranks made different calls: rank 0 made ..."; `calls` are those of all ranks.
+std::string describe_difference(const std::vector<Call>& calls, const std::vector<int>& names);
+
+}  // namespace torchrelay

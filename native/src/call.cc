@@ -1,0 +1,41 @@
+#include "torchrelay/call.h"
+
+namespace torchrelay {
+
+const char* name(Kind kind) noexcept {
+  constexpr const char* names[] = {"nothing",    "all_reduce", "reduce",  "reduce_scatter", "broadcast",
+                                   "all_gather", "gather",     "scatter", "all_to_all",     "barrier"};
+  return names[static_cast<int>(kind)];
+}
+
+Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root) {
+  return {kind, static_cast<std::uint8_t>(dtype), op, 1, root, count};
+}
+
+Call bytes_call(Kind kind, std::uint8_t code, int root, std::size_t count) {
+  return {kind, code, Op::kSum, 0, root, count};
+}
+
+std::string describe(const Call& call, const std::vector<int>& names) {
+  std::string out = name(call.kind);
+  if (call.kind == Kind::kBarrier) return out;
+  out += " of ";
+  const bool is_known = call.dtype < kNumDtypes;
+  const auto dtype = static_cast<Dtype>(call.dtype);
+  const std::size_t unit = call.has_op || !is_known ? 1 : size_bytes(dtype);
+  if (call.count != 0 || call.has_op) out += std::to_string(call.count / unit) + " x ";
+  out += is_known ? name(dtype) : "bytes";
+  if (call.has_op) out += std::string(", ") + name(call.op);
+  if (call.root >= 0) out += ", root " + std::to_string(names[static_cast<std::size_t>(call.root)]);
+  return out;
+}
+
+std::string describe_difference(const std::vector<Call>& calls, const std::vector<int>& names) {
+  std::string out = "the ranks made different calls: ";
+  for (std::size_t rank = 0; rank < calls.size(); ++rank)
+    out += (rank == 0 ? "rank " : "; rank ") + std::to_string(names[rank]) + " made " +
+           describe(calls[rank], names);
+  return out + ". All ranks of a group must make the same calls in the same order";
+}
+
+}  // namespace torchrelay

@@ -1,0 +1,82 @@
+#include "torchrelay/transport/frames.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+namespace torchrelay::transport {
+namespace {
+
+constexpr std::size_t kReadBytes = std::size_t{256} << 10;  // of a body at a time
+constexpr std::size_t kMaxParts = 4;
+
+}  // namespace
+
+Written write_rest(Stream& stream, std::initializer_list<std::span<const std::byte>> parts,
+                   std::size_t& sent) {
+  std::array<iovec, kMaxParts> rest;
+  int count = 0;
+  std::size_t skip = sent, left = 0;
+  for (const auto part : parts) {
+    const std::size_t skipped = std::min(skip, part.size());
+    skip -= skipped;
+    if (part.size() == skipped) continue;
+    rest[static_cast<std::size_t>(count++)] = {const_cast<std::byte*>(part.data()) + skipped,
+                                               part.size() - skipped};
+    left += part.size() - skipped;
+  }
+  if (left == 0 && !stream.has_unsent()) return {.is_complete = true};
+  const Moved moved = stream.write(rest.data(), count);
+  sent += moved.size_bytes;
+  return {moved.size_bytes == left && !stream.has_unsent(), moved.ended};
+}
+
+bool FrameReader::read(Stream& stream, FrameSink& sink, std::size_t& budget) {
+  bool is_drained = false;  // the last read got less than it could hold
+  thread_local std::vector<std::byte> dropped(kReadBytes);
+  const auto read_into = [&](std::byte* data, std::size_t wanted) {
+    const Moved moved = stream.read(data, wanted);
+    budget -= std::min(budget, moved.size_bytes);
+    is_drained = moved.size_bytes < wanted;
+    return moved;
+  };
+  for (;;) {
+    if (!in_body_ && size_ >= sizeof(Frame)) {
+      std::memcpy(&frame_, buffer_.get() + begin_, sizeof(Frame));
+      if (!sink.open(frame_)) return true;
+      begin_ += sizeof(Frame);
+      size_ -= sizeof(Frame);
+      in_body_ = true;
+      got_ = 0;
+    } else if (!in_body_) {
+      if (is_drained || budget == 0) return true;  // the loop comes again
+      std::memmove(buffer_.get(), buffer_.get() + begin_, size_);
+      begin_ = 0;
+      const Moved moved = read_into(buffer_.get() + size_, capacity_ - size_);
+      size_ += moved.size_bytes;
+      if (moved.ended) return false;
+      continue;
+    }
+    const std::size_t body = frame_.has_body() ? frame_.size_bytes : 0;
+    std::byte* to = sink.place();
+    std::size_t size = std::min(body - got_, size_);
+    if (size != 0) {
+      if (to != nullptr) std::memcpy(to + got_, buffer_.get() + begin_, size);
+      begin_ += size;
+      size_ -= size;
+    } else if (got_ != body) {
+      if (is_drained || budget == 0) return true;
+      const std::size_t wanted = std::min({body - got_, kReadBytes, budget});
+      const Moved moved = read_into(to != nullptr ? to + got_ : dropped.data(), wanted);
+      if (moved.ended) return false;
+      size = moved.size_bytes;
+    }
+    got_ += size;
+    if (got_ != body) continue;
+    in_body_ = false;
+    if (!sink.close()) return true;
+  }
+}
+
+}  // namespace torchrelay::transport
