@@ -46,8 +46,8 @@ from torch.multiprocessing.spawn import start_processes
 from torchrelay.checkpoint._manifest import chunk_text, from_bytes
 from torchrelay.checkpoint._plan import Held, deal
 from torchrelay.checkpoint._read import MAX_BUFFER_BYTES, segments_of
-from torchrelay.checkpoint._saving import Description, TensorDescription, assemble
-from torchrelay.checkpoint._types import Box, DataFile
+from torchrelay.checkpoint._saving import Description, assemble
+from torchrelay.checkpoint._types import Box, DataFile, TensorDescription
 from torchrelay.checkpoint._write import ChunkRecord, Part
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
-import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from torchrelay import _native, config
-from torchrelay._python import module_command
+from torchrelay._helper import HelperProcess
 from torchrelay.checkpoint._catalog import Keep
-from torchrelay.checkpoint._group import group_of
-from torchrelay.checkpoint._inventory import gather_inventory, sources_of
-from torchrelay.checkpoint._saving import SaveOptions, Saving
-from torchrelay.checkpoint._staging import Staging
+from torchrelay.checkpoint._group import Group, group_of
+from torchrelay.checkpoint._inventory import Inventory, gather_inventory, plan_chunks, tensors_of
+from torchrelay.checkpoint._saving import Description, SaveOptions, Saving
+from torchrelay.checkpoint._staging import Staging, starts_of
 from torchrelay.checkpoint._storage import Path
-from torchrelay.checkpoint._write import Source
-from torchrelay.checkpoint._writer_process import Job
+from torchrelay.checkpoint._tensors import TensorLayout
+from torchrelay.checkpoint._types import StatePath
+from torchrelay.checkpoint._writer_process import Job, Plan
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, from_json
 
 if TYPE_CHECKING:
@@ -34,16 +34,17 @@ __all__ = ["SaveHandle", "async_save"]
 class SaveHandle:
     """A save in progress. If the handle is dropped, the next save raises its error."""
 
-    def __init__(self, path: str, rank: int, writer: _Writer | None) -> None:
+    def __init__(self, path: str, rank: int) -> None:
         self.path = path
         self._rank = rank
-        self._writer = writer
+        self._origin = _native.Origin()
+        self._done = False
         self._error: Exception | None = None
         self._raised = False
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not. Does not block."""
-        return self._writer is None or self._writer.poll(self, 0.0)
+        return self._done or _writer.poll(self, 0.0)
 
     def result(self, timeout_s: float | None = None) -> str:
         """Wait until the checkpoint is committed by all ranks; return its path.
@@ -55,7 +56,7 @@ class SaveHandle:
                 discarded.
             StorageError: it could not be written, here or on another rank.
         """
-        if self._writer is not None and not self._writer.poll(self, timeout_s):
+        if not self._done and not _writer.poll(self, timeout_s):
             raise OperationTimeoutError(
                 f"{self.path}: the save has not ended within {timeout_s:g} s; it goes on"
             )
@@ -65,93 +66,36 @@ class SaveHandle:
         return self.path
 
     def _settle(self, error: Exception | None) -> None:
-        self._error, self._writer = error, None
+        self._error, self._done = error, True
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a plan was made from; a save of an equal one uses the plan again."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    tensors: dict[str, TensorLayout]
+    owners: Mapping[str, str]
+    paths: Mapping[str, StatePath]
 
 
 class _Writer:
-    """The writer process of this trainer, and the staging memory that both map."""
+    """The writer process of this trainer, which runs one save at a time, and the staging memory
+    that both map.
+    """
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            os.set_inheritable(theirs.fileno(), True)
-            self._process = subprocess.Popen(
-                [
-                    *module_command("torchrelay.checkpoint._writer_process"),
-                    str(theirs.fileno()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C is for the trainer; what is staged is still written
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
+        self._reset()
+
+    def _reset(self) -> None:
+        self.helper: HelperProcess | None = None
         self.staging = Staging()
-        self._handle: SaveHandle | None = None
-        self._lock = threading.Lock()
-        self._origin = _native.Origin()
-        self.pid = self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def submit(self, handle: SaveHandle, job: Job, fds: Sequence[int]) -> None:
-        """Send a job and duplicates of the descriptors ``fds``."""
-        self._handle = handle
-        with suppress(ConnectionError):  # it has died: poll() finds its end closed
-            self._connection.send(job)
-            for fd in fds:
-                send_handle(self._connection, fd, self.pid)
-
-    def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
-        """Wait for the result of ``handle``; return whether it has arrived."""
-        if self._origin.is_forked:
-            raise ArgumentError(
-                f"{handle.path}: process {self._origin.pid} started the save; only it can "
-                "wait for it"
-            )
-        with self._lock:
-            if handle is not self._handle:
-                return True
-            if not self._connection.poll(timeout_s):
-                return False
-            self._handle = None
-            try:
-                failure = self._connection.recv()
-            except (EOFError, ConnectionError):
-                code = self._process.wait()
-                handle._settle(
-                    PeerLostError(
-                        f"{handle.path}: rank {handle._rank}: the writer process has died (exit "
-                        f"code {code}); the checkpoint is discarded by the next save",
-                        ranks=(handle._rank,),
-                    )
-                )
-                return True
-            handle._settle(None if failure is None else from_json(failure))
-            return True
-
-    def close(self) -> None:
-        """Let the process end after its current job."""
-        with socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-            ours.shutdown(socket.SHUT_RDWR)  # also if a forked child has it open
-        self._connection.close()
-        self._process.wait()
-        self.staging.close()
-
-    def abandon(self) -> None:
-        """Forget the writer, which belongs to the process that forked this one."""
-        self._connection.close()
-        self._process.returncode = 0  # nothing to wait for here
-
-
-class _State:
-    """One writer process and one save at a time in this process."""
-
-    def __init__(self) -> None:
-        self.writer: _Writer | None = None
         self.last: SaveHandle | None = None
+        self._current: SaveHandle | None = None  # whose result has not arrived
+        self._lock = threading.Lock()
+        self._planned: tuple[_Layout, Plan] | None = None
+        self._sent: Plan | None = None  # that the process has
 
     def finish_last(self) -> None:
         """Wait for the previous save, and raise its error unless its handle already has."""
@@ -159,28 +103,96 @@ class _State:
         if last is not None and not last._raised:
             last.result()
 
-    def ready(self) -> _Writer:
-        if self.writer is None or not self.writer.alive:
-            self.close()
-            self.writer = _Writer()
-        return self.writer
+    def start(self) -> HelperProcess:
+        """Start the process, unless it runs."""
+        if self.helper is not None:
+            self.helper.wait(0)
+            if self.helper.exit_code is not None:
+                self.close()
+        if self.helper is None:
+            # new session: Ctrl-C is for the trainer; what is staged is still written
+            command = HelperProcess.command("torchrelay.checkpoint._writer_process")
+            self.helper = HelperProcess(command, new_session=True)
+        return self.helper
 
-    def forget(self) -> None:
-        """In a forked child: the writer is the parent's."""
-        writer, self.writer, self.last = self.writer, None, None
-        if writer is not None:
-            writer.abandon()
+    def plan(self, mine: Inventory, everyone: Sequence[Description], ranks: Group) -> Plan:
+        """Return what this rank writes; for a state of the same layout, the same object."""
+        description = mine.description
+        layout = _Layout(
+            ranks.ranks,
+            ranks.rank,
+            {key: state.layout for key, state in mine.tensors.items()},
+            description.owners,
+            description.paths,
+        )
+        if self._planned is not None and len(everyone) == 1 and self._planned[0] == layout:
+            return self._planned[1]
+        chunks = plan_chunks(mine, everyone, ranks)
+        sizes = np.array([chunk.size_bytes for chunk in chunks], np.uint64)
+        plan = Plan(chunks, starts_of(sizes), sizes, everyone if ranks.is_coordinator else ())
+        self._planned = (layout, plan) if len(everyone) == 1 else None
+        return plan
+
+    def submit(self, handle: SaveHandle, job: Job, plan: Plan, fds: Sequence[int]) -> None:
+        """Send a job, duplicates of the descriptors ``fds``, and what the process lacks."""
+        assert self.helper is not None
+        if plan is not self._sent:
+            job = replace(job, plan=plan)
+        if self.staging.is_new:
+            job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
+        self.last = self._current = handle
+        self._sent, self.staging.is_new = plan, False
+        with suppress(PeerLostError):  # it has died: poll() finds its end closed
+            self.helper.channel.send(job, fds)
+
+    def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
+        """Wait for the result of ``handle``; return whether it has arrived."""
+        if handle._origin.is_forked:
+            raise ArgumentError(
+                f"{handle.path}: process {handle._origin.pid} started the save; only it can "
+                "wait for it"
+            )
+        with self._lock:
+            if handle is not self._current or self.helper is None:
+                return True
+            try:
+                received = self.helper.channel.receive(timeout_s)
+            except PeerLostError:
+                error: Exception | None = PeerLostError(
+                    f"{handle.path}: rank {handle._rank}: the writer process has died (it "
+                    f"{self.helper.exit_reason()}); the checkpoint is discarded by the next save",
+                    ranks=(handle._rank,),
+                )
+                self.helper.kill()  # if it has only closed its end
+            else:
+                if received is None:
+                    return False
+                failure, _ = received
+                error = None if failure is None else from_json(failure)
+            self._current = None
+            handle._settle(error)
+            return True
 
     def close(self) -> None:
-        """Let the writer process finish and end."""
-        writer, self.writer, self.last = self.writer, None, None
-        if writer is not None:
-            writer.close()
+        """Let the process finish its current job and end."""
+        helper, staging = self.helper, self.staging
+        self._reset()
+        if helper is not None:
+            helper.channel.shut_down()  # also if a forked child has it open
+            helper.channel.close()
+            helper.wait(None)
+            staging.close()
+
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's."""
+        if self.helper is not None:
+            self.helper.abandon()
+        self._reset()
 
 
-_state = _State()
-atexit.register(_state.close)
-os.register_at_fork(after_in_child=_state.forget)
+_writer = _Writer()
+atexit.register(_writer.close)
+os.register_at_fork(after_in_child=_writer.forget)
 
 
 def async_save(
@@ -224,49 +236,42 @@ def async_save(
     options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
     saving = Saving(path, options)
     ranks = group_of(group, no_dist)
-    mine, everyone = gather_inventory(state, ranks, before=_state.finish_last)
-    sources = sources_of(mine, everyone, ranks)
+    mine, everyone = gather_inventory(state, ranks, before=_writer.finish_last)
     transaction = saving.transaction
-
     save_id = ranks.coordinate(transaction.begin)
-    staged: list[tuple[_Writer, list[int], bool]] = []
+    plans: list[Plan] = []
 
     def stage() -> None:
-        _check_size(sources, max_staging_bytes, ranks.global_rank)
         saving.check_shared(transaction.seen_id(), save_id)
-        writer = _state.ready()
-        staged.append((writer, *writer.staging.copy(sources)))
+        _writer.start()
+        plan = _writer.plan(mine, everyone, ranks)
+        _check_size(int(plan.sizes.sum()), max_staging_bytes, ranks.global_rank)
+        _writer.staging.copy(tensors_of(mine, plan.chunks), plan.starts, plan.sizes)
+        plans.append(plan)
 
     try:
         ranks.together(stage)
-        ((writer, starts, is_new),) = staged
     except BaseException:
         if ranks.is_coordinator:
             transaction.discard()
         raise
-    fds = [writer.staging.fd] if is_new else []
-    fds += transaction.hand_over() if ranks.is_coordinator else ()
     job = Job(
         saving.path,
         options,
         save_id,
         ranks.ranks,
         ranks.rank,
-        [(*source[:5], start) for source, start in zip(sources, starts, strict=True)],
-        everyone if ranks.is_coordinator else (),
+        mine.description.objects,
         config.load(config.Checkpoint).commit_timeout_s,
-        is_new,
-        len(fds),
     )
-    handle = SaveHandle(saving.path, ranks.global_rank, writer)
-    writer.submit(handle, job, fds)
+    handle = SaveHandle(saving.path, ranks.global_rank)
+    fds = transaction.hand_over() if ranks.is_coordinator else ()
+    _writer.submit(handle, job, plans[0], fds)
     transaction.release()
-    _state.last = handle
     return handle
 
 
-def _check_size(sources: list[Source], max_staging_bytes: int | None, rank: int) -> None:
-    size_bytes = sum(source.size_bytes for source in sources)
+def _check_size(size_bytes: int, max_staging_bytes: int | None, rank: int) -> None:
     if max_staging_bytes is not None and size_bytes > max_staging_bytes:
         raise ArgumentError(
             f"rank {rank}: the copy of its part needs {size_bytes} bytes, and max_staging_bytes is "

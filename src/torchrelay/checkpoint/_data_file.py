@@ -12,10 +12,17 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from json.encoder import encode_basestring_ascii as quoted
+from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint._types import DTYPES, Dtype
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrelay.checkpoint._types import DTYPES
 from torchrelay.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint._write import PlannedChunk
 
 __all__ = [
     "ALIGNMENT",
@@ -24,10 +31,10 @@ __all__ = [
     "WRITER",
     "Layout",
     "StoredTensor",
-    "Wanted",
     "header_size",
     "lay_out",
     "parse_header",
+    "quoted",
 ]
 
 PADDING = "__padding__"
@@ -36,27 +43,21 @@ ALIGNMENT = 64
 MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length
 
 
-class Wanted(NamedTuple):
-    """A chunk to store: its name in the file, dtype, shape and size."""
-
-    name: str
-    dtype: Dtype
-    sizes: tuple[int, ...]
-    size_bytes: int
-
-
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a file: ``header`` is its first bytes, ``starts`` the offset of each tensor,
-    ``order`` the tensors in the order of the file, and ``paddings`` the bytes of padding after each
-    of these.
+    """The layout of a file: ``header`` is its first bytes, ``order`` the tensors in the order of
+    the file, ``starts`` the offset of each tensor, and ``ends`` that of what follows it and its
+    padding.
     """
 
     header: bytes
-    starts: list[int]
-    order: list[int]
-    paddings: list[int]
-    size_bytes: int
+    order: NDArray[np.intp]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.ends.max(initial=len(self.header)))
 
 
 @dataclass(frozen=True)
@@ -69,31 +70,34 @@ class StoredTensor:
     end: int
 
 
-def lay_out(wanted: Sequence[Wanted]) -> Layout:
-    """Return the layout of a file with these tensors, whose names must differ."""
-    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].size_bytes % ALIGNMENT != 0, i))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **WRITER}}
-    starts = [0] * len(wanted)
-    paddings: list[int] = []
-    position = 0
-    for place, i in enumerate(order):
-        name, dtype, sizes, size_bytes = wanted[i]
-        starts[i], end = position, position + size_bytes
-        shape = [*sizes, dtype.width] if dtype.width > 1 else sizes
-        entries[name] = {"dtype": dtype.code, "shape": shape, "data_offsets": (position, end)}
-        position = end if place == len(order) - 1 else -(-end // ALIGNMENT) * ALIGNMENT
-        paddings.append(position - end)
-        if position > end:
-            entries[f"{PADDING}.{place}"] = {
-                "dtype": "U8",
-                "shape": (position - end,),
-                "data_offsets": (end, position),
-            }
-    text = json.dumps(entries, separators=(",", ":"), check_circular=False).encode()
+def lay_out(names: Sequence[str], chunks: Sequence[PlannedChunk]) -> Layout:
+    """Return the layout of a file with these chunks, whose names in it must differ."""
+    sizes = np.array([chunk.size_bytes for chunk in chunks], np.int64)
+    order = np.argsort(sizes % ALIGNMENT != 0, kind="stable")
+    sizes = sizes[order]
+    rounded = -(-sizes // ALIGNMENT) * ALIGNMENT
+    rounded[-1:] = sizes[-1:]
+    ends = np.cumsum(rounded)
+    entries = ['"__metadata__":{"format":"pt","writer":"torchrelay"}']
+    columns = (order.tolist(), (ends - rounded).tolist(), sizes.tolist(), ends.tolist())
+    for place, (i, start, size, end) in enumerate(zip(*columns, strict=True)):
+        dtype, sides = chunks[i].dtype, chunks[i].box.sizes
+        shape = [*sides, dtype.width] if dtype.width > 1 else [*sides]
+        entries.append(
+            f'{quoted(names[i])}:{{"dtype":"{dtype.code}","shape":{shape},'
+            f'"data_offsets":[{start},{start + size}]}}'
+        )
+        if start + size < end:
+            entries.append(
+                f'"{PADDING}.{place}":{{"dtype":"U8","shape":[{end - start - size}],'
+                f'"data_offsets":[{start + size},{end}]}}'
+            )
+    text = f"{{{','.join(entries)}}}".encode()
     text = text.ljust(-(-(len(text) + 8) // ALIGNMENT) * ALIGNMENT - 8)
     header = struct.pack("<Q", len(text)) + text
-    base = len(header)
-    return Layout(header, [base + start for start in starts], order, paddings, base + position)
+    starts, after = np.empty_like(ends), np.empty_like(ends)
+    starts[order], after[order] = len(header) + ends - rounded, len(header) + ends
+    return Layout(header, order, starts, after)
 
 
 def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:

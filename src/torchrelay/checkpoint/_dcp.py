@@ -49,20 +49,19 @@ from torchrelay.checkpoint._saving import (
     Description,
     SaveOptions,
     Saving,
-    TensorDescription,
     check_count,
 )
 from torchrelay.checkpoint._storage import Path, split, text_of
 from torchrelay.checkpoint._tensors import (
     check_memory,
     check_target,
+    data_of,
     dtype_of,
     memory_of,
-    source_data,
 )
-from torchrelay.checkpoint._types import Box, Manifest
+from torchrelay.checkpoint._types import Box, Manifest, TensorDescription
 from torchrelay.checkpoint._values import decode, encode
-from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Source
+from torchrelay.checkpoint._write import MAX_STAGING_BYTES, PlannedChunk
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["Reader", "Writer"]
@@ -182,11 +181,13 @@ class Writer(_AtPath, StorageWriter):
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         values = [item.index for item in plan.items if item.type == WriteItemType.BYTE_IO]
         objects = {index.fqn: self._value(index, planner) for index in values}
-        sources = _sources(tensors, planner)
+        found = _chunks(tensors, planner)
+        chunks = [chunk for chunk, _ in found]
         seen_id = self._saving.transaction.seen_id()
-        size_bytes = sum(source.size_bytes for source in sources)
+        size_bytes = sum(chunk.size_bytes for chunk in chunks)
+        data = [data_of(tensor) for _, tensor in found]
         with tracking(self._progress, size_bytes, "saving", shown=self._is_coordinator) as advance:
-            part = self._saving.write(self._rank, sources, advance)
+            part = self._saving.write(self._rank, chunks, data, advance)
         part.objects, part.seen_id = objects, seen_id
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), size_bytes, part)])
@@ -224,9 +225,11 @@ class Writer(_AtPath, StorageWriter):
         saving.retain()
 
 
-def _sources(items: list[WriteItem], planner: SavePlanner) -> list[Source]:
-    """Return what to write; items of tied tensors share a source."""
-    found: dict[object, Source] = {}
+def _chunks(
+    items: list[WriteItem], planner: SavePlanner
+) -> list[tuple[PlannedChunk, torch.Tensor]]:
+    """Return what to write; items of tied tensors share a chunk."""
+    found: dict[object, tuple[PlannedChunk, torch.Tensor]] = {}
     for number, item in enumerate(items):
         key, tensor, data = item.index.fqn, planner.resolve_data(item), item.tensor_data
         assert isinstance(tensor, torch.Tensor) and data is not None
@@ -236,10 +239,11 @@ def _sources(items: list[WriteItem], planner: SavePlanner) -> list[Source]:
             box, shape = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tuple(data.size)
             memory = memory_of(tensor)
             place = number if memory is None else (memory, shape, box.offsets)
-            source = found.get(place) or Source(
-                (), dtype, shape, box, box.numel * dtype.itemsize, *source_data(tensor)
+            chunk, tensor = found.get(place) or (
+                PlannedChunk((), dtype, shape, box, box.numel * dtype.itemsize),
+                tensor,
             )
-            found[place] = source._replace(keys=(*source.keys, key))
+            found[place] = chunk._replace(keys=(*chunk.keys, key)), tensor
     return list(found.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,22 +12,15 @@ import torch
 
 from torchrelay.checkpoint._group import Group
 from torchrelay.checkpoint._plan import Held, deal, no_collection
-from torchrelay.checkpoint._saving import Description, TensorDescription
-from torchrelay.checkpoint._state import Index, Leaf, Subclass, expand
-from torchrelay.checkpoint._tensors import (
-    Shard,
-    TensorState,
-    check_memory,
-    memory_of,
-    source_data,
-    tensor_state,
-)
+from torchrelay.checkpoint._saving import Description
+from torchrelay.checkpoint._state import Index, Leaf, Subclass, flatten
+from torchrelay.checkpoint._tensors import TensorState, check_memory, memory_of, tensor_state
 from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
-from torchrelay.checkpoint._write import Source
+from torchrelay.checkpoint._write import PlannedChunk
 from torchrelay.errors import ArgumentError, MismatchError
 
-__all__ = ["Inventory", "encoded", "gather_inventory", "sources_of", "take_inventory", "ties"]
+__all__ = ["Inventory", "encoded", "gather_inventory", "plan_chunks", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -49,31 +43,31 @@ def take_inventory(state: Any) -> Inventory:
     tensors: dict[str, TensorState] = {}
     objects: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
-    for key, leaf in expand(state).items():
-        paths[key] = tuple(_path_item(key, item) for item in leaf.path)
-        if isinstance(leaf.value, torch.Tensor):
-            tensors[key] = _checked(key, leaf.value)
+    for key, leaf in flatten(state, expand=True).items():
+        path, value = leaf
+        paths[key] = _stored_path(key, path)
+        if isinstance(value, torch.Tensor):
+            tensors[key] = found = tensor_state(key, value)
+            for tensor in found.tensors:
+                check_memory(key, tensor)
         else:
             objects[key] = encoded(key, leaf)
-    described = {
-        key: TensorDescription(t.dtype.name, t.shape, t.layout, t.mesh)
-        for key, t in tensors.items()
-    }
-    blank = (key for key, t in tensors.items() if not any(s.box.numel for s in t.shards))
+    described = {key: found.layout.described for key, found in tensors.items()}
+    blank = [key for key, found in tensors.items() if found.layout.is_blank]
     owners = {**ties(tensors), **dict.fromkeys(blank, "")}
     return Inventory(tensors, Description(described, objects, paths, owners))
-
-
-def _checked(key: str, tensor: torch.Tensor) -> TensorState:
-    state = tensor_state(key, tensor)
-    for shard in state.shards:
-        check_memory(key, shard.tensor)
-    return state
 
 
 def encoded(key: str, leaf: Leaf) -> Any:
     """Return the value of a leaf as JSON."""
     return encode(key, leaf.value.value if isinstance(leaf.value, Subclass) else leaf.value)
+
+
+def _stored_path(key: str, path: tuple[Any, ...]) -> StatePath:
+    for item in path:
+        if type(item) is not str:
+            return tuple(_path_item(key, item) for item in path)
+    return path
 
 
 def _path_item(key: str, item: Any) -> str | int | tuple[int]:
@@ -90,14 +84,18 @@ def _path_item(key: str, item: Any) -> str | int | tuple[int]:
 
 def ties(tensors: Mapping[str, TensorState]) -> dict[str, str]:
     """Return, for each tensor that is the same in memory as earlier ones, the key of the first."""
+    by_address: dict[int, list[str]] = defaultdict(list)
+    for key, (_, blocks) in tensors.items():
+        if blocks and blocks[0].numel():
+            by_address[blocks[0].data_ptr()].append(key)
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
-    for key, state in tensors.items():
-        memory = [(shard.box, memory_of(shard.tensor)) for shard in state.shards]
-        if all(at for _, at in memory) and memory:
-            owner = first.setdefault((state.shape, state.layout, state.mesh, *memory), key)
-            if owner != key:
-                tied[key] = owner
+    for key in (key for keys in by_address.values() if len(keys) > 1 for key in keys):
+        layout, blocks = tensors[key]
+        memory = tuple(map(memory_of, blocks))
+        owner = first.setdefault((layout, memory), key) if all(memory) else key
+        if owner != key:
+            tied[key] = owner
     return tied
 
 
@@ -149,21 +147,24 @@ def _shown(what: Any) -> str:
 
 
 @no_collection()
-def sources_of(mine: Inventory, everyone: Sequence[Description], ranks: Group) -> list[Source]:
+def plan_chunks(
+    mine: Inventory, everyone: Sequence[Description], ranks: Group
+) -> list[PlannedChunk]:
     """Return the chunks that this rank writes. Pure."""
     held = []
     for keys in _tied_everywhere(mine, everyone):
-        state = mine.tensors[keys[0]]
-        for shard in state.shards:
-            if shard.box.numel:
-                size_bytes = shard.box.numel * state.dtype.itemsize
-                data = source_data(shard.tensor)
-                source = Source(
-                    keys, state.dtype, state.shape, shard.box, size_bytes, *data, shard.tensor
-                )
-                holders = _holders(keys[0], shard, everyone, ranks)
-                held.append(Held((keys[0], shard.box.offsets), size_bytes, holders, source))
+        dtype, described, blocks = mine.tensors[keys[0]].layout
+        for index, (box, positions, size_bytes) in enumerate(blocks):
+            if size_bytes:
+                chunk = PlannedChunk(keys, dtype, described.shape, box, size_bytes, index)
+                holders = _holders(keys[0], positions, everyone, ranks)
+                held.append(Held((keys[0], box.offsets), size_bytes, holders, chunk))
     return deal(held, ranks.global_rank)
+
+
+def tensors_of(mine: Inventory, chunks: Sequence[PlannedChunk]) -> list[torch.Tensor]:
+    """Return the tensor of each chunk."""
+    return [mine.tensors[chunk.keys[0]].tensors[chunk.block] for chunk in chunks]
 
 
 def _tied_everywhere(mine: Inventory, everyone: Sequence[Description]) -> list[tuple[str, ...]]:
@@ -171,20 +172,25 @@ def _tied_everywhere(mine: Inventory, everyone: Sequence[Description]) -> list[t
 
     Their order is the same on all ranks.
     """
-    together: dict[Any, list[str]] = {}
+    if len(everyone) == 1:
+        owners = everyone[0].owners
+        together: dict[Any, list[str]] = defaultdict(list)
+        for key in mine.tensors:
+            together[owners.get(key) or key].append(key)
+        return [*map(tuple, together.values())]
+    together = defaultdict(list)
     for key in {key: None for described in everyone for key in described.tensors}:
         if key in mine.tensors:
-            owners = tuple(described.owner(key) for described in everyone)
-            apart = key if not any(owners) else None
-            together.setdefault((owners, apart), []).append(key)
-    return [tuple(keys) for keys in together.values()]
+            owned = tuple(described.owner(key) for described in everyone)
+            together[owned, None if any(owned) else key].append(key)
+    return [*map(tuple, together.values())]
 
 
 def _holders(
-    key: str, shard: Shard, everyone: Sequence[Description], ranks: Group
+    key: str, positions: tuple[int, ...] | None, everyone: Sequence[Description], ranks: Group
 ) -> tuple[int, ...]:
     """Return the ranks of the group that have the same block, ascending."""
-    if shard.positions == () or ranks.size == 1:
+    if positions == () or ranks.size == 1:
         return (ranks.global_rank,)
     if len(everyone) == 1:
         having = dict.fromkeys(ranks.ranks, everyone[0].tensors[key])
@@ -194,9 +200,9 @@ def _holders(
             for rank, described in zip(ranks.ranks, everyone, strict=True)
             if key in described.tensors
         }
-    if shard.positions is None:
+    if positions is None:
         return tuple(sorted(having))
     # Meshes of other ranks hold the same blocks in the same places.
     meshes = {described.mesh for described in having.values()}
-    found = {mesh[position] for mesh in meshes for position in shard.positions}
+    found = {mesh[position] for mesh in meshes for position in positions}
     return tuple(sorted(found & having.keys()))

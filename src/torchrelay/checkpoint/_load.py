@@ -440,10 +440,11 @@ class _Loading:
             ]
             yield Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges)), None
             return
-        for shard in tensor_state(key, tensor).shards:
+        layout, blocks = tensor_state(key, tensor)
+        for block, target in zip(layout.blocks, blocks, strict=True):
             if not will_be_made:
-                check_target(key, shard.tensor)
-            yield shard.box, None if will_be_made else shard.tensor
+                check_target(key, target)
+            yield block.box, None if will_be_made else target.detach()
 
     def verify(self) -> None:
         """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
@@ -500,7 +501,7 @@ def _plain_target(wanted: _Wanted) -> torch.Tensor:
     target = wanted.target
     if target is None:
         tensor = wanted.part.leaves[wanted.name].value
-        target = tensor_state(wanted.name, tensor).shards[wanted.place].tensor
+        target = tensor_state(wanted.name, tensor).tensors[wanted.place].detach()
     return target if type(target) is torch.Tensor else target.as_subclass(torch.Tensor)
 
 

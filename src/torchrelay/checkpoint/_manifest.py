@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import tiling_fault
-from torchrelay.checkpoint._data_file import MAX_HEADER_BYTES
+from torchrelay.checkpoint._data_file import MAX_HEADER_BYTES, quoted
 from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
@@ -102,7 +102,7 @@ def to_bytes(
     parts = [
         _json(head)[:-1],
         f'"files":{_json({name: _file_json(file) for name, file in files.items()})}',
-        f'"tensors":{{{",".join(f"{_json(key)}:{text}" for key, text in tensors.items())}}}',
+        f'"tensors":{{{",".join(f"{quoted(key)}:{text}" for key, text in tensors.items())}}}',
         f'"objects":{_json(dict(objects))}',
         f'"paths":{_json({key: list(path) for key, path in paths.items()})}',
     ]
@@ -112,15 +112,15 @@ def to_bytes(
 
 def tensor_text(dtype: str, shape: tuple[int, ...], chunks: Sequence[str]) -> str:
     """Return a tensor's entry in the manifest; ``chunks`` are results of :func:`chunk_text`."""
-    return f'{{"dtype":{_json(dtype)},"shape":{[*shape]},"chunks":[{",".join(chunks)}]}}'
+    return f'{{"dtype":"{dtype}","shape":{[*shape]},"chunks":[{",".join(chunks)}]}}'
 
 
 def chunk_text(
-    box: Box, file: str, name: str, start: int, checksums: bytes, size_bytes: int
+    box: Box, file: str, name: str, start: int, checksums: bytes | bytearray, size_bytes: int
 ) -> str:
     """Return a chunk's entry in the manifest."""
     return (
-        f'{{"offsets":{[*box.offsets]},"sizes":{[*box.sizes]},"file":"{file}","name":{_json(name)},'
+        f'{{"offsets":{[*box.offsets]},"sizes":{[*box.sizes]},"file":"{file}","name":{quoted(name)},'
         f'"bytes":[{start},{start + size_bytes}],'
         f'"crc32c":"{binascii.b2a_base64(checksums, newline=False).decode()}"}}'
     )

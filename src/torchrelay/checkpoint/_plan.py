@@ -12,20 +12,17 @@ import gc
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["Held", "deal", "deal_blocks", "no_collection"]
 
-T = TypeVar("T")
 _RUN_BLOCKS = 16  # successive blocks that one rank verifies
 
 
-@dataclass(frozen=True)
-class Held(Generic[T]):
+class Held(NamedTuple):
     """A chunk that ``holders`` (ranks, ascending) have, with a ``name`` that is the same on each of
     them.
     """
@@ -33,18 +30,18 @@ class Held(Generic[T]):
     name: tuple[Hashable, ...]
     size_bytes: int
     holders: tuple[int, ...]
-    item: T
+    item: Any
 
 
-def deal(chunks: Sequence[Held[T]], rank: int) -> list[T]:
+def deal(chunks: Sequence[Held], rank: int) -> list[Any]:
     """Return the items that ``rank`` writes.
 
     The chunks of each set of holders are dealt largest first, to the rank that has least.
     """
-    by_holders: dict[tuple[int, ...], list[Held[T]]] = defaultdict(list)
+    by_holders: dict[tuple[int, ...], list[Held]] = defaultdict(list)
     for chunk in chunks:
         by_holders[chunk.holders].append(chunk)
-    mine: list[T] = []
+    mine: list[Any] = []
     for holders, shared in by_holders.items():
         if len(holders) == 1:
             mine += [chunk.item for chunk in shared]

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torchrelay.errors import UnavailableError
+
 __all__ = ["Progress", "tracking"]
 
 Progress = bool | Callable[[int, int], None]
@@ -27,14 +29,19 @@ def tracking(
     if progress is False or (progress is True and not shown):
         yield None
     elif progress is True:
-        from rich.progress import (  # noqa: PLC0415 - takes a while, and few ask for it
-            BarColumn,
-            DownloadColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.progress import Progress as Bar  # noqa: PLC0415
+        try:
+            from rich.progress import (  # noqa: PLC0415 - takes a while, and few ask for it
+                BarColumn,
+                DownloadColumn,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
+            from rich.progress import Progress as Bar  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise UnavailableError(
+                "a progress bar needs rich: pip install rich (extra [cli])"
+            ) from error
 
         columns = (
             TextColumn(what),

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._group import group_of
-from torchrelay.checkpoint._inventory import gather_inventory, sources_of
+from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks, tensors_of
 from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._saving import SaveOptions, Saving
 from torchrelay.checkpoint._storage import Path
+from torchrelay.checkpoint._tensors import data_of
 from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part
 
 if TYPE_CHECKING:
@@ -66,13 +67,14 @@ def save(
     saving = Saving(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
     ranks = group_of(group, no_dist)
     mine, everyone = gather_inventory(state, ranks)
-    sources = sources_of(mine, everyone, ranks)
+    chunks = plan_chunks(mine, everyone, ranks)
 
     def write() -> Part:
         saving.check_shared(saving.transaction.seen_id(), save_id)
-        size_bytes = sum(source.size_bytes for source in sources)
+        size_bytes = sum(chunk.size_bytes for chunk in chunks)
+        data = [*map(data_of, tensors_of(mine, chunks))]
         with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
-            return saving.write(ranks.global_rank, sources, advance)
+            return saving.write(ranks.global_rank, chunks, data, advance)
 
     save_id = ranks.coordinate(saving.transaction.begin)
     try:

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._boxes import tiling_fault
@@ -20,11 +20,12 @@ from torchrelay.checkpoint._catalog import Keep, check_keep, retain
 from torchrelay.checkpoint._failures import not_shared
 from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Path, open_transaction, split
-from torchrelay.checkpoint._types import Box, DataFile, StatePath
+from torchrelay.checkpoint._types import Box, DataFile, StatePath, TensorDescription
 from torchrelay.checkpoint._write import (
     MAX_STAGING_BYTES,
+    Data,
     Part,
-    Source,
+    PlannedChunk,
     default_threads,
     write_part,
 )
@@ -34,7 +35,6 @@ __all__ = [
     "Description",
     "SaveOptions",
     "Saving",
-    "TensorDescription",
     "assemble",
     "check_count",
 ]
@@ -93,10 +93,11 @@ class Saving:
     def write(
         self,
         rank: int,
-        sources: Sequence[Source],
+        chunks: Sequence[PlannedChunk],
+        data: Sequence[Data],
         progress: Callable[[int], None] | None = None,
     ) -> Part:
-        """Write this rank's part. Blocks until it is durable.
+        """Write this rank's part: chunks and the data of each. Blocks until it is durable.
 
         Raises:
             StorageError: a file cannot be written.
@@ -104,7 +105,8 @@ class Saving:
         return write_part(
             self.transaction,
             rank,
-            sources,
+            chunks,
+            data,
             threads=self._options.threads or default_threads(),
             checksum=self._options.checksum,
             max_staging_bytes=self._options.max_staging_bytes or MAX_STAGING_BYTES,
@@ -127,20 +129,6 @@ class Saving:
         """Remove what ``keep=`` does not keep. Coordinator only, after the commit."""
         if self._rule is not None:
             retain(self.path, self._rule)
-
-
-class TensorDescription(NamedTuple):
-    """A tensor of a rank. ``layout`` and ``mesh`` are those of its state."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str = ""
-    mesh: tuple[int, ...] = ()
-
-    @property
-    def comparable(self) -> tuple[str, tuple[int, ...], str]:
-        """Return what must be the same on all ranks."""
-        return self.dtype, self.shape, self.layout
 
 
 @dataclass(frozen=True)

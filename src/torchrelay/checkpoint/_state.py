@@ -14,12 +14,12 @@ from torchrelay.errors import ArgumentError, CorruptionError
 
 __all__ = [
     "MAX_DEPTH",
+    "ORDINARY",
     "SUBCLASS",
     "Index",
     "Leaf",
     "Subclass",
     "check_put",
-    "expand",
     "flatten",
     "insert",
     "is_stateful",
@@ -30,6 +30,7 @@ __all__ = [
 
 MAX_DEPTH = 100
 _MAX_GAP = 1_000_000  # items that a list may lack before the one that a path leads to
+ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensors that are neither deferred nor sharded
 SUBCLASS = "$subclass"  # after the key of a tensor that is stored by its parts: its class
 
 
@@ -73,86 +74,75 @@ def key_of(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
 
 
-def expand(state: Any) -> dict[str, Leaf]:
-    """Return the leaves of a state by key; of modules and other stateful objects, at any depth,
-    those of their state dicts.
-
-    Raises:
-        ArgumentError: as for :func:`flatten`, or ``state`` is neither a dictionary nor stateful.
-    """
-    if is_stateful(state):
-        state = state.state_dict()
-    found: dict[str, Leaf] = {}
-    for leaf in flatten(state).values():
-        if is_stateful(leaf.value):
-            inner = expand(leaf.value).values()
-            leaves = [Leaf((*leaf.path, *one.path), one.value) for one in inner]
-        else:
-            leaves = [leaf]
-        for one in leaves:
-            _add(found, one)
-    return found
-
-
-def flatten(state: Any) -> dict[str, Leaf]:
+def flatten(state: Any, *, expand: bool = False) -> dict[str, Leaf]:
     """Return the leaves of a nested state by key.
 
     Dictionaries are flattened, lists that hold tensors, dictionaries or stateful objects, tuples
     that hold tensors or stateful objects, and tensors that are wrappers around others. A stateful
-    object is a leaf.
+    object is a leaf or, with ``expand``, is replaced by its state dict.
 
     Raises:
         ArgumentError: two leaves would have the same key, the state is nested too deep, or it is no
             dictionary.
     """
+    found: dict[str, Leaf] = {}
+    _visit_mapping(found, (), "", _expanded(state) if expand else state, expand)
+    return found
+
+
+def _expanded(value: Any) -> Any:
+    return value.state_dict() if is_stateful(value) else value
+
+
+def _visit_mapping(
+    found: dict[str, Leaf], path: tuple[Any, ...], start: str, state: Any, expand: bool
+) -> None:
+    """Add the leaves of a dictionary. ``start`` is what their keys begin with."""
     if not isinstance(state, Mapping):
         raise ArgumentError(
             f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
         )
-    found: dict[str, Leaf] = {}
-    _visit(found, (), state)
-    return found
+    for name, item in state.items():
+        key = f"{start}{name!s}"
+        if type(item) in ORDINARY and key not in found:
+            found[key] = Leaf((*path, name), item)
+        else:
+            _visit(found, (*path, name), key, item, expand)
 
 
-def _visit(found: dict[str, Leaf], path: tuple[Any, ...], value: Any) -> None:
+def _visit(
+    found: dict[str, Leaf], path: tuple[Any, ...], key: str, value: Any, expand: bool
+) -> None:
     if len(path) > MAX_DEPTH:
         raise ArgumentError(
             f"{key_of(path[:3])}...: the state is nested more than {MAX_DEPTH} levels deep"
         )
     if isinstance(value, torch.Tensor):
-        _visit_tensor(found, path, value)
+        value = _torch.waited(value)
+        is_plain = _torch.sharding_of(value) == "plain" and not value.is_nested
+        parts = _torch.parts_of(value) if is_plain else None
+        if parts is not None:
+            names, context = parts
+            kind = type(value)
+            described = Subclass(f"{kind.__module__}.{kind.__qualname__}", context)
+            _visit(found, (*path, SUBCLASS), f"{key}.{SUBCLASS}", described, expand)
+            for name in names:
+                _visit(found, (*path, name), f"{key}.{name}", getattr(value, name), expand)
+            return
     elif is_stateful(value):
-        _add(found, Leaf(path, value))
+        if expand:
+            _visit_mapping(found, path, f"{key}.", value.state_dict(), expand)
+            return
     elif isinstance(value, Mapping):
-        for name, item in value.items():
-            _visit(found, (*path, name), item)
+        _visit_mapping(found, path, f"{key}.", value, expand)
+        return
     elif isinstance(value, list | tuple) and _is_nested(value):
         for index, item in enumerate(value):
-            _visit(found, (*path, Index(index)), item)
-    else:
-        _add(found, Leaf(path, value))
-
-
-def _visit_tensor(found: dict[str, Leaf], path: tuple[Any, ...], tensor: torch.Tensor) -> None:
-    tensor = _torch.waited(tensor)
-    is_plain = _torch.sharding_of(tensor) == "plain" and not tensor.is_nested
-    parts = _torch.parts_of(tensor) if is_plain else None
-    if parts is None:
-        _add(found, Leaf(path, tensor))
+            _visit(found, (*path, Index(index)), f"{key}.{index}", item, expand)
         return
-    names, context = parts
-    kind = type(tensor)
-    described = Subclass(f"{kind.__module__}.{kind.__qualname__}", context)
-    _add(found, Leaf((*path, SUBCLASS), described))
-    for name in names:
-        _visit(found, (*path, name), getattr(tensor, name))
-
-
-def _add(found: dict[str, Leaf], leaf: Leaf) -> None:
-    key = key_of(leaf.path)
     if key in found:
         raise ArgumentError(f"two values of the state have the key {key!r}")
-    found[key] = leaf
+    found[key] = Leaf(path, value)
 
 
 def _is_nested(value: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:

@@ -4,64 +4,69 @@ filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay import _torch
-from torchrelay.checkpoint._types import DTYPES, Box, Dtype
+from torchrelay.checkpoint._state import ORDINARY
+from torchrelay.checkpoint._types import DTYPES, Box, Dtype, TensorDescription
+from torchrelay.checkpoint._write import Data
 from torchrelay.deferred import fake, is_deferred
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 
 __all__ = [
-    "Shard",
+    "Block",
+    "TensorLayout",
     "TensorState",
+    "address_of",
     "byte_view",
     "check_memory",
     "check_target",
+    "data_of",
     "dtype_of",
-    "is_ordinary",
     "is_waiting",
     "memory_of",
     "plain",
-    "source_data",
     "tensor_state",
 ]
 
 
-class Shard(NamedTuple):
-    """A block of a tensor in this process's memory.
+class Block(NamedTuple):
+    """A block of a tensor that a process holds.
 
     ``positions`` are the places in the tensor's mesh that have the same block; None: every rank
     whose state has the key has it; empty: this process alone.
     """
 
     box: Box
-    tensor: torch.Tensor
     positions: tuple[int, ...] | None
+    size_bytes: int
+
+
+class TensorLayout(NamedTuple):
+    """How a tensor of the state is distributed, and which blocks of it this process holds."""
+
+    dtype: Dtype
+    described: TensorDescription
+    blocks: tuple[Block, ...]
+
+    @property
+    def is_blank(self) -> bool:
+        """Return whether no element is in this process."""
+        return not any(block.size_bytes for block in self.blocks)
 
 
 class TensorState(NamedTuple):
-    """A tensor of the state.
+    """A tensor of the state: its layout, and the tensor of each block."""
 
-    ``layout`` is equal on all ranks if they shard the tensor in the same way, be it over different
-    meshes. ``mesh`` has the global ranks of the DTensor's mesh, by position.
-    """
-
-    dtype: Dtype
-    shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
-    layout: str
-    mesh: tuple[int, ...] = ()
+    layout: TensorLayout
+    tensors: tuple[torch.Tensor, ...]
 
 
 _DTYPES = {getattr(torch, name): dtype for name, dtype in DTYPES.items()}
-
-
-def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is of no subclass, so that it is neither deferred nor sharded."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
@@ -97,7 +102,7 @@ def check_memory(key: str, tensor: torch.Tensor) -> None:
         DeferredError: it is deferred or fake.
         UnsupportedError: it is a wrapper around other tensors.
     """
-    if is_ordinary(tensor) and tensor.data_ptr():
+    if type(tensor) in ORDINARY and tensor.data_ptr():
         return
     kind = type(tensor).__name__
     if is_deferred(tensor) or isinstance(tensor, fake.FakeTensor) or _torch.is_fake(tensor):
@@ -173,49 +178,72 @@ def tensor_state(key: str, tensor: torch.Tensor) -> TensorState:
     Raises:
         UnsupportedError: a checkpoint cannot hold its dtype, layout or placement.
     """
-    dtype, shape = dtype_of(key, tensor), tuple(tensor.shape)
-    kind = _torch.sharding_of(tensor)
-    if kind == "dtensor":
-        return _distributed(key, tensor, dtype, shape)
-    if kind == "plain":
-        return TensorState(dtype, shape, (Shard(Box.whole(shape), tensor.detach(), None),), "whole")
-    shards = tuple(
-        Shard(Box(offsets, tuple(local.shape)), local.detach(), ())
-        for offsets, local in _torch.local_shards(tensor)
+    if type(tensor) not in ORDINARY or tensor.is_nested or tensor.layout is not torch.strided:
+        dtype = dtype_of(key, tensor)
+        kind = _torch.sharding_of(tensor)
+        if kind != "plain":
+            return (_distributed if kind == "dtensor" else _sharded)(key, tensor, dtype)
+    elif tensor.dtype not in _DTYPES:
+        dtype_of(key, tensor)  # raises
+    return TensorState(_whole(tensor.dtype, tensor.shape), (tensor,))
+
+
+@lru_cache(1 << 12)
+def _whole(dtype: torch.dtype, shape: torch.Size) -> TensorLayout:
+    """Return the layout of a tensor that is not sharded; the same object for equal ones."""
+    return _layout(_DTYPES[dtype], tuple(shape), [(Box.whole(shape), None)], "whole")
+
+
+def _layout(
+    dtype: Dtype,
+    shape: tuple[int, ...],
+    blocks: Iterable[tuple[Box, tuple[int, ...] | None]],
+    layout: str,
+    mesh: tuple[int, ...] = (),
+) -> TensorLayout:
+    described = TensorDescription(dtype.name, shape, layout, mesh)
+    return TensorLayout(
+        dtype, described, tuple(Block(box, at, box.numel * dtype.itemsize) for box, at in blocks)
     )
-    return TensorState(dtype, shape, shards, "shards")
 
 
-def _distributed(key: str, tensor: Any, dtype: Dtype, shape: tuple[int, ...]) -> TensorState:
+def _sharded(key: str, tensor: torch.Tensor, dtype: Dtype) -> TensorState:
+    shards = _torch.local_shards(tensor)
+    blocks = [(Box(offsets, tuple(local.shape)), ()) for offsets, local in shards]
+    layout = _layout(dtype, tuple(tensor.shape), blocks, "shards")
+    return TensorState(layout, tuple(local for _, local in shards))
+
+
+def _distributed(key: str, tensor: Any, dtype: Dtype) -> TensorState:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedError(
             f"{key}: {tensor.placements} has partial sums; redistribute it to Replicate or Shard "
             "first"
         )
-    mesh = tensor.device_mesh
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     members = tuple(mesh.mesh.flatten().tolist())
     layout = f"mesh {tuple(mesh.shape)} {tensor.placements}"
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return TensorState(dtype, shape, (), layout, members)
+        return TensorState(_layout(dtype, shape, (), layout, members), ())
     same = tuple(
         slice(None) if placement.is_replicate() else place
         for placement, place in zip(tensor.placements, coordinate, strict=True)
     )
-    positions = torch.arange(len(members)).reshape(tuple(mesh.shape))[same].flatten().tolist()
+    grid = torch.arange(len(members)).reshape(tuple(mesh.shape))
+    positions = tuple(grid[same].flatten().tolist())
     with torch.no_grad():
         local = tensor.to_local()
-    blocks = _torch.local_blocks(tensor)
-    shards = tuple(
-        Shard(Box(offsets, sizes), local[within], tuple(positions))
-        for offsets, sizes, within in blocks
+    found = _torch.local_blocks(tensor)
+    blocks = [(Box(offsets, sizes), positions) for offsets, sizes, _ in found]
+    return TensorState(
+        _layout(dtype, shape, blocks, layout, members), tuple(local[part] for *_, part in found)
     )
-    return TensorState(dtype, shape, shards, layout, members)
 
 
 def is_waiting(value: Any) -> bool:
     """Return whether ``value`` is a deferred tensor, or a DTensor over one."""
-    if not isinstance(value, torch.Tensor) or is_ordinary(value):
+    if not isinstance(value, torch.Tensor) or type(value) in ORDINARY:
         return False
     return is_deferred(value) or is_deferred(getattr(value, "_local_tensor", value))
 
@@ -228,14 +256,18 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def source_data(tensor: torch.Tensor) -> tuple[Callable[[], memoryview], bool]:
-    """Return a function that returns the bytes of a tensor in row-major order, and whether it
-    copies them.
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of the bytes of a tensor in row-major order; 0 if they are not in host
+    memory in this form.
     """
-    found = plain(tensor)
-    if found.device.type == "cpu" and found.is_contiguous():
-        return lambda: byte_view(found), False
-    return lambda: byte_view(found.contiguous().cpu()), True
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
+        return tensor.data_ptr()
+    return 0
+
+
+def data_of(tensor: torch.Tensor) -> Data:
+    """Return what a save needs of a tensor, which must live until it is written."""
+    return address_of(tensor) or (lambda: byte_view(plain(tensor).contiguous().cpu()))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

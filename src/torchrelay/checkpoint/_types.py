@@ -30,6 +30,7 @@ __all__ = [
     "Manifest",
     "Sizes",
     "StatePath",
+    "TensorDescription",
     "TensorEntry",
 ]
 
@@ -99,6 +100,23 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+
+class TensorDescription(NamedTuple):
+    """A tensor of a rank's state. ``layout`` is equal on all ranks if they shard the tensor in the
+    same way, be it over different meshes. ``mesh`` has the global ranks of the DTensor's mesh, by
+    position.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str = ""
+    mesh: tuple[int, ...] = ()
+
+    @property
+    def comparable(self) -> tuple[str, tuple[int, ...], str]:
+        """Return what must be the same on all ranks."""
+        return self.dtype, self.shape, self.layout
 
 
 class Chunk(NamedTuple):

@@ -1,21 +1,25 @@
 """Writing of a rank's data files: layout, checksums and writes in threads. Imports no torch.
 
 The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous
-one). Sources that follow one another in a file are written together, as one batch.
+one).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from torchrelay import _native
-from torchrelay.checkpoint._data_file import ALIGNMENT, PADDING, Wanted, lay_out
+from torchrelay.checkpoint._data_file import ALIGNMENT, PADDING, lay_out
 from torchrelay.checkpoint._manifest import chunk_text
 from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Sink, Transaction
@@ -24,26 +28,31 @@ from torchrelay.checkpoint._types import BLOCK_BYTES, Box, DataFile, Dtype
 __all__ = [
     "MAX_STAGING_BYTES",
     "ChunkRecord",
+    "Data",
     "Part",
-    "Source",
+    "PlannedChunk",
     "default_threads",
     "grouped",
     "write_part",
 ]
 
-_BATCH_BYTES = 16 << 20  # written by one call; a multiple of BLOCK_BYTES
-_BATCH_PIECES = 1000  # of one call; Linux takes 1,024 with their paddings
+_PIECE_BYTES = 16 << 20  # of a chunk, written by one call; a multiple of BLOCK_BYTES
+# Chunks up to this size, less than a block, are written together with their neighbours, from a copy
+# that is still in the cache.
+_SMALL_BYTES = 128 << 10
+_PACK_BYTES = 1 << 20
 MAX_STAGING_BYTES = 1 << 30
 _ZEROS = memoryview(bytes(ALIGNMENT))
 Progress = Callable[[int], None]
+# The bytes of a chunk: their address, or a function that returns a copy of them when it is needed.
+Data = int | Callable[[], memoryview]
 T = TypeVar("T")
 
 
-class Source(NamedTuple):
-    """A chunk to write. ``data`` returns its bytes when they are needed, as a copy if ``copies``.
+class PlannedChunk(NamedTuple):
+    """A chunk to write: ``block`` is its index among those of its tensor.
 
-    ``keys`` has more than one name if tied tensors share the chunk. ``tensor`` is the tensor it
-    comes from, where there is one in this process.
+    ``keys`` has more than one name if tied tensors share the chunk.
     """
 
     keys: tuple[str, ...]
@@ -51,9 +60,7 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     size_bytes: int
-    data: Callable[[], memoryview]
-    copies: bool = False
-    tensor: Any = None
+    block: int = 0
 
     @property
     def name(self) -> str:
@@ -94,20 +101,22 @@ def default_threads() -> int:
 def write_part(
     transaction: Transaction,
     rank: int,
-    sources: Sequence[Source],
+    chunks: Sequence[PlannedChunk],
+    data: Sequence[Data],
     *,
     threads: int,
     checksum: bool,
     max_staging_bytes: int = MAX_STAGING_BYTES,
     progress: Progress | None = None,
 ) -> Part:
-    """Write ``sources`` into new files. Returns when they are durable.
+    """Write ``chunks`` into new files. Returns when they are durable.
 
     Args:
+        data: that of each chunk.
         threads: how many write at once.
         checksum: whether each block gets its CRC32C.
-        max_staging_bytes: memory for the copies that sources make; one larger source is copied
-            alone.
+        max_staging_bytes: memory for the copies that functions in ``data`` make; one larger chunk
+            is copied alone.
         progress: called with bytes written since the last call, from several threads.
 
     Raises:
@@ -115,15 +124,13 @@ def write_part(
     """
     budget = _Budget(max_staging_bytes)
     with no_collection():
+        sizes = (chunk.size_bytes for chunk in chunks)
+        groups = grouped(zip(chunks, data, strict=True), sizes, transaction.max_file_bytes)
         writers = [
             _FileWriter(
                 transaction, f"data-{rank:05d}-{number:05d}.safetensors", group, checksum, budget
             )
-            for number, group in enumerate(
-                grouped(
-                    sources, (source.size_bytes for source in sources), transaction.max_file_bytes
-                )
-            )
+            for number, group in enumerate(groups)
         ]
     with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
         futures: list[Future[None]] = []
@@ -143,7 +150,7 @@ def write_part(
             raise
     files = {writer.name: writer.file for writer in writers}
     with no_collection():
-        return Part(files, [chunk for writer in writers for chunk in writer.chunks()])
+        return Part(files, [record for writer in writers for record in writer.records()])
 
 
 def grouped(items: Iterable[T], sizes: Iterable[int], limit_bytes: int) -> list[list[T]]:
@@ -181,15 +188,6 @@ class _Budget:
                 self._changed.notify_all()
 
 
-class _Piece(NamedTuple):
-    """The bytes [first, end) of a source, and how many of padding follow them."""
-
-    source: int  # its index
-    first: int
-    end: int
-    padding: int
-
-
 class _FileWriter:
     """One data file: its layout, and the tasks that write it."""
 
@@ -197,25 +195,21 @@ class _FileWriter:
         self,
         transaction: Transaction,
         name: str,
-        sources: Sequence[Source],
+        chunks: Sequence[tuple[PlannedChunk, Data]],
         checksum: bool,
         budget: _Budget,
     ) -> None:
         self.name = name
         self._budget = budget
         self._transaction = transaction
-        self._sources = sources
+        self._chunks = [chunk for chunk, _ in chunks]
+        self._data = [data for _, data in chunks]
         self._checksum = checksum
-        self._names = _unique([source.name for source in sources])
-        self._layout = lay_out(
-            [
-                Wanted(stored, source.dtype, source.box.sizes, source.size_bytes)
-                for stored, source in zip(self._names, sources, strict=True)
-            ]
-        )
+        self._names = _unique([chunk.name for chunk in self._chunks])
+        self._layout = lay_out(self._names, self._chunks)
         header = self._layout.header
         self.file = DataFile(self._layout.size_bytes, len(header), _native.crc32c(header))
-        self._checksums: dict[tuple[int, int], bytes] = {}
+        self._checksums: dict[int, bytes | bytearray] = {}
         self._sink: Sink | None = None
 
     def start(self, pool: ThreadPoolExecutor, progress: Progress | None) -> list[Future[None]]:
@@ -223,7 +217,7 @@ class _FileWriter:
         if self._transaction.sequential:
             return [pool.submit(self._write_in_order, progress)]
         self._create()
-        return [pool.submit(self._write, batch, progress) for batch in self._batches()]
+        return [pool.submit(write, progress) for write in self._tasks()]
 
     def _create(self) -> None:
         self._sink = self._transaction.create(self.name)
@@ -231,43 +225,78 @@ class _FileWriter:
 
     def _write_in_order(self, progress: Progress | None) -> None:
         self._create()
-        for batch in self._batches():
-            self._write(batch, progress)
+        for write in self._tasks():
+            write(progress)
 
-    def _batches(self) -> Iterator[list[_Piece]]:
-        """Yield the pieces of each batch, in the order of the file."""
-        batch: list[_Piece] = []
-        size = 0
-        for place, index in enumerate(self._layout.order):
-            source = self._sources[index]
-            # A source that copies itself is not divided, so that it does so only once.
-            step = source.size_bytes if source.copies else _BATCH_BYTES
-            for first in range(0, source.size_bytes, max(1, step)):
-                end = min(first + step, source.size_bytes)
-                if batch and (size + end - first > _BATCH_BYTES or 2 * len(batch) >= _BATCH_PIECES):
-                    yield batch
-                    batch, size = [], 0
-                padding = self._layout.paddings[place] if end == source.size_bytes else 0
-                batch.append(_Piece(index, first, end, padding))
-                size += end - first
-        if batch:
-            yield batch
+    def _tasks(self) -> Iterator[Callable[[Progress | None], None]]:
+        """Yield what writes the file, in its order: small chunks together, large ones in pieces."""
+        together: list[int] = []
+        first = 0  # byte of the file at which they begin
+        for index in self._layout.order.tolist():
+            size = self._chunks[index].size_bytes
+            is_small = size <= _SMALL_BYTES
+            end = int(self._layout.ends[index])
+            if together and (not is_small or end - first > _PACK_BYTES):
+                yield partial(self._write_together, together)
+                together = []
+            if is_small:
+                first = first if together else int(self._layout.starts[index])
+                together.append(index)
+                continue
+            # What is copied is not divided, so that it is copied only once.
+            step = _PIECE_BYTES if isinstance(self._data[index], int) else size
+            self._checksums[index] = bytearray(4 * -(-size // BLOCK_BYTES))
+            for begin in range(0, size, step):
+                yield partial(self._write_piece, index, begin, min(begin + step, size))
+        if together:
+            yield partial(self._write_together, together)
 
-    def _write(self, batch: list[_Piece], progress: Progress | None) -> None:
-        copied = sum(p.end - p.first for p in batch if self._sources[p.source].copies)
-        with self._budget.spent(copied):
-            views: list[memoryview] = []
-            for index, first, end, padding in batch:
-                data = self._sources[index].data()[first:end]
-                if self._checksum:
-                    self._checksums[index, first] = _native.crc32c_blocks(data, BLOCK_BYTES)
-                views.append(data)
-                if padding:
-                    views.append(_ZEROS[:padding])
-            assert self._sink is not None
-            self._sink.write(self._layout.starts[batch[0].source] + batch[0].first, *views)
+    def _write_together(self, indices: list[int], progress: Progress | None) -> None:
+        """Write small chunks that follow one another, from a copy of them."""
+        data = [self._data[index] for index in indices]
+        sizes = np.array([self._chunks[index].size_bytes for index in indices], np.uint64)
+        copied = [
+            0 if isinstance(one, int) else int(size) for one, size in zip(data, sizes, strict=True)
+        ]
+        with self._budget.spent(sum(copied)):
+            copies = [
+                None if isinstance(one, int) else np.frombuffer(one(), np.uint8) for one in data
+            ]
+            sources = [
+                one if copy is None else copy.ctypes.data
+                for one, copy in zip(data, copies, strict=True)
+            ]
+            first = self._layout.starts[indices[0]]
+            packed = np.zeros(self._layout.ends[indices[-1]] - first, np.uint8)
+            targets = (packed.ctypes.data + self._layout.starts[indices] - first).astype(np.uint64)
+            _native.copy_memory(targets, np.array(sources, np.uint64), sizes)
+        if self._checksum:
+            found = _native.crc32c_of_memory(targets, sizes)
+            for place, index in enumerate(indices):
+                self._checksums[index] = found[4 * place : 4 * place + 4]
+        assert self._sink is not None
+        self._sink.write(int(first), memoryview(packed.data))
         if progress is not None:
-            progress(sum(piece.end - piece.first for piece in batch))
+            progress(int(sizes.sum()))
+
+    def _write_piece(self, index: int, first: int, end: int, progress: Progress | None) -> None:
+        data, start = self._data[index], int(self._layout.starts[index])
+        is_copied = not isinstance(data, int)
+        with self._budget.spent(end - first if is_copied else 0):
+            if isinstance(data, int):
+                view = memoryview((ctypes.c_char * (end - first)).from_address(data + first))
+            else:
+                view = data()
+            if self._checksum:
+                found = _native.crc32c_blocks(view, BLOCK_BYTES)
+                place = first // BLOCK_BYTES * 4
+                self._checksums[index][place : place + len(found)] = found  # type: ignore[index]
+            is_last = end == self._chunks[index].size_bytes
+            padding = int(self._layout.ends[index]) - start - end if is_last else 0
+            assert self._sink is not None
+            self._sink.write(start + first, view.cast("B"), _ZEROS[:padding])
+        if progress is not None:
+            progress(end - first)
 
     def finish(self) -> None:
         """Wait until the file is durable."""
@@ -278,15 +307,15 @@ class _FileWriter:
         if self._sink is not None:
             self._sink.abort()
 
-    def chunks(self) -> Iterator[ChunkRecord]:
-        """Return the record of each source, once the file is written."""
-        checksums: list[bytes] = [b""] * len(self._sources)
-        for (index, _), found in sorted(self._checksums.items()):
-            checksums[index] += found
-        places = zip(self._sources, self._names, self._layout.starts, checksums, strict=True)
-        for source, name, start, found in places:
-            text = chunk_text(source.box, self.name, name, start, found, source.size_bytes)
-            yield ChunkRecord(source.keys, source.box, text)
+    def records(self) -> Iterator[ChunkRecord]:
+        """Return the record of each chunk, once the file is written."""
+        starts = self._layout.starts.tolist()
+        for index, (chunk, name, start) in enumerate(
+            zip(self._chunks, self._names, starts, strict=True)
+        ):
+            found = self._checksums[index] if self._checksum else b""
+            text = chunk_text(chunk.box, self.name, name, start, found, chunk.size_bytes)
+            yield ChunkRecord(chunk.keys, chunk.box, text)
 
 
 def _unique(names: Sequence[str]) -> list[str]:

@@ -11,32 +11,47 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchrelay import _native
+from torchrelay._helper import Channel
 from torchrelay.checkpoint._failures import described
 from torchrelay.checkpoint._saving import Description, SaveOptions, Saving
-from torchrelay.checkpoint._types import Box, DataFile, Dtype
-from torchrelay.checkpoint._write import ChunkRecord, Part, Source
+from torchrelay.checkpoint._types import Box, DataFile
+from torchrelay.checkpoint._write import ChunkRecord, Part, PlannedChunk
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
-__all__ = ["Job"]
+__all__ = ["Job", "Plan"]
 
 _POLL_S = 0.02
-# keys, dtype, shape and box of what is staged, its size in bytes, and where it begins
-Staged = tuple[tuple[str, ...], Dtype, tuple[int, ...], Box, int, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank writes: its chunks, with their places in the staging memory and their sizes, in
+    bytes; on the coordinator also the descriptions of all ranks.
+    """
+
+    chunks: Sequence[PlannedChunk]
+    starts: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
+    everyone: Sequence[Description]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A save, as a trainer sends it to its writer process. File descriptors follow: of the staging
-    memory if it is new, and those of the transaction.
+    """A save, as a trainer sends it to its writer process. File descriptors come with it: of the
+    staging memory if it is new, and those of the transaction.
+
+    Without a plan, the last one is meant, with other ``objects``.
     """
 
     path: str
@@ -44,11 +59,10 @@ class Job:
     save_id: str
     ranks: Sequence[int]
     index: int  # of this rank among them
-    sources: Sequence[Staged]
-    everyone: Sequence[Description]  # for the coordinator
+    objects: Mapping[str, Any]
     timeout_s: float
-    new_staging: bool
-    descriptors: int
+    plan: Plan | None = None
+    new_staging: bool = False
 
     @property
     def rank(self) -> int:
@@ -58,33 +72,45 @@ class Job:
 def main(fd: int) -> None:
     """Serve one trainer until it closes its end."""
     staging: _native.SharedMemory | None = None
-    with Connection(fd) as connection:
-        while True:
-            try:
-                job: Job = connection.recv()
-                fds = [recv_handle(connection) for _ in range(job.descriptors)]
-            except (EOFError, ConnectionError):
-                return
-            if job.new_staging:
-                staging = _native.SharedMemory.from_fd(fds[0], True)
-                os.close(fds.pop(0))
-            answer: dict[str, Any] | None = None
-            try:
-                _Writing(job, staging, fds).run()
-            except Exception as error:
-                answer = described(error, job.rank)
-            try:
-                connection.send(answer)
-            except ConnectionError:
-                # The trainer is gone; the checkpoint is committed or discarded all the same.
-                return
+    plan: Plan | None = None
+    channel = Channel(socket.socket(fileno=fd))
+    while True:
+        try:
+            received = channel.receive()
+        except PeerLostError:
+            return
+        assert received is not None
+        job: Job = received[0]
+        fds = received[1]
+        if job.new_staging:
+            staging = _native.SharedMemory.from_fd(fds[0], True)
+            os.close(fds.pop(0))
+        if job.plan is None:
+            assert plan is not None
+            everyone = [replace(one, objects=job.objects) for one in plan.everyone]
+            plan = replace(plan, everyone=everyone)
+        else:
+            plan = job.plan
+        answer: dict[str, Any] | None = None
+        try:
+            _Writing(job, plan, staging, fds).run()
+        except Exception as error:
+            answer = described(error, job.rank)
+        try:
+            channel.send(answer)
+        except PeerLostError:
+            # The trainer is gone; the checkpoint is committed or discarded all the same.
+            return
 
 
 class _Writing:
     """One save: this rank's part and, on the coordinator, the commit."""
 
-    def __init__(self, job: Job, staging: _native.SharedMemory | None, fds: list[int]) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, staging: _native.SharedMemory | None, fds: list[int]
+    ) -> None:
         self._job = job
+        self._plan = plan
         self._staging = staging
         self._saving = Saving(job.path, job.options)
         self._transaction = self._saving.transaction
@@ -121,31 +147,19 @@ class _Writing:
             if "error" in outcomes[index]:
                 raise from_json(outcomes[index]["error"])
             parts.append(_part(outcomes[index]))
-        self._saving.commit(self._job.everyone, parts, self._job.save_id)
+        self._saving.commit(self._plan.everyone, parts, self._job.save_id)
 
     def _outcome(self) -> dict[str, Any]:
         """Write this rank's part; return it, or the error, as JSON."""
         try:
-            part = self._saving.write(
-                self._job.rank, [self._source(*source) for source in self._job.sources]
-            )
+            memory: Any = self._staging
+            base = 0 if memory is None else np.frombuffer(memory, "u1").ctypes.data
+            data = (self._plan.starts + np.uint64(base)).tolist()
+            part = self._saving.write(self._job.rank, self._plan.chunks, data)
         except Exception as error:
             return {"error": described(error, self._job.rank)}
         files = {name: asdict(file) for name, file in part.files.items()}
         return {"files": files, "chunks": part.chunks}
-
-    def _source(
-        self,
-        keys: tuple[str, ...],
-        dtype: Dtype,
-        shape: tuple[int, ...],
-        box: Box,
-        size_bytes: int,
-        start: int,
-    ) -> Source:
-        assert self._staging is not None
-        data = memoryview(self._staging)[start : start + size_bytes]  # type: ignore[arg-type]
-        return Source(keys, dtype, shape, box, size_bytes, lambda: data)
 
     def _collect(self, outcomes: dict[int, dict[str, Any]]) -> bool:
         for index in range(1, len(self._job.ranks)):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import Keep, Writer, async_save, latest, load, save, verify
-from torchrelay.checkpoint._async import _state as writer_state
+from torchrelay.checkpoint._async import _writer as writer_state
 from torchrelay.checkpoint._local import remove
 from torchrelay.checkpoint._read import ChunkReader
 from torchrelay.errors import ArgumentError, StorageError

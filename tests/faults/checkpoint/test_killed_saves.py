@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from torchrelay import _helper
 from torchrelay.checkpoint import _async, _writer_process, async_save, latest, load, save, verify
 from torchrelay.checkpoint._catalog import Keep, retain
 from torchrelay.checkpoint._staging import Staging
@@ -113,7 +114,13 @@ class _ForkedWriter:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self) -> int:
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        if timeout_s is not None:
+            return self.poll()
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
@@ -121,13 +128,13 @@ class _ForkedWriter:
 
 def _async_saver(world: World, path: str, step: int, moment: int) -> bool:
     """Whether the save was committed; the writer process is killed, not the trainer."""
-    _async.subprocess.Popen = lambda _, pass_fds, **__: _ForkedWriter(moment, pass_fds[0])  # type: ignore[attr-defined]
+    _helper.subprocess.Popen = lambda _, pass_fds, **__: _ForkedWriter(moment, pass_fds[0])  # type: ignore[attr-defined]
     try:
         async_save(_state(step), path, keep=2, threads=1).result(60)
     except PeerLostError:
         return False
     finally:
-        _async._state.close()
+        _async._writer.close()
     return True
 
 
@@ -207,12 +214,11 @@ def test_a_writer_that_dies_after_the_copy_is_reported(
 ) -> None:
     copy = Staging.copy
 
-    def copy_and_kill(self: Any, sources: Any) -> Any:
-        copied = copy(self, sources)
-        writer = _async._state.writer
-        assert writer is not None
-        writer._process.kill()
-        writer._process.wait()
+    def copy_and_kill(self: Any, *args: Any) -> Any:
+        copied = copy(self, *args)
+        helper = _async._writer.helper
+        assert helper is not None
+        helper.kill()
         return copied
 
     monkeypatch.setattr(Staging, "copy", copy_and_kill)
@@ -223,4 +229,4 @@ def test_a_writer_that_dies_after_the_copy_is_reported(
     async_save(_state(1), tmp_path / "step-1").result(60)
     verify(tmp_path / "step-1")
     assert latest(tmp_path) == str(tmp_path / "step-1")
-    _async._state.close()
+    _async._writer.close()

@@ -4,6 +4,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,13 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
-from torchrelay.checkpoint._async import _state
+from torchrelay.checkpoint._async import _writer
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, StorageError
 from torchrelay.world import World
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def no_writer_left() -> Iterator[None]:
     yield
-    _state.close()
+    _writer.close()
 
 
 def _loaded(path: str | Path, count: int = 1000) -> float:
@@ -45,8 +46,8 @@ def test_a_state_may_change_as_soon_as_the_call_returns(tmp_path: Path) -> None:
     for step in range(4):
         handles.append(async_save(state, tmp_path / f"step-{step}", keep=2))
         state["w"].add_(1)
-        assert _state.writer is not None
-        writers.add((_state.writer.pid, _state.writer.staging.fd))
+        assert _writer.helper is not None
+        writers.add((_writer.helper.pid, _writer.staging.fd))
     assert len(writers) == 1
     assert handles[3].result(60) == str(tmp_path / "step-3")
     assert all(handle.done() for handle in handles)
@@ -61,6 +62,29 @@ def test_a_state_may_change_as_soon_as_the_call_returns(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"needs .* bytes, and max_staging_bytes is 100"):
         async_save(state, tmp_path / "big", max_staging_bytes=100)
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+
+
+def test_a_save_of_the_same_layout_uses_the_plan_of_the_last_one(tmp_path: Path) -> None:
+    """Also with tensors at other addresses and with other values, but not with other ties."""
+    tied = torch.zeros(5)
+    states: list[dict[str, Any]] = [
+        {"w": torch.full((7, 3), 1.0), "a": tied, "b": tied, "x": {"step": 1}},
+        {"w": torch.full((7, 3), 2.0), "a": tied + 2, "b": tied + 3, "x": {"step": 2}},
+        {"w": torch.full((7, 3), 3.0), "a": tied + 4, "b": tied + 5, "x": {"step": 3}},
+        {"w": torch.full((3, 7), 4.0), "a": tied + 6, "b": tied + 7, "x": {"step": 4}},
+        {"w": torch.full((3, 7), 5.0), "a": tied + 8, "b": tied + 9, "x": {"epoch": 5}},
+    ]
+    plans = []
+    for number, state in enumerate(states):
+        async_save(state, tmp_path / f"x{number}").result(60)
+        plans.append(_writer._sent)
+    assert [one is other for one, other in itertools.pairwise(plans)] == [False, True, False, False]
+    for number, state in enumerate(states):
+        assert verify(tmp_path / f"x{number}")
+        found: dict[str, Any] = {key: torch.zeros_like(state[key]) for key in "wab"}
+        found["x"] = dict.fromkeys(state["x"])
+        load(found, tmp_path / f"x{number}")
+        assert repr(found) == repr(state)
 
 
 def _memory(pid: int, what: str) -> int:
@@ -87,12 +111,12 @@ def test_many_saves_need_the_memory_of_one(tmp_path: Path) -> None:
 
     for step in range(2):
         saved(step)
-    assert _state.writer is not None
-    both = (os.getpid(), _state.writer.pid)
+    assert _writer.helper is not None
+    both = (os.getpid(), _writer.helper.pid)
     for pid in both:
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts again from what it is now
     before = {pid: (_memory(pid, "VmRSS"), files(pid)) for pid in both}
-    assert before[_state.writer.pid][0] > size_bytes  # the staging memory is part of the figure
+    assert before[_writer.helper.pid][0] > size_bytes  # the staging memory is part of the figure
     for step in range(2, 12):
         saved(step)
     for pid in both:
@@ -105,15 +129,15 @@ def test_many_saves_need_the_memory_of_one(tmp_path: Path) -> None:
 def test_errors_surface_at_result_or_at_the_next_save(tmp_path: Path) -> None:
     state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
     async_save(state, tmp_path / "good").result(60)
-    assert _state.writer is not None
+    assert _writer.helper is not None
 
-    os.kill(_state.writer.pid, signal.SIGSTOP)  # so that it is killed before it has written
+    os.kill(_writer.helper.pid, signal.SIGSTOP)  # so that it is killed before it has written
     handle = async_save(state, tmp_path / "lost")
     with pytest.raises(OperationTimeoutError, match="it goes on"):
         handle.result(0.05)
     with pytest.raises(StorageError, match="another save to this path is in progress"):
         save(state, tmp_path / "lost")
-    os.kill(_state.writer.pid, signal.SIGKILL)
+    os.kill(_writer.helper.pid, signal.SIGKILL)
     with pytest.raises(PeerLostError, match="writer process has died") as caught:
         async_save(state, tmp_path / "next")
     assert caught.value.ranks == (0,)
@@ -167,15 +191,15 @@ def _lose_a_writer(world: World, folder: str) -> str:
     dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
     state = {"w": torch.full((1000,), 1.0), "t": torch.zeros(4, 3)}
     async_save(state, f"{folder}/good").result(60)
-    assert _state.writer is not None
+    assert _writer.helper is not None
     if world.rank == 1:
-        os.kill(_state.writer.pid, signal.SIGSTOP)
+        os.kill(_writer.helper.pid, signal.SIGSTOP)
     state["w"].add_(1)
     os.environ["TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S"] = "2"  # of this save only
     handle = async_save(state, f"{folder}/lost")
     del os.environ["TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S"]
     if world.rank == 1:
-        os.kill(_state.writer.pid, signal.SIGKILL)
+        os.kill(_writer.helper.pid, signal.SIGKILL)
     try:
         handle.result(60)
     except (PeerLostError, OperationTimeoutError) as error:
@@ -183,7 +207,7 @@ def _lose_a_writer(world: World, folder: str) -> str:
     dist.barrier()
     state["w"].add_(1)
     async_save(state, f"{folder}/next").result(60)
-    _state.close()
+    _writer.close()
     return failed
 
 

@@ -149,7 +149,7 @@ def _small() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrelay.checkpoint._async import _state
+    from torchrelay.checkpoint._async import _writer
 
     monkeypatch.chdir(tmp_path)
     names = _small()
@@ -160,7 +160,7 @@ def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     try:
         exec(asynchronous, names)
     finally:
-        _state.close()
+        _writer.close()
     assert not torch.equal(weight, expected)  # the optimizer has stepped since
     names["load"]({"model": names["model"]}, "ckpt")
     assert torch.equal(weight, expected)

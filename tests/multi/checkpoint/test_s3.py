@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
-from torchrelay.checkpoint._async import _state
+from torchrelay.checkpoint._async import _writer
 from torchrelay.checkpoint._storage import open_transaction
 from torchrelay.errors import CorruptionError, StorageError
 from torchrelay.world import World
@@ -44,7 +44,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     fs = fsspec.filesystem("s3")
     fs.mkdir("bucket")
     yield "s3://bucket"
-    _state.close()
+    _writer.close()
     fs.clear_instance_cache()
     server.stop()
 
@@ -211,7 +211,7 @@ def _save_often(world: World, url: str, saves: int) -> None:
     for step in range(saves):
         state = {f"w{world.rank}": torch.full((10,), float(step)), "step": step}
         async_save(state, f"{url}/step-{step}", keep=2).result(200)
-    _state.close()
+    _writer.close()
 
 
 @pytest.mark.timeout(300)

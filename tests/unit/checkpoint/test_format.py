@@ -117,6 +117,21 @@ def test_many_small_tensors_share_reads_and_writes(
             read()
 
 
+def test_ranges_of_memory_are_copied_and_checksummed() -> None:
+    source = np.arange(1000, dtype=np.uint8)
+    target = np.zeros(1000, np.uint8)
+    starts, sizes = np.array([0, 990, 500], np.uint64), np.array([100, 10, 0], np.uint64)
+    to, of = (starts + np.uint64(memory.ctypes.data) for memory in (target, source))
+    _native.copy_memory(to, of, sizes)
+    assert np.array_equal(np.flatnonzero(target != source), np.flatnonzero(source[100:990]) + 100)
+    expected = [_native.crc32c(source[:100]), _native.crc32c(source[990:]), 0]
+    assert np.frombuffer(_native.crc32c_of_memory(of, sizes), "<u4").tolist() == expected
+    with pytest.raises(ValueError, match="one length"):
+        _native.copy_memory(to, of, sizes[:2])
+    with pytest.raises(ValueError, match="one length"):
+        _native.crc32c_of_memory(of, sizes[:2])
+
+
 def test_a_file_that_ends_while_it_is_verified_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(2500))
     with closing(LocalFolder(str(tmp_path))) as folder:

@@ -35,11 +35,14 @@ def test_memory_is_locked_once_and_unlocked_when_it_is_replaced(
     runtime = _Runtime()
     monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
     staging = Staging()
-    assert staging.reserve(1 << 20, locked=False) and not runtime.locked
-    assert not staging.reserve(1000, locked=True)  # the same segment, now page-locked
-    assert not staging.reserve(1 << 20, locked=True)
+    staging.reserve(1 << 20, locked=False)
+    assert staging.is_new and not runtime.locked
+    fd = staging.fd
+    staging.reserve(1000, locked=True)  # the same segment, now page-locked
+    staging.reserve(1 << 20, locked=True)
+    assert staging.fd == fd
     assert list(runtime.locked.values()) == [1 << 20]
-    assert staging.reserve(1 << 21, locked=True)
+    staging.reserve(1 << 21, locked=True)
     assert list(runtime.locked.values()) == [1 << 21]
     assert runtime.calls == 2
     staging.close()
@@ -52,12 +55,13 @@ def test_memory_that_cannot_be_locked_is_used_and_reported(
     monkeypatch.setattr("torch.cuda.cudart", lambda: _Runtime(code=2))
     staging = Staging()
     with caplog.at_level(logging.WARNING):
-        assert staging.reserve(4096, locked=True)
+        staging.reserve(4096, locked=True)
     assert "4096 bytes, cannot be page-locked (CUDA error 2)" in caplog.text
     staging.close()
 
 
 def test_nothing_to_stage_takes_no_memory() -> None:
     staging = Staging()
-    assert not staging.reserve(0, locked=False)
+    staging.reserve(0, locked=False)
+    assert not staging.is_new
     staging.close()
