@@ -14,11 +14,18 @@ communications of a rank, in the reverse order, and cannot deadlock where the fo
 
 from torchrelay.mpi._allreduce import Located
 from torchrelay.mpi._chain import chain, reset
-from torchrelay.mpi._communicator import COMM_WORLD, CartCommunicator, Communicator, from_mpi4py
+from torchrelay.mpi._communicator import (
+    WORLD_NAME,
+    CartCommunicator,
+    Communicator,
+    from_mpi4py,
+    world,
+)
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._library import MPI as _MPI
 from torchrelay.mpi._passes import backward, grad
 from torchrelay.mpi._point_to_point import JoinDummies, JoinDummiesHandle, WaitHandle
+from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED
 
 __all__ = [
     "COMM_WORLD",
@@ -55,5 +62,17 @@ __all__ = [
 MPI_MAX, MPI_MIN, MPI_SUM, MPI_PROD = Op.MAX, Op.MIN, Op.SUM, Op.PROD
 MPI_LAND, MPI_BAND, MPI_LOR, MPI_BOR = Op.LAND, Op.BAND, Op.LOR, Op.BOR
 MPI_LXOR, MPI_BXOR, MPI_MINLOC, MPI_MAXLOC = Op.LXOR, Op.BXOR, Op.MINLOC, Op.MAXLOC
-MPI_ANY_SOURCE, MPI_ANY_TAG = _MPI.ANY_SOURCE, _MPI.ANY_TAG
-MPI_PROC_NULL, MPI_UNDEFINED = _MPI.PROC_NULL, _MPI.UNDEFINED
+MPI_ANY_SOURCE, MPI_ANY_TAG = ANY_SOURCE, ANY_TAG
+MPI_PROC_NULL, MPI_UNDEFINED = PROC_NULL, UNDEFINED
+
+COMM_WORLD: Communicator
+"""All processes that the launcher started; made when it is first used."""
+
+if _MPI is not None:
+    world()  # the ranks of MPI start together
+
+
+def __getattr__(name: str) -> Communicator:
+    if name == WORLD_NAME:
+        return world()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

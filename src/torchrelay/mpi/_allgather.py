@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._headers import Fields
-from torchrelay.mpi._layout import any_length, axis_of, parts, with_length
+from torchrelay.mpi._layout import Blocks, any_length, axis_of, parts, with_length
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 from torchrelay.mpi._replicate import own_use
 
@@ -37,8 +36,9 @@ class Allgather(Call):
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         self.lengths = [length for (length,) in numbers]
         layout = parts(tuple(x.shape), tuple(self.lengths), self.axis)
-        moving = _operations.allgather(self.comm, x, layout, arrived)
-        return Started(moving.requests, moving.received.joined, moving)
+        received = Blocks.empty(x.dtype, layout, x.device)
+        requests = self.comm.transport.allgather(x, received, arrived)
+        return Started(requests, received.joined, x)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         rank, reverse = self.comm.rank, self.comm.reverse

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _operations
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, NATIVE, Op, is_differentiable
@@ -42,14 +41,14 @@ class Allreduce(Call):
         native = NATIVE.get((x.dtype, self.op))
         if native is None or x.numel() * x.itemsize > PAYLOAD_BYTES or self.comm.size == 1:
             return super().forward(x)
-        source = packed(x)
+        source = packed(x)  # the header travels through this host
         result = torch.empty_like(source)
         exchange_values(self, source, result, *native)
         return result if source is x else placed(result, x)
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        result = fresh(x.shape, x.dtype)
-        requests = _operations.allreduce(self.comm, x, result, self.op, arrived)
+        result = fresh(x.shape, x.dtype, x.device)
+        requests = self.comm.transport.allreduce(x, result, self.op, arrived)
         return Started(requests, lambda: result, x)
 
     def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

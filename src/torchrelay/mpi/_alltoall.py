@@ -12,7 +12,6 @@ from itertools import accumulate
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._headers import Fields
 from torchrelay.mpi._layout import Blocks, any_length, axis_of, layout, with_length
@@ -55,8 +54,9 @@ class Alltoall(Call):
             shapes.append(tuple(with_length(theirs, self.scatteraxis, own)))
         total = math.prod(with_length(x.shape, self.gatheraxis, sum(held)))
         parts = layout(tuple(shapes), self.gatheraxis)
-        moving = _operations.alltoall(self.comm, blocks, parts, total, arrived)
-        return Started(moving.requests, moving.received.joined, moving)
+        received = Blocks.empty(x.dtype, parts, x.device)
+        requests = self.comm.transport.alltoall(blocks, received, total, arrived)
+        return Started(requests, received.joined, blocks)
 
     def _plan(self, wanted: list[int], held: list[int], length: int) -> tuple[list[int], list[int]]:
         """How much along ``scatteraxis`` goes to each rank, and how much comes from each."""

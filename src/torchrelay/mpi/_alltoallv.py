@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, MismatchError
-from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._headers import Fields
 from torchrelay.mpi._layout import Blocks, any_length, axis_of, parts
-from torchrelay.mpi._library import MPI
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import Testable, failed, finish
+from torchrelay.mpi._transport import Testable
+from torchrelay.mpi._wait import failed, finish
 
 __all__ = ["alltoallv"]
 
@@ -30,22 +29,22 @@ class Counts:
     ``Test`` raises if it is not what this rank expects.
     """
 
-    __slots__ = ("call", "expected", "received", "request", "sent")
+    __slots__ = ("call", "expected", "received", "requests", "sent")
 
-    def __init__(self, call: Alltoallv, expected: Sequence[int] | None = None) -> None:
+    def __init__(self, call: Alltoallv, arrived: bool, expected: Sequence[int] | None) -> None:
         self.call = call
         self.expected = expected
-        self.sent = np.array(call.sent, np.int64)
-        self.received = np.zeros(len(call.sent), np.int64)
-        self.request = call.comm.mpi.Ialltoall(
-            (self.sent, 1, MPI.INT64_T), (self.received, 1, MPI.INT64_T)
-        )
+        size = len(call.sent)
+        self.sent = Blocks.cut(torch.tensor(call.sent), [1] * size, 0)
+        self.received = Blocks.empty(torch.int64, self.sent.layout)
+        transport = call.comm.transport
+        self.requests = list(transport.alltoall(self.sent, self.received, size, arrived))
 
     def Test(self) -> bool:
-        if not self.request.Test():
+        if not all(request.Test() for request in self.requests):
             return False
         if self.expected is not None:
-            for rank, (wanted, given) in enumerate(zip(self.expected, self.received, strict=True)):
+            for rank, (wanted, given) in enumerate(zip(self.expected, self.lengths(), strict=True)):
                 if wanted != given:
                     comm = self.call.comm
                     raise failed(
@@ -55,6 +54,11 @@ class Counts:
                         )
                     )
         return True
+
+    def lengths(self) -> list[int]:
+        """Return how much comes from each rank, once it is known."""
+        lengths: list[int] = self.received.memory.tolist()
+        return lengths
 
 
 class Alltoallv(Call):
@@ -82,16 +86,18 @@ class Alltoallv(Call):
                 raise ArgumentError(
                     f"{self.describe()} in two steps carries at most {settings.max_count} elements"
                 )
-        counts = Counts(self, self.known)
-        if not self.known:
+        counts = Counts(self, arrived, self.known)
+        if self.known:
+            self.comm.transport.begin_after(counts)
+        else:
             finish(counts, self, counts)
-            self.received = counts.received.tolist()
+            self.received = counts.lengths()
         blocks = Blocks.cut(x, self.sent, self.axis)
         layout = parts(tuple(x.shape), tuple(self.received), self.axis)
-        moving = _operations.alltoall(self.comm, blocks, layout, total, arrived)
+        received = Blocks.empty(x.dtype, layout, x.device)
         requests: list[Testable] = [counts] if self.known else []
-        requests += moving.requests
-        return Started(requests, moving.received.joined, (moving, counts))
+        requests += self.comm.transport.alltoall(blocks, received, total, arrived)
+        return Started(requests, received.joined, (blocks, counts))
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         return Adjoint(

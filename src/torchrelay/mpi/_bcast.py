@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._inplace import overwrite
@@ -38,8 +37,10 @@ class Bcast(Call):
         self.root = root
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        result = x.clone() if self.comm.rank == self.root else fresh(x.shape, x.dtype)
-        return Started(_operations.broadcast(self.comm, result, self.root, arrived), lambda: result)
+        is_root = self.comm.rank == self.root
+        result = x.clone() if is_root else fresh(x.shape, x.dtype, x.device)
+        requests = self.comm.transport.broadcast(result, self.root, arrived)
+        return Started(requests, lambda: result)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
@@ -58,7 +59,7 @@ class BcastInPlace(Bcast):
     overwrites = True
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        return Started(_operations.broadcast(self.comm, x, self.root, arrived), lambda: x)
+        return Started(self.comm.transport.broadcast(x, self.root, arrived), lambda: x)
 
 
 def bcast(comm: Comm, x: Tensor, root: int) -> Tensor:

@@ -184,7 +184,7 @@ class _Here(threading.local):
         self.adjoint: Chain | None = None  # of the node whose backward runs
         if threading.get_ident() == MAIN:
             self.slot = _main
-        elif MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        elif MPI is None or MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self.slot = Slot()
         else:
             raise UnsupportedError(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrelay.mpi._library import MPI
-
 if TYPE_CHECKING:
-    from torchrelay.mpi._headers import Headers
+    from torchrelay.mpi._transport import Transport
 
 __all__ = ["CartComm", "Comm", "SharedState"]
 
@@ -17,11 +15,9 @@ class SharedState(Protocol):
     """State that a communicator and its copies share."""
 
     @property
-    def control(self) -> MPI.Intracomm: ...
+    def control(self) -> Transport: ...
     @property
     def ended(self) -> set[int]: ...
-    @property
-    def idle_headers(self) -> list[Headers]: ...
     @property
     def is_freed(self) -> bool: ...
     @property
@@ -31,10 +27,10 @@ class SharedState(Protocol):
 
 
 class Comm(Protocol):
-    """A communicator: its ranks, and the MPI communicators they use."""
+    """A communicator: its ranks, and the transport between them."""
 
     @property
-    def mpi(self) -> MPI.Intracomm: ...
+    def transport(self) -> Transport: ...
     @property
     def lease(self) -> SharedState: ...
     @property
@@ -56,7 +52,6 @@ class Comm(Protocol):
     def replace(
         self, convention: str | None = None, unreachable_policy: str | None = None
     ) -> Comm: ...
-    def descending(self) -> MPI.Intracomm: ...
     def check_rank(self, rank: int) -> int: ...
     def check_dest(self, rank: int, tag: int) -> tuple[int, int]: ...
     def check_source(self, rank: int, tag: int) -> tuple[int, int]: ...
@@ -66,7 +61,7 @@ class CartComm(Comm, Protocol):
     """A communicator whose ranks form a grid."""
 
     @property
-    def faces(self) -> MPI.Intracomm: ...
+    def faces(self) -> Transport: ...
     @property
     def dims(self) -> Sequence[int]: ...
     @property

@@ -1,18 +1,20 @@
 """Communicators, with MPI's functions under MPI's names.
 
-Every communicator has two duplicates: one for the communication of backward passes, and one over
-which waiting ranks report their state.
+A communicator is MPI's or that of a c10d process group. It has two duplicates: one for the
+communication of backward passes, and one over which waiting ranks report their state.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.mpi import _compiled, _headers, _point_to_point, _starting, _wait
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._allreduce import allreduce, allreduce_located
@@ -24,7 +26,7 @@ from torchrelay.mpi._gather import gather
 from torchrelay.mpi._halo import halo_exchange, neighbor_alltoall
 from torchrelay.mpi._layout import equal_part
 from torchrelay.mpi._lease import Lease
-from torchrelay.mpi._library import MPI
+from torchrelay.mpi._library import MPI, load
 from torchrelay.mpi._nonblocking import CollectiveHandle
 from torchrelay.mpi._point_to_point import WaitHandle
 from torchrelay.mpi._reduce import reduce_
@@ -33,21 +35,27 @@ from torchrelay.mpi._replicate import replicate
 from torchrelay.mpi._scan import exscan, scan
 from torchrelay.mpi._scatter import scatter
 from torchrelay.mpi._settings import settings
+from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Transport
 
-__all__ = ["CartCommunicator", "Communicator", "from_mpi4py"]
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["WORLD_NAME", "CartCommunicator", "Communicator", "from_mpi4py", "world"]
 
 _C = TypeVar("_C", bound="Communicator")
 _names = itertools.count()
-MAX_TAG: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+WORLD_NAME = "COMM_WORLD"
 
 
 class Communicator:
     """A group of ranks with MPI's functions for tensors.
 
-    Created by :func:`from_mpi4py`, :meth:`Split`, :meth:`Dup` and :meth:`Cart`. A context manager
-    that frees it. Unless stated otherwise, functions are recorded in grad mode, take tensors of any
-    strides on any device, and accept integers, bool, float16, bfloat16, float32, float64, complex64
-    and complex128. Negative axes count from the end.
+    Created by :meth:`from_group`, :func:`from_mpi4py`, :meth:`Split`, :meth:`Dup` and :meth:`Cart`.
+    A context manager that frees it. Unless stated otherwise, functions are recorded in grad mode,
+    take tensors of any strides on any device, and accept integers, bool, float16, bfloat16,
+    float32, float64, complex64 and complex128. Negative axes count from the end.
 
     Attributes:
         rank: this process's rank.
@@ -62,7 +70,7 @@ class Communicator:
         PeerLostError: from every function, if another rank failed or ended.
     """
 
-    mpi: MPI.Intracomm
+    transport: Transport
     lease: Lease
     rank: int
     size: int
@@ -71,25 +79,45 @@ class Communicator:
     number: int
     is_reverse: bool
 
-    def __init__(self, mpi: MPI.Comm, name: str | None = None, parent: Lease | None = None) -> None:
-        """Wrap ``mpi``; collective over its ranks. A child is freed with its ``parent``."""
-        if not isinstance(mpi, MPI.Intracomm):
-            raise ArgumentError(f"{mpi!r} is not an intra-communicator")
-        self.mpi = mpi
-        self.rank, self.size = mpi.rank, mpi.size
+    def __init__(
+        self, transport: Transport, name: str | None = None, parent: Lease | None = None
+    ) -> None:
+        """Use ``transport``; collective over its ranks. A child is freed with its ``parent``."""
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
         self.name = name or f"communicator {next(_names)}"
         self.convention = settings.convention
         self.unreachable_policy: str | None = None  # None: as the setting
         self.is_reverse = False
-        self.lease = Lease(mpi, parent)
+        self.lease = Lease(transport, parent)
         self._reverse: Communicator | None = None
         reverse = self._copy()
-        reverse.mpi = self.lease.own(mpi.Dup())
+        reverse.transport = self.lease.own(transport.duplicate())
         reverse.name = f"{self.name} (backward)"
         reverse.is_reverse = True
         self._reverse = reverse
         self.number = _compiled.register(self)
         reverse.number = self.number
+
+    @classmethod
+    def from_group(cls, group: ProcessGroup | DeviceMesh) -> Communicator:
+        """Return the communicator of a c10d process group. Collective over its ranks.
+
+        Its messages are separate from the group's own. It moves tensors of this host with a
+        duplicate of the group's backend for them (``sml`` or Gloo; Gloo, if it has none), CUDA
+        tensors with one of NCCL, where the group has it, and messages between two ranks over the
+        network of ``TORCHRELAY_TRANSPORT_*``.
+
+        Args:
+            group: also a mesh of one dimension.
+
+        Raises:
+            ArgumentError: this process is not in the group.
+            OperationTimeoutError: a rank did not call it within ``TORCHRELAY_MPI_TIMEOUT_S``.
+        """
+        from torchrelay.mpi._c10d import group_transport  # noqa: PLC0415 - as in world()
+
+        return cls(group_transport(group))
 
     @property
     def reverse(self) -> Communicator:
@@ -106,7 +134,7 @@ class Communicator:
 
     def __reduce__(self) -> Any:
         if self.name == WORLD_NAME:
-            return _world, ()
+            return world, ()
         raise ArgumentError(
             f"{self.name} cannot be pickled; only COMM_WORLD means the same in another process"
         )
@@ -147,15 +175,17 @@ class Communicator:
 
     def Dup(self) -> Communicator:
         """Return a communicator of the same ranks whose messages are separate. Collective."""
-        return self._derived(self._make(self.mpi.Dup, "Dup"))
+        self._agree("Dup")
+        return self._derived(self.transport.duplicate())
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator | None:
         """Return the communicator of all ranks with the same ``color``. Collective.
 
         Its ranks are ordered by ``key``. None for ``MPI_UNDEFINED``.
         """
-        mpi = self._make(lambda: self.mpi.Split(color, key), "Split")
-        return None if mpi is None else self._derived(mpi)
+        self._agree("Split")
+        transport = self._split(color, key)
+        return None if transport is None else self._derived(transport)
 
     def Cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
@@ -165,43 +195,43 @@ class Communicator:
         Args:
             dims: the extents of the grid.
             periods: which dimensions are periodic; default: none.
-            reorder: whether MPI may renumber the ranks.
+            reorder: accepted as by MPI; the ranks keep their order.
 
         Returns:
             None on ranks that the grid leaves out.
         """
         dims, periods = list(dims), list(periods or [False] * len(dims))
-        mpi = self._make(
-            lambda: self.mpi.Create_cart(dims, periods, reorder),
-            "Cart",
-            f"dims={dims}, periods={periods}",
-        )
-        if mpi is None:
+        if len(periods) != len(dims) or min(dims, default=1) < 1 or math.prod(dims) > self.size:
+            raise ArgumentError(
+                f"Cart: {self.name} of {self.size} ranks cannot form a grid of {dims} with periods "
+                f"{periods}"
+            )
+        self._agree("Cart", f"dims={dims}, periods={periods}")
+        transport = self._split(0 if self.rank < math.prod(dims) else UNDEFINED, self.rank)
+        if transport is None:
             return None
-        cart = CartCommunicator(mpi, parent=self.lease)
+        cart = CartCommunicator(transport, dims, periods, self.lease)
         return cart.replace(self.convention, self.unreachable_policy)  # type: ignore[return-value]
 
-    def _make(
-        self, make: Callable[[], MPI.Comm], name: str, arguments: str = ""
-    ) -> MPI.Comm | None:
-        """Return a new communicator of MPI, made by all ranks; None on ranks outside it."""
+    def _agree(self, name: str, arguments: str = "") -> None:
+        """Wait for all ranks in the creation of a communicator."""
         _wait.check_usable(self)
         call = _wait.Named(self, f"{name}({arguments})")
         _headers.agree(call, name, arguments)
         self.lease.collect(call)
-        mpi = make()
-        if mpi != MPI.COMM_NULL:
-            return mpi
-        self.lease.no_child()
-        return None
 
-    def _derived(self, mpi: MPI.Comm | None) -> Communicator:
-        assert mpi is not None
-        child = Communicator(mpi, parent=self.lease)
+    def _split(self, color: int, key: int) -> Transport | None:
+        transport: Transport | None = self.transport.split(color, key)
+        if transport is None:
+            self.lease.no_child()
+        return transport
+
+    def _derived(self, transport: Transport) -> Communicator:
+        child = Communicator(transport, parent=self.lease)
         return child.replace(self.convention, self.unreachable_policy)
 
     def Free(self) -> None:
-        """Return the communicator to MPI. Collective.
+        """Release the communicator, which MPI has few of. Collective.
 
         Neither it nor its copies (:meth:`replace`) can be used afterwards. A communicator that no
         rank can reach any more is freed when another one is created from the same parent.
@@ -224,16 +254,6 @@ class Communicator:
         if kind is None:
             self.Free()
 
-    def descending(self) -> MPI.Intracomm:
-        """MPI's communicator with the ranks in reverse order, created at first use by all ranks."""
-        if self.lease.descending is None:
-            what = "the first derivative of a scan"
-            _headers.agree(_wait.Named(self, what), what)
-            split = self.mpi.Split(0, -self.rank)
-            assert isinstance(split, MPI.Intracomm)
-            self.lease.descending = self.lease.own(split)
-        return self.lease.descending
-
     def check_rank(self, rank: int) -> int:
         """Raise :class:`ArgumentError` if there is no such rank."""
         if not 0 <= rank < self.size:
@@ -242,18 +262,20 @@ class Communicator:
 
     def check_dest(self, rank: int, tag: int) -> tuple[int, int]:
         """Raise :class:`ArgumentError` if ``dest`` is neither a rank nor ``MPI_PROC_NULL``."""
-        if rank != MPI.PROC_NULL:
+        if rank != PROC_NULL:
             self.check_rank(rank)
-        if not 0 <= tag <= MAX_TAG:
-            raise ArgumentError(f"tag {tag}: a message has a tag from 0 to {MAX_TAG}")
+        if not 0 <= tag <= self.transport.max_tag:
+            raise ArgumentError(
+                f"tag {tag}: a message has a tag from 0 to {self.transport.max_tag}"
+            )
         return rank, tag
 
     def check_source(self, rank: int, tag: int) -> tuple[int, int]:
         """Raise :class:`ArgumentError` if ``source`` is no rank, wildcard or ``MPI_PROC_NULL``."""
-        if rank != MPI.ANY_SOURCE:
+        if rank != ANY_SOURCE:
             self.check_dest(rank, 0)
-        if tag != MPI.ANY_TAG:
-            self.check_dest(MPI.PROC_NULL, tag)
+        if tag != ANY_TAG:
+            self.check_dest(PROC_NULL, tag)
         return rank, tag
 
     # Collectives
@@ -510,7 +532,7 @@ class Communicator:
         source: int,
         like: Tensor | None = None,
         sendtag: int = 0,
-        recvtag: int = MPI.ANY_TAG,
+        recvtag: int = ANY_TAG,
     ) -> Tensor:
         """Send ``tensor`` to ``dest`` and receive from ``source``. Blocks until both are done.
 
@@ -543,20 +565,36 @@ class CartCommunicator(Communicator):
             border.
     """
 
-    mpi: MPI.Cartcomm
-
-    def __init__(self, mpi: MPI.Comm, name: str | None = None, parent: Lease | None = None) -> None:
-        super().__init__(mpi, name, parent)
-        self.dims, self.periods, self.coords = self.mpi.Get_topo()
-        self.neighbors = [self.mpi.Shift(d, 1) for d in range(len(self.dims))]
-        self.faces = self.lease.own(self.mpi.Dup())
+    def __init__(
+        self, transport: Transport, dims: list[int], periods: list[bool], parent: Lease
+    ) -> None:
+        super().__init__(transport, parent=parent)
+        self.dims, self.periods, self.coords = dims, periods, self._coords(dims)
+        self.neighbors = [(self._at(d, -1), self._at(d, 1)) for d in range(len(dims))]
+        self.faces = self.lease.own(transport.duplicate())
         self.reverse.__dict__.update(
-            dims=self.dims,
-            periods=self.periods,
+            dims=dims,
+            periods=periods,
             coords=self.coords,
             neighbors=self.neighbors,
-            faces=self.lease.own(self.mpi.Dup()),
+            faces=self.lease.own(transport.duplicate()),
         )
+
+    def _coords(self, dims: list[int]) -> list[int]:
+        """Return this rank's position; ranks are in row-major order."""
+        coords: list[int] = []
+        rest = self.rank
+        for extent in reversed(dims):
+            rest, coord = divmod(rest, extent)
+            coords.insert(0, coord)
+        return coords
+
+    def _at(self, dim: int, step: int) -> int:
+        """Return the rank ``step`` away along ``dim``; PROC_NULL beyond a border."""
+        extent, coord = self.dims[dim], self.coords[dim] + step
+        if not (self.periods[dim] or 0 <= coord < extent):
+            return PROC_NULL
+        return self.rank + (coord % extent - self.coords[dim]) * math.prod(self.dims[dim + 1 :])
 
     def Neighbor_alltoall(self, tensor: Tensor) -> Tensor:
         """Exchange with all neighbours. Blocking.
@@ -593,18 +631,32 @@ class CartCommunicator(Communicator):
         return halo_exchange(self, tensor, width, axes)
 
 
-def from_mpi4py(comm: MPI.Intracomm) -> Communicator:
+def from_mpi4py(comm: Intracomm) -> Communicator:
     """Return a differentiable communicator over mpi4py's. Collective over its ranks.
 
     Raises:
         ArgumentError: it is not an intra-communicator.
+        UnavailableError: mpi4py was imported after torchrelay.mpi, and names wildcards otherwise.
     """
-    return Communicator(comm)
+    found = load()
+    if (found.ANY_SOURCE, found.PROC_NULL) != (ANY_SOURCE, PROC_NULL):
+        raise UnavailableError("import mpi4py.MPI before torchrelay.mpi, for the same constants")
+    from torchrelay.mpi._mpi4py import MpiTransport  # noqa: PLC0415 - initialises MPI
+
+    return Communicator(MpiTransport(comm))
 
 
-WORLD_NAME = "COMM_WORLD"
-COMM_WORLD = Communicator(MPI.COMM_WORLD, WORLD_NAME)
+@functools.cache
+def world() -> Communicator:
+    """Return the communicator of all processes that the launcher started. Collective at first.
 
+    It is MPI's under mpirun, that of the default process group under torchrun, Slurm or Ray, which
+    is made with ``sml`` if there is none, and of this process alone without a launcher.
+    """
+    if MPI is not None:
+        from torchrelay.mpi._mpi4py import MpiTransport  # noqa: PLC0415 - initialises MPI
 
-def _world() -> Communicator:
-    return COMM_WORLD
+        return Communicator(MpiTransport(MPI.COMM_WORLD), WORLD_NAME)
+    from torchrelay.mpi._c10d import world_transport  # noqa: PLC0415 - imports torch.distributed
+
+    return Communicator(world_transport(), WORLD_NAME)

@@ -1,32 +1,30 @@
-"""Dtypes and operations of torch in terms of MPI.
+"""Dtypes that can be communicated, and the reductions that are defined for them.
 
-MPI lacks float16 and bfloat16: they are sent as two bytes and reduced by operations defined here.
-Logical operations on bool are MPI's; those on floats are computed on bool.
+Logical operations on floats are computed on bool.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrelay import _native
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._library import MPI
 
 __all__ = [
+    "BITWISE",
     "CODES",
     "DTYPES",
+    "KERNELS",
+    "LOGICAL",
     "NATIVE",
     "Op",
-    "buffer",
-    "buffer_at",
-    "datatype",
+    "check_dtype",
+    "check_op",
     "is_differentiable",
-    "mpi_op",
 ]
 
 
@@ -53,76 +51,37 @@ LOGICAL = (Op.LAND, Op.LOR, Op.LXOR)
 BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
 ARITHMETIC = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 
-_two_bytes = MPI.BYTE.Create_contiguous(2).Commit()
-
-_TYPES: dict[torch.dtype, MPI.Datatype] = {
-    torch.uint8: MPI.UINT8_T,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint16: MPI.UINT16_T,
-    torch.uint32: MPI.UINT32_T,
-    torch.uint64: MPI.UINT64_T,
-    torch.float16: _two_bytes,
-    torch.bfloat16: _two_bytes,
-    torch.float32: MPI.FLOAT,
-    torch.float64: MPI.DOUBLE,
-    torch.complex64: MPI.C_FLOAT_COMPLEX,
-    torch.complex128: MPI.C_DOUBLE_COMPLEX,
-    torch.bool: MPI.C_BOOL,
-}
-DTYPES = tuple(_TYPES)
+DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+)
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-_BOOL_OPS = {
-    Op.SUM: MPI.LOR,
-    Op.MAX: MPI.LOR,
-    Op.LOR: MPI.LOR,
-    Op.BOR: MPI.LOR,
-    Op.PROD: MPI.LAND,
-    Op.MIN: MPI.LAND,
-    Op.LAND: MPI.LAND,
-    Op.BAND: MPI.LAND,
-    Op.LXOR: MPI.LXOR,
-    Op.BXOR: MPI.LXOR,
-}
-_KERNELS: dict[Op, Callable[..., Tensor]] = {
+KERNELS: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,
     Op.PROD: torch.mul,
     Op.MAX: torch.maximum,
     Op.MIN: torch.minimum,
+    Op.LAND: torch.logical_and,
+    Op.LOR: torch.logical_or,
+    Op.LXOR: torch.logical_xor,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
 }
-
-
-def _half_op(dtype: torch.dtype, op: Op) -> MPI.Op:
-    kernel = _KERNELS[op]
-
-    def reduce(incoming: Any, result: Any, _datatype: MPI.Datatype) -> None:
-        if not len(incoming):  # a rank's part of a Reduce_scatter may be empty
-            return
-        theirs, ours = (
-            torch.frombuffer(incoming, dtype=dtype),
-            torch.frombuffer(result, dtype=dtype),
-        )
-        kernel(theirs, ours, out=ours)
-
-    return MPI.Op.Create(reduce, commute=True)
-
-
-def _table() -> dict[tuple[torch.dtype, Op], MPI.Op]:
-    table: dict[tuple[torch.dtype, Op], MPI.Op] = {}
-    for dtype in DTYPES:
-        if dtype is torch.bool:
-            table.update({(dtype, op): mpi for op, mpi in _BOOL_OPS.items()})
-        elif dtype in (torch.float16, torch.bfloat16):
-            table.update({(dtype, op): _half_op(dtype, op) for op in ARITHMETIC})
-        else:
-            ops: tuple[Op, ...] = ARITHMETIC if not dtype.is_complex else (Op.SUM, Op.PROD)
-            if not (dtype.is_floating_point or dtype.is_complex):
-                ops = ops + LOGICAL + BITWISE
-            table.update({(dtype, op): getattr(MPI, op.value) for op in ops})
-    return table
+"""Each reduction of two tensors."""
 
 
 def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native.Op]]:
@@ -141,44 +100,33 @@ def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native
     return table
 
 
-_OPS = _table()
 NATIVE = _native_table()
 """What the native core reduces, under its names."""
-buffer_at = MPI.buffer.fromaddress
 
 
-def datatype(dtype: torch.dtype) -> MPI.Datatype:
-    """Return the MPI datatype of ``dtype``.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    try:
-        return _TYPES[dtype]
-    except KeyError:
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise :class:`ArgumentError` if ``dtype`` cannot be communicated."""
+    if dtype not in CODES:
         raise ArgumentError(
             f"{dtype} cannot be communicated; these can: {', '.join(map(str, DTYPES))}"
-        ) from None
+        )
 
 
-def mpi_op(dtype: torch.dtype, op: Op) -> MPI.Op:
-    """Return the MPI operation for ``op`` on ``dtype``.
+def check_op(dtype: torch.dtype, op: Op) -> None:
+    """Check that ``op`` is defined for ``dtype``.
 
     Raises:
-        ArgumentError: it is undefined (bitwise on floats, an order of complex numbers).
+        ArgumentError: it is not (bitwise on floats, an order of complex numbers).
     """
-    try:
-        return _OPS[dtype, op]
-    except KeyError:
-        raise ArgumentError(f"MPI_{op.value} is not defined for {dtype}") from None
+    check_dtype(dtype)
+    if dtype.is_complex:
+        is_defined = op in (Op.SUM, Op.PROD)
+    else:
+        is_defined = op in ARITHMETIC or (op in KERNELS and not dtype.is_floating_point)
+    if not is_defined:
+        raise ArgumentError(f"MPI_{op.value} is not defined for {dtype}")
 
 
 def is_differentiable(dtype: torch.dtype) -> bool:
     """Return whether ``dtype`` is floating point or complex, equally on all ranks."""
     return dtype.is_floating_point or dtype.is_complex
-
-
-def buffer(tensor: Tensor) -> tuple[MPI.buffer, int, MPI.Datatype]:
-    """Return the memory of a contiguous CPU tensor, which the caller keeps alive."""
-    kind = _TYPES.get(tensor.dtype) or datatype(tensor.dtype)
-    return (buffer_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind)

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._headers import Fields
-from torchrelay.mpi._layout import any_length, axis_of, parts, with_length
+from torchrelay.mpi._layout import Blocks, any_length, axis_of, parts, with_length
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 
 __all__ = ["gather"]
@@ -37,11 +36,14 @@ class Gather(Call):
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         layout = parts(tuple(x.shape), tuple([length for (length,) in numbers]), self.axis)
-        moving = _operations.gather(self.comm, x, layout, self.root, arrived)
-        if self.comm.rank == self.root:
-            return Started(moving.requests, moving.received.joined, moving)
+        is_root = self.comm.rank == self.root
+        mine = layout if is_root else parts((0,), (0,) * self.comm.size, 0)
+        received = Blocks.empty(x.dtype, mine, x.device)
+        requests = self.comm.transport.gather(x, received, self.root, layout.total, arrived)
+        if is_root:
+            return Started(requests, received.joined, x)
         nothing = x.new_empty(with_length(x.shape, self.axis, 0))
-        return Started(moving.requests, lambda: nothing, moving)
+        return Started(requests, lambda: nothing, (x, received))
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.known and self.comm.rank != self.root:  # give the shape of root's cotangent

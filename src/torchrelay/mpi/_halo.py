@@ -14,13 +14,11 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi._comm import CartComm
-from torchrelay.mpi._dtypes import buffer
 from torchrelay.mpi._layout import axis_of
-from torchrelay.mpi._library import MPI
 from torchrelay.mpi._memory import packed, pieces, placed
 from torchrelay.mpi._message import Incoming
 from torchrelay.mpi._record import Adjoint, Call, Started, record
-from torchrelay.mpi._wait import Testable
+from torchrelay.mpi._transport import PROC_NULL, Testable
 
 __all__ = ["halo_exchange", "neighbor_alltoall"]
 
@@ -55,11 +53,14 @@ class Faces(Call):
         requests: list[Testable] = []
         for part, peer, tag in ((received[0], below, TO_UPPER), (received[1], above, TO_LOWER)):
             requests += [
-                Incoming(faces.Irecv(buffer(piece), peer, tag), piece, self)
-                for (piece,) in pieces(part)
+                Incoming(faces.irecv(piece, peer, tag), piece, self)
+                for (piece,) in pieces(part, most_bytes=faces.most_bytes)
             ]
         for part, peer, tag in ((sent[0], below, TO_LOWER), (sent[1], above, TO_UPPER)):
-            requests += [faces.Isend(buffer(piece), peer, tag) for (piece,) in pieces(part)]
+            requests += [
+                faces.isend(piece, peer, tag)
+                for (piece,) in pieces(part, most_bytes=faces.most_bytes)
+            ]
         return Started(requests, lambda: result, x)
 
     @staticmethod
@@ -77,7 +78,7 @@ class Faces(Call):
         return f"dim={self.dim}"
 
     def peers(self) -> Iterable[int]:
-        return [peer for peer in self.comm.neighbors[self.dim] if peer != MPI.PROC_NULL]
+        return [peer for peer in self.comm.neighbors[self.dim] if peer != PROC_NULL]
 
 
 def exchange(comm: CartComm, dim: int, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ finds the difference. Only then do ranks send each other descriptions of their c
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import time
@@ -23,9 +24,9 @@ from torchrelay._waiting import listed
 from torchrelay.errors import MismatchError
 from torchrelay.mpi import _compiled, _wait
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import Op, buffer_at
-from torchrelay.mpi._library import MPI
+from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._settings import settings
+from torchrelay.mpi._transport import Transport
 
 __all__ = [
     "MAX_NUMBERS",
@@ -56,15 +57,16 @@ class Compared(_wait.Waiting, Protocol):
 
 
 class Headers:
-    """Memory for the headers of one collective."""
+    """Memory for the headers of one collective, and how to exchange them."""
 
-    __slots__ = ("received", "rows", "sent")
+    __slots__ = ("rows", "start")
 
-    def __init__(self, size: int) -> None:
-        self.rows = rows = _native.CallRows(size, PAYLOAD_BYTES)
-        row_bytes = rows.row_bytes
-        self.sent = (buffer_at(rows.sent, row_bytes), row_bytes, MPI.BYTE)
-        self.received = (buffer_at(rows.received, row_bytes * size), row_bytes, MPI.BYTE)
+    def __init__(self, transport: Transport) -> None:
+        self.rows = rows = _native.CallRows(transport.size, PAYLOAD_BYTES)
+        self.start = transport.row_exchange(
+            _memory_at(rows.sent, rows.row_bytes),
+            _memory_at(rows.received, rows.row_bytes * transport.size),
+        )
 
     def exchange(self, call: _wait.Waiting, fields: Fields) -> None:
         """Send this rank's header and wait for those of the others.
@@ -72,7 +74,7 @@ class Headers:
         Raises:
             MismatchError: their digests differ; on all ranks.
         """
-        _wait.finish(call.comm.mpi.Iallgather(self.sent, self.received), call, self)
+        _wait.finish(self.start(True), call, self)
         if self.rows.first_difference() >= 0:
             raise self.mismatch(call, fields)
 
@@ -111,8 +113,13 @@ class Headers:
 
 def idle_headers(comm: Comm) -> Headers:
     """Take headers that no exchange uses. Append them again after an exchange that succeeded."""
-    idle = comm.lease.idle_headers
-    return idle.pop() if idle else Headers(comm.size)
+    idle = comm.transport.idle_headers
+    return idle.pop() if idle else Headers(comm.transport)
+
+
+def _memory_at(address: int, size_bytes: int) -> Tensor:
+    memory = (ctypes.c_uint8 * size_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -166,7 +173,7 @@ def exchange_numbers(call: Compared, x: Tensor) -> Sequence[Sequence[int]]:
     headers.rows.write_numbers(digest(*fields), numbers)
     headers.exchange(call, fields)
     everyone = headers.rows.numbers(len(numbers))
-    comm.lease.idle_headers.append(headers)
+    comm.transport.idle_headers.append(headers)
     return everyone
 
 
@@ -185,7 +192,7 @@ def exchange_values(
     headers.rows.write_bytes(digest(*fields), x.data_ptr(), x.nbytes)
     headers.exchange(call, fields)
     headers.rows.reduce(dtype, op, result.data_ptr(), x.numel())
-    comm.lease.idle_headers.append(headers)
+    comm.transport.idle_headers.append(headers)
 
 
 @_compiled.eager_only
@@ -200,7 +207,7 @@ def agree(call: _wait.Waiting, *fields: Any) -> None:
         headers = idle_headers(comm)
         headers.rows.write_numbers(digest(*fields), ())
         headers.exchange(call, fields)
-        comm.lease.idle_headers.append(headers)
+        comm.transport.idle_headers.append(headers)
 
 
 def barrier(comm: Comm) -> None:
@@ -212,23 +219,28 @@ def barrier(comm: Comm) -> None:
 class Comparison:
     """The headers of a started collective. ``Test`` raises if they differ."""
 
-    __slots__ = ("call", "fields", "headers", "request")
+    __slots__ = ("call", "fields", "headers", "is_done", "request")
 
     def __init__(self, call: _wait.Waiting, fields: Fields) -> None:
         self.call = call
         self.fields = fields
         self.headers = idle_headers(call.comm)
-        # MPI's progress meets the data soon, and MPICH aborts if it does not match: describe the
-        # call here, so that the error needs no further message.
+        # The data meets soon, and MPICH aborts if it does not match: describe the call here, so
+        # that the error needs no further message.
         self.headers.rows.write_numbers(digest(*fields) | STARTED, description_numbers(*fields))
-        self.request = call.comm.mpi.Iallgather(self.headers.sent, self.headers.received)
+        self.request = self.headers.start(False)
+        self.is_done = False
+        call.comm.transport.begin_after(self)
 
     def Test(self) -> bool:
         if not self.request.Test():
             return False
+        if self.is_done:
+            return True
+        self.is_done = True
         if self.headers.rows.first_difference() >= 0:
             raise self.headers.mismatch(self.call, self.fields)
-        self.call.comm.lease.idle_headers.append(self.headers)
+        self.call.comm.transport.idle_headers.append(self.headers)
         return True
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._dtypes import buffer
 from torchrelay.mpi._memory import fresh
 
 __all__ = [
@@ -96,9 +95,12 @@ class Blocks(NamedTuple):
     layout: Layout
 
     @classmethod
-    def empty(cls, dtype: torch.dtype, layout: Layout) -> Blocks:
+    def empty(
+        cls, dtype: torch.dtype, layout: Layout, device: torch.device | None = None
+    ) -> Blocks:
         """Allocate memory for the parts."""
-        return cls(fresh(layout.whole if layout.is_whole else (layout.total,), dtype), layout)
+        shape = layout.whole if layout.is_whole else (layout.total,)
+        return cls(fresh(shape, dtype, device), layout)
 
     @classmethod
     def cut(cls, x: Tensor, lengths: Sequence[int], axis: int) -> Blocks:
@@ -106,7 +108,7 @@ class Blocks(NamedTuple):
         layout = parts(tuple(x.shape), tuple(lengths), axis)
         if layout.is_whole:
             return cls(x, layout)
-        blocks = cls.empty(x.dtype, layout)
+        blocks = cls.empty(x.dtype, layout, x.device)
         for part, given in zip(
             blocks.tensors(), x.split_with_sizes(list(lengths), axis), strict=True
         ):
@@ -120,8 +122,3 @@ class Blocks(NamedTuple):
     def joined(self) -> Tensor:
         """Return the tensor, without a copy if possible."""
         return self.memory if self.layout.is_whole else torch.cat(self.tensors(), self.layout.axis)
-
-    def vector(self) -> tuple[object, ...]:
-        """Return the memory as an argument of a v-collective of mpi4py."""
-        memory, _, kind = buffer(self.memory)
-        return (memory, self.layout.counts, self.layout.starts, kind)

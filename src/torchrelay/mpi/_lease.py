@@ -1,4 +1,4 @@
-"""Ownership of the MPI communicators behind ours, and when they are freed.
+"""Ownership of the transports behind communicators, and when they are freed.
 
 MPI has few communicators, 2048 under MPICH, and frees one only if all its ranks do. A communicator
 that a rank can no longer reach is freed when its parent creates the next one: the ranks then agree
@@ -10,13 +10,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+import torch
 
 from torchrelay.mpi import _wait
-from torchrelay.mpi._library import MPI
+from torchrelay.mpi._dtypes import Op
 
 if TYPE_CHECKING:
-    from torchrelay.mpi._headers import Headers
+    from torchrelay.mpi._transport import Transport
 
 __all__ = ["Lease"]
 
@@ -24,16 +24,16 @@ __all__ = ["Lease"]
 class _Handles:
     """Communicators freed together, and their children, in an order equal on all ranks."""
 
-    __slots__ = ("children", "mpi")
+    __slots__ = ("children", "transports")
 
     def __init__(self) -> None:
-        self.mpi: list[MPI.Comm] = []
+        self.transports: list[Transport] = []
         self.children: list[_Child] = []
 
     def free(self) -> None:
-        for mpi in self.mpi:
-            mpi.Free()
-        self.mpi.clear()
+        for transport in self.transports:
+            transport.free()
+        self.transports.clear()
 
     def free_all(self) -> None:
         for child in self.children:
@@ -55,42 +55,37 @@ class Lease:
     Attributes:
         control: carries messages of waiting ranks.
         ended: the ranks that have ended.
-        idle_headers: memory for headers that no exchange uses.
-        is_freed: whether the communicator has been returned to MPI.
+        is_freed: whether the communicator has been freed.
     """
 
     __slots__ = (
         "__weakref__",
         "control",
-        "descending",
         "ended",
         "handles",
-        "idle_headers",
         "is_freed",
         "parent",
         "rank",
         "size",
     )
 
-    def __init__(self, mpi: MPI.Intracomm, parent: Lease | None) -> None:
-        """Collective over the ranks of ``mpi``."""
-        self.rank, self.size = mpi.rank, mpi.size
+    def __init__(self, transport: Transport, parent: Lease | None) -> None:
+        """Collective over the ranks of ``transport``."""
+        self.rank, self.size = transport.rank, transport.size
         self.parent = parent
         self.ended: set[int] = set()
-        self.idle_headers: list[Headers] = []
         self.is_freed = False
-        self.descending: MPI.Intracomm | None = None
         self.handles = _Handles()
-        self.control = self.own(mpi.Dup())
+        self.control = self.own(transport.duplicate())
         if parent is not None:
-            self.own(mpi)
+            self.own(transport)
             parent.handles.children.append(_Child(weakref.ref(self), self.handles))
         _wait.register(self)
 
-    def own(self, mpi: MPI.Intracomm) -> MPI.Intracomm:
-        """Return ``mpi``, to be freed with the rest."""
-        self.handles.mpi.append(mpi)
-        return mpi
+    def own(self, transport: Transport) -> Transport:
+        """Return ``transport``, to be freed with the rest."""
+        self.handles.transports.append(transport)
+        return transport
 
     def no_child(self) -> None:
         """Note a child that this rank is no part of."""
@@ -101,16 +96,15 @@ class Lease:
         children = self.handles.children
         if not children:
             return
-        free = np.array([child.is_out_of_reach() for child in children], np.uint8)
-        request = call.comm.mpi.Iallreduce(
-            MPI.IN_PLACE, (free, len(children), MPI.UINT8_T), MPI.MIN
-        )
-        _wait.finish(request, call, free)
-        for child, is_free in zip(children, free, strict=True):
+        mine = torch.tensor([child.is_out_of_reach() for child in children], dtype=torch.uint8)
+        free = torch.empty_like(mine)
+        for request in call.comm.transport.allreduce(mine, free, Op.MIN, False):
+            _wait.finish(request, call, (mine, free))
+        for child, is_free in zip(children, free.tolist(), strict=True):
             if is_free:
                 child.handles.free_all()
         self.handles.children = [
-            child for child, is_free in zip(children, free, strict=True) if not is_free
+            child for child, is_free in zip(children, free.tolist(), strict=True) if not is_free
         ]
 
     def free(self) -> None:

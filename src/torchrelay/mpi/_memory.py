@@ -1,9 +1,10 @@
-"""Memory for MPI: contiguous, on this host, in pieces that one call can count."""
+"""Memory for transports: contiguous, on a device they take, in pieces that one call can count."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,13 +13,18 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._settings import settings
 
+if TYPE_CHECKING:
+    from torchrelay.mpi._transport import Transport
+
 __all__ = ["fresh", "packed", "pieces", "placed"]
 
 HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
 
 
-def packed(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy of it, as contiguous memory of this host.
+def packed(x: Tensor, transport: Transport | None = None) -> Tensor:
+    """Return ``x``, or a copy of it, as contiguous memory that ``transport`` takes.
+
+    Without one, on this host.
 
     Raises:
         ArgumentError: it is sparse, or has no values.
@@ -31,7 +37,7 @@ def packed(x: Tensor) -> Tensor:
         )
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    if x.device.type != "cpu":
+    if not (x.is_cpu or (transport is not None and transport.takes(x.device))):
         x = x.cpu()
     return x.contiguous()
 
@@ -46,22 +52,24 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
-def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Allocate memory; large blocks by numpy, with huge pages, whose first touch is cheaper."""
     size_bytes = math.prod(shape) * dtype.itemsize
-    if size_bytes < HUGE_BYTES:
-        return torch.empty(shape, dtype=dtype)
+    is_on_host = device is None or device.type == "cpu"
+    if size_bytes < HUGE_BYTES or not is_on_host:
+        return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(size_bytes, np.uint8)).view(dtype).view(*shape)
 
 
 def placed(y: Tensor, x: Tensor) -> Tensor:
     """Return ``y`` on the device of ``x``."""
-    return y if x.is_cpu else y.to(x.device)
+    return y if y.device == x.device else y.to(x.device)
 
 
-def pieces(*tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:
-    """Split flat tensors of equal length into parts that fit one MPI call."""
-    count, most = tensors[0].numel(), settings.max_count
+def pieces(*tensors: Tensor, most_bytes: int = 1 << 62) -> Sequence[tuple[Tensor, ...]]:
+    """Split flat tensors of equal length into parts of ``max_count`` elements and so many bytes."""
+    count = tensors[0].numel()
+    most = min(settings.max_count, most_bytes // tensors[0].itemsize)
     if count <= most:
         return (tensors,)
     flat = [tensor.view(-1) for tensor in tensors]

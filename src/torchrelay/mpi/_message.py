@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from torchrelay.errors import MismatchError
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import buffer, datatype
-from torchrelay.mpi._library import MPI
+from torchrelay.mpi._dtypes import check_dtype
 from torchrelay.mpi._memory import pieces
 from torchrelay.mpi._receipts import numbers
 from torchrelay.mpi._settings import settings
+from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Message, Testable
 from torchrelay.mpi._wait import Waiting, abandon, failed, finish
 
 __all__ = ["Incoming", "Receiving", "finish_all", "start_send"]
@@ -22,47 +22,48 @@ ANNOUNCEMENT_BYTES = 256
 ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements
 MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apart share one
 
-_announcements: list[tuple[MPI.Request, object]] = []  # in progress
+_announcements: list[tuple[Testable, object]] = []  # in progress
 
 
 def start_send(
     call: Waiting, memory: Tensor, dest: int, tag: int
-) -> Sequence[tuple[MPI.Request, Tensor]]:
+) -> Sequence[tuple[Testable, Tensor]]:
     """Start to send contiguous memory of this host, which must not change until done."""
     if settings.debug:
         announce(call, memory, dest, tag)
-    mpi = call.comm.mpi
-    return [(mpi.Isend(buffer(part), dest, tag), part) for (part,) in pieces(memory)]
+    transport = call.comm.transport
+    return [
+        (transport.isend(part, dest, tag), part)
+        for (part,) in pieces(memory, most_bytes=transport.most_bytes)
+    ]
 
 
-def finish_all(started: Sequence[tuple[MPI.Request, Tensor]], call: Waiting) -> None:
+def finish_all(started: Sequence[tuple[Testable, Tensor]], call: Waiting) -> None:
     for request, _ in started:
         finish(request, call, started)
 
 
 class Incoming:
-    """Request of a message into ``memory``. ``Test`` raises if the message is shorter."""
+    """A message into ``memory``. ``Test`` raises if the message is shorter or longer."""
 
-    __slots__ = ("call", "memory", "request", "status")
+    __slots__ = ("call", "memory", "message")
 
-    def __init__(self, request: MPI.Request, memory: Tensor, call: Waiting) -> None:
-        self.request = request
+    def __init__(self, message: Message, memory: Tensor, call: Waiting) -> None:
+        self.message = message
         self.memory = memory
         self.call = call
-        self.status = MPI.Status()
 
     def Test(self) -> bool:
-        if not self.request.Test(self.status):
+        message, memory = self.message, self.memory
+        if not message.Test():
             return False
-        source = self.status.Get_source()
-        wanted, kind = self.memory.numel(), datatype(self.memory.dtype)
-        if source != MPI.PROC_NULL and self.status.Get_count(kind) != wanted:
-            call, got_bytes = self.call, self.status.Get_count(MPI.BYTE)
+        if message.source != PROC_NULL and message.size_bytes != memory.nbytes:
+            call = self.call
             raise failed(
                 MismatchError(
-                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got {got_bytes} "
-                    f"bytes from rank {source}, and expected {self.memory.nbytes}: {wanted} "
-                    f"elements of {self.memory.dtype}"
+                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got "
+                    f"{message.size_bytes} bytes from rank {message.source}, and expected "
+                    f"{memory.nbytes}: {memory.numel()} elements of {memory.dtype}"
                 )
             )
         return True
@@ -75,21 +76,25 @@ class Receiving:
 
     def __init__(self, comm: Comm, memory: Tensor, source: int, tag: int) -> None:
         self.is_done = False
-        self.requests: list[MPI.Request] = []
+        self.requests: list[Message] = []
         self.memory = memory
         self.number = next(numbers)
         self.source = source
         self.tag = tag
         self.header = expect(comm, source, tag) if settings.debug else None
-        (part,) = pieces(memory)[0]
-        self.requests = [comm.mpi.Irecv(buffer(part), source, tag)]
-        if source != MPI.ANY_SOURCE and tag != MPI.ANY_TAG:
+        check_dtype(memory.dtype)
+        (part,) = self._pieces(comm)[0]
+        self.requests = [comm.transport.irecv(part, source, tag)]
+        if source != ANY_SOURCE and tag != ANY_TAG:
             self._start_others(comm)
 
     def _start_others(self, comm: Comm) -> None:
         """Start to receive a long message's other pieces from the source of the first."""
-        for (part,) in pieces(self.memory)[len(self.requests) :]:
-            self.requests.append(comm.mpi.Irecv(buffer(part), self.source, self.tag))
+        for (part,) in self._pieces(comm)[len(self.requests) :]:
+            self.requests.append(comm.transport.irecv(part, self.source, self.tag))
+
+    def _pieces(self, comm: Comm) -> Sequence[tuple[Tensor, ...]]:
+        return pieces(self.memory, most_bytes=comm.transport.most_bytes)
 
     def finish(self, call: Waiting) -> None:
         """Wait until the message has arrived.
@@ -100,10 +105,10 @@ class Receiving:
         if self.header is not None:
             self.header.compare(call, self.memory)
         first = self._finish_part(call, 0)
-        if self.source == MPI.PROC_NULL:
+        if self.source == PROC_NULL:
             self.is_done = True
             return
-        self.source, self.tag = first.Get_source(), first.Get_tag()
+        self.source, self.tag = first.source, first.tag
         if settings.debug and self.header is None:
             header = expect(call.comm, self.source, self.tag)
             if header is not None:
@@ -117,11 +122,10 @@ class Receiving:
         if not self.is_done:  # it was never waited for, or it failed
             abandon((self.requests, self.memory))
 
-    def _finish_part(self, call: Waiting, index: int) -> MPI.Status:
-        (part,) = pieces(self.memory)[index]
-        incoming = Incoming(self.requests[index], part, call)
-        finish(incoming, call)
-        return incoming.status
+    def _finish_part(self, call: Waiting, index: int) -> Message:
+        (part,) = self._pieces(call.comm)[index]
+        finish(Incoming(self.requests[index], part, call), call)
+        return self.requests[index]
 
 
 # In debug mode, each message is announced to its receiver, which compares shape and dtype.
@@ -129,10 +133,10 @@ class Receiving:
 
 def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
     """Send ``dest`` a description of the message that ``call`` will send."""
-    if dest == MPI.PROC_NULL:
+    if dest == PROC_NULL:
         return
     record = _encoded(f"{_contents(memory)} in {call.describe()}")
-    request = call.comm.lease.control.Isend([record, MPI.BYTE], dest, _announcement(call.comm, tag))
+    request = call.comm.lease.control.isend(record, dest, _announcement(call.comm, tag))
     _announcements[:] = [each for each in _announcements if not each[0].Test()]
     _announcements.append((request, record))
 
@@ -142,7 +146,7 @@ def expect(comm: Comm, source: int, tag: int) -> Announced | None:
 
     None if the source or tag is not known yet, or none is announced.
     """
-    if source in (MPI.ANY_SOURCE, MPI.PROC_NULL) or tag == MPI.ANY_TAG:
+    if source in (ANY_SOURCE, PROC_NULL) or tag == ANY_TAG:
         return None
     return Announced(comm, source, tag)
 
@@ -153,11 +157,9 @@ class Announced:
     __slots__ = ("record", "request", "source")
 
     def __init__(self, comm: Comm, source: int, tag: int) -> None:
-        self.record = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
+        self.record = torch.zeros(ANNOUNCEMENT_BYTES, dtype=torch.uint8)
         self.source = source
-        self.request = comm.lease.control.Irecv(
-            [self.record, MPI.BYTE], source, _announcement(comm, tag)
-        )
+        self.request = comm.lease.control.irecv(self.record, source, _announcement(comm, tag))
 
     def compare(self, call: Waiting, memory: Tensor) -> None:
         """Wait for the announcement.
@@ -168,7 +170,7 @@ class Announced:
         finish(self.request, call)
         contents, theirs = (
             _contents(memory),
-            bytes(self.record).rstrip(b"\0").decode(errors="replace"),
+            self.record.numpy().tobytes().rstrip(b"\0").decode(errors="replace"),
         )
         if theirs.startswith(f"{contents} in "):
             return
@@ -188,8 +190,6 @@ def _announcement(comm: Comm, tag: int) -> int:
     return ANNOUNCEMENTS + 2 * (tag % MOST_TAGS) + comm.is_reverse
 
 
-def _encoded(text: str) -> np.ndarray:
-    record = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
-    encoded = text.encode()[:ANNOUNCEMENT_BYTES]
-    record[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return record
+def _encoded(text: str) -> Tensor:
+    encoded = bytearray(text.encode()[:ANNOUNCEMENT_BYTES].ljust(ANNOUNCEMENT_BYTES, b"\0"))
+    return torch.frombuffer(encoded, dtype=torch.uint8)

@@ -23,7 +23,8 @@ from torchrelay.mpi import _chain, _compiled
 from torchrelay.mpi._headers import Comparison, Fields
 from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
-from torchrelay.mpi._wait import Testable, abandon
+from torchrelay.mpi._transport import Testable
+from torchrelay.mpi._wait import abandon
 
 __all__ = ["CollectiveHandle", "start"]
 
@@ -120,7 +121,8 @@ class _Start(Call):
         self.operation = operation
 
     def forward(self, x: Tensor) -> Tensor:
-        call, requests, source = self.operation.call, list[Testable](), packed(x)
+        call, requests = self.operation.call, list[Testable]()
+        source = packed(x, self.comm.transport)
         if self.comm.size > 1:
             requests.append(Comparison(self, self.fields(source)))
         started = call.start(source, call.known_numbers(source), False)

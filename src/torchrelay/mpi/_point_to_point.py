@@ -20,11 +20,11 @@ from torchrelay.mpi import _compiled
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import is_differentiable
 from torchrelay.mpi._inplace import can_overwrite, overwrite
-from torchrelay.mpi._library import MPI
 from torchrelay.mpi._memory import fresh, packed, placed
 from torchrelay.mpi._message import Receiving, finish_all, start_send
 from torchrelay.mpi._receipts import Receipt
 from torchrelay.mpi._record import Adjoint, Call, record
+from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Testable
 from torchrelay.mpi._wait import abandon
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _PeerCall(Call):
         return f"rank {self.peer}, tag {self.tag}"
 
     def peers(self) -> Iterable[int]:
-        return range(self.comm.size) if self.peer == MPI.ANY_SOURCE else (self.peer,)
+        return range(self.comm.size) if self.peer == ANY_SOURCE else (self.peer,)
 
 
 class Send(_PeerCall):
@@ -128,7 +128,7 @@ class _Receiver(_PeerCall):
 
 def _sendable(tag: int) -> int:
     """Return the tag of the answer to a message with ``tag``."""
-    return 0 if tag == MPI.ANY_TAG else tag
+    return 0 if tag == ANY_TAG else tag
 
 
 class Recv(_Receiver):
@@ -142,7 +142,7 @@ class Recv(_Receiver):
 
     def forward(self, x: Tensor) -> Tensor:
         memory = fresh(x.shape, x.dtype)
-        if self.peer == MPI.PROC_NULL:
+        if self.peer == PROC_NULL:
             memory.zero_()
         self.receive(memory)
         return placed(memory, x)
@@ -157,7 +157,7 @@ class Recv(_Receiver):
         return Adjoint(post, grad, lambda sent: sent.new_zeros(shape))
 
     def in_graph(self, x: Tensor) -> Recv | None:
-        if self.peer == MPI.ANY_SOURCE or self.tag == MPI.ANY_TAG:
+        if self.peer == ANY_SOURCE or self.tag == ANY_TAG:
             return None
         return Recv(self.comm, self.peer, self.tag, x.shape)
 
@@ -199,7 +199,7 @@ class Sendrecv(_PeerCall):
         self.sent = (x.shape, x.dtype)
         received = Recv(self.comm, self.source, self.source_tag)
         memory = fresh((*x.shape[: self.batch_dims], *self.shape), self.dtype or x.dtype)
-        if self.source == MPI.PROC_NULL:
+        if self.source == PROC_NULL:
             memory.zero_()
         receiving = Receiving(self.comm, memory, self.source, self.source_tag)
         sent = start_send(self, packed(x), self.peer, self.tag)
@@ -217,9 +217,9 @@ class Sendrecv(_PeerCall):
         return Adjoint(Sendrecv(*back, self.peer, self.tag, *self.sent), grad)
 
     def in_graph(self, x: Tensor) -> Sendrecv | None:
-        if self.source == MPI.ANY_SOURCE or (*self.shape, self.dtype) != (*x.shape, x.dtype):
+        if self.source == ANY_SOURCE or (*self.shape, self.dtype) != (*x.shape, x.dtype):
             return None
-        tag = self.tag if self.source_tag == MPI.ANY_TAG else self.source_tag
+        tag = self.tag if self.source_tag == ANY_TAG else self.source_tag
         return Sendrecv(self.comm, self.peer, self.tag, self.source, tag, self.shape)
 
     def batched(self) -> Sendrecv:
@@ -247,7 +247,7 @@ class Transfer:
 
     def __init__(self, call: _PeerCall) -> None:
         self.call = call
-        self.sending: Sequence[tuple[MPI.Request, Tensor]] = ()
+        self.sending: Sequence[tuple[Testable, Tensor]] = ()
         self.receiving: Receiving | None = None
         self.target: Tensor | None = None
         self.in_place = False

@@ -20,10 +20,11 @@ from torchrelay.errors import ArgumentError, GraphError, UnsupportedError
 from torchrelay.mpi import _chain, _compiled, _headers
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, is_differentiable
-from torchrelay.mpi._library import MPI
+from torchrelay.mpi._library import refusal
 from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._wait import Testable, check_usable, finish
+from torchrelay.mpi._transport import Testable
+from torchrelay.mpi._wait import check_usable, finish
 
 __all__ = [
     "Adjoint",
@@ -126,7 +127,7 @@ class Call:
         return [(first, *mine[1:]) for first in self.known]
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        """Start to communicate contiguous ``x`` of this host.
+        """Start to communicate contiguous ``x``, on a device that the transport takes.
 
         ``numbers`` are those of all ranks. It may block if all ranks have ``arrived``.
         """
@@ -134,7 +135,7 @@ class Call:
 
     def forward(self, x: Tensor) -> Tensor:
         """Communicate, without recording."""
-        source = packed(x)
+        source = packed(x, self.comm.transport)
         numbers = _headers.exchange_numbers(self, source)
         return placed(self.start(source, numbers, True).finish(self), x)
 
@@ -348,9 +349,12 @@ def record(call: Call, x: Tensor) -> Tensor:
             with _torch.span(f"torchrelay.mpi.{call.name}"):
                 return _record(call, x)
         return _record(call, x)
-    except MPI.Exception as error:
+    except Exception as error:
+        cause = refusal(error)
+        if cause is None:
+            raise
         what = f"{call.describe()} on {call.comm.name}"
-        raise ArgumentError(f"{what}: MPI refuses it: {error.Get_error_string()}") from error
+        raise ArgumentError(f"{what}: MPI refuses it: {cause}") from error
 
 
 def _record(call: Call, x: Tensor) -> Tensor:

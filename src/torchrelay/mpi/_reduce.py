@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrelay.mpi import _operations
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, allreduce, is_gathered
 from torchrelay.mpi._bcast import Bcast
 from torchrelay.mpi._comm import Comm
@@ -34,8 +33,8 @@ class Reduce(Call):
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root
-        result = fresh(x.shape, x.dtype) if is_root else torch.zeros_like(x)
-        requests = _operations.reduce(self.comm, x, result, self.op, self.root, arrived)
+        result = fresh(x.shape, x.dtype, x.device) if is_root else torch.zeros_like(x)
+        requests = self.comm.transport.reduce(x, result, self.op, self.root, arrived)
         return Started(requests, lambda: result, x)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
@@ -55,7 +54,7 @@ class ReduceInPlace(Reduce):
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root
-        requests = _operations.reduce(self.comm, x, x, self.op, self.root, arrived)
+        requests = self.comm.transport.reduce(x, x, self.op, self.root, arrived)
         return Started(requests, lambda: x if is_root else x.zero_())
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _operations
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, is_gathered, reduce_locally
 from torchrelay.mpi._alltoall import alltoall
 from torchrelay.mpi._comm import Comm
@@ -49,14 +48,14 @@ class ReduceScatter(Call):
                 f"tensors have {x.shape[self.axis]} along axis {self.axis}"
             )
         if x.numel() > settings.max_count:
-            total, before = fresh(x.shape, x.dtype), sum(lengths[: self.comm.rank])
-            requests = _operations.allreduce(self.comm, x, total, self.op, arrived)
+            total, before = fresh(x.shape, x.dtype, x.device), sum(lengths[: self.comm.rank])
+            requests = self.comm.transport.allreduce(x, total, self.op, arrived)
             return Started(
                 requests, lambda: total.narrow(self.axis, before, self.length).clone(), x
             )
         blocks = Blocks.cut(x, lengths, self.axis)
-        result = fresh(with_length(x.shape, self.axis, self.length), x.dtype)
-        requests = _operations.reduce_scatter(self.comm, blocks, result, self.op, arrived)
+        result = fresh(with_length(x.shape, self.axis, self.length), x.dtype, x.device)
+        requests = self.comm.transport.reduce_scatter(blocks, result, self.op, arrived)
         return Started(requests, lambda: result, blocks)
 
     def adjoint(self, grad: Tensor) -> Adjoint:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrelay.mpi import _operations
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, is_gathered, reduce_locally
 from torchrelay.mpi._comm import Comm
@@ -33,10 +32,12 @@ class Scan(Call):
         self.descending = descending  # from the last rank to the first: the derivative
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        result = fresh(x.shape, x.dtype)
-        mpi = self.comm.descending() if self.descending else self.comm.mpi
-        requests = _operations.scan(mpi, x, result, self.op, self.exclusive, arrived)
-        is_undefined = self.exclusive and mpi.rank == 0
+        result = fresh(x.shape, x.dtype, x.device)
+        requests = self.comm.transport.scan(
+            x, result, self.op, self.exclusive, bool(self.descending), arrived
+        )
+        first = self.comm.size - 1 if self.descending else 0
+        is_undefined = self.exclusive and self.comm.rank == first
         return Started(requests, lambda: result.zero_() if is_undefined else result, x)
 
     def adjoint(self, grad: Tensor) -> Adjoint:

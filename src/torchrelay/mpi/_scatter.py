@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import _operations
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import CODES, DTYPES, datatype
+from torchrelay.mpi._dtypes import CODES, DTYPES, check_dtype
 from torchrelay.mpi._headers import MAX_NUMBERS, Fields
 from torchrelay.mpi._layout import Blocks, any_length, axis_of, parts, with_length
+from torchrelay.mpi._memory import fresh
 from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
 
 __all__ = ["scatter"]
@@ -42,7 +42,7 @@ class Scatter(Call):
         self.input_shape = tuple(x.shape)
         if x.ndim > MAX_DIMS:
             raise ArgumentError(f"{self.describe()}: {x.ndim} axes are more than {MAX_DIMS}")
-        datatype(x.dtype)
+        check_dtype(x.dtype)
         rest = [0] * (MAX_DIMS - x.ndim)
         return (self.length, CODES[x.dtype], x.ndim, *x.shape, *rest)
 
@@ -53,8 +53,9 @@ class Scatter(Call):
         blocks = Blocks.cut(x, lengths, axis) if self.comm.rank == self.root else None
         layout = parts(whole, tuple(lengths), axis)
         mine = layout.shapes[self.comm.rank]
-        moving = _operations.scatter(self.comm, blocks, DTYPES[code], layout, self.root, arrived)
-        return Started(moving.requests, lambda: moving.received.memory.view(mine), moving)
+        received = fresh(mine, DTYPES[code], x.device)
+        requests = self.comm.transport.scatter(blocks, received, self.root, layout.total, arrived)
+        return Started(requests, lambda: received, blocks)
 
     def _check(self, whole: tuple[int, ...], lengths: list[int]) -> int:
         """Return the axis, counted from the front, or raise on all ranks alike."""

@@ -4,11 +4,12 @@ Waits start a non-blocking communication and test it until it is done. (Collecti
 blocking functions of MPI after all ranks have arrived.) A rank that waits longer than ``timeout_s``
 asks the others for their state over a control communicator, notifies them, and raises an error that
 names the call and the missing ranks. A rank that ends with an exception notifies the others, which
-raise at once. After such an error the state of MPI is undefined: further communications raise, and
-the process ends the job with ``MPI_Abort`` at exit, because ``MPI_Finalize`` would never return.
+raise at once. After such an error the state of the transport is undefined: further communications
+raise, and the process exits with status 1. Under MPI it ends the job with ``MPI_Abort``, because
+``MPI_Finalize`` would never return.
 
-A rank that ends without an exception waits at exit for the others. If they do not end, it notifies
-them. Those that wait for it raise once all other ranks they wait for are in the same call.
+A rank that ends without an exception notifies the others; under MPI it first waits for them. Those
+that wait for it raise once all other ranks they wait for are in the same call.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.mpi._comm import Comm, SharedState
-from torchrelay.mpi._library import MPI, is_worker
+from torchrelay.mpi._library import is_worker, refusal
 from torchrelay.mpi._settings import settings
+from torchrelay.mpi._transport import ANY_SOURCE, Testable
 
 __all__ = [
     "CALL",
     "CALLS_GRACES",
     "Named",
-    "Testable",
     "Waiting",
     "abandon",
+    "be_no_rank",
     "check_usable",
     "failed",
     "finish",
+    "leave_with",
     "listen",
     "receive",
     "register",
@@ -54,8 +57,9 @@ __all__ = [
 
 # Tests in a tight loop, about 0.3 us each, before yielding the core. A rank that shares its core
 # delays the message it waits for; one that does not would lose a time slice by yielding.
-SPINS = 3000 if MPI.COMM_WORLD.size <= len(os.sched_getaffinity(0)) else 50
-TESTS = max(1, SPINS // 10)  # tests between two yields; testing makes progress
+SPINS, CROWDED_SPINS = 3000, 50
+TESTS, CROWDED_TESTS = 300, 5  # tests between two yields; testing makes progress
+CORES = len(os.sched_getaffinity(0))
 YIELD_S = 1.0  # then yield, but continue to test
 NAP_S = 2e-4  # sleep between tests after a second
 LISTEN_S = 0.02  # interval at which a waiting rank checks for control messages
@@ -65,13 +69,14 @@ CALLS_GRACES = 5  # grace periods that a rank waits for descriptions of the othe
 
 # Tags on the control communicator.
 QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, CALL = range(1, 7)
-MESSAGE_BYTES = 1024
 
 
-class Testable(Protocol):
-    """A request that can be tested."""
+class End(Protocol):
+    """How the ranks of MPI end."""
 
-    def Test(self) -> bool: ...
+    def is_over(self) -> bool: ...
+    def start(self) -> Testable: ...
+    def abort(self) -> None: ...
 
 
 class Waiting(Protocol):
@@ -87,12 +92,18 @@ class Waiting(Protocol):
 _leases: weakref.WeakSet[SharedState] = weakref.WeakSet()
 # Requests that may never complete, with memory whose freeing would corrupt it.
 _abandoned: list[Any] = []
-_endings = MPI.COMM_WORLD.Dup()  # for the barrier at exit
+_end: End | None = None
 _broken: str | None = None
 _is_rank = True
 _has_ended = False
 _waiting: tuple[Waiting, float] | None = None
 _has_notified = False
+
+
+def leave_with(end: End) -> None:
+    """Let the ranks end as ``end`` does."""
+    global _end  # noqa: PLW0603
+    _end = end
 
 
 def register(lease: SharedState) -> None:
@@ -119,14 +130,15 @@ def check_usable(comm: Comm) -> None:
     if not _is_rank:
         raise UnavailableError(_broken)
     raise PeerLostError(
-        f"MPI cannot be used any more, because an earlier communication failed: {_broken}"
+        f"no communication is possible any more, because an earlier one failed: {_broken}"
     )
 
 
-def _is_no_rank(reason: str) -> None:
+def be_no_rank() -> None:
     """Disable communication in a process that inherited its rank from another."""
-    global _broken, _is_rank
-    _broken, _is_rank = reason, False
+    global _broken, _is_rank  # noqa: PLW0603
+    _broken = "this process was started by a rank, and is none itself: communicate in the rank"
+    _is_rank = False
     atexit.unregister(_leave)
 
 
@@ -143,23 +155,44 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
         PeerLostError: a rank ended with an exception.
         MismatchError: MPI reported an error, mostly a message longer than its memory.
     """
-    test = request.Test
+    test, is_crowded = request.Test, call.comm.size > CORES
     try:
-        for _ in range(SPINS):
+        for _ in range(CROWDED_SPINS if is_crowded else SPINS):
             if test():
                 return
-        _finish_late(request, call)
+        _finish_late(request, call, CROWDED_TESTS if is_crowded else TESTS)
     except BaseException as error:
         abandon((request, memory))
-        if not isinstance(error, MPI.Exception):
+        if isinstance(error, (MismatchError, OperationTimeoutError, PeerLostError)) and (
+            _broken is None
+        ):
+            _hear_cause(call)
+            what = f"rank {call.comm.rank}: {call.describe()} on {call.comm.name}: {error}"
+            ranks = () if isinstance(error, MismatchError) else (error.ranks,)
+            raise failed(type(error)(what, *ranks)) from error
+        cause = refusal(error)
+        if cause is None:
             raise
         raise failed(
             MismatchError(
-                f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: "
-                f"{error.Get_error_string()}; do sender and receiver pass tensors of the same "
-                "shape and dtype? TORCHRELAY_MPI_DEBUG=1 compares them"
+                f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: {cause}; do "
+                "sender and receiver pass tensors of the same shape and dtype? "
+                "TORCHRELAY_MPI_DEBUG=1 compares them"
             )
         ) from error
+
+
+def _hear_cause(call: Waiting) -> None:
+    """Raise what another rank reports within ``grace_s``, of which an error is a consequence."""
+    global _waiting  # noqa: PLW0603
+    before, start = _waiting, time.monotonic()
+    _waiting = (call, start)
+    try:
+        while time.monotonic() - start < settings.grace_s:
+            listen()
+            time.sleep(NAP_S)
+    finally:
+        _waiting = before
 
 
 class Named:
@@ -176,13 +209,13 @@ class Named:
         return range(self.comm.size)
 
 
-def _finish_late(request: Testable, call: Waiting) -> None:
+def _finish_late(request: Testable, call: Waiting, tests: int) -> None:
     global _waiting  # noqa: PLW0603
     before, start = _waiting, time.monotonic()
     _waiting = (call, start)
     checked = asked = start
     try:
-        while not any(request.Test() for _ in range(TESTS)):
+        while not any(request.Test() for _ in range(tests)):
             now = time.monotonic()
             if now - checked > LISTEN_S:
                 checked = now
@@ -207,7 +240,7 @@ def listen() -> list[tuple[int, str]]:
     for lease, tag in itertools.product(
         list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH)
     ):
-        for source, text in receive(lease, MPI.ANY_SOURCE, tag):
+        for source, text in receive(lease, ANY_SOURCE, tag):
             if tag == QUESTION:
                 send(lease, source, ANSWER, _current_call())
             elif tag == ANSWER:
@@ -330,28 +363,19 @@ def _send_all(tag: int, text: str) -> None:
 
 def send(lease: SharedState, rank: int, tag: int, text: str) -> None:
     """Send a control message, without waiting for its receiver."""
-    message = bytearray(text.encode()[: MESSAGE_BYTES - 1])
-    request = lease.control.Isend([message, len(message), MPI.BYTE], rank, tag)
-    if not request.Test():
-        _abandoned.append((request, message))
+    lease.control.post(rank, tag, text.encode())
 
 
 def receive(lease: SharedState, source: int, tag: int) -> list[tuple[int, str]]:
     """Return the control messages that have arrived, with their sources."""
-    messages, status = [], MPI.Status()
-    while (message := lease.control.Improbe(source, tag, status)) is not None:
-        text = bytearray(MESSAGE_BYTES)
-        message.Recv([text, MESSAGE_BYTES, MPI.BYTE], status)
-        text = text[: status.Get_count(MPI.BYTE)]
-        messages.append((status.Get_source(), text.decode(errors="replace")))
-    return messages
+    return [
+        (rank, text.decode(errors="replace")) for rank, text in lease.control.posted(source, tag)
+    ]
 
 
-def _end_together() -> None:
+def _end_together(request: Testable) -> None:
     """Wait until all ranks end. Raise if another one fails."""
-    global _has_ended  # noqa: PLW0603
-    _has_ended = True
-    request, start, has_notified = _endings.Ibarrier(), time.monotonic(), False
+    start, has_notified = time.monotonic(), False
     while not any(request.Test() for _ in range(TESTS)):
         listen()
         if not has_notified and time.monotonic() - start > ENDING_S:
@@ -362,12 +386,17 @@ def _end_together() -> None:
 
 def _leave() -> None:
     """Wait for the others at exit. After a failure, give them time to report, then end the job."""
-    if MPI.COMM_WORLD.size == 1 or MPI.Is_finalized():
+    global _has_ended  # noqa: PLW0603
+    if not any(lease.size > 1 for lease in _leases) or (_end is not None and _end.is_over()):
         return
     error = getattr(sys, "last_value", None)
     if _broken is None and error is None:
+        _has_ended = True
+        if _end is None:
+            _send_all(ENDED, "")
+            return
         try:
-            _end_together()
+            _end_together(_end.start())
         except TorchRelayError as lost:
             error = lost
             print(f"{type(lost).__name__}: {lost}", file=sys.stderr)
@@ -379,12 +408,21 @@ def _leave() -> None:
         )
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(max(1.0, 20 * LISTEN_S))
-    MPI.COMM_WORLD.Abort(1)
+    if _end is not None:
+        time.sleep(max(1.0, 20 * LISTEN_S))
+        _end.abort()
+    elif error is None:
+        os._exit(1)  # the script went on after a failure, of which its launcher must know
 
 
 atexit.register(_leave)
-_NO_RANK = "this process was started by a rank, and is none itself: communicate in the rank"
-os.register_at_fork(after_in_child=lambda: _is_no_rank(_NO_RANK))
+
+
+def _forked() -> None:
+    if _end is not None or _leases:
+        be_no_rank()
+
+
+os.register_at_fork(after_in_child=_forked)
 if is_worker:
-    _is_no_rank(_NO_RANK)
+    be_no_rank()

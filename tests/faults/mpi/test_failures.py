@@ -19,7 +19,7 @@ class Run(Protocol):
     def __call__(self, body: str, size: int = 3, timeout_s: str = "4", **environ: str) -> str: ...
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(params=(*LIBRARIES, "sml"))
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
     def run(body: str, size: int = 3, timeout_s: str = "4", **environ: str) -> str:
         job = run_script(request.param, tmp_path, body, size, timeout_s, **environ)
@@ -124,7 +124,7 @@ def test_after_a_failure_nothing_is_sent(run: Run) -> None:
         """,
         size=2,
     )
-    assert "rank 0: refused: MPI cannot be used any more" in output
+    assert "rank 0: refused: no communication is possible any more" in output
 
 
 def test_messages_that_do_not_fit_raise_on_both_sides_in_debug_mode(run: Run) -> None:

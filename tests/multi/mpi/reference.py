@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from mpi4py import MPI
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -20,6 +20,7 @@ from grads import grad_of
 from multi.mpi.runner import mpi_test
 from torchrelay import mpi
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi import _library
 
 Model = Callable[[list[Tensor]], list[Tensor]]
 Function = Callable[[Tensor], Tensor]
@@ -112,11 +113,25 @@ def check(function: Function, model: Model, given: list[Tensor], rank: int) -> N
 # Distributed functions as functions of one process, for gradcheck: all ranks hold the same inputs
 # and outputs.
 
-_private = MPI.COMM_WORLD.Dup()
+
+@functools.cache
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Dup()
+
+
+def everyone(value: Any) -> list[Any]:
+    """Return all ranks' values, gathered by mpi4py or c10d itself."""
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+    return [value] if _library.MPI is None else _mpi().allgather(value)
 
 
 def _sum(x: Tensor) -> Tensor:
-    return torch.from_numpy(_private.allreduce(x.detach().resolve_conj().numpy()))
+    return torch.stack(everyone(x.detach().resolve_conj().clone())).sum(0)
 
 
 class Spread(torch.autograd.Function):
@@ -147,12 +162,7 @@ class Collected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: list[int], rank: int) -> Tensor:
         ctx.lengths, ctx.rank = lengths, rank
-        return torch.cat(
-            [
-                torch.from_numpy(part)
-                for part in _private.allgather(x.detach().resolve_conj().numpy())
-            ]
-        )
+        return torch.cat(everyone(x.detach().resolve_conj().clone()))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -177,7 +187,7 @@ def as_one_process(function: Function, comm: mpi.Communicator) -> Function:
         with mpi.chain():
             mine = function(Spread.apply(every)[comm.rank] * 1)
             flat = mine.reshape(-1)
-            lengths = _private.allgather(flat.numel())
+            lengths = everyone(flat.numel())
             return Collected.apply(flat, lengths, comm.rank)
 
     return whole
@@ -270,7 +280,7 @@ def check_transforms(comm: mpi.Communicator, function: Differentiable) -> None:
         rows = torch.stack([apply(batch[:, i]) for i in range(3)])
         assert torch.allclose(torch.vmap(apply, in_dims=1)(batch), rows)
     # It batches over the outputs, which must be as many on each rank.
-    if len({*comm.mpi.allgather(y.shape)}) == 1:
+    if len({*everyone(y.shape)}) == 1:
         assert torch.func.jacrev(apply)(x).shape == (*y.shape, *x.shape)
 
 

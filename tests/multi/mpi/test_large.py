@@ -31,7 +31,7 @@ def ends(x: Tensor) -> list[int]:
     return [*x[:2].tolist(), *x[-2:].tolist()]
 
 
-@mpi_test((2,), mpich=())
+@mpi_test((2,), mpich=(), groups=())
 def test_more_elements_than_an_int_counts(comm: Communicator) -> None:
     x = torch.full((COUNT,), comm.rank + 1, dtype=torch.uint8)
     x[-1] = 10 * (comm.rank + 1)

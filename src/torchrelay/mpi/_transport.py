@@ -1,0 +1,162 @@
+"""The contract between communications and what moves their bytes: MPI or a c10d process group.
+
+A transport moves contiguous memory between the ranks of one communicator. Nothing here is recorded,
+compared or timed. Collectives return the requests to wait for; if all ranks have ``arrived``, they
+may block instead, which is faster, and return none. Counts are in elements. The caller keeps the
+memory alive until the requests are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchrelay.mpi._library import MPI
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from torchrelay.mpi._dtypes import Op
+    from torchrelay.mpi._headers import Headers
+    from torchrelay.mpi._layout import Blocks
+
+__all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "PROC_NULL",
+    "UNDEFINED",
+    "Message",
+    "Testable",
+    "Transport",
+]
+
+# Those of MPI where it is in use, so that programs may pass mpi4py's.
+ANY_SOURCE: int = -1 if MPI is None else MPI.ANY_SOURCE
+ANY_TAG: int = -1 if MPI is None else MPI.ANY_TAG
+PROC_NULL: int = -2 if MPI is None else MPI.PROC_NULL
+UNDEFINED: int = -32766 if MPI is None else MPI.UNDEFINED
+
+
+class Testable(Protocol):
+    """A request that can be tested."""
+
+    def Test(self) -> bool: ...
+
+
+class Message(Testable, Protocol):
+    """A message to be received. Once it is done, it knows where it came from."""
+
+    source: int
+    tag: int
+    size_bytes: int
+
+
+class Transport(Protocol):
+    """The ranks of one communicator, and how bytes move between them.
+
+    Attributes:
+        most_bytes: how long a point-to-point message may be.
+        max_tag: the largest tag of a message.
+        idle_headers: memory for headers that no exchange uses.
+    """
+
+    rank: int
+    size: int
+    most_bytes: int
+    max_tag: int
+    idle_headers: list[Headers]
+
+    def takes(self, device: torch.device) -> bool:
+        """Return whether it moves memory of ``device``. It always moves memory of this host."""
+
+    def row_exchange(self, sent: Tensor, received: Tensor) -> Callable[[bool], Testable]:
+        """Return a function that starts to copy every rank's row to every rank.
+
+        It may block until all ranks have arrived if its argument is true.
+        """
+
+    def begin_after(self, comparison: Testable) -> None:
+        """Let the collectives called from now on begin once ``comparison`` is done.
+
+        For transports that cannot report that the data of different calls met.
+        """
+
+    def allreduce(
+        self, source: Tensor, result: Tensor, op: Op, arrived: bool
+    ) -> Sequence[Testable]:
+        """Reduce all ranks' ``source`` into every rank's ``result``.
+
+        Raises:
+            ArgumentError: the operation is undefined for the dtype.
+        """
+
+    def reduce(
+        self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool
+    ) -> Sequence[Testable]:
+        """Reduce all ranks' ``source`` into root's ``result``, which may be the same memory."""
+
+    def scan(
+        self,
+        source: Tensor,
+        result: Tensor,
+        op: Op,
+        exclusive: bool,
+        descending: bool,
+        arrived: bool,
+    ) -> Sequence[Testable]:
+        """Reduce the ``source`` of all ranks up to this one, or before it, into ``result``.
+
+        With ``descending``, from the last rank to the first. What nothing is reduced into is
+        undefined.
+        """
+
+    def reduce_scatter(
+        self, blocks: Blocks, result: Tensor, op: Op, arrived: bool
+    ) -> Sequence[Testable]:
+        """Reduce all ranks' ``blocks``, at most ``max_count`` elements; block r goes to rank r."""
+
+    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Sequence[Testable]:
+        """Copy root's ``memory`` into that of every rank."""
+
+    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Sequence[Testable]:
+        """Copy every rank's block to every rank."""
+
+    def gather(
+        self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
+    ) -> Sequence[Testable]:
+        """Copy every rank's block to ``root``; ``total`` is the number of elements there."""
+
+    def scatter(
+        self, sending: Blocks | None, received: Tensor, root: int, total: int, arrived: bool
+    ) -> Sequence[Testable]:
+        """Copy root's block r to rank r; ``total`` is the number of elements on root."""
+
+    def alltoall(
+        self, sending: Blocks, received: Blocks, total: int, arrived: bool
+    ) -> Sequence[Testable]:
+        """Copy block r to rank r; ``total`` is equal on all ranks and no smaller than theirs."""
+
+    def isend(self, memory: Tensor, dest: int, tag: int) -> Testable:
+        """Start to send ``memory`` of this host; nothing to PROC_NULL."""
+
+    def irecv(self, memory: Tensor, source: int, tag: int) -> Message:
+        """Start to receive into ``memory`` of this host; nothing from PROC_NULL."""
+
+    def post(self, dest: int, tag: int, text: bytes) -> None:
+        """Send a control message, without waiting for its receiver."""
+
+    def posted(self, source: int, tag: int) -> list[tuple[int, bytes]]:
+        """Return the control messages that have arrived, with their sources."""
+
+    def duplicate(self) -> Any:
+        """Return a transport of the same ranks, whose messages are separate. Collective."""
+
+    def split(self, color: int, key: int) -> Any:
+        """Return the transport of the ranks with the same ``color``, ordered by ``key``.
+
+        Collective. None for UNDEFINED.
+        """
+
+    def free(self) -> None:
+        """Release what it holds. Collective."""
