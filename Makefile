@@ -1,4 +1,5 @@
-# make demo and make test are all a newcomer needs; both set up .venv first, where it is missing or out of date.
+# make demo and make test are all a newcomer needs; both set up .venv first, where it is missing or out of date:
+# make demo with what the demo needs, the others with the tools of tests, docs and benchmarks too.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -19,16 +20,16 @@ $(shell mkdir -p $(VENV); find src -name '*.py' | sort > $(MODULES).new; \
 demo: $(VENV)/native
 	torchrelay demo $(ARGS)
 
-test: $(VENV)/native
+test: $(VENV)/tools
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-sanitize: $(VENV)/native
+sanitize: $(VENV)/tools
 	pytest --sanitize tests/unit/test_native.py $(ARGS)
 
-bench: $(VENV)/native
+bench: $(VENV)/tools
 	for script in benchmarks/bench_*.py; do python $$script $(ARGS) || exit 1; done
 
-lint: $(VENV)/native
+lint: $(VENV)/tools
 	ruff format --check .
 	ruff check .
 	mypy
@@ -38,7 +39,7 @@ lint: $(VENV)/native
 	python -m nanobind.stubgen -q -m torchrelay._native -o build/_native.pyi
 	cmp build/_native.pyi src/torchrelay/_native.pyi
 
-docs: $(VENV)/native
+docs: $(VENV)/tools
 	python docs/generate.py
 	mkdocs build --strict
 
@@ -52,6 +53,10 @@ $(VENV)/packages: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	pip install --quiet --upgrade pip
 	pip install --quiet -c constraints.txt torch 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
+	pip install --quiet --no-build-isolation -c constraints.txt -e '.[cli]'
+	touch $@
+
+$(VENV)/tools: $(VENV)/native pyproject.toml constraints.txt
 	pip install --quiet --no-build-isolation -c constraints.txt -e '.[all,dev]'
 	touch $@
 

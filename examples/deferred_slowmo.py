@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import torchrelay.aggregation  # noqa: F401 - registers the backend sml
 from torchrelay.training import AnyPrecisionAdamW, SlowMomentumOptimizer, SlowMoState, slowmo_hook
 from torchrelay.world import World
 

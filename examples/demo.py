@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import torchrelay.aggregation  # noqa: F401 - registers the backend sml
 from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.demo.code_graph import prune, read_code_graph, split_facts, standard_library
 from torchrelay.demo.evaluation import (

@@ -118,17 +118,16 @@ _FIRST = (
     "faults/mpi/test_endings.py",
     "multi/demo/test_demo.py",
     "multi/test_printed_examples.py",
-    "[openmpi-2",
     "faults/switching/test_kills.py",
     "multi/compat/test_adapm_script.py",
-    "[mpich-3",
     "multi/switching/test_switcher.py",
     "faults/mpi/test_failures.py",
     "faults/parameters/test_missing_calls.py",
     "[mpich-2",
     "faults/aggregation/test_hosts_switch.py",
-    "[openmpi-5",
-    "[mpich-5",
+    "[sml-5",
+    "[sml-3",
+    "[gloo-2",
     "multi/mpi",
 )
 
@@ -165,7 +164,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            launch = re.search(r"\[(openmpi|mpich)-\d+", nodeid)
+            launch = re.search(r"\[(openmpi|mpich|gloo|sml)-\d+", nodeid)
             return launch.group() if launch else super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -186,6 +187,22 @@ def free_port() -> int:
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
+
+
+@contextlib.contextmanager
+def python(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with one thread of torch; its output and errors are one stream."""
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 def _start(

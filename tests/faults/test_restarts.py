@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ranks import free_port
+from ranks import free_port, python
 
 JOB = str(Path(__file__).with_name("restarted_job.py"))
 # A job starts up to ten ranks and their agents, each of which imports torch.
@@ -20,21 +17,12 @@ PATIENCE_S = 500
 pytestmark = pytest.mark.timeout(PATIENCE_S + 60)
 
 
-@contextlib.contextmanager
-def agent(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def agent(
+    *arguments: str, **environ: str
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """An agent with two ranks at most, which looks after them often."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1", *arguments]
-    with subprocess.Popen(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
+    torchrun = ("-m", "torch.distributed.run", "--monitor-interval=0.1")
+    return python(*torchrun, *arguments, **environ)
 
 
 def finished(process: subprocess.Popen[str]) -> list[tuple[str, ...]]:

@@ -18,10 +18,10 @@ MODULES = sorted(
     if not any(part.startswith("_") for part in module.name.split("."))
 )
 PUBLIC = {
-    "aggregation": "LinkStats Options PlaneStats SmlGroup register stats",
+    "aggregation": "LinkStats Options PlaneStats SmlGroup all_reduce_ register stats",
     "aggregation.switch": "Controller DataPlane SessionShape SessionStats SessionWorkerStats"
     " SwitchClient SwitchServer SwitchStats SwitchWorkerStats"
-    " UdpDataPlane XdpDataPlane session_from_controller session_from_store",
+    " UdpDataPlane Uplink XdpDataPlane session_from_controller session_from_store",
     "checkpoint": "Keep LoadResult Reader SaveHandle Writer async_save latest load save verify",
     "deferred": "deferred_init dematerialize fake is_deferred materialize_module"
     " materialize_tensor",

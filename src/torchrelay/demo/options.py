@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from torchrelay.errors import UnavailableError
+
+try:
+    from typer import Option
+except ModuleNotFoundError as error:
+    raise UnavailableError(
+        f"the demo needs {error.name}: pip install typer rich (extra [cli])"
+    ) from None
 
 __all__ = ["DemoOptions"]
 
