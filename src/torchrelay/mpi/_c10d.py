@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -504,12 +503,13 @@ class C10dTransport:
     def duplicate(self) -> C10dTransport:
         return self._part(str(next(self._children)), list(range(self.size)))
 
-    def split(self, color: int, key: int) -> C10dTransport | None:
+    def split(
+        self, color: int, key: int, finish: Callable[[Testable], object]
+    ) -> C10dTransport | None:
         child, mine = next(self._children), torch.tensor([color, key])
         gathered: list[list[int]] = []
         for request in self._gather_rows(mine, True, lambda rows: gathered.extend(rows.tolist())):
-            while not request.Test():
-                os.sched_yield()
+            finish(request)
         if color == UNDEFINED:
             return None
         members = [(their, rank) for rank, (c, their) in enumerate(gathered) if c == color]
@@ -563,20 +563,23 @@ def group_transport(group: Any) -> C10dTransport:
     return C10dTransport(meeting, mailbox, list(range(meeting.size)), kinds, "")
 
 
+def _alone() -> C10dTransport:
+    ranks = Ranks()
+    return C10dTransport(ranks, Mailbox(ranks, None, 0.0), [0], {}, "")
+
+
 def world_transport() -> C10dTransport:
     """Return the transport of the default process group, or of this process without a launcher.
 
     Makes the default group with ``sml`` if there is none.
     """
     if not dist.is_initialized():
-        is_worker = is_worker_of_rank()
-        if is_worker:
+        if is_worker_of_rank():
             _wait.be_no_rank()
-        if is_worker or World.from_environment().size == 1:
-            if not is_worker:
-                check_launcher(1)
-            alone = Ranks()
-            return C10dTransport(alone, Mailbox(alone, None, 0.0), [0], {}, "")
+            return _alone()
+        if World.from_environment().size == 1:
+            check_launcher(1)
+            return _alone()
         import torchrelay.aggregation  # noqa: F401, PLC0415 - registers sml
 
         dist.init_process_group("sml")

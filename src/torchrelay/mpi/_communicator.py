@@ -183,8 +183,7 @@ class Communicator:
 
         Its ranks are ordered by ``key``. None for ``MPI_UNDEFINED``.
         """
-        self._agree("Split")
-        transport = self._split(color, key)
+        transport = self._split(self._agree("Split"), color, key)
         return None if transport is None else self._derived(transport)
 
     def Cart(
@@ -206,22 +205,25 @@ class Communicator:
                 f"Cart: {self.name} of {self.size} ranks cannot form a grid of {dims} with periods "
                 f"{periods}"
             )
-        self._agree("Cart", f"dims={dims}, periods={periods}")
-        transport = self._split(0 if self.rank < math.prod(dims) else UNDEFINED, self.rank)
+        call = self._agree("Cart", f"dims={dims}, periods={periods}")
+        transport = self._split(call, 0 if self.rank < math.prod(dims) else UNDEFINED, self.rank)
         if transport is None:
             return None
         cart = CartCommunicator(transport, dims, periods, self.lease)
         return cart.replace(self.convention, self.unreachable_policy)  # type: ignore[return-value]
 
-    def _agree(self, name: str, arguments: str = "") -> None:
-        """Wait for all ranks in the creation of a communicator."""
+    def _agree(self, name: str, arguments: str = "") -> _wait.Waiting:
+        """Wait for all ranks in the creation of a communicator; return what to wait in."""
         _wait.check_usable(self)
         call = _wait.Named(self, f"{name}({arguments})")
         _headers.agree(call, name, arguments)
         self.lease.collect(call)
+        return call
 
-    def _split(self, color: int, key: int) -> Transport | None:
-        transport: Transport | None = self.transport.split(color, key)
+    def _split(self, call: _wait.Waiting, color: int, key: int) -> Transport | None:
+        transport: Transport | None = self.transport.split(
+            color, key, lambda request: _wait.finish(request, call)
+        )
         if transport is None:
             self.lease.no_child()
         return transport

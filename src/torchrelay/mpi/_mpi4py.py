@@ -282,7 +282,9 @@ class MpiTransport:
     def duplicate(self) -> MpiTransport:
         return MpiTransport(self.mpi.Dup())
 
-    def split(self, color: int, key: int) -> MpiTransport | None:
+    def split(
+        self, color: int, key: int, finish: Callable[[Testable], object]
+    ) -> MpiTransport | None:
         mpi = self.mpi.Split(color, key)
         return None if mpi == MPI.COMM_NULL else MpiTransport(mpi)
 

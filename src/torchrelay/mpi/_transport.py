@@ -152,10 +152,10 @@ class Transport(Protocol):
     def duplicate(self) -> Any:
         """Return a transport of the same ranks, whose messages are separate. Collective."""
 
-    def split(self, color: int, key: int) -> Any:
+    def split(self, color: int, key: int, finish: Callable[[Testable], object]) -> Any:
         """Return the transport of the ranks with the same ``color``, ordered by ``key``.
 
-        Collective. None for UNDEFINED.
+        Collective. None for UNDEFINED. ``finish`` waits for a request.
         """
 
     def free(self) -> None:
