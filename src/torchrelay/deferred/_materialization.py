@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
-from torchrelay import _telemetry, _torch
-from torchrelay._progress import Progress, tracking
+from torchrelay import _torch
 from torchrelay.deferred import _escapes
 from torchrelay.deferred._graph import Storage
 from torchrelay.deferred._modules import children_first, own_tensors
-from torchrelay.deferred._parts import materialize_storage, part_of
+from torchrelay.deferred._parts import part_of
 from torchrelay.deferred._replay import Replay
-from torchrelay.deferred._reversal import Trace, remember
+from torchrelay.deferred._reversal import remember
 from torchrelay.deferred._shards import (
     Shard,
     Slices,
@@ -48,9 +46,11 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(f"materialize_tensor() takes a tensor, not {type(tensor).__name__}.")
     if isinstance(tensor, FakeTensor):
         _check_deferred(tensor)
-        trace = Trace.of_fake(tensor)
-        _give(tensor, Replay())
-        remember(tensor, trace)
+        history, region, replay = tensor._history, tensor._region, Replay()
+        is_first = history.is_unshared(replay.materialization)
+        _give(tensor, replay)
+        if is_first:
+            remember(tensor, region, history)
     return tensor
 
 
@@ -66,7 +66,7 @@ def _give(fake: FakeTensor, replay: Replay, convert: Convert = lambda real: real
     """Return ``fake`` with all of its values, after ``convert``."""
     history, region = fake._history, fake._region
     with _torch.plain_torch():
-        memory = region.over(materialize_storage(region.storage, region.dtype, replay))
+        memory = region.over(replay.storage(region.storage))
         real = convert(memory)
     become(fake, real)
     if real is memory:
@@ -84,7 +84,6 @@ def materialize_module(
     shard: Shard | None = None,
     uninitialized: Collection[str] = (),
     leave_deferred: Collection[str] = (),
-    progress: Progress = False,
 ) -> None:
     """Compute the deferred tensors of ``module``, children first, one tensor at a time.
 
@@ -105,7 +104,6 @@ def materialize_module(
         uninitialized: qualified names of tensors that get memory but no values, because the caller
             will fill them. Values that depend on them are computed from the recorded ones.
         leave_deferred: qualified names of tensors that stay deferred; of a tied tensor, all names.
-        progress: True for a progress bar, or a function (bytes done, bytes in all).
 
     Raises:
         ArgumentError: an argument has the wrong type, or slices do not fit.
@@ -118,32 +116,13 @@ def materialize_module(
     places = list(children_first(module, ""))
     replay = Replay(None if device is None else torch.device(device))
     materialization = _Materialization(replay, device, dtype, shard, frozenset(leave_deferred))
-    materialization.note_traces(submodule for _, submodule in places)
     materialization.leave_uninitialized(places, uninitialized)
-    sizes = _deferred_bytes(places) if progress else {}
-    with (
-        _telemetry.event("deferred", "materialize_module", type(module).__name__),
-        tracking(progress, sum(sizes.values()), "materializing") as advance,
-    ):
+    with _torch.span("torchrelay.deferred.materialize_module"):
         for prefix, submodule in places:
             if check_fn is None or check_fn(submodule):
                 materialization.run(submodule, prefix, buffers_only)
-            if advance is not None:
-                advance(sizes[prefix])
     if check_fn is None and not buffers_only:
         _materialize_escaped()
-
-
-def _deferred_bytes(places: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, int]:
-    """Return the bytes of each submodule's own deferred tensors, by prefix; of tied ones once."""
-    seen: set[int] = set()
-    sizes = {}
-    for prefix, module in places:
-        fakes = {id(t): t for t in own_tensors(module).values() if isinstance(t, FakeTensor)}
-        new = [fake for key, fake in fakes.items() if key not in seen]
-        sizes[prefix] = sum(math.prod(fake.shape) * fake.dtype.itemsize for fake in new)
-        seen |= fakes.keys()
-    return sizes
 
 
 def _materialize_escaped() -> None:
@@ -192,17 +171,9 @@ class _Materialization:
         self._device = device
         self._dtype = dtype
         self._shard = shard
-        self._traces: dict[int, Trace | None] = {}
         self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._blank: set[int] = set()  # fakes that get memory only, by id
         self._memory: dict[Storage, torch.UntypedStorage] = {}
-
-    def note_traces(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Note how each tensor is made, before any operation that they have in common is run."""
-        for module in modules:
-            for tensor in own_tensors(module).values():
-                if isinstance(tensor, FakeTensor) and id(tensor) not in self._traces:
-                    self._traces[id(tensor)] = Trace.of_fake(tensor)
 
     def leave_uninitialized(
         self, places: Iterable[tuple[str, torch.nn.Module]], names: Collection[str]
@@ -246,11 +217,13 @@ class _Materialization:
             self._materialize_inner(name, tensor)
             return tensor
         _check_deferred(tensor)
-        trace = self._traces.get(id(tensor))
+        region, history = tensor._region, tensor._history
+        is_first = history.is_unshared(self._replay.materialization)
         slices = local_slices(self._shard, name, tensor)
         new = self._give(tensor) if slices is None else self._part(name, tensor, slices)
-        if id(tensor) not in self._blank:  # its recorded values are not those that it will have
-            remember(new, trace)
+        # The recorded values of what stays uninitialized are not those that it will have.
+        if is_first and id(tensor) not in self._blank:
+            remember(new, region, history)
         return new
 
     def _materialize_inner(self, name: str, wrapper: torch.Tensor) -> None:
