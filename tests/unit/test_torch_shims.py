@@ -39,7 +39,6 @@ def test_only_a_newer_torch_than_the_tested_ones_is_warned_of(
         _torch.warn_if_untested("2.100.0a0+git1234")
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # before torch 2.13
 def test_a_profiler_shows_what_components_do() -> None:
     keys = torch.tensor([1])
     with torch.profiler.profile() as profile, Table.create(4, 2) as table:
@@ -324,7 +323,6 @@ def test_dcp_asks_a_reader_for_metadata_in_a_function_of_this_name() -> None:
     assert not _torch.is_dcp_loading(sys._getframe())
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # before torch 2.13
 def test_watched_sees_profilers_and_dispatch_modes() -> None:
     assert not _torch.watched() and not _torch.profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
