@@ -24,14 +24,7 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.parameters._arrays import DTYPES, describe
-from torchrelay.parameters._contract import (
-    INITS,
-    RULES,
-    KeyInit,
-    UpdateRule,
-    native_init,
-    native_rule,
-)
+from torchrelay.parameters._contract import KeyInit, UpdateRule, native_init, native_rule
 from torchrelay.parameters._ends import Ending, end_with_process
 from torchrelay.parameters._sampling import Sampling
 from torchrelay.parameters._topology import Topology
@@ -115,13 +108,6 @@ class Server(Resource):
         if self.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)
             raise ArgumentError(f"dtype={self.dtype}: a table's values are {allowed}")
-        if self.rule.kind not in RULES:
-            raise ArgumentError(f"rule {self.rule.kind!r}: the choices are {', '.join(RULES)}")
-        for name, number in vars(self.rule).items():
-            if name != "kind" and not (math.isfinite(number) and number >= 0):
-                raise ArgumentError(f"{self.rule}: {name} must be a finite number from 0 up")
-        if self.init.kind not in INITS:
-            raise ArgumentError(f"init {self.init.kind!r}: the choices are {', '.join(INITS)}")
         if self._num_keys == 0 and self._capacity < 1:
             raise ArgumentError(
                 "a table without a number of keys needs capacity, the rows a node can hold"
