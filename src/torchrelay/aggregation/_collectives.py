@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from torchrelay.aggregation import _calls as calls
-from torchrelay.aggregation._calls import Tensors
 from torchrelay.aggregation._dtypes import NATIVE, as_native
-from torchrelay.aggregation._plane import ANY_RANK, Op, Plane
+from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors
 from torchrelay.aggregation._sparse import all_reduce_sparse
 from torchrelay.aggregation._staging import Staging, is_plain
 from torchrelay.aggregation._work import (
@@ -37,7 +36,7 @@ _DONE = DoneWork()
 class Collectives:
     """The collectives of a group, on parsed arguments.
 
-    ``opts`` is the options object that c10d has for the collective, or None for its defaults.
+    ``opts`` is the options object that c10d has for the collective.
 
     Args:
         plane: owned, and closed by :meth:`close`.
@@ -108,17 +107,14 @@ class Collectives:
             staging.add(self.plane.reduce_scatter, into, sources, native_op)
         return self._run(staging, opts, outputs)
 
-    def reduce_scatter_tensors(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+    def reduce_scatter_tensors(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        """Scatter the reductions of one tensor or several, each of all ranks' blocks."""
+        outputs, inputs = calls.as_lists((outputs, inputs))
         blocks = [
             calls.split(tensor, self.size, output, "reduce_scatter_tensor")
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
         return self.reduce_scatter(outputs, blocks, opts)
-
-    def reduce_scatter_tensor(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any
-    ) -> dist.Work:
-        return self.reduce_scatter_tensors([output], [tensor], opts)
 
     # --- copies
 
@@ -145,7 +141,9 @@ class Collectives:
         """Gather several inputs; ``outputs`` is a list for each rank, not for each input."""
         return self.all_gather(list(zip(*outputs, strict=True)), inputs, opts)
 
-    def all_gather_tensors(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+    def all_gather_tensors(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        """Gather one tensor or several, each of all ranks' blocks."""
+        outputs, inputs = calls.as_lists((outputs, inputs))
         staging = Staging()
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([output, tensor], "all_gather_into_tensor")
@@ -153,9 +151,6 @@ class Collectives:
             blocks = calls.split(buffer, self.size, tensor, "all_gather_into_tensor")
             staging.add(self.plane.all_gather, blocks, staging.input(tensor))
         return self._run(staging, opts, outputs)
-
-    def all_gather_tensor(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
-        return self.all_gather_tensors([output], [tensor], opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "gather")
@@ -246,12 +241,8 @@ class Collectives:
     # --- common to all
 
     def _run(self, staging: Staging, opts: Any, tensors: Tensors) -> dist.Work:
-        timeout_s = seconds(None if opts is None else opts.timeout, self.timeout_s)
-        block = (
-            opts is not None
-            and not getattr(opts, "asyncOp", True)
-            and not self.pending.is_coalescing
-        )
+        timeout_s = seconds(opts.timeout, self.timeout_s)
+        block = not getattr(opts, "asyncOp", True) and not self.pending.is_coalescing
         self.count += 1
         tickets = [
             ticket

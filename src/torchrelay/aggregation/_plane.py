@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from torchrelay._native import Op
 
-__all__ = ["ANY_RANK", "LinkStats", "Op", "Plane", "PlaneStats", "Ticket", "Transfer"]
+__all__ = ["ANY_RANK", "LinkStats", "Op", "Plane", "PlaneStats", "Tensors", "Ticket", "Transfer"]
 
+Tensors = Sequence[Tensor]
 
 ANY_RANK = -1  # receive from whoever sends first
 
@@ -100,65 +101,44 @@ class Plane(Protocol):
     @property
     def name(self) -> str: ...
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
-    ) -> Ticket | None:
+    def all_reduce(self, tensor: Tensor, op: Op, timeout_s: float, block: bool) -> Ticket | None:
         """Replace ``tensor`` by the reduction, on every rank."""
 
     def reduce(
-        self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
+        self, tensor: Tensor, op: Op, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Replace ``tensor`` by the reduction on ``root`` only; other ranks' tensors do not
         change.
         """
 
     def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Op,
-        timeout_s: float,
-        block: bool,
+        self, output: Tensor, inputs: Tensors, op: Op, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write the reduction of all ranks' ``inputs[rank]`` to ``output``; all have its size."""
 
     def broadcast(
-        self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+        self, tensor: Tensor, root: int, timeout_s: float, block: bool
     ) -> Ticket | None: ...
 
     def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float, block: bool
+        self, outputs: Tensors, tensor: Tensor, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write rank i's tensor to ``outputs[i]``. Sizes may differ between ranks."""
 
     def gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        root: int,
-        timeout_s: float,
-        block: bool,
+        self, outputs: Tensors, tensor: Tensor, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write rank i's tensor to ``outputs[i]`` on ``root``; other ranks' ``outputs`` are
         empty.
         """
 
     def scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        root: int,
-        timeout_s: float,
-        block: bool,
+        self, output: Tensor, inputs: Tensors, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write ``root``'s ``inputs[rank]`` to ``output``; other ranks' ``inputs`` are empty."""
 
     def all_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        timeout_s: float,
-        block: bool,
+        self, outputs: Tensors, inputs: Tensors, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write rank i's ``inputs[rank]`` to ``outputs[i]``. Sizes may differ between pairs of
         ranks.
@@ -166,10 +146,10 @@ class Plane(Protocol):
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None: ...
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
         """Send without blocking; messages of a pair of ranks and tag arrive in order."""
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
+    def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
         """Receive without blocking; from any rank if ``source`` is ANY_RANK."""
 
     def wait_transfer(self, transfer: Any, timeout_s: float) -> bool:
