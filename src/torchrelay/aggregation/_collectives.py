@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchrelay._torch import is_host_memory
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._dtypes import NATIVE, as_native
-from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors
+from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors, Transfer
 from torchrelay.aggregation._sparse import all_reduce_sparse
-from torchrelay.aggregation._staging import Staging, is_plain
+from torchrelay.aggregation._staging import Staging
 from torchrelay.aggregation._work import (
     DoneWork,
     PendingWork,
@@ -61,7 +62,7 @@ class Collectives:
 
     def reduce_now(self, tensor: torch.Tensor, op: Op | float, timeout_s: float) -> bool:
         """Reduce a plain tensor, blocking; return False, with nothing done, for other tensors."""
-        if not (op in _ANY_DTYPE and tensor.dtype in NATIVE and is_plain(tensor)):
+        if not (op in _ANY_DTYPE and tensor.dtype in NATIVE and is_host_memory(tensor)):
             return False
         self.count += 1
         self.plane.all_reduce(tensor, op, timeout_s, True)
@@ -214,9 +215,10 @@ class Collectives:
         tensor = calls.single(tensors, "send")
         calls.check_rank(to, self.size, "send")
         calls.check_tag(tag, "send")
-        buffer = Staging().input(tensor)
+        staging = Staging()
+        buffer = staging.input(tensor)
         transfer = self.plane.send(buffer, to, tag, self.timeout_s)
-        return self.pending.keep(TransferWork(self.plane, transfer, tensors, buffer))
+        return self._transfer_work(transfer, tensors, buffer, staging, to)
 
     def receive(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
         calls.check_rank(source, self.size, "recv")
@@ -231,6 +233,18 @@ class Collectives:
         staging = Staging()
         buffer = staging.output(tensor)
         transfer = self.plane.receive(buffer, source, tag, self.timeout_s)
+        return self._transfer_work(transfer, tensors, buffer, staging, source)
+
+    def _transfer_work(
+        self,
+        transfer: Transfer | None,
+        tensors: Tensors,
+        buffer: torch.Tensor,
+        staging: Staging,
+        peer: int,
+    ) -> dist.Work:
+        if transfer is None:
+            return self._done(staging, tensors, max(peer, 0))
         work = TransferWork(self.plane, transfer, tensors, buffer, staging.finish)
         return self.pending.keep(work)
 
@@ -249,12 +263,14 @@ class Collectives:
             for operation, arguments in staging.operations
             if (ticket := operation(*arguments, timeout_s, block)) is not None
         ]
-        finish = staging.finish
         if not tickets:
-            if finish is not None:
-                finish()
-            return DoneWork(tensors)
-        return self.pending.keep(PendingWork(tickets, tensors, staging, finish))
+            return self._done(staging, tensors)
+        return self.pending.keep(PendingWork(tickets, tensors, staging, staging.finish))
+
+    def _done(self, staging: Staging, tensors: Tensors, source: int = 0) -> dist.Work:
+        if staging.finish is not None:
+            staging.finish()
+        return DoneWork(tensors, source)
 
 
 def _reducible(

@@ -19,31 +19,12 @@ from torchrelay.config import Aggregation
 __all__ = ["DummyPlane"]
 
 
-class _Done:
-    """Ticket and transfer of a finished operation."""
-
-    done = True
-
-    def __init__(self, source: int = 0) -> None:
-        self.source = source
-
-    @property
-    def ticket(self) -> _Done:
-        return self
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def when_done(self, function: Callable[[], None]) -> None:
-        function()
-
-
-def _operation(effect: Callable[..., int]) -> Callable[..., _Done | None]:
+def _operation(effect: Callable[..., int]) -> Callable[..., None]:
     """Return a collective of :class:`Plane` from its effect, which returns its bytes."""
 
-    def run(self: DummyPlane, *arguments: Any) -> _Done | None:
-        *own, _, block = arguments  # without the timeout
-        return self._spend(effect(self, *own), block)
+    def run(self: DummyPlane, *arguments: Any) -> None:
+        *own, _, _ = arguments  # without the timeout and ``block``
+        self._spend(effect(self, *own))
 
     return run
 
@@ -66,14 +47,13 @@ class DummyPlane:
         self._payload_bytes = 0
         self._waiting_s = 0.0
 
-    def _spend(self, size_bytes: int, block: bool = False) -> _Done | None:
+    def _spend(self, size_bytes: int) -> None:
         self._jobs += 1
         self._payload_bytes += size_bytes
         if self._settings.dummy_bandwidth > 0:
             pause_s = size_bytes * 8 / (self._settings.dummy_bandwidth * 1e6)
             self._waiting_s += pause_s
             time.sleep(pause_s)
-        return None if block else _Done()
 
     def _combine(self, tensor: Tensor, op: Op) -> None:
         if not self._settings.dummy_process_packets:
@@ -130,15 +110,13 @@ class DummyPlane:
     def barrier(self) -> int:
         return 0
 
-    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> _Done:
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> None:
         self._spend(tensor.nbytes)
-        return _Done(self._rank)
 
-    def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> _Done:
-        self._spend(tensor.nbytes)
-        return _Done(max(source, 0))
+    receive = send
 
     def wait_transfer(self, transfer: object, timeout_s: float) -> bool:
+        """Return True: no message is ever unfinished."""
         return True
 
     def stats(self) -> PlaneStats:

@@ -45,20 +45,12 @@ LIVING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _method(
-    name: str,
-    collective: str,
-    options: Callable[[], Any],
-    *,
-    num_tensors: int = 1,
-    wrap: bool = False,
+    name: str, collective: str, options: Callable[[], Any], num_tensors: int
 ) -> Callable[..., dist.Work]:
     """Return c10d's method ``name``, which runs one of :class:`Collectives`.
 
     Its arguments are ``num_tensors`` tensors or lists of them, then an options object, or a root, a
     reduction or a timeout.
-
-    Args:
-        wrap: whether c10d also accepts the tensors of one call instead of lists of calls.
     """
 
     def call(
@@ -70,13 +62,11 @@ def _method(
         timeout: timedelta | None = None,
     ) -> dist.Work:
         tensors = arguments[:num_tensors]
-        plain = (*arguments[num_tensors:], opts, root, op, timeout)
-        return self._call(
-            name,
-            getattr(self._on, collective),
-            calls.as_lists(tensors) if wrap else tensors,
-            calls.options_of(options, plain),
-        )
+        if not name.endswith("_base"):  # those take two tensors
+            tensors = calls.as_lists(tensors)
+        given = (*arguments[num_tensors:], opts, root, op, timeout)
+        run = getattr(self._on, collective)
+        return self._call(name, run, tensors, calls.options_of(options, given))
 
     call.__name__ = name
     return call
@@ -233,7 +223,7 @@ class SmlGroup(_NamedGroup):
             return through_dispatcher(self._others, method, run, tensors, *rest)
         return run(*tensors, *rest)
 
-    # --- reductions
+    # --- collectives; _METHODS has more
 
     def sum_now(self, tensor: torch.Tensor) -> bool:
         """Sum a plain CPU tensor by the shortest path; return False for other tensors."""
@@ -269,43 +259,6 @@ class SmlGroup(_NamedGroup):
             if work is not None:
                 return work
         return self._call("allreduce", self._on.all_reduce, (tensors,), opts)
-
-    allreduce_coalesced = _method(
-        "allreduce_coalesced", "all_reduce", _c10d.AllreduceCoalescedOptions
-    )
-    reduce = _method("reduce", "reduce", _c10d.ReduceOptions, wrap=True)
-    reduce_scatter = _method(
-        "reduce_scatter", "reduce_scatter", _c10d.ReduceScatterOptions, num_tensors=2, wrap=True
-    )
-    _reduce_scatter_base = reduce_scatter_single = _method(
-        "_reduce_scatter_base", "reduce_scatter_tensors", _c10d.ReduceScatterOptions, num_tensors=2
-    )
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _method(
-        "reduce_scatter_tensor_coalesced",
-        "reduce_scatter_tensors",
-        _c10d.ReduceScatterOptions,
-        num_tensors=2,
-    )
-
-    # --- copies
-
-    broadcast = _method("broadcast", "broadcast", _c10d.BroadcastOptions, wrap=True)
-    allgather = _method("allgather", "all_gather", _c10d.AllgatherOptions, num_tensors=2, wrap=True)
-    _allgather_base = all_gather_single = _method(
-        "_allgather_base", "all_gather_tensors", _c10d.AllgatherOptions, num_tensors=2
-    )
-    allgather_into_tensor_coalesced = all_gather_single_coalesced = _method(
-        "allgather_into_tensor_coalesced",
-        "all_gather_tensors",
-        _c10d.AllgatherOptions,
-        num_tensors=2,
-    )
-    allgather_coalesced = _method(
-        "allgather_coalesced", "all_gather_coalesced", _c10d.AllgatherOptions, num_tensors=2
-    )
-    gather = _method("gather", "gather", _c10d.GatherOptions, num_tensors=2, wrap=True)
-    scatter = _method("scatter", "scatter", _c10d.ScatterOptions, num_tensors=2, wrap=True)
-    alltoall = _method("alltoall", "all_to_all", _c10d.AllToAllOptions, num_tensors=2)
 
     def alltoall_base(
         self,
@@ -364,3 +317,33 @@ class SmlGroup(_NamedGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self._call("recv_anysource", self._on.receive_from_any, (tensors,), tag)
+
+
+# c10d's name, the collective, its options, the number of its arguments that are tensors.
+_METHODS = (
+    ("allreduce_coalesced", "all_reduce", _c10d.AllreduceCoalescedOptions, 1),
+    ("reduce", "reduce", _c10d.ReduceOptions, 1),
+    ("reduce_scatter", "reduce_scatter", _c10d.ReduceScatterOptions, 2),
+    ("_reduce_scatter_base", "reduce_scatter_tensors", _c10d.ReduceScatterOptions, 2),
+    ("reduce_scatter_tensor_coalesced", "reduce_scatter_tensors", _c10d.ReduceScatterOptions, 2),
+    ("broadcast", "broadcast", _c10d.BroadcastOptions, 1),
+    ("allgather", "all_gather", _c10d.AllgatherOptions, 2),
+    ("_allgather_base", "all_gather_tensors", _c10d.AllgatherOptions, 2),
+    ("allgather_into_tensor_coalesced", "all_gather_tensors", _c10d.AllgatherOptions, 2),
+    ("allgather_coalesced", "all_gather_coalesced", _c10d.AllgatherOptions, 2),
+    ("gather", "gather", _c10d.GatherOptions, 2),
+    ("scatter", "scatter", _c10d.ScatterOptions, 2),
+    ("alltoall", "all_to_all", _c10d.AllToAllOptions, 2),
+)
+# Since torch 2.13.
+_NEW_NAMES = {
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+}
+
+for _name, *_rest in _METHODS:
+    setattr(SmlGroup, _name, _method(_name, *_rest))
+for _name, _former in _NEW_NAMES.items():
+    setattr(SmlGroup, _name, getattr(SmlGroup, _former))

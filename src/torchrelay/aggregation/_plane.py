@@ -7,13 +7,13 @@ caller keeps every tensor alive, and leaves it alone, until the ticket is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from torchrelay._native import Op
+from torchrelay._native import Op, Ticket, Transfer
 
 __all__ = ["ANY_RANK", "LinkStats", "Op", "Plane", "PlaneStats", "Tensors", "Ticket", "Transfer"]
 
@@ -67,35 +67,13 @@ class PlaneStats:
         )
 
 
-class Ticket(Protocol):
-    """The completion of one operation."""
-
-    @property
-    def done(self) -> bool: ...
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the operation; return False after ``timeout_s``. Raises its error."""
-
-    def when_done(self, function: Callable[[], None]) -> None:
-        """Call ``function`` at the end, in any thread; at once if it is done."""
-
-
-class Transfer(Protocol):
-    """A send or receive in progress."""
-
-    @property
-    def ticket(self) -> Ticket: ...
-    @property
-    def source(self) -> int:
-        """The rank that sent the message, once it is done."""
-
-
 class Plane(Protocol):
     """The data plane of one rank in one group: collectives and messages.
 
-    With ``block`` a collective returns None when it is done, or raises; else it returns at once,
-    with a ticket. All raise MismatchError, OperationTimeoutError or PeerLostError; the last two
-    break the group. Tensors are dense, contiguous and on the CPU, of a dtype of ``_dtypes.NATIVE``
-    where they are reduced.
+    With ``block`` a collective returns None when it is done, or raises. Otherwise it returns at
+    once, with a ticket, or None if it is done; so do messages. All raise MismatchError,
+    OperationTimeoutError or PeerLostError; the last two break the group. Tensors are dense,
+    contiguous and on the CPU, of a dtype of ``_dtypes.NATIVE`` where they are reduced.
     """
 
     @property
@@ -146,14 +124,14 @@ class Plane(Protocol):
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None: ...
 
-    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer | None:
         """Send without blocking; messages of a pair of ranks and tag arrive in order."""
 
-    def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
+    def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> Transfer | None:
         """Receive without blocking; from any rank if ``source`` is ANY_RANK."""
 
-    def wait_transfer(self, transfer: Any, timeout_s: float) -> bool:
-        """Wait as :meth:`Ticket.wait`, for a transfer of this data plane."""
+    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
+        """Wait for a message; return False after ``timeout_s``. Raises its error."""
 
     def stats(self) -> PlaneStats: ...
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from torchrelay.aggregation._plane import Plane, Ticket, Transfer
+from torchrelay._native import Ticket, Transfer
+from torchrelay.aggregation._plane import Plane
 from torchrelay.errors import OperationTimeoutError
 
 __all__ = ["DoneWork", "PendingWork", "PendingWorks", "TransferWork", "seconds"]
@@ -143,10 +144,14 @@ class PendingWork(Work):
 
 
 class DoneWork(PendingWork):
-    """A collective that ended before its call returned."""
+    """An operation that ended before its call returned."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), source: int = 0) -> None:
         super().__init__((), tensors)
+        self._source = source
+
+    def _source_rank(self) -> int:
+        return self._source
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
