@@ -46,12 +46,8 @@ class UpdateRule:
     def __post_init__(self) -> None:
         _check_kind("rule", self.kind, _native.RuleKind)
         for name in ("lr", "eps", "beta1", "beta2", "weight_decay", "initial_accumulator"):
-            value, is_beta = getattr(self, name), name.startswith("beta")
-            if not 0 <= value < (1 if is_beta else math.inf):
-                raise ArgumentError(
-                    f"{self.kind}: {name} = {value}: it must be a finite number from 0 up"
-                    f"{', below 1' if is_beta else ''}"
-                )
+            limit = 1 if name.startswith("beta") else math.inf
+            check_number(f"{self.kind}: {name}", getattr(self, name), limit)
 
 
 @dataclass(frozen=True)
@@ -71,6 +67,15 @@ class KeyInit:
 
     def __post_init__(self) -> None:
         _check_kind("init", self.kind, _native.InitKind)
+
+
+def check_number(name: str, value: float, limit: float = math.inf) -> None:
+    """Raise ArgumentError unless ``value`` is from 0 to less than ``limit``."""
+    if not 0 <= value < limit:
+        raise ArgumentError(
+            f"{name} = {value}: it must be a finite number from 0 up"
+            f"{'' if limit == math.inf else f', below {limit:g}'}"
+        )
 
 
 def _check_kind(what: str, kind: str, kinds: type[_native.RuleKind | _native.InitKind]) -> None:

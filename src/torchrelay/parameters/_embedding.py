@@ -32,9 +32,6 @@ class _TableModule(nn.Module):
     weight: TableWeight
     # Whether state_dict() holds this process's share of the rows, for DCP, instead of all rows.
     sharded_state_dict = False
-    # Whether gradients are taken at all; weight.requires_grad says it for all modules over the
-    # table.
-    trainable = True
 
     def __init__(
         self,
@@ -170,7 +167,7 @@ class _TableModule(nn.Module):
                 raise UnsupportedError(
                     "torch.func does not differentiate lookups in a table; use backward()"
                 )
-        return look_up(self._lookup, keys, differentiable=self.trainable)
+        return look_up(self._lookup, keys)
 
     def _rows_of(self, weight: Tensor | None, keys: Tensor) -> Tensor:
         """Return rows of ``weight``, which ``torch.func.functional_call`` has put in place of the

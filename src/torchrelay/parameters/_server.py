@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 import weakref
 import zlib
@@ -24,7 +23,13 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.parameters._arrays import DTYPES, describe
-from torchrelay.parameters._contract import KeyInit, UpdateRule, native_init, native_rule
+from torchrelay.parameters._contract import (
+    KeyInit,
+    UpdateRule,
+    check_number,
+    native_init,
+    native_rule,
+)
 from torchrelay.parameters._ends import Ending, end_with_process
 from torchrelay.parameters._sampling import Sampling
 from torchrelay.parameters._topology import Topology
@@ -225,8 +230,7 @@ class Server(Resource):
             ArgumentError: the rate is negative or not finite.
         """
         self.check_open()
-        if not (math.isfinite(lr) and lr >= 0):
-            raise ArgumentError(f"lr = {lr}: a learning rate is a finite number from 0 up")
+        check_number("learning rate lr", lr)
         self.store.set_learning_rate(lr)
 
     def enable_sampling_support(
