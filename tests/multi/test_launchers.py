@@ -142,7 +142,7 @@ dist.init_process_group("sml")
 from torchrelay.parameters import Embedding
 
 rank, size = dist.get_rank(), dist.get_world_size()
-embedding = Embedding(8, 2)
+embedding = Embedding(8, 2, apply_gradients="backward")
 print(f"{size} hosts", flush=True)
 if size < 3:  # torchrun ends this attempt when another agent comes
     time.sleep(600)
