@@ -1,4 +1,7 @@
-"""What importing TorchRelay costs beyond importing torch, in fresh processes, interleaved."""
+"""What importing TorchRelay costs beyond importing torch, in fresh processes, interleaved.
+
+Processor time, because other programs on the machine change the time on the clock.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ CASES = {
 PROGRAM = """
 import sys, time
 {first}
-start = time.perf_counter()
+start = time.process_time()
 {second}
-taken = time.perf_counter() - start
+taken = time.process_time() - start
 print(taken, any(name.startswith("torch.distributed") for name in sys.modules))
 """
 ENVIRONMENT = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 def seconds(first: str, second: str) -> tuple[float, bool]:
-    """How long ``second`` takes in a fresh process after ``first``, and if torch.distributed is
-    loaded then.
+    """The processor time of ``second`` in a fresh process after ``first``, and if torch.distributed
+    is loaded then.
     """
     program = PROGRAM.format(first=first, second=second)
     command = [sys.executable, "-c", program]
@@ -60,7 +63,11 @@ def main() -> None:
         for name, t in beyond.items()
     ]
     if repeats > 1:
-        write("import", "Import cost", table(["import", "median of 11", "at most"], rows))
+        write(
+            "import",
+            "Import cost",
+            table(["import", "processor time, median of 11", "at most"], rows),
+        )
 
 
 if __name__ == "__main__":
