@@ -436,13 +436,13 @@ CASES = {
         shapes=gpt2_shapes,
     ),
     "model-load": Case(
-        "Load them in the same layout, files in the page cache",
+        "Load the parameters of GPT-2 on 2 ranks, files in the page cache",
         2,
         functools.partial(load_ways, dim=0, cold=False, shapes=gpt2_shapes),
         shapes=gpt2_shapes,
     ),
     "model-reshard": Case(
-        "Load them onto 3 ranks, files in the page cache",
+        "Load the parameters of GPT-2 onto 3 ranks, files in the page cache",
         3,
         functools.partial(load_ways, dim=0, cold=False, shapes=gpt2_shapes),
         shapes=gpt2_shapes,
@@ -454,13 +454,13 @@ CASES = {
         shapes=small_shapes,
     ),
     "small-load": Case(
-        "Load them, files in the page cache",
+        "Load 20,000 tensors of 1 KiB in one process, files in the page cache",
         1,
         functools.partial(load_ways, dim=0, cold=False, shapes=small_shapes),
         shapes=small_shapes,
     ),
     "small-stall": Case(
-        "Stall of an asynchronous save of them",
+        "Stall of an asynchronous save of 20,000 tensors of 1 KiB",
         1,
         functools.partial(stall_ways, shapes=small_shapes),
         shapes=small_shapes,
