@@ -47,10 +47,10 @@ def _examples() -> list[Example]:
 
 
 def _undefined(code: str) -> set[str]:
-    """Return the names that ``code`` uses and defines nowhere."""
+    """Return the names that ``code`` uses and does not define before."""
     tree = ast.parse(code)
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    defined: set[str] = set(vars(builtins))
+    assigned: dict[str, int] = {}  # the first line
     for node in ast.walk(tree):
         if isinstance(node, ast.alias):
             defined.add((node.asname or node.name).split(".")[0])
@@ -58,7 +58,19 @@ def _undefined(code: str) -> set[str]:
             defined.add(node.arg)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined.add(node.name)
-    return {node.id for node in names} - defined - vars(builtins).keys()
+        elif isinstance(node, ast.comprehension):
+            names = (one for one in ast.walk(node.target) if isinstance(one, ast.Name))
+            defined.update(one.id for one in names)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            assigned[node.id] = min(node.lineno, assigned.get(node.id, node.lineno))
+    return {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name)
+        and node.id not in defined
+        and isinstance(node.ctx, ast.Load)
+        and assigned.get(node.id, node.lineno) >= node.lineno
+    }
 
 
 def _environment() -> dict[str, str]:
