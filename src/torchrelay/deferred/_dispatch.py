@@ -205,7 +205,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
         and not isinstance(args[0], FakeTensor)
         and _torch.is_copying()
     ):
-        return for_real(func, operator, args, kwargs)  # a copy of what is real is real
+        return for_real(func, operator, args, kwargs)  # copies of real tensors are real
     if operator.is_factory and func in creation.FACTORIES:
         fake = creation.factory(func, operator, args, kwargs)
         if fake is not None:
@@ -231,7 +231,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
 
 
 def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Execute ``func`` on arguments whose memory was handed out as other tensors.
+    """Execute ``func`` on arguments whose memory has escaped.
 
     Returns:
         ``NotImplemented`` if it only reads them, beside deferred ones, and must be recorded.

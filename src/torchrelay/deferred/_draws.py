@@ -29,12 +29,18 @@ _GROUP = 16
 
 
 class DrawRule:
-    """How a fill takes its words: ``words`` for each element, in order."""
+    """How a fill takes its words: ``words`` for each element, in order.
+
+    Attributes:
+        needs_contiguous: whether it holds only for a tensor that is contiguous.
+    """
+
+    needs_contiguous = False
 
     def __init__(self, words: int) -> None:
         self.words = words
 
-    def total(self, count: int, is_contiguous: bool = True) -> int | None:
+    def total(self, count: int) -> int | None:
         """Return the words that a fill of ``count`` elements takes; None: unknown."""
         return count * self.words
 
@@ -54,6 +60,8 @@ class _NormalDrawRule(DrawRule):
         groups_first: only the words of whole groups are taken, not those of the remainder.
     """
 
+    needs_contiguous = True
+
     def __init__(self, words: int, groups_first: bool) -> None:
         super().__init__(words)
         self._groups_first = groups_first
@@ -61,8 +69,8 @@ class _NormalDrawRule(DrawRule):
     def _tail(self, count: int) -> int:
         return (count - count % _GROUP if self._groups_first else count) * self.words
 
-    def total(self, count: int, is_contiguous: bool = True) -> int | None:
-        if 0 < count < _GROUP or not is_contiguous:
+    def total(self, count: int) -> int | None:
+        if 0 < count < _GROUP:
             return None
         return self._tail(count) + (_GROUP * self.words if count % _GROUP else 0)
 
@@ -175,7 +183,9 @@ def words_drawn(func: Any, region: Region, args: tuple[Any, ...]) -> int | None:
     if count is not None:
         return count(region, args)
     rule = rule_for(func, region.dtype, args)
-    return None if rule is None else rule.total(region.numel, region.is_contiguous)
+    if rule is None or (rule.needs_contiguous and not region.is_contiguous):
+        return None
+    return rule.total(region.numel)
 
 
 def _of_permutation(region: Region, args: tuple[Any, ...]) -> int | None:

@@ -222,7 +222,7 @@ def jump(state: torch.Tensor, words: int) -> torch.Tensor:
     """
     moved = state.clone()
     blob = moved.numpy().view(np.int64)
-    # A generator that was just seeded has used up a block that it never gave out.
+    # A generator that was just seeded has used up a block that it never returned.
     fresh = int(blob[_LEFT] & _LOW) == 1 and int(blob[_NEXT]) == 0
     used = (_BLOCK_WORDS if fresh else int(blob[_NEXT])) + words
     if words == 0:

@@ -86,12 +86,11 @@ class History:
     """The record of a storage, and memory that holds one of the states in it.
 
     The memory is a cache: it can be dropped at any time, and any state computed again from the
-    record. That ends where it escapes, as the memory of a materialized tensor: whoever holds the
-    tensor may write to it, so only the materialization that handed it out still reads it as a state
-    of the record.
+    record. That ends when it escapes, as the memory of a materialized tensor: the program may write
+    to the tensor, so only the materialization that made it still reads it as a state of the record.
 
     Fake tensors and the operations that read the storage own its history; those that write it do
-    not, so that a storage that nobody can reach any more frees its record and its memory at once.
+    not, so that an unreachable storage frees its record and its memory at once.
 
     Attributes:
         record: the operations that write the storage.

@@ -38,20 +38,12 @@ def record(
     several = len(writes) + len(results) > 1
     reads: list[Region] = []
     keeps: list[History] = []
-
-    reads_outside = False
-
-    def noted(external: External) -> External:
-        nonlocal reads_outside
-        reads_outside = True
-        session = sessions.recording()
-        if session is not None:
-            session.note_read(external)
-        return external
+    outside: list[External] = []
 
     def remember(value: torch.Tensor) -> Region | External:
         if not isinstance(value, FakeTensor):
-            return noted(External(value))
+            outside.append(External(value))
+            return outside[-1]
         region = value._region
         if not region.storage.deferred:
             raise DeferredError(
@@ -60,16 +52,21 @@ def record(
             )
         escaped = value._history.escaped
         if escaped is not None:
-            return noted(External(region.of(escaped), escaped))
+            outside.append(External(region.of(escaped), escaped))
+            return outside[-1]
         if not any(region is written for written in writes):
             reads.append(region)
             keeps.append(value._history)
-        elif several:  # who wants one of its results must be able to make the others
+        elif several:  # computing one of its results computes the others
             keeps.append(value._history)
         return region
 
     node_args = map_tensors(args, torch.Tensor, remember)
     node_kwargs = map_tensors(kwargs, torch.Tensor, remember) if kwargs else {}
+    session = sessions.recording() if outside else None
+    if session is not None:
+        for external in outside:
+            session.note_read(external)
     generator = node_kwargs.pop("generator", None)
     node = Node(func, node_args, node_kwargs, tuple(reads), writes, outputs, tuple(keeps))
     node.overwrites = operator.fills and _is_overwritten(writes[0], node)
@@ -77,7 +74,7 @@ def record(
         _fix_attributes(node, operator, results[0])
     if operator.draws:
         _place(node, generator, [*writes, *results])
-    node.link(reads_outside)
+    node.link(bool(outside))
     return node
 
 

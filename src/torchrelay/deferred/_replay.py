@@ -14,6 +14,7 @@ from torchrelay.deferred._generators import Generators
 from torchrelay.deferred._graph import (
     Constant,
     External,
+    History,
     Node,
     Region,
     Storage,
@@ -95,6 +96,12 @@ class Replay:
             region.storage.history().version = node.seq
         self._kept.note([region.storage for region in regions])
 
+    def keep_one(self, node: Node, history: History, region: Region, result: torch.Tensor) -> None:
+        """Do the same as :meth:`keep` for a node whose one effect is ``region``, a new storage."""
+        history.cache_view(region, _laid_out(node, region, result))
+        history.version = node.seq
+        self._kept.note((region.storage,))
+
     def forget(self) -> None:
         """Free what :meth:`read` has left."""
         self._kept.drop(0)
@@ -171,8 +178,7 @@ class _Run:
         self._keep = keep
         self._scratch: dict[Storage, torch.UntypedStorage] = {}
         self._versions: dict[Storage, int] = {}  # of scratch memory
-        # The storages in the order in which they are needed last, so that memory is freed as soon
-        # as may be.
+        # The storages, those that are needed longest first: memory is freed as early as possible.
         self._ends = sorted(schedule.last_uses, key=schedule.last_uses.__getitem__, reverse=True)
         self.kept: set[Storage] = set()
 

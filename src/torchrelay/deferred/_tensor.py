@@ -145,16 +145,6 @@ class FakeTensor(torch.Tensor):
             other = kwargs.pop("other") if "other" in kwargs else args[0]
             args = (other.device, other.dtype, *args[1:])
         device, dtype, non_blocking, memory_format = _torch.parse_to(*args, **kwargs)
-        return self._convert(device, dtype, non_blocking, copy, memory_format)
-
-    def _convert(
-        self,
-        device: torch.device | None,
-        dtype: torch.dtype | None,
-        non_blocking: bool = False,
-        copy: bool = False,
-        memory_format: torch.memory_format | None = None,
-    ) -> torch.Tensor:
         same = (device in (None, self.device)) and dtype in (None, self.dtype)
         if same and not copy and memory_format in (None, torch.preserve_format):
             return self
@@ -171,7 +161,7 @@ class FakeTensor(torch.Tensor):
     ) -> torch.Tensor:
         index = device if device is None or isinstance(device, int) else torch.device(device).index
         where = torch.device("cuda") if index is None else torch.device("cuda", index)
-        return self._convert(where, None, non_blocking, False, memory_format)
+        return self.to(where, non_blocking=non_blocking, memory_format=memory_format)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         known: torch.Tensor | None = memo.get(id(self))

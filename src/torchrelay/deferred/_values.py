@@ -6,7 +6,7 @@ than the schedule that would run it at the next read, so it is recorded and run 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,8 +68,8 @@ def _compute(
         ``NotImplemented`` if ``func`` is not small, or has an argument that is neither known nor a
         plain value.
     """
-    arguments = _Arguments()
-    if not _torch.is_plain() or not arguments.gather(args, kwargs, operator.slices):
+    arguments = _gathered(args, kwargs, operator.slices) if _torch.is_plain() else None
+    if arguments is None:
         return NotImplemented
     key = (operator.name, torch.get_default_dtype(), *arguments.key)
     like = _likeness(key, func, args, kwargs)
@@ -78,54 +78,56 @@ def _compute(
     result = func(*arguments.real, **kwargs)
     storage = Storage(like.storage.size_bytes, like.storage.device, deferred=True)
     made = Region(storage, like.dtype, like.size, like.stride)
-    fake = fake_from_region(made, storage.history())
+    history = storage.history()
     reads, keeps = tuple(arguments.reads), tuple(arguments.keeps)
     node = Node(func, tuple(arguments.recorded), kwargs, reads, (), (made,), keeps)
-    node.link()
-    session.replay.keep(node, result)
-    return fake
+    history.record.append(node)
+    for kept in keeps:
+        if kept.record.reads_outside:
+            history.record.reads_outside = True
+    session.replay.keep_one(node, history, made, result)
+    return fake_from_region(made, history)
 
 
-class _Arguments:
+class _Arguments(NamedTuple):
     """The arguments of a call: as regions, as real tensors, and what its result looks like by."""
 
-    __slots__ = ("keeps", "key", "reads", "real", "recorded")
+    reads: list[Region]
+    keeps: list[History]
+    recorded: list[Any]
+    real: list[Any]
+    key: list[Any]
 
-    def __init__(self) -> None:
-        self.reads: list[Region] = []
-        self.keeps: list[History] = []
-        self.recorded: list[Any] = []
-        self.real: list[Any] = []
-        self.key: list[Any] = []
 
-    def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any], by_kind: bool) -> bool:
-        """Return whether all are plain values or small tensors whose values are known."""
-        for value in args:
-            kind = type(value)
-            if isinstance(value, FakeTensor):
-                region, history = value._region, value._history
-                if region.storage.size_bytes > SMALL_BYTES or not history.is_current():
-                    return False
-                self.reads.append(region)
-                self.keeps.append(history)
-                self.recorded.append(region)
-                self.real.append(history.cached_view(region))
-                self.key.append(region.layout())
-                continue
-            if kind is list and all(type(item) in _PLAIN for item in value):
-                self.key.append((kind, *value, *map(type, value)))
-                self.recorded.append(list(value))
-            elif kind in _PLAIN:
-                self.key.append(kind if kind is float and by_kind else (kind, value))
-                self.recorded.append(value)
-            else:
-                return False
-            self.real.append(value)
-        for name, value in kwargs.items():
-            if type(value) not in _PLAIN:
-                return False
-            self.key.append((name, type(value), value))
-        return bool(self.reads)
+def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any], by_kind: bool) -> _Arguments | None:
+    """Return the arguments if all are plain values or small tensors whose values are known."""
+    reads, keeps, recorded, real, key = found = _Arguments([], [], [], [], [])
+    for value in args:
+        kind = type(value)
+        if isinstance(value, FakeTensor):
+            region, history = value._region, value._history
+            if region.storage.size_bytes > SMALL_BYTES or not history.is_current():
+                return None
+            reads.append(region)
+            keeps.append(history)
+            recorded.append(region)
+            real.append(history.cached_view(region))
+            key.append(region.layout())
+            continue
+        if kind is list and all(type(item) in _PLAIN for item in value):
+            key.append((kind, *value, *map(type, value)))
+            recorded.append(list(value))
+        elif kind in _PLAIN:
+            key.append(kind if kind is float and by_kind else (kind, value))
+            recorded.append(value)
+        else:
+            return None
+        real.append(value)
+    for name, value in kwargs.items():
+        if type(value) not in _PLAIN:
+            return None
+        key.append((name, type(value), value))
+    return found if reads else None
 
 
 # The regions that operations on small tensors make. Shared by all threads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torchrelay.deferred import deferred_init, dematerialize, materialize_module
 from torchrelay.deferred._draws import fill_part, rule_for
 from torchrelay.deferred._generators import jump
+from torchrelay.deferred._graph import History
 from torchrelay.errors import DeferredError
 
 aten = torch.ops.aten
@@ -96,3 +98,43 @@ def test_nothing_is_lost_by_going_back() -> None:
         dematerialize(module)
     with pytest.raises(DeferredError, match="no record"):
         dematerialize(nn.Linear(3, 3))
+
+
+def test_there_is_no_going_back_to_values_from_outside() -> None:
+    """Also not if an operation in between read them: the record would keep their memory."""
+    outside = torch.rand(3)
+
+    def build() -> nn.Module:
+        module = nn.Module()
+        scaled = torch.rand(3) * outside
+        module.register_buffer("made", scaled + 1)
+        return module
+
+    module = deferred_init(build)
+    materialize_module(module)
+    with pytest.raises(DeferredError, match="read real tensors from outside"):
+        dematerialize(module)
+
+
+def test_the_way_back_keeps_no_memory() -> None:
+    """Nor do operations whose results were overwritten keep that of what they read."""
+
+    def build() -> nn.Module:
+        module = nn.Module()
+        source = torch.rand(5)
+        module.register_buffer("source", source)
+        module.register_buffer("copied", source.clone().copy_(source).zero_())
+        return module
+
+    before = _histories()
+    module = deferred_init(build)
+    materialize_module(module)
+    assert _histories() == before
+    dematerialize(module)
+    materialize_module(module)
+    assert not module.copied.any() and module.source.any()  # type: ignore[operator]
+
+
+def _histories() -> int:
+    gc.collect()
+    return sum(type(one) is History for one in gc.get_objects())
