@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -50,17 +51,15 @@ _JOB_VARIABLES = (
     "OMPI_MCA_ess_base_jobid",
 )
 
-# launcher, rank, size, rank on this host
-_LAUNCHERS = (
+# launcher, rank, size, rank on this host, other variables that it sets
+_LAUNCHERS: tuple[tuple[str, ...], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    # The script of sbatch has no step: it runs only once, with the other variables.
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID"),
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"),
 )
-
-# srun sets it for a job step. The script of sbatch has the other variables, but runs only once.
-_SLURM_STEP = "SLURM_STEP_ID"
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,11 @@ class World:
             ConfigError: a variable is not a number, or rank and size contradict each other.
         """
         environ = os.environ if environ is None else environ
-        found = next((names for names in _LAUNCHERS if _has_set(names, environ)), None)
+        are_set = ({*names[1:3], *names[4:]} <= environ.keys() for names in _LAUNCHERS)
+        found = next(itertools.compress(_LAUNCHERS, are_set), None)
         if found is None:
             return cls()
-        launcher, rank_key, size_key, local_key = found
+        launcher, rank_key, size_key, local_key = found[:4]
         rank, size = _number(environ, rank_key), _number(environ, size_key)
         if not 0 <= rank < size:
             raise ConfigError(
@@ -151,13 +151,6 @@ class World:
 
 # Those of this process, which takes part in one attempt only.
 _attempts: dict[tuple[str, int, int, int], str] = {}
-
-
-def _has_set(launcher: tuple[str, str, str, str], environ: Mapping[str, str]) -> bool:
-    name, rank_key, size_key, _ = launcher
-    return (
-        rank_key in environ and size_key in environ and (name != "Slurm" or _SLURM_STEP in environ)
-    )
 
 
 def _number(environ: Mapping[str, str], key: str) -> int:
@@ -313,7 +306,7 @@ class Ranks:
         """Leave for good. Rank 0, which may serve the store, waits some seconds for the others."""
         if self.size == 1:
             return
-        with contextlib.suppress(RuntimeError):  # the store is gone, and so is who would wait
+        with contextlib.suppress(RuntimeError):  # the store is gone: no rank waits any more
             left = self.store.add(step, 1)
             deadline_s = time.monotonic() + _LONGEST_LEAVING_S
             while self.rank == 0 and left < self.size and time.monotonic() < deadline_s:
