@@ -480,7 +480,7 @@ def run_rank(rank: int, ranks: int, names: list[str], folder: str, rows: int, re
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for name in names:
         case = CASES[name]
-        inside = f"{folder}/{name.partition('-')[0]}" if "-" in name else folder
+        inside = f"{folder}/{name.partition('-')[0]}-cases" if "-" in name else folder
         os.makedirs(inside, exist_ok=True)
         figures = _figures(case.ways(inside, rows), repeats, case.with_peak)
         if rank == 0:
