@@ -37,8 +37,8 @@ from torchrelay.switching import ModelStore, Switcher
 ROOT = Path(__file__).parents[1]
 FASTAPI = ROOT / "build" / "fastapi"
 CLIENTS = (1, 8, 64)
-TURNS, TURN_S = 7, 2.0
-BERT_TURNS, BERT_TURN_S, BERT_CLIENTS, BATCH = 5, 6.0, 8, 8
+TURNS, TURN_S = 3, 1.0
+BERT_TURNS, BERT_TURN_S, BERT_CLIENTS, BATCH = 3, 4.0, 8, 8
 TOKENS = 16
 # FastAPI on h11 and asyncio, and on httptools and uvloop.
 STACKS = {"FastAPI": "plain", "FastAPI[standard]": "standard"}
@@ -354,7 +354,7 @@ The same layer, requests of the Open Inference Protocol over keep-alive connecti
 FastAPI has the model in its process: on uvicorn as `pip install fastapi uvicorn` installs it, with
 h11 and asyncio, and as `fastapi[standard]` does, with httptools and uvloop. Answers a second, the
 median of {TURNS} turns (least to most), and times of an answer, p50 / p99, in ms. The ratio is to
-the first row."""
+the first row. *batches*: `max_batch_size = {CLIENTS[-1]}`."""
 
 BERT = f"""## BERT-base, {TOKENS} tokens, {BERT_CLIENTS} clients
 
@@ -375,7 +375,8 @@ def main() -> None:
         times = calls(20 if given.smoke else 3000)
         sections += [PIPE, table(["way", "p10", "p50", "p99", "ratio"], call_rows(times))]
     if given.part in (None, "http"):
-        measured = rates("tiny", 1, {"torchrelay": ""}, CLIENTS, turns, seconds)
+        ways = {"torchrelay": "", "batches": f"max_batch_size = {CLIENTS[-1]}"}
+        measured = rates("tiny", 1, ways, CLIENTS, turns, seconds)
         sections += [HTTP, table(heads, rate_rows(measured))]
     if given.part in (None, "bert") and not given.smoke:
         ways = {"torchrelay": "", "batches": f"max_batch_size = {BATCH}"}
