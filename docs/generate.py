@@ -61,7 +61,7 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-FOUNDATION = ("world", "transport", "buffers", "config")
+FOUNDATION = ("metrics", "world", "transport", "buffers", "config")
 COMPONENTS = {
     "aggregation": "aggregation.md",
     "aggregation.switch": "switch.md",

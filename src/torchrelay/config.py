@@ -267,8 +267,7 @@ class Aggregation(Section, name="aggregation"):
     )
     controller_ip: str = setting(
         "",
-        "host of a switch's controller, by which workers form a session (gRPC). Empty: they do by "
-        "torch's store",
+        "host of a switch's controller, which returns the switch's address (gRPC)",
     )
     controller_port: int = setting(50099, "port of the controller", minimum=1)
     unencrypted_switch: bool = setting(

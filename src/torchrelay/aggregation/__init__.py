@@ -19,12 +19,13 @@ import atexit
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from torchrelay import _telemetry
 from torchrelay._torch import backends_asked, meet_without_variables
 from torchrelay.aggregation._backend import add_missing
 from torchrelay.aggregation._dummy import DummyPlane
@@ -57,6 +58,24 @@ def stats() -> dict[str, PlaneStats]:
         mine = group.stats()
         totals[mine.plane] = totals.get(mine.plane, PlaneStats(mine.plane, 0, 0, 0.0)) + mine
     return totals
+
+
+def _samples() -> Iterator[_telemetry.Sample]:
+    for plane in stats().values():
+        for name, meaning, value in (
+            ("collectives", "Collectives that were run", plane.jobs),
+            ("payload_bytes", "Bytes of their tensors", plane.payload_bytes),
+            ("waiting_seconds", "Time in which they waited for others", plane.waiting_s),
+        ):
+            labels = {"plane": plane.plane}
+            yield _telemetry.Sample(f"aggregation_{name}", meaning, "counter", value, labels)
+        for link in plane.links:
+            for name, meaning, value in (
+                ("sent_bytes", "Bytes that this rank sent", link.sent_bytes),
+                ("busy_seconds", "Time of collectives in a transport", link.busy_s),
+            ):
+                labels = {"plane": plane.plane, "transport": link.transport}
+                yield _telemetry.Sample(f"aggregation_{name}", meaning, "counter", value, labels)
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -92,8 +111,10 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
         plane, processes = DummyPlane(rank, size, settings), {}
     else:
         store = _store_of(names, given.store)
-        meeting = Meeting(store, rank, size, timeout_s, names, _known_processes())
-        plane, processes = _plane_of(meeting, given.store, timeout_s, settings), meeting.by_name
+        with _telemetry.event("aggregation", "create_group", f"{size} ranks"):
+            meeting = Meeting(store, rank, size, timeout_s, names, _known_processes())
+            plane = _plane_of(meeting, given.store, timeout_s, settings)
+        processes = meeting.by_name
     if asked is None:
         group = SmlGroup(plane, given.store, rank, size, timeout_s)
     else:
@@ -137,4 +158,5 @@ def _close_all() -> None:
 
 
 register()
+_telemetry.publish(_samples)
 atexit.register(_close_all)

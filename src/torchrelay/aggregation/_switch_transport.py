@@ -15,7 +15,7 @@ from torchrelay._waiting import listed
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op
 from torchrelay.aggregation.switch._client import SwitchClient
-from torchrelay.aggregation.switch._controller_client import session_from_controller
+from torchrelay.aggregation.switch._controller_client import switch_of_controller
 from torchrelay.config import Aggregation
 from torchrelay.errors import (
     ConfigError,
@@ -96,7 +96,7 @@ def join(
     """Join a session of all hosts' leaders; collective over all ranks, blocks.
 
     Args:
-        session_id: 64 random bits, equal on all ranks; for a controller those of the group.
+        session_id: 64 random bits, equal on all ranks.
 
     Returns a client on the leaders, None on other ranks.
 
@@ -111,8 +111,7 @@ def join(
         try:
             client = _connect(placement, settings, session_id, answer_s)
         except TorchRelayError as error:
-            ranks = [meeting.names[placement.leaders[w]] for w in getattr(error, "ranks", ())]
-            trouble = str(_with_ranks(error, ranks)) if ranks else str(error)
+            trouble = str(error)
         meeting.announce("switch", trouble)
     try:
         # A leader always answers, and knows more than who waits for it: that wait is longer.
@@ -133,17 +132,14 @@ def join(
 def _connect(
     placement: Placement, settings: Aggregation, session_id: int, timeout_s: float
 ) -> SwitchClient:
-    """This leader's worker, in a session that a controller formed where there is one."""
+    """Return this leader's worker."""
     deadline_s = time.monotonic() + timeout_s
-    switch, worker, workers = settings.switch, placement.host, len(placement.hosts)
-    if settings.controller_ip:
-        controller = f"{settings.controller_ip}:{settings.controller_port}"
-        session_id, address = session_from_controller(
-            controller, worker, workers, settings, group=session_id, timeout_s=timeout_s
-        )
-        switch = switch or address
+    switch = settings.switch or switch_of_controller(
+        f"{settings.controller_ip}:{settings.controller_port}", timeout_s
+    )
     left_s = max(_LEAST_ANSWER_S, deadline_s - time.monotonic())
-    return SwitchClient(switch, worker, workers, session_id, settings, left_s)
+    workers = len(placement.hosts)
+    return SwitchClient(switch, placement.host, workers, session_id, settings, left_s)
 
 
 class SwitchTransport:
@@ -279,8 +275,9 @@ class SwitchTransport:
         leaders = [self._at.leaders[worker] for worker in error.ranks]
         if not leaders:
             return error
-        named = _with_ranks(error, [self._names[leader] for leader in leaders])
-        failure = self._messages.with_host(Failure(str(named), list(named.ranks), True), leaders[0])
+        ranks = [self._names[leader] for leader in leaders]
+        named = Failure(f"{error}: {listed('rank', ranks)}", ranks, True)
+        failure = self._messages.with_host(named, leaders[0])
         return OperationTimeoutError(failure.message, ranks=failure.ranks)
 
 
@@ -290,8 +287,3 @@ def _divide(tensor: torch.Tensor, ranks: int) -> None:
         tensor.div_(ranks)
     else:
         tensor.copy_(torch.div(tensor, ranks, rounding_mode="trunc"))
-
-
-def _with_ranks(error: TorchRelayError, ranks: Sequence[int]) -> OperationTimeoutError:
-    """The error of a switch's workers, which are also named as ``ranks``."""
-    return OperationTimeoutError(f"{error}: {listed('rank', ranks)}", ranks=ranks)

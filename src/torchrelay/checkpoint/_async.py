@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrelay import _native, config
+from torchrelay import _native, _telemetry, config
 from torchrelay._helper import HelperProcess
 from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._group import Group, group_of
 from torchrelay.checkpoint._inventory import Inventory, gather_inventory, plan_chunks, tensors_of
 from torchrelay.checkpoint._saving import Description, SaveOptions, Saving
 from torchrelay.checkpoint._staging import Staging, starts_of
-from torchrelay.checkpoint._storage import Path
+from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import TensorLayout
 from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._writer_process import Job, Plan
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["SaveHandle", "async_save"]
+
+_logger = logging.getLogger("torchrelay.checkpoint")
 
 
 class SaveHandle:
@@ -67,6 +70,8 @@ class SaveHandle:
 
     def _settle(self, error: Exception | None) -> None:
         self._error, self._done = error, True
+        if error is None:
+            _logger.info("%s is committed", self.path)
 
 
 @dataclass(frozen=True)
@@ -233,42 +238,44 @@ def async_save(
         MismatchError, UnsupportedError, StorageError, PeerLostError: as for :func:`save`; also what
             ended the previous save, unless its handle has raised it.
     """
-    options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
-    saving = Saving(path, options)
-    ranks = group_of(group, no_dist)
-    mine, everyone = gather_inventory(state, ranks, before=_writer.finish_last)
-    transaction = saving.transaction
-    save_id = ranks.coordinate(transaction.begin)
-    plans: list[Plan] = []
+    with _telemetry.event("checkpoint", "async_save", text_of(path)) as running:
+        options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
+        saving = Saving(path, options)
+        ranks = group_of(group, no_dist)
+        mine, everyone = gather_inventory(state, ranks, before=_writer.finish_last)
+        transaction = saving.transaction
+        save_id = ranks.coordinate(transaction.begin)
+        plans: list[Plan] = []
 
-    def stage() -> None:
-        saving.check_shared(transaction.seen_id(), save_id)
-        _writer.start()
-        plan = _writer.plan(mine, everyone, ranks)
-        _check_size(int(plan.sizes.sum()), max_staging_bytes, ranks.global_rank)
-        _writer.staging.copy(tensors_of(mine, plan.chunks), plan.starts, plan.sizes)
-        plans.append(plan)
+        def stage() -> None:
+            saving.check_shared(transaction.seen_id(), save_id)
+            _writer.start()
+            plan = _writer.plan(mine, everyone, ranks)
+            running.size_bytes = int(plan.sizes.sum())
+            _check_size(running.size_bytes, max_staging_bytes, ranks.global_rank)
+            _writer.staging.copy(tensors_of(mine, plan.chunks), plan.starts, plan.sizes)
+            plans.append(plan)
 
-    try:
-        ranks.together(stage)
-    except BaseException:
-        if ranks.is_coordinator:
-            transaction.discard()
-        raise
-    job = Job(
-        saving.path,
-        options,
-        save_id,
-        ranks.ranks,
-        ranks.rank,
-        mine.description.objects,
-        config.load(config.Checkpoint).commit_timeout_s,
-    )
-    handle = SaveHandle(saving.path, ranks.global_rank)
-    fds = transaction.hand_over() if ranks.is_coordinator else ()
-    _writer.submit(handle, job, plans[0], fds)
-    transaction.release()
-    return handle
+        try:
+            ranks.together(stage)
+        except BaseException:
+            if ranks.is_coordinator:
+                transaction.discard()
+            raise
+        job = Job(
+            saving.path,
+            options,
+            save_id,
+            ranks.ranks,
+            ranks.rank,
+            mine.description.objects,
+            config.load(config.Checkpoint).commit_timeout_s,
+        )
+        handle = SaveHandle(saving.path, ranks.global_rank)
+        fds = transaction.hand_over() if ranks.is_coordinator else ()
+        _writer.submit(handle, job, plans[0], fds)
+        transaction.release()
+        return handle
 
 
 def _check_size(size_bytes: int, max_staging_bytes: int | None, rank: int) -> None:

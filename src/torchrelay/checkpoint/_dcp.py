@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay import _torch
+from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import Keep, check_keep
 from torchrelay.checkpoint._group import check_same
-from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,

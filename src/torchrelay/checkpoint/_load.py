@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrelay import _torch
+from torchrelay import _telemetry, _torch
+from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import newest_inside
 from torchrelay.checkpoint._group import Group, check_same, group_of
 from torchrelay.checkpoint._inventory import encoded
 from torchrelay.checkpoint._optimizers import fitted, may_lack
 from torchrelay.checkpoint._plan import deal_blocks, no_collection
-from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
@@ -149,10 +149,11 @@ def load(
         prefix, strict, initialize_missing, verify, threads, max_buffer_bytes, device, shard
     )
     loading = _Loading(state, options, ranks)
-    with closing(loading):
+    with _telemetry.event("checkpoint", "load", text_of(path)) as running, closing(loading):
         loading.open(path)
         if verify == "data":
             loading.verify()
+        running.size_bytes = loading.size_bytes
         with tracking(
             progress, loading.size_bytes, "loading", shown=ranks.is_coordinator
         ) as advance:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torchrelay import _telemetry
+from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._group import group_of
 from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks, tensors_of
-from torchrelay.checkpoint._progress import Progress, tracking
 from torchrelay.checkpoint._saving import SaveOptions, Saving
-from torchrelay.checkpoint._storage import Path
+from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import data_of
 from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part
 
@@ -64,23 +65,24 @@ def save(
             way.
         PeerLostError: a rank died. The checkpoint that was at ``path`` before is intact.
     """
-    saving = Saving(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
-    ranks = group_of(group, no_dist)
-    mine, everyone = gather_inventory(state, ranks)
-    chunks = plan_chunks(mine, everyone, ranks)
+    with _telemetry.event("checkpoint", "save", text_of(path)) as running:
+        saving = Saving(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
+        ranks = group_of(group, no_dist)
+        mine, everyone = gather_inventory(state, ranks)
+        chunks = plan_chunks(mine, everyone, ranks)
 
-    def write() -> Part:
-        saving.check_shared(saving.transaction.seen_id(), save_id)
-        size_bytes = sum(chunk.size_bytes for chunk in chunks)
-        data = [*map(data_of, tensors_of(mine, chunks))]
-        with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
-            return saving.write(ranks.global_rank, chunks, data, advance)
+        def write() -> Part:
+            saving.check_shared(saving.transaction.seen_id(), save_id)
+            running.size_bytes = size_bytes = sum(chunk.size_bytes for chunk in chunks)
+            data = [*map(data_of, tensors_of(mine, chunks))]
+            with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
+                return saving.write(ranks.global_rank, chunks, data, advance)
 
-    save_id = ranks.coordinate(saving.transaction.begin)
-    try:
-        ranks.conclude(write, lambda parts: saving.commit(everyone, parts))
-    finally:
-        if ranks.is_coordinator:
-            saving.transaction.discard()  # does nothing after a commit
-    if saving.retains:
-        ranks.coordinate(saving.retain)
+        save_id = ranks.coordinate(saving.transaction.begin)
+        try:
+            ranks.conclude(write, lambda parts: saving.commit(everyone, parts))
+        finally:
+            if ranks.is_coordinator:
+                saving.transaction.discard()  # does nothing after a commit
+        if saving.retains:
+            ranks.coordinate(saving.retain)

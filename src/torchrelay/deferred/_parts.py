@@ -31,7 +31,7 @@ from torchrelay.deferred._operators import constant, describe
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._schedule import END, state_at, writers
 
-__all__ = ["materialize_storage", "part_of"]
+__all__ = ["part_of"]
 
 
 class _NotSliceableError(Exception):
@@ -43,28 +43,6 @@ def part_of(region: Region, replay: Replay) -> torch.Tensor:
     if region.storage.history().escaped is not None:
         return replay.values(region).clone(memory_format=torch.contiguous_format)
     return _Parts(replay, region.size_bytes).values(region, END)
-
-
-def materialize_storage(
-    storage: Storage, dtype: torch.dtype, replay: Replay
-) -> torch.UntypedStorage:
-    """Return the memory of ``storage``, for good, without materialising its sources if possible."""
-    history, nodes = storage.history(), writers(storage, END)
-    if history.real is None and storage.size_bytes and any(_reads_part(node) for node in nodes):
-        flat = Region(storage, dtype, (storage.size_bytes // dtype.itemsize,), (1,))
-        try:
-            values = _Part(flat, END, _Parts(replay, flat.size_bytes)).values()
-        except _NotSliceableError:
-            return replay.storage(storage)
-        history.hold(values.untyped_storage())
-        history.version = nodes[-1].seq
-        for node in nodes:
-            node.finish()
-    return replay.storage(storage)
-
-
-def _reads_part(node: Node) -> bool:
-    return any(2 * region.size_bytes <= region.storage.size_bytes for region in node.reads)
 
 
 class _Parts:
@@ -377,7 +355,7 @@ def _is_local(func: Any, dtype: torch.dtype) -> bool:
     Additions and copies do by IEEE arithmetic. A function that is computed by one method in vectors
     and by another at their ends may not: those are tried out, once a process.
     """
-    if func not in _TRIED:
+    if not describe(func).approximates:
         return True
     values = torch.linspace(0.01, 0.99, 4099, dtype=torch.float64, device="cpu").to(dtype)
     whole = func(values.clone())
@@ -393,10 +371,3 @@ def _is_local(func: Any, dtype: torch.dtype) -> bool:
             (2048, 2080),
         )
     )
-
-
-_TRIED = {
-    getattr(aten, name + in_place).default
-    for name in ("erfinv", "exp", "log", "tanh", "sin", "cos", "erf", "log1p", "expm1")
-    for in_place in ("", "_")
-}

@@ -72,13 +72,22 @@ def record(
     node_kwargs = map_tensors(kwargs, torch.Tensor, remember) if kwargs else {}
     generator = node_kwargs.pop("generator", None)
     node = Node(func, node_args, node_kwargs, tuple(reads), writes, outputs, tuple(keeps))
-    node.reads_outside = reads_outside
+    node.overwrites = operator.fills and _is_overwritten(writes[0], node)
     if operator.is_factory and results:
         _fix_attributes(node, operator, results[0])
     if operator.draws:
         _place(node, generator, [*writes, *results])
-    node.link()
+    node.link(reads_outside)
     return node
+
+
+def _is_overwritten(target: Region, node: Node) -> bool:
+    """Return whether a fill of ``target`` covers its storage, of which ``node`` reads nothing."""
+    return (
+        target.is_whole
+        and not any(region.storage is target.storage for region in node.reads)
+        and sum(argument is target for argument in node.args) == 1
+    )
 
 
 def _fix_attributes(node: Node, operator: Operator, result: Region) -> None:

@@ -1,52 +1,55 @@
-"""Back to deferred: what is known of a tensor's making after it was materialised.
-
-A trace is the recorded operations that decide one tensor's values. It holds no memory of the
-tensor's own.
-"""
+"""Back to deferred: what is known of a tensor's making after it was materialised."""
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchrelay import _torch
-from torchrelay.deferred._graph import History, Node, Region, Storage, map_tensors
+from torchrelay.deferred._graph import (
+    History,
+    Node,
+    Region,
+    Storage,
+    StorageRecord,
+    map_tensors,
+    next_seq,
+)
 from torchrelay.deferred._modules import children_first
 from torchrelay.deferred._schedule import END, Schedule
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region, go_back
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 
-__all__ = ["Trace", "dematerialize", "remember"]
+__all__ = ["dematerialize", "remember"]
 
 
-@dataclass
-class Trace:
-    """The operations that decide the values of ``region``, in order."""
+class _Trace(NamedTuple):
+    """Where the values of a materialised tensor come from. Keeps records alive, but no memory.
+
+    Attributes:
+        before: its values are those of ``region`` at this place in the program.
+        version: of the tensor when it was materialised.
+    """
 
     region: Region
-    nodes: list[Node]
-
-    @classmethod
-    def of_fake(cls, fake: FakeTensor) -> Trace | None:
-        """Return what is run to materialise ``fake`` alone; None if its memory has escaped."""
-        region = fake._region
-        if region.storage.history().escaped is not None:
-            return None
-        return cls(region, Schedule([(region.storage, END)], cached=False).nodes)
+    record: StorageRecord
+    before: int
+    version: int
 
 
-_traces: dict[int, tuple[Trace, int]] = {}
+_traces: Any = WeakIdKeyDictionary()
 
 
-def remember(tensor: torch.Tensor, trace: Trace | None) -> None:
-    """Note that ``tensor`` was just materialised by the operations of ``trace``."""
-    if trace is None or any(node.reads_outside for node in trace.nodes):
-        return  # the trace would keep somebody else's memory
-    key = id(tensor)
-    _traces[key] = trace, _version(tensor)
-    weakref.finalize(tensor, _traces.pop, key, None).atexit = False
+def remember(tensor: torch.Tensor, region: Region, history: History) -> None:
+    """Note that ``tensor`` was just materialised from ``region``, the storage of ``history``."""
+    if not history.record.reads_outside:  # else the record keeps somebody else's memory
+        for node in history.record:
+            node.finish()
+        record = region.storage.keep_record(history)
+        _traces[tensor] = _Trace(region, record, next_seq(), _version(tensor))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -82,8 +85,7 @@ def dematerialize(module: torch.nn.Module) -> None:
     ]
     # Each tensor once, under the first of its names.
     first = {id(tensor): (name, tensor) for _, _, name, tensor in reversed(places)}
-    traces = [_trace_of(name, tensor) for name, tensor in first.values()]
-    fakes = _rebuilt(traces)
+    fakes = _rebuilt([_state_of(name, tensor) for name, tensor in first.values()])
     new = {
         id(tensor): go_back(tensor, fake)
         for (_, tensor), fake in zip(first.values(), fakes, strict=True)
@@ -92,35 +94,37 @@ def dematerialize(module: torch.nn.Module) -> None:
         registry[name] = new[id(tensor)]  # type: ignore[assignment]
 
 
-def _trace_of(name: str, tensor: torch.Tensor) -> Trace:
-    """Return the trace of a deferred or of a materialised tensor; raise as dematerialize()."""
+def _state_of(name: str, tensor: torch.Tensor) -> tuple[Region, int]:
+    """Return the region and the place in the program whose values a deferred or materialised tensor
+    has; raise as dematerialize().
+    """
     if isinstance(tensor, FakeTensor):
         if not tensor._region.storage.deferred:
             raise DeferredError(f"{name} was made by fake_mode(), which records nothing.")
-        trace, version = Trace.of_fake(tensor), _version(tensor)
-    else:
-        trace, version = _traces.get(id(tensor), (None, 0))
+        if tensor._history.escaped is None:
+            return tensor._region, END
+    trace: _Trace | None = _traces.get(tensor)
     if trace is None:
         raise DeferredError(
             f"{name} was not made by deferred_init(), or its initialisation read real tensors from "
             "outside, or it shares memory with a tensor that was materialized before: there is no "
             "record to go back to. Save its values instead."
         )
-    if version != _version(tensor):
+    if trace.version != _version(tensor):
         raise DeferredError(
             f"{name} has been changed since it was materialized, as by a training step, and going "
             "back to its record would lose that. Save its values instead."
         )
-    return trace
+    return trace.region, trace.before
 
 
-def _rebuilt(traces: list[Trace]) -> list[FakeTensor]:
-    """Return a deferred tensor for each trace, on one copy of the record."""
+def _rebuilt(states: list[tuple[Region, int]]) -> list[FakeTensor]:
+    """Return a deferred tensor for each state, on one copy of the record."""
     copier = _Copier()
-    nodes = {node.seq: node for trace in traces for node in trace.nodes}
-    regions = [copier.region(trace.region) for trace in traces]
-    for seq in sorted(nodes):
-        copier.node(nodes[seq])
+    regions = [copier.region(region) for region, _ in states]
+    schedule = Schedule([(region.storage, before) for region, before in states], cached=False)
+    for node in schedule.nodes:
+        copier.node(node)
     return [fake_from_region(region, region.storage.history()) for region in regions]
 
 
@@ -157,4 +161,5 @@ class _Copier:
         new = replace(
             old, args=args, kwargs=kwargs, reads=reads, writes=writes, outputs=outputs, keeps=keeps
         )
-        new.link()
+        new.records = ()
+        new.link(any(target.storage.history().record.reads_outside for target in old.targets()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torchrelay.deferred._graph import History, Node, Storage
-from torchrelay.deferred._operators import describe
 
 __all__ = ["END", "Schedule", "state_at", "writers"]
 
@@ -104,16 +103,10 @@ def state_at(storage: Storage, before: int) -> int:
 
 
 def _overwrites(node: Node, storage: Storage) -> bool:
-    """Return whether ``node`` overwrites all that ``storage`` held before."""
-    if not describe(node.func).fills:
-        return any(region is not None and region.storage is storage for region in node.outputs)
-    target = node.writes[0]
-    return (
-        target.storage is storage
-        and target.is_whole
-        and not any(region.storage is storage for region in node.reads)
-        and sum(argument is target for argument in node.args) == 1
-    )
+    """Return whether ``node`` leaves nothing of what ``storage`` held before."""
+    if node.overwrites:
+        return node.writes[0].storage is storage
+    return any(region is not None and region.storage is storage for region in node.outputs)
 
 
 def _inputs(node: Node) -> Iterator[Storage]:

@@ -344,6 +344,8 @@ def record(call: Call, x: Tensor) -> Tensor:
     """Run ``call`` on ``x``, recorded in the graph if grad mode is on."""
     if is_compiling():
         return _compiled.communicate(call, x, record)
+    if type(x) is not Tensor:
+        x = _plain(call, x)
     try:
         if _torch.profiling():
             with _torch.span(f"torchrelay.mpi.{call.name}"):
@@ -355,6 +357,21 @@ def record(call: Call, x: Tensor) -> Tensor:
             raise
         what = f"{call.describe()} on {call.comm.name}"
         raise ArgumentError(f"{what}: MPI refuses it: {cause}") from error
+
+
+def _plain(call: Call, x: Tensor) -> Tensor:
+    """Return the plain tensor in ``x``, with its history.
+
+    Raises:
+        ArgumentError: its class has no memory of its own, as DTensor.
+    """
+    x = _torch.waited(x)
+    if _torch.dispatches_itself(x):
+        raise ArgumentError(
+            f"{call.describe()} of a {type(x).__name__}: communicate its local tensor, and wrap "
+            "the result again; for a DTensor with to_local() and DTensor.from_local()"
+        )
+    return x
 
 
 def _record(call: Call, x: Tensor) -> Tensor:

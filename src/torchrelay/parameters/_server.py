@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchrelay import _native, transport
+from torchrelay import _native, _telemetry, transport
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
@@ -41,6 +42,9 @@ _POLL_S = 0.001
 _LENGTHS_SHOWN = 8
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 _NO_RULE, _NO_INIT = UpdateRule(), KeyInit()
+
+
+_LEADERS: weakref.WeakSet[Server] = weakref.WeakSet()  # the statistics are those of a node
 
 
 class Server(Resource):
@@ -101,8 +105,11 @@ class Server(Resource):
         self._origin = _native.Origin()
         self.ending = Ending(self, self.table)
         self.network = self.topology.opened_network
-        self.store, self.addresses = self._open()
+        with _telemetry.event("parameters", "open", self.table):
+            self.store, self.addresses = self._open()
         end_with_process(self, self.ending)
+        if self.topology.member == 0:
+            _LEADERS.add(self)
 
     def _check(self) -> None:
         if self.dtype not in DTYPES:
@@ -379,3 +386,15 @@ def _keys_and_lengths(keys: Any, length: int) -> tuple[int, list[int]]:
     if not lengths or min(lengths) < 1:
         raise ArgumentError(f"lengths must be at least one positive integer, not {describe(keys)}")
     return (len(lengths), [lengths[0]]) if len(set(lengths)) == 1 else (len(lengths), lengths)
+
+
+def _samples() -> Iterator[_telemetry.Sample]:
+    for server in list(_LEADERS):
+        labels = {"table": str(server.table), "node": str(server.node)}
+        for name, value in server.statistics().items():
+            kind = "gauge" if name == "replicas" else "counter"
+            meaning = f"{name.replace('_', ' ').capitalize()} of a node; see parameters.Metrics"
+            yield _telemetry.Sample(f"parameters_{name}", meaning, kind, value, labels)
+
+
+_telemetry.publish(_samples)

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import namespaces
 from ranks import free_port
@@ -26,7 +25,6 @@ from torchrelay.aggregation.switch import (
     SwitchClient,
     SwitchServer,
     UdpDataPlane,
-    session_from_store,
 )
 from torchrelay.config import Aggregation
 from torchrelay.errors import (
@@ -87,13 +85,6 @@ def test_sessions_run_side_by_side_and_end_with_their_last_worker(server: Switch
         for future in done:
             future.result()
     eventually(lambda: not server.stats().sessions)
-
-
-def test_a_session_id_comes_from_torchs_store() -> None:
-    store = dist.HashStore()
-    ids = [session_from_store(store, "switch", rank) for rank in range(3)]
-    assert len(set(ids)) == 1
-    assert 0 <= ids[0] < 1 << 64
 
 
 def test_a_missing_worker_is_named(server: SwitchServer) -> None:

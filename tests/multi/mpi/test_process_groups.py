@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from grads import grad_of
@@ -80,3 +84,133 @@ def test_beside_ddp_with_autocast_over_the_same_group(comm: Communicator) -> Non
             every = comm.Allgather(torch.cat(grads).unsqueeze(0), 0)
         assert torch.equal(every, every[:1].expand_as(every)) and every.abs().sum() > 0
         model.zero_grad()
+
+
+@mpi_test((2,), mpich=())
+def test_dtensors_in_and_out(comm: Communicator) -> None:
+    """Their local tensors, under the convention of DTensor, in which a loss has replicas."""
+    mesh = init_device_mesh("cpu", (2,))
+    replicated = comm.replace(convention="replicated")
+    x = torch.full((3,), float(comm.rank + 1), requires_grad=True)
+    sharded = DTensor.from_local(x, mesh, [Shard(0)])
+    twice, squares = 2 * sharded, lambda y: y.square().sum()
+    assert isinstance(twice, DTensor)
+    total = replicated.Allreduce(twice.to_local(), mpi.MPI_SUM)
+    y = DTensor.from_local(total, mesh, [Replicate()])
+    squares(y).to_local().backward()
+    assert y.full_tensor().tolist() == [6.0] * 3 and grad_of(x).tolist() == [24.0] * 3
+    for call in (
+        lambda: comm.Allreduce(sharded, mpi.MPI_SUM),
+        lambda: comm.Bcast_(sharded.detach(), 0),
+        lambda: comm.Iallgather(sharded, 0),
+        lambda: comm.Isend(sharded, 1 - comm.rank),
+        lambda: comm.Irecv(sharded.detach(), 1 - comm.rank),
+    ):
+        with pytest.raises(ArgumentError, match="of a DTensor: communicate its local tensor"):
+            call()
+
+
+@mpi_test((2,), mpich=())
+def test_results_of_functional_collectives(comm: Communicator) -> None:
+    """They may not have arrived, and hold no memory of their own."""
+    x = torch.full((3,), float(comm.rank + 1), requires_grad=True)
+    names = ("all_gather_single_autograd", "all_gather_tensor_autograd")  # new and old
+    gather = next(getattr(functional, name) for name in names if hasattr(functional, name))
+    got = gather(x, 0, dist.group.WORLD)
+    y = comm.Allreduce(got, mpi.MPI_SUM)
+    mpi.backward(((comm.rank + 1) * y).sum())
+    assert y.tolist() == [2.0] * 3 + [4.0] * 3
+    assert grad_of(x).tolist() == [6.0] * 3  # both ranks' cotangents, of 3 each
+
+
+class Contrast(nn.Module):
+    """Embeddings whose loss compares those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def loss(self, comm: Communicator, x: Tensor) -> Tensor:
+        own = self(x)
+        every = comm.Allgather(own, 0)
+        return (own @ every.T).logsumexp(1).sum() * (comm.rank + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+@mpi_test((2,), mpich=())
+def test_beside_fsdp2_over_the_same_group(comm: Communicator) -> None:
+    """FSDP gathers weights and scatters gradients between our communications, in both passes."""
+    torch.manual_seed(0)
+    whole, sharded = Contrast(), Contrast()
+    sharded.load_state_dict(whole.state_dict())
+    mesh = init_device_mesh("cpu", (comm.size,))
+    for layer in (sharded.layers[0], sharded.layers[2], sharded):
+        fully_shard(layer, mesh=mesh)
+    for step in range(2):
+        x = torch.linspace(-1, 1, 12).view(3, 4) + comm.rank + step
+        losses = [model.loss(comm, x) for model in (whole, sharded)]
+        mpi.backward(losses[0] + losses[1])
+        assert torch.allclose(losses[0], losses[1])
+        for ours, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+            with torch.no_grad():
+                mean = comm.Allreduce(grad_of(theirs), mpi.MPI_SUM) / comm.size
+            grad = grad_of(ours)
+            assert isinstance(grad, DTensor) and torch.allclose(grad.full_tensor(), mean, atol=1e-6)
+        whole.zero_grad()
+        sharded.zero_grad()
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline, cut over the ranks of the stage.
+
+    Several microbatches are in flight, each with a backward pass of its own.
+    """
+
+    def __init__(self, comm: Communicator, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.comm = comm.replace(convention="replicated")
+        self.up = nn.Parameter(up.chunk(comm.size, 0)[comm.rank].clone())
+        self.down = nn.Parameter(down.chunk(comm.size, 1)[comm.rank].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with mpi.chain():
+            hidden = (self.comm.Replicate(x) @ self.up.T).tanh()
+            y: Tensor = self.comm.Allreduce(hidden @ self.down.T, mpi.MPI_SUM)
+        return y
+
+
+@mpi_test((5,), mpich=())
+def test_tensor_parallel_stages_of_a_pipeline(comm: Communicator) -> None:
+    """Two stages of two ranks each; the fifth rank has no part in it."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("stages", "parts"))
+    if comm.rank == 4:
+        return
+    tp = Communicator.from_group(mesh["parts"])
+    index = mesh.get_local_rank("stages")
+    torch.manual_seed(0)
+    weights = [torch.randn(2, 6, 4).unbind() for _ in range(2)]
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    leaves = [w.clone().requires_grad_() for pair in weights for w in pair]
+    y = x
+    for up, down in ((leaves[0], leaves[1]), (leaves[2], leaves[3])):
+        y = (y @ up.T).tanh() @ down
+    (y - target).square().sum().backward()
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        stage = Stage(tp, weights[index][0], weights[index][1].T.contiguous())
+        pipe = schedule(
+            PipelineStage(stage, index, 2, torch.device("cpu"), group=mesh.get_group("stages")),
+            n_microbatches=4,
+            loss_fn=lambda y, target: (y - target).square().sum(),
+            scale_grads=False,
+        )
+        if index == 0:
+            pipe.step(x)
+        else:
+            pipe.step(target=target)
+        part = slice(3 * tp.rank, 3 * tp.rank + 3)
+        assert torch.allclose(grad_of(stage.up), grad_of(leaves[2 * index])[part], atol=1e-4)
+        down = grad_of(leaves[2 * index + 1])[part].T
+        assert torch.allclose(grad_of(stage.down), down, atol=1e-4)

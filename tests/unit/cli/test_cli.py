@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,8 @@ def test_doctor_looks_at_everything_and_leaves_nothing() -> None:
         "XDP",
         "huge pages",
         "limits",
+        "training",
+        "extra serve",
     ):
         assert subject in done.stdout
 
@@ -65,6 +68,29 @@ def test_a_key_is_made_once(tmp_path: Path) -> None:
     assert again.returncode == 1 and "never overwritten" in again.stderr
     assert key == transport.read_key(transport.TransportSettings(key_file=str(path)))
     assert "No such file" in torchrelay("key", "create", str(tmp_path / "no" / "key")).stderr
+
+
+def test_doctor_for_programs() -> None:
+    done = torchrelay("doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = {one["subject"]: one for one in json.loads(done.stdout)}
+    for component in ("aggregation", "deferred", "checkpoint", "training", "mpi", "parameters"):
+        assert findings[component]["status"] == "ok", findings[component]
+    assert "typer" in findings["extra cli"]["found"]
+    assert {"extra checkpoint", "extra serve", "extra metrics", "extra cuda"} <= findings.keys()
+
+
+def test_an_extra_that_is_not_installed_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torchrelay.cli import doctor as command  # type: ignore[attr-defined]
+
+    module = sys.modules[command.__module__]
+    needs = ['rich>=13; extra == "cli"', "unheard-of>=1 ; extra == 'cli'", "torch>=2.11,<2.16"]
+    monkeypatch.setattr(module.metadata, "requires", lambda _: needs)
+    (found,) = module._extras()
+    assert (found.subject, found.status) == ("extra cli", "absent")
+    assert found.found.startswith("rich ") and found.advice == "pip install unheard-of"
 
 
 def test_doctor_survives_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,15 @@ number of workers.
 
 - :class:`SwitchServer` over a data plane (:class:`UdpDataPlane`, :class:`XdpDataPlane`) is a
   switch; ``torchrelay switch`` runs one.
-- :class:`SwitchClient` is one worker. :func:`session_from_store` agrees on a session through
-  torch's store, :func:`session_from_controller` through the switch's :class:`Controller` (gRPC).
+- :class:`SwitchClient` is one worker.
+- :class:`Controller` serves SwitchML's own workers, which form a session over gRPC.
 """
 
 from __future__ import annotations
 
 from torchrelay._native import SwitchWorkerStats
-from torchrelay.aggregation.switch._client import (
-    SwitchClient,
-    session_from_store,
-)
+from torchrelay.aggregation.switch._client import SwitchClient
 from torchrelay.aggregation.switch._controller import Controller
-from torchrelay.aggregation.switch._controller_client import session_from_controller
 from torchrelay.aggregation.switch._data_plane import (
     DataPlane,
     SessionShape,
@@ -44,6 +40,4 @@ __all__ = [
     "UdpDataPlane",
     "Uplink",
     "XdpDataPlane",
-    "session_from_controller",
-    "session_from_store",
 ]

@@ -5,16 +5,14 @@ workers.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import time
 
 import torch
-from torch.distributed import Store
 
 from torchrelay import _native
 from torchrelay._resource import Resource
-from torchrelay._waiting import listed, read_key
+from torchrelay._waiting import listed
 from torchrelay.aggregation.switch import _control as control
 from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.aggregation.switch._data_plane import SessionShape
@@ -26,33 +24,11 @@ from torchrelay.aggregation.switch._joining import (
     parse_address,
 )
 from torchrelay.config import Aggregation
-from torchrelay.errors import (
-    ArgumentError,
-    OperationTimeoutError,
-    PeerLostError,
-)
+from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError
 
-__all__ = [
-    "SwitchClient",
-    "session_from_store",
-]
+__all__ = ["SwitchClient"]
 
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
-
-
-def session_from_store(store: Store, key: str, rank: int, timeout_s: float = 300.0) -> int:
-    """Return a session id, which rank 0 draws and the others read from ``store``. Blocks.
-
-    Raises:
-        OperationTimeoutError: rank 0 did not write it within ``timeout_s``.
-    """
-    if rank == 0:
-        store.set(key, str(secrets.randbits(64)))
-    message = (
-        f"rank {rank}: rank 0 did not write the switch's session to the store within {{elapsed_s}} "
-        "s; is it running, and does it use the same store and key?"
-    )
-    return int(read_key(store, key, 0, message, timeout_s))
 
 
 class SwitchClient(Resource):

@@ -1,4 +1,6 @@
-"""The controller of a switch: workers form sessions by it, over gRPC.
+"""The controller of a switch, over gRPC.
+
+SwitchML's workers form their session through it; groups of ``sml`` ask it for the switch's address.
 
 See ``_controller.proto``. One thread serves all calls with asyncio: a worker that waits for others
 takes no thread.
@@ -18,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay._addresses import DISCARD_PORT, address_of_device, address_towards, mac_of_device
 from torchrelay._resource import Resource
-from torchrelay._waiting import listed
 from torchrelay.aggregation.switch._control import Join
 from torchrelay.aggregation.switch._data_plane import SessionShape
 from torchrelay.aggregation.switch._server import SwitchServer
 from torchrelay.aggregation.switch._service import ServiceThread
 from torchrelay.errors import (
-    MismatchError,
     OperationTimeoutError,
     ProtocolError,
     TorchRelayError,
@@ -34,10 +34,10 @@ from torchrelay.errors import (
 if TYPE_CHECKING:
     from torchrelay.aggregation.switch import _controller_pb2 as pb
 
-__all__ = ["DEFAULT_PORT", "NUMEL_OF_SIZE", "Controller", "import_grpc"]
+__all__ = ["DEFAULT_PORT", "Controller", "import_grpc"]
 
 DEFAULT_PORT = 50099
-NUMEL_OF_SIZE = {1: 64, 3: 256}  # PacketSize, and the values of a packet
+_NUMEL_OF_SIZE = {1: 64, 3: 256}  # PacketSize, and the values of a packet
 _MAX_BYTES = 256  # of a message; the longest here has 64
 _MAX_CALLS = 4096  # at a time
 _MAX_GROUP = 1024  # workers, as of a session
@@ -63,21 +63,15 @@ def import_grpc() -> tuple[Any, Any]:
     return grpc, _controller_pb2
 
 
-_Key = tuple[str, int, tuple[int | None, ...]]  # step, group, and more where there is no group
-
-
 @dataclass
 class _Gathering:
-    """Workers of a group that wait for each other, and what they have said."""
+    """Workers that wait for each other, with their values by rank."""
 
-    num_workers: int
-    root: int | None
-    done: asyncio.Future[int]
-    present: dict[int, int] = field(default_factory=dict)  # values by rank, or by order of arrival
+    done: asyncio.Future[dict[int, int]]
+    values: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.num_workers) if rank not in self.present]
+
+_Key = tuple[int, ...]  # numbers of workers, and root; SwitchML's workers name no job
 
 
 class Controller(Resource):
@@ -153,27 +147,20 @@ class Controller(Resource):
         await self._stop.wait()
         await server.stop(grace=None)
 
-    def _handler(self, method: Any, answer: Callable[[Any, float], Awaitable[Any]]) -> Any:
+    def _handler(self, method: Any, answer: Callable[[Any], Awaitable[Any]]) -> Any:
         """A method's handler. The errors of ``answer`` go to the caller as status and text."""
         status = self._grpc.StatusCode
         codes = {
-            MismatchError: status.FAILED_PRECONDITION,
             OperationTimeoutError: status.DEADLINE_EXCEEDED,
-            ProtocolError: status.INVALID_ARGUMENT,
             UnavailableError: status.RESOURCE_EXHAUSTED,
         }
 
         async def handle(data: bytes, context: Any) -> bytes:
             try:
-                answered = await answer(self._parse(method.input_type.name, data), _left_s(context))
+                answered = await answer(self._parse(method.input_type.name, data))
                 return bytes(answered.SerializeToString())
             except TorchRelayError as error:
-                missing = ",".join(map(str, getattr(error, "ranks", ())))
-                await context.abort(
-                    codes.get(type(error), status.INVALID_ARGUMENT),
-                    str(error),
-                    (("missing", missing),) if missing else (),
-                )
+                await context.abort(codes.get(type(error), status.INVALID_ARGUMENT), str(error))
                 raise
 
         return self._grpc.unary_unary_rpc_method_handler(handle)
@@ -188,116 +175,62 @@ class Controller(Resource):
 
     # --- Sync
 
-    async def _barrier(self, request: pb.BarrierRequest, left_s: float) -> pb.BarrierResponse:
-        await self._gather("barrier", request, left_s, request.rank, None, 0)
+    async def _barrier(self, request: pb.BarrierRequest) -> pb.BarrierResponse:
+        await self._gather("barrier", (request.num_workers,))
         answer: pb.BarrierResponse = self._messages.BarrierResponse()
         return answer
 
-    async def _broadcast(self, request: pb.BroadcastRequest, left_s: float) -> pb.BroadcastResponse:
-        if request.root >= request.num_workers:
-            raise ProtocolError(f"root {request.root} is not below {request.num_workers} workers")
-        value = await self._gather(
-            "broadcast", request, left_s, request.rank, request.root, request.value
-        )
-        answer: pb.BroadcastResponse = self._messages.BroadcastResponse(value=value)
+    async def _broadcast(self, request: pb.BroadcastRequest) -> pb.BroadcastResponse:
+        size, root = request.num_workers, request.root
+        if not (request.rank < size and root < size):
+            raise ProtocolError(
+                f"broadcast: rank {request.rank} and root {root} must be below {size} workers"
+            )
+        values = await self._gather("broadcast", (size, root), request.rank, request.value)
+        answer: pb.BroadcastResponse = self._messages.BroadcastResponse(value=values[root])
         return answer
 
     async def _gather(
-        self,
-        step: str,
-        request: pb.BarrierRequest | pb.BroadcastRequest,
-        left_s: float,
-        rank: int,
-        root: int | None,
-        value: int,
-    ) -> int:
-        """Wait for all workers of a group; return the root's value."""
-        size = request.num_workers
+        self, step: str, key: _Key, rank: int | None = None, value: int = 0
+    ) -> dict[int, int]:
+        """Wait for all workers of a job; return their values.
+
+        The calls of a barrier name no rank, so they are numbered.
+        """
+        size, *_ = key
         if not 1 <= size <= _MAX_GROUP:
             raise ProtocolError(f"{step}: {size} workers; there must be 1 to {_MAX_GROUP}")
-        if rank >= size:
-            raise ProtocolError(f"{step}: there cannot be a worker {rank} of {size}")
-        # SwitchML's workers name no group: only these tell their jobs apart.
-        key = (step, request.group, () if request.group else (size, root))
         gathering = self._gatherings.get(key)
         if gathering is None:
-            gathering = _Gathering(size, root, asyncio.get_running_loop().create_future())
+            gathering = _Gathering(asyncio.get_running_loop().create_future())
             self._gatherings[key] = gathering
-        if step == "barrier" and request.group == 0:  # of SwitchML: it has no rank
-            rank = gathering.missing[0]
-        if (size, root) != (gathering.num_workers, gathering.root):
-            at_root = "" if root is None else f" and root {root}"
-            text = (
-                f"{step}: worker {rank} came with {size} workers{at_root}, others with "
-                f"{gathering.num_workers}{'' if root is None else f' and root {gathering.root}'}"
-            )
-            self._end(key, gathering, MismatchError(text))
-            raise MismatchError(text)
-        if rank in gathering.present:
+        values = gathering.values
+        if rank is None:
+            rank = next(free for free in range(size) if free not in values)
+        elif rank in values:
             raise ProtocolError(f"{step}: worker {rank} of {size} is already waiting")
-        gathering.present[rank] = value
-        if not gathering.missing:
-            self._end(key, gathering, gathering.present.get(root or 0, 0))
-        return await self._wait(
-            key, gathering, rank, min(left_s, request.timeout_ms / 1e3 or left_s)
-        )
-
-    async def _wait(self, key: _Key, gathering: _Gathering, rank: int, timeout_s: float) -> int:
-        try:
-            return await asyncio.wait_for(asyncio.shield(gathering.done), timeout_s)
-        except asyncio.TimeoutError:  # or that of another worker, which result() raises again
-            missing = gathering.missing
-            error = OperationTimeoutError(
-                f"{key[0]}: {listed('worker', missing)} of {gathering.num_workers} did not come "
-                f"within {timeout_s:.3g} s",
-                missing,
-            )
-            self._end(key, gathering, error)  # all that wait get the same error
-            return gathering.done.result()
-        except asyncio.CancelledError:  # the caller is gone
-            gathering.present.pop(rank, None)
-            if not gathering.present and self._gatherings.get(key) is gathering:
-                del self._gatherings[key]
-            raise
-
-    def _end(self, key: _Key, gathering: _Gathering, result: int | TorchRelayError) -> None:
-        if self._gatherings.get(key) is gathering:
+        values[rank] = value
+        if len(values) == size:
             del self._gatherings[key]
-        if gathering.done.done():
-            return
-        if isinstance(result, int):
-            gathering.done.set_result(result)
-        else:
-            gathering.done.set_exception(result)
-            gathering.done.exception()  # it counts as seen, if nobody waits
+            gathering.done.set_result(values)
+        try:
+            return await asyncio.wait_for(asyncio.shield(gathering.done), _MAX_WAIT_S)
+        except asyncio.TimeoutError:
+            raise OperationTimeoutError(
+                f"{step}: only {len(values)} of {size} workers came within {_MAX_WAIT_S:g} s"
+            ) from None
+        finally:
+            if not gathering.done.done():  # the caller gave up, or is gone
+                del values[rank]
+                if not values:
+                    del self._gatherings[key]
 
     # --- Session
 
-    async def _udp_session(
-        self, request: pb.UdpSessionRequest, left_s: float
-    ) -> pb.UdpSessionResponse:
-        numel = NUMEL_OF_SIZE.get(request.packet_size)
-        if numel is None:
-            raise ProtocolError(
-                f"packet_size {request.packet_size}: a packet has 256 bytes (1) or 1024 (3)"
-            )
-        shape = SessionShape(
-            request.num_workers,
-            request.num_slots or self._server.max_slots,
-            numel,
-            sequenced=bool(request.joins),
-        )
+    async def _udp_session(self, request: pb.UdpSessionRequest) -> pb.UdpSessionResponse:
         address = str(ipaddress.IPv4Address(request.ipv4))
-        deadline_s = time.monotonic() + min(left_s, _MAX_JOIN_S)
-        while True:
-            try:
-                await asyncio.to_thread(self._admit, request, shape, address)
-            except UnavailableError:  # an earlier job's session, say, which is about to end
-                if time.monotonic() > deadline_s:
-                    raise
-                await asyncio.sleep(_RETRY_S)
-            else:
-                break
+        if not request.joins:
+            await self._join(request, address)
         mac, own = _own_address(self._server.plane.address, address)
         answer: pb.UdpSessionResponse = self._messages.UdpSessionResponse(
             session_id=request.session_id,
@@ -307,19 +240,29 @@ class Controller(Resource):
         )
         return answer
 
-    def _admit(self, request: pb.UdpSessionRequest, shape: SessionShape, address: str) -> None:
+    async def _join(self, request: pb.UdpSessionRequest, address: str) -> None:
+        """Admit the packets of a worker of SwitchML, from any port of its address."""
+        numel = _NUMEL_OF_SIZE.get(request.packet_size)
+        if numel is None:
+            raise ProtocolError(
+                f"packet_size {request.packet_size}: a packet has 256 bytes (1) or 1024 (3)"
+            )
         if request.rank == 0:  # it makes the session, whose slots must be clear
-            self._server.reset(request.session_id)
-        if request.joins:
-            self._server.open(request.session_id, request.rank, shape, address)
-        else:
-            join = Join(request.rank, shape, client=0)
-            self._server.join(request.session_id, join, address, (0, 0))
-
-
-def _left_s(context: Any) -> float:
-    left_s = context.time_remaining()
-    return _MAX_WAIT_S if left_s is None else min(left_s, _MAX_WAIT_S)
+            await asyncio.to_thread(self._server.reset, request.session_id)
+        shape = SessionShape(request.num_workers, self._server.max_slots, numel)
+        join = Join(request.rank, shape, client=0)
+        deadline_s = time.monotonic() + _MAX_JOIN_S
+        while True:
+            try:
+                await asyncio.to_thread(
+                    self._server.join, request.session_id, join, address, (0, 0)
+                )
+            except UnavailableError:  # an earlier job's session, say, which is about to end
+                if time.monotonic() > deadline_s:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return
 
 
 def _own_address(bound: str, worker: str) -> tuple[int, str]:

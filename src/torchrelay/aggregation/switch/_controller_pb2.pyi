@@ -17,14 +17,13 @@ MTU_512: PacketSize
 MTU_1024: PacketSize
 
 class UdpSessionRequest(_message.Message):
-    __slots__ = ("session_id", "rank", "num_workers", "mac", "ipv4", "packet_size", "num_slots", "joins")
+    __slots__ = ("session_id", "rank", "num_workers", "mac", "ipv4", "packet_size", "joins")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MAC_FIELD_NUMBER: _ClassVar[int]
     IPV4_FIELD_NUMBER: _ClassVar[int]
     PACKET_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     rank: int
@@ -32,9 +31,8 @@ class UdpSessionRequest(_message.Message):
     mac: int
     ipv4: int
     packet_size: PacketSize
-    num_slots: int
     joins: int
-    def __init__(self, session_id: _Optional[int] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ..., packet_size: _Optional[_Union[PacketSize, str]] = ..., num_slots: _Optional[int] = ..., joins: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ..., packet_size: _Optional[_Union[PacketSize, str]] = ..., joins: _Optional[int] = ...) -> None: ...
 
 class UdpSessionResponse(_message.Message):
     __slots__ = ("session_id", "mac", "ipv4", "port")
@@ -49,36 +47,26 @@ class UdpSessionResponse(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ..., port: _Optional[int] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
-    __slots__ = ("num_workers", "group", "rank", "timeout_ms")
+    __slots__ = ("num_workers",)
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     num_workers: int
-    group: int
-    rank: int
-    timeout_ms: int
-    def __init__(self, num_workers: _Optional[int] = ..., group: _Optional[int] = ..., rank: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_workers: _Optional[int] = ...) -> None: ...
 
 class BarrierResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class BroadcastRequest(_message.Message):
-    __slots__ = ("value", "rank", "num_workers", "root", "group", "timeout_ms")
+    __slots__ = ("value", "rank", "num_workers", "root")
     VALUE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     value: int
     rank: int
     num_workers: int
     root: int
-    group: int
-    timeout_ms: int
-    def __init__(self, value: _Optional[int] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., root: _Optional[int] = ..., group: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, value: _Optional[int] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., root: _Optional[int] = ...) -> None: ...
 
 class BroadcastResponse(_message.Message):
     __slots__ = ("value",)

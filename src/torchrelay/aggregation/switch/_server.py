@@ -142,8 +142,10 @@ class SwitchServer(Resource):
         seconds, that session ends.
 
         Raises:
-            ArgumentError: as :meth:`open`.
-            UnavailableError: as :meth:`open`, or the ports are another worker's. Try again.
+            ArgumentError: the session has another shape or exceeds a limit, or workers of this rank
+                or address may not join.
+            UnavailableError: this address can have no further session now, or the ports are another
+                worker's. Try again.
         """
         first, count = ports
         taken = {(address, port) for port in range(first, first + max(1, count))}
@@ -164,17 +166,6 @@ class SwitchServer(Resource):
             session.clients[join.rank] = join.client
             session.ports.update(dict.fromkeys(taken, rank))
             self._members.update(dict.fromkeys(taken, session_id))
-
-    def open(self, session_id: int, rank: int, shape: SessionShape, address: str) -> None:
-        """Make a session that a worker may join, if there is none with this id.
-
-        Raises:
-            ArgumentError: the session has another shape or exceeds a limit, or workers of this rank
-                or address may not join.
-            UnavailableError: this address can have no further session now. Try again.
-        """
-        with self._lock:
-            self._admit(session_id, rank, shape, address)
 
     def reset(self, session_id: int) -> None:
         """Forget a session, if there is one."""

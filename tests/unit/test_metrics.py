@@ -1,0 +1,134 @@
+"""What a training process reports: log lines, spans, and Prometheus metrics of its components."""
+
+from __future__ import annotations
+
+import logging
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from prometheus_client.parser import text_string_to_metric_families
+
+from torchrelay import _telemetry, metrics
+from torchrelay.checkpoint import async_save, load, save
+from torchrelay.deferred import deferred_init, materialize_module
+from torchrelay.errors import StorageError, UnavailableError
+from torchrelay.parameters import Table
+
+
+def _values(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_a_training_process_serves_what_its_components_do(tmp_path: Path) -> None:
+    dist.init_process_group("sml", store=dist.HashStore(), rank=0, world_size=1)
+    with Table.create(8, 2, name="words") as table, metrics.serve(0) as endpoint:
+        before = _values(_get(endpoint.port))
+        dist.all_reduce(torch.ones(8))
+        table.pull(torch.arange(3))
+        save({"x": torch.ones(256)}, tmp_path / "step-1")
+        after = _values(_get(endpoint.port))
+        write = tmp_path / "torchrelay.prom"
+        metrics.write_textfile(write)
+        assert set(_values(write.read_text())) == set(after)
+    dist.destroy_process_group()
+
+    def difference(name: str, **labels: str) -> float:
+        def total(samples: dict[str, list[tuple[dict[str, str], float]]]) -> float:
+            return sum(
+                value for has, value in samples.get(name, []) if labels.items() <= has.items()
+            )
+
+        return total(after) - total(before)
+
+    assert difference("torchrelay_aggregation_collectives_total", rank="0") == 1
+    assert difference("torchrelay_aggregation_payload_bytes_total") == 32
+    assert difference("torchrelay_parameters_local_pulls_total", node="0") == 3
+    assert difference("torchrelay_checkpoint_save_seconds_count") == 1
+    assert difference("torchrelay_checkpoint_save_bytes_total") == 1024
+
+
+def _get(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with (
+        metrics.serve(0) as first,
+        pytest.raises(UnavailableError, match=rf"127.0.0.1:{first.port}: .*LOCAL_RANK"),
+    ):
+        metrics.serve(first.port)
+
+
+def test_statistics_of_equal_labels_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = _telemetry.Sample("part_things", "Things", "counter", 2.0, {"kind": "a"})
+    monkeypatch.setattr(_telemetry, "_sources", [])
+    _telemetry.publish(lambda: [one, one._replace(value=3.0)])
+    _telemetry.publish(lambda: [one._replace(labels={"kind": "b"})])
+    assert [(s.value, s.labels) for s in _telemetry.samples()] == [
+        (5.0, {"kind": "a"}),
+        (2.0, {"kind": "b"}),
+    ]
+
+
+def test_long_events_are_one_line_each_and_quiet_by_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert logging.getLogger("torchrelay").handlers == []
+    assert not logging.getLogger("torchrelay.checkpoint").isEnabledFor(logging.INFO)
+    with caplog.at_level(logging.INFO, logger="torchrelay"):
+        module = deferred_init(torch.nn.Linear, 4, 2)
+        materialize_module(module)
+        async_save({"x": torch.ones(256)}, tmp_path / "step-1").result()
+        load({"x": torch.zeros(256)}, tmp_path / "step-1")
+    lines = [(record.name, record.getMessage()) for record in caplog.records]
+    assert [name for name, _ in lines] == ["torchrelay.deferred", *["torchrelay.checkpoint"] * 3]
+    assert lines[0][1].startswith("materialize_module of Linear: ")
+    assert lines[1][1].startswith(f"async_save of {tmp_path}/step-1: ")
+    assert lines[1][1].endswith("s, 1,024 bytes")
+    assert lines[2][1] == f"{tmp_path}/step-1 is committed"
+    assert lines[3][1].startswith(f"load of {tmp_path}/step-1: ")
+
+
+def test_an_event_that_fails_is_not_counted() -> None:
+    before = _telemetry.counts().get(("checkpoint", "load"))
+    with pytest.raises(StorageError):
+        load({"x": torch.zeros(1)}, "/nowhere/at/all")
+    assert _telemetry.counts().get(("checkpoint", "load")) == before
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_progress_of_a_materialization_counts_all_bytes_once(is_sharded: bool) -> None:
+    def build() -> torch.nn.Module:
+        module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(4, 8))
+        module[1].weight = module[0].weight
+        return module
+
+    seen: list[tuple[int, int]] = []
+    shard = (lambda name, _: (slice(0, 2),)) if is_sharded else None
+    materialize_module(
+        deferred_init(build), shard=shard, progress=lambda done, whole: seen.append((done, whole))
+    )
+    assert [whole for _, whole in seen] == [192] * len(seen)
+    assert seen[-1][0] == 192 and [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_torch_profiler_shows_the_components(tmp_path: Path) -> None:
+    with torch.profiler.profile() as profile, Table.create(4, 2) as table:
+        materialize_module(deferred_init(torch.nn.Linear, 4, 2))
+        table.pull(torch.arange(2))
+        save({"x": torch.ones(4)}, tmp_path / "step-1")
+    names = {event.key for event in profile.key_averages()}
+    assert {
+        "torchrelay.deferred.materialize_module",
+        "torchrelay.parameters.open",
+        "torchrelay.parameters.pull",
+        "torchrelay.checkpoint.save",
+    } <= names
