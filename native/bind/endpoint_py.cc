@@ -89,7 +89,7 @@ SessionToken token_of(const nb::bytes& token) {
 
 void make_tcp_network(TcpNetwork* self, const nb::bytes& token, std::shared_ptr<transport::Tls> tls,
                       const std::string& interface, std::size_t max_message_bytes, bool local_sockets,
-                      double peer_timeout_s, double linger_s, double spin_s) {
+                      double peer_timeout_s, double linger_s) {
   NetworkOptions options;
   options.token = token_of(token);
   options.tls = std::move(tls);
@@ -98,7 +98,6 @@ void make_tcp_network(TcpNetwork* self, const nb::bytes& token, std::shared_ptr<
   options.local_sockets = local_sockets;
   options.peer_timeout = from_seconds<milliseconds>(peer_timeout_s);
   options.linger = from_seconds<milliseconds>(linger_s);
-  options.spin = from_seconds<microseconds>(spin_s);
   new (self) TcpNetwork(std::move(options));
 }
 
@@ -157,7 +156,7 @@ void register_endpoint(nb::module_& module) {
   nb::class_<TcpNetwork, Network>(module, "TcpNetwork", "Endpoints over sockets; see transport.network.")
       .def("__init__", &make_tcp_network, nb::kw_only(), "token"_a, "tls"_a.none() = nb::none(),
            "interface"_a = "127.0.0.1", "max_message_bytes"_a = NetworkOptions().max_message_bytes,
-           "local_sockets"_a = true, "peer_timeout_s"_a = 10.0, "linger_s"_a = 1.0, "spin_s"_a = 0.0)
+           "local_sockets"_a = true, "peer_timeout_s"_a = 10.0, "linger_s"_a = 1.0)
       .def_prop_ro("ignored_connections", &TcpNetwork::ignored_connections);
 }
 

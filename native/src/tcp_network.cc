@@ -263,7 +263,6 @@ class TcpEndpoint final : public Endpoint {
   bool receive(Message& message, std::chrono::microseconds timeout) override {
     const auto start = Clock::now();
     const auto deadline = start + timeout;
-    const auto spin_end = start + std::min(timeout, state_->options.spin);
     Clock::duration longest{0};
     for (auto now = start;; now = Clock::now()) {
       for (const auto& [inbound, id] : std::exchange(unread_, {})) take(inbound, id);
@@ -271,7 +270,7 @@ class TcpEndpoint final : public Endpoint {
       if (now >= deadline && now != start) return false;
       loop_.run_for(longest);
       if (error_) throw Error(*std::exchange(error_, nullptr));
-      longest = now < spin_end || !unread_.empty() ? Clock::duration(0) : deadline - now;
+      longest = unread_.empty() ? deadline - now : Clock::duration(0);
     }
     message = std::move(messages_.front());
     messages_.pop_front();

@@ -73,7 +73,6 @@ def open_between(
     timeout_s: float,
     settings: Aggregation,
     *,
-    me: str,
     inline_bytes: int = _INLINE_BYTES,
     on_failure: Callable[[], None] = lambda: None,
     more: Mapping[str, Any] | None = None,
@@ -83,30 +82,29 @@ def open_between(
     Args:
         local: of the ranks of this host; used by the result alone from now on.
         address: at which the other hosts reach this one.
-        me: this rank, for messages.
         inline_bytes: of the payload in each rank's record; see ``host_collectives.h``.
         on_failure: called once if the group breaks, in any thread.
         more: what the ranks exchange beside; anything that JSON can hold.
 
     Raises:
-        ConfigError: the ranks have different keys; on every rank.
+        MismatchError: the ranks have different keys; on every rank.
         OperationTimeoutError: a rank did not join within ``timeout_s``.
         UnavailableError: there is a key, but no libssl.
     """
     key = transport.read_key(sockets)
     encryption = transport.encryption(key)
     here = next(len(each) for each in hosts if ranks.rank in each)
+    names = {f"the key ({transport.KEY_VARIABLES})": transport.key_name(key)}
+    ranks.agree("key", names, timeout_s, "groups")
     with listen_at(address) as listener:
         about = {
             "address": listener.getsockname()[:2],
             "token": secrets.token_hex(transport.TOKEN_BYTES),
-            "key": transport.key_name(key),
             "chunk_bytes": settings.chunk_bytes,
             "share_bytes": min(settings.chunk_bytes, settings.slot_bytes // here),
             **(more or {}),
         }
         abouts = ranks.gather("hosts", about, timeout_s)
-        transport.check_keys([each["key"] for each in abouts], me, ranks.names)
         share_bytes = min(each["share_bytes"] for each in abouts) // _LINE_BYTES * _LINE_BYTES
 
         def report(failure: _native.Failure) -> None:
@@ -147,7 +145,4 @@ def open_group(
     local = open_local(ranks.among(here), timeout_s, settings)
     if len(hosts) == 1:
         return local
-    communicator, _ = open_between(
-        ranks, hosts, local, sockets, address, timeout_s, settings, me=ranks.name
-    )
-    return communicator
+    return open_between(ranks, hosts, local, sockets, address, timeout_s, settings)[0]

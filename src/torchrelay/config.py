@@ -486,7 +486,6 @@ class TransportSettings(Section, name="transport"):
     local_sockets: bool = setting(
         True, "use Unix sockets instead of TCP between processes of one host"
     )
-    spin_s: float = setting(0.0, "how long a receiver spins before it sleeps")
 
     def __post_init__(self) -> None:
         if self.peer_timeout_s < 2 * self.heartbeat_s:

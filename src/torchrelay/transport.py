@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
 from torchrelay import _native
@@ -23,7 +22,6 @@ __all__ = ["TransportSettings", "create_key", "network", "read_key"]
 
 KEY_VARIABLES = "TORCHRELAY_TRANSPORT_KEY_FILE or TORCHRELAY_TRANSPORT_KEY"
 TOKEN_BYTES = 16
-NO_KEY = "none"  # in place of the name of a key
 _KEY_BYTES = 32
 _NAME_BYTES = 6
 
@@ -83,23 +81,8 @@ def key_name(key: bytes | None) -> str:
     computed from it.
     """
     if key is None:
-        return NO_KEY
+        return "none"
     return hashlib.blake2b(key, digest_size=_NAME_BYTES, person=b"torchrelay key").hexdigest()
-
-
-def check_keys(names_of_keys: Sequence[str], me: str, ranks: Sequence[int]) -> None:
-    """Compare the ranks' :func:`key_name`.
-
-    Raises:
-        ConfigError: they differ; the same on every rank.
-    """
-    first = names_of_keys[0]
-    for rank, name in zip(ranks, names_of_keys, strict=True):
-        if name != first:
-            raise ConfigError(
-                f"{me}: the ranks have different keys: that of rank {ranks[0]} is {first}, that of "
-                f"rank {rank} is {name}; give all ranks the same ({KEY_VARIABLES})"
-            )
 
 
 def encryption(key: bytes | None) -> _native.Tls | None:
@@ -145,5 +128,4 @@ def network(
         local_sockets=settings.local_sockets,
         peer_timeout_s=settings.peer_timeout_s,
         linger_s=settings.linger_s,
-        spin_s=settings.spin_s,
     )

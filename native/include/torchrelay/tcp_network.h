@@ -32,7 +32,6 @@ struct NetworkOptions {
   std::chrono::milliseconds linger{1000};  // how long closing waits for unsent messages
   // A connection whose peer sends nothing for this long is closed.
   std::chrono::milliseconds peer_timeout{10000};
-  std::chrono::microseconds spin{0};  // receive() polls for this long before it sleeps
 };
 
 class TcpNetwork final : public Network {

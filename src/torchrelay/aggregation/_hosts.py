@@ -28,7 +28,7 @@ from torchrelay.aggregation._switch_transport import (
 )
 from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError
-from torchrelay.transport import NO_KEY
+from torchrelay.transport import read_key
 from torchrelay.world import Meeting
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class HostsPlane(NativePlane):
         PeerLostError: a rank died meanwhile.
         UnavailableError: a rank cannot be reached from other hosts, or the switch does not answer;
             on every rank.
-        ConfigError: the ranks have different keys, or settings for the switch; or there is a key,
-            which does not encrypt what goes through a switch. On every rank.
+        ConfigError: the ranks have different settings for the switch, or there is a key, which does
+            not encrypt what goes through a switch; on every rank.
+        MismatchError: the ranks have different keys; on every rank.
     """
 
     name = "hosts"
@@ -75,7 +76,6 @@ class HostsPlane(NativePlane):
         self._shm = ShmPlane(meeting.among(self._at.local), timeout_s, settings)
         self._origin, self._closing = _native.Origin(), threading.Lock()
         self._switch: SwitchTransport | None = None
-        me = f"rank {self._names[self._rank]}, sml"
         self.native, abouts = open_between(
             meeting,
             self._at.hosts,
@@ -84,17 +84,16 @@ class HostsPlane(NativePlane):
             address,
             timeout_s,
             settings,
-            me=me,
             inline_bytes=_inline_bytes(meeting.size, is_used(settings)),
             on_failure=self._wake,
             more={"session_id": secrets.randbits(64), "terms": terms(settings)},
         )
         try:
             check_agreement([each["terms"] for each in abouts], self._rank, self._names)
-            if is_used(settings) and abouts[0]["key"] != NO_KEY and not settings.unencrypted_switch:
+            if is_used(settings) and read_key(sockets) and not settings.unencrypted_switch:
                 raise ConfigError(
-                    f"{me}: there is a key, but a switch adds integers that it must read, so what "
-                    "goes through it is not encrypted; use none, or allow it with "
+                    f"{meeting.name}, sml: there is a key, but a switch adds integers that it must "
+                    "read, so what goes through it is not encrypted; use none, or allow it with "
                     "TORCHRELAY_AGGREGATION_UNENCRYPTED_SWITCH=1"
                 )
             if is_used(settings):

@@ -144,7 +144,7 @@ class GradientExchange:
         except (OperationTimeoutError, PeerLostError) as error:
             cause = str(error).partition("; ")[0]
             raise type(error)(
-                f"{cause}, in the exchange of row gradients; every process must run the same "
+                f"{cause}, in the sum of row gradients; every process must run the same "
                 "backward passes with a lookup in the table. The timeout is "
                 "TORCHRELAY_PARAMETERS_TIMEOUT_S",
                 ranks=error.ranks,
