@@ -28,6 +28,7 @@ sanitize: $(VENV)/tools
 
 bench: $(VENV)/tools
 	for script in benchmarks/bench_*.py; do python $$script $(ARGS) || exit 1; done
+	python benchmarks/page.py
 
 lint: $(VENV)/tools
 	ruff format --check .

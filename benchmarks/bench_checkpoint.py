@@ -8,7 +8,8 @@ Rivals run in the same run, interleaved, with fsync wherever ours has it; every 
 before it is timed. ``--folder`` names a folder on the disk to measure, which keeps checkpoints and
 figures; by default a temporary one. With it, ``--parts save,load`` runs only some parts; the
 results are written once the folder has the figures of all. ``load``, ``cold`` and ``reshard`` need
-what ``save`` left.
+what ``save`` left, ``model-`` and ``small-`` cases what theirs left. ``upload`` starts an S3 server
+(moto).
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ import json
 import multiprocessing as mp
 import os
 import pickle
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_cases import CASES, COLUMNS, TENSORS, Figures, run_rank
+from checkpoint_cases import CASES, COLUMNS, TENSORS, Figures, run_rank, total_bytes
 from checkpoint_shard import load_eager, load_shard, save_model
 from report import gigabytes, spread, table, write
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -46,7 +51,7 @@ from torch.multiprocessing.spawn import start_processes
 from torchrelay.checkpoint._manifest import chunk_text, from_bytes
 from torchrelay.checkpoint._plan import Held, deal
 from torchrelay.checkpoint._read import MAX_BUFFER_BYTES, segments_of
-from torchrelay.checkpoint._saving import Description, assemble
+from torchrelay.checkpoint._saving import Description, StateLayout, assemble
 from torchrelay.checkpoint._types import Box, DataFile, TensorDescription
 from torchrelay.checkpoint._write import ChunkRecord, Part
 
@@ -121,7 +126,8 @@ def plan_ours(ranks: int, tensors: int) -> Plan:
 
     others = [part(file, box) for file, box in zip(files[1:], boxes[1:], strict=True)]
     held = [Held((name,), size_bytes, (0,), name) for name in names]
-    everyone = [Description(dict.fromkeys(names, TensorDescription("float32", shape)), {}, {})]
+    layout = StateLayout(dict.fromkeys(names, TensorDescription("float32", shape)), {})
+    everyone = [Description(layout, {})]
 
     def plan_save() -> bytes:
         deal(held, 0)
@@ -194,7 +200,9 @@ def rank_rows(figures: Figures, size_bytes: int, with_peak: bool) -> Iterator[li
         median = statistics.median(seconds)
         times = [f"{median * 1e3:.0f} ({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})"]
         peak = [f"{max(found['peak_bytes']) / 1e6:.0f}"] if with_peak else []
-        yield [name, *times, f"{size_bytes / median / 1e9:.2f}", f"{median / ours:.2f}", *peak]
+        cpu = f"{statistics.median(found['cpu_seconds']) * 1e3:.0f}"
+        rate = f"{size_bytes / median / 1e9:.2f}"
+        yield [name, *times, cpu, rate, f"{median / ours:.2f}", *peak]
 
 
 def reached_rows(
@@ -253,6 +261,17 @@ def reached_rows(
         f"{fastest('stall', 'floor') / ours('stall'):.2f}",
         "≥ 0.8",
     ]
+    for case, rival, least in (
+        ("model-load", "safetensors", "≥ 0.77"),
+        ("model-save", "safetensors", "≥ 1"),
+        ("model-reshard", "DCP", "≥ 2"),
+        ("small-save", "safetensors", "≥ 0.83"),
+        ("small-load", "safetensors", "≥ 0.67"),
+        ("upload", "plain files", "≥ 0.8"),
+    ):
+        ratio = fastest(case, rival) / ours(case)
+        yield [CASES[case].title, f"{rival}'s time / ours", f"{ratio:.2f}", least]
+    yield [CASES["small-stall"].title, "ours", f"{1e3 * ours('small-stall'):.0f} ms", "≤ 50 ms"]
     for ranks in (min(plans), max(plans)):
         mine, theirs_plan = plans[ranks]
         ratios = (theirs_plan.save_s / mine.save_s, theirs_plan.load_s / mine.load_s)
@@ -340,6 +359,29 @@ class Setup:
         return Path(self.folder) / f"{part}.figures"
 
 
+@contextmanager
+def s3_server() -> Iterator[None]:
+    """A server on this machine, in a process of its own, which the environment names."""
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(free_port())]
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{command[-1]}",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            yield
+        finally:
+            server.terminate()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def measure(setup: Setup, parts: list[str]) -> None:
     """Leaves the figures of ``parts`` in the folder."""
     for ranks in sorted({case.ranks for case in CASES.values()}):
@@ -371,10 +413,12 @@ def report(setup: Setup, image: Path) -> list[str]:
     plot(found, plans, setup.tensors, image)
     sections = []
     for name, case in CASES.items():
-        heads = ["", "ms", "GB/s", "time / ours"]
+        heads = ["", "ms", "CPU ms", "GB/s", "time / ours"]
         if case.with_peak:
             heads.append("peak beside the tensors, MB")
-        size_bytes = setup.rows * COLUMNS * 4 * (1 if name == "replicated" else TENSORS)
+        size_bytes = total_bytes(case.shapes(setup.rows)) // (
+            TENSORS if name == "replicated" else 1
+        )
         lines = list(rank_rows(found[name], size_bytes, case.with_peak))
         sections += [f"## {case.title}", table(heads, lines)]
     return [
@@ -438,7 +482,10 @@ def main() -> None:
         if options.smoke:
             setup = Setup(folder, 12, 1, "tiny", 20, (4, 8))
         os.makedirs(folder, exist_ok=True)
-        measure(setup, parts)
+        with (
+            s3_server() if "upload" in parts else nullcontext()
+        ):  # before ranks get the environment
+            measure(setup, parts)
         missing = [part for part in PARTS if not setup.figures(part).exists()]
         if missing:
             print(f"{folder}: the figures of {', '.join(missing)} are missing")

@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,11 +36,18 @@ TIMES_BASELINE = 4.0
 def run(arguments: list[str]) -> tuple[str, float]:
     """What ``torchrelay demo`` printed, and the seconds it took."""
     command = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo", *arguments]
-    start = time.perf_counter()
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "COLUMNS": "110"}
-    )
-    return result.stdout, time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:  # in which the report is written
+        start = time.perf_counter()
+        result = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "110"},
+            cwd=folder,
+        )
+        seconds = time.perf_counter() - start
+    return result.stdout.replace(f"{folder}/", ""), seconds
 
 
 def mrr(output: str, row: str) -> float:
@@ -95,9 +103,10 @@ def main() -> None:
         return
     if arguments.wn18rr:
         heading, options = "WN18RR", WN18RR_OPTIONS
-        output, seconds = run(["--data", str(arguments.wn18rr), *shlex.split(options)])
+        data = str(arguments.wn18rr.absolute())
+        output, seconds = run(["--data", data, *shlex.split(options)])
         check(output, WN18RR_MRR)
-        output = output.replace(str(arguments.wn18rr), "WN18RR")
+        output = output.replace(data, "WN18RR")
         command = f"torchrelay demo --data WN18RR {options}"
     else:
         heading, command = "The code graph of the standard library", "torchrelay demo"

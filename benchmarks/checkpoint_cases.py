@@ -7,20 +7,23 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from report import reset_peak, resident_bytes
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,17 +33,20 @@ import torchrelay.aggregation  # noqa: F401 - the backend "sml"
 from torchrelay.checkpoint import async_save, load, save
 from torchrelay.checkpoint._tensors import byte_view
 
-__all__ = ["CASES", "COLUMNS", "TENSORS", "Figures", "run_rank"]
+__all__ = ["CASES", "COLUMNS", "TENSORS", "Figures", "run_rank", "total_bytes"]
 
 TENSORS = 16
 COLUMNS = 1024
 _PIECE_BYTES = 16 << 20
+_SMALL_TENSORS = 20_000
+_UPLOAD_BYTES = 256 << 20
+_FEW_ROWS = 1000  # of a smoke test
 _DISTINCT = 1 << 24  # consecutive integers that float32 holds exactly
 
 Run = Callable[[], Any]
-State = dict[str, DTensor]
-# Seconds of each repeat on the slowest rank and, for loads, peak memory beside the tensors on the
-# rank that took most.
+State = dict[str, torch.Tensor]
+# Seconds of each repeat on the slowest rank, by the clock and of its processor, and, for loads,
+# peak memory beside the tensors on the rank that took most.
 Figures = dict[str, dict[str, list[float]]]
 
 
@@ -53,25 +59,71 @@ class Way:
     after: Callable[[Any], None] = lambda result: None  # given what ``run`` returned
 
 
-def make_state(rows: int, dim: int) -> State:
-    """Float32 DTensors ``(rows, COLUMNS)`` in memory of their own, sharded along ``dim``; each
-    element has a known value.
+Shapes = Callable[[int], dict[str, tuple[int, ...]]]
+
+
+def even_shapes(rows: int) -> dict[str, tuple[int, ...]]:
+    return {f"t{index}": (rows, COLUMNS) for index in range(TENSORS)}
+
+
+def gpt2_shapes(rows: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of GPT-2, 498 MB; of a small model for few rows."""
+    layers, width, words = (12, 768, 50257) if rows > _FEW_ROWS else (2, 48, 300)
+    shapes: dict[str, tuple[int, ...]] = {"wte": (words, width), "wpe": (1024, width)}
+    for layer in range(layers):
+        for name, inputs, outputs in (
+            ("attn.c_attn", width, 3 * width),
+            ("attn.c_proj", width, width),
+            ("mlp.c_fc", width, 4 * width),
+            ("mlp.c_proj", 4 * width, width),
+        ):
+            shapes[f"h.{layer}.{name}.weight"] = inputs, outputs
+            shapes[f"h.{layer}.{name}.bias"] = (outputs,)
+        for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"):
+            shapes[f"h.{layer}.{name}"] = (width,)
+    return {**shapes, "ln_f.weight": (width,), "ln_f.bias": (width,)}
+
+
+def small_shapes(rows: int) -> dict[str, tuple[int, ...]]:
+    """20,000 tensors of 1 KiB; fewer for few rows."""
+    count = _SMALL_TENSORS if rows > _FEW_ROWS else rows
+    return {f"layers.{index // 10}.weight_{index % 10}": (256,) for index in range(count)}
+
+
+def total_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(4 * math.prod(shape) for shape in shapes.values())
+
+
+def make_state(shapes: Mapping[str, tuple[int, ...]], dim: int) -> State:
+    """Float32 DTensors in memory of their own, sharded along ``dim``, or plain tensors in one
+    process; each element has a known value.
     """
+    locals_ = {key: _values(shape, dim, index) for index, (key, shape) in enumerate(shapes.items())}
+    if dist.get_world_size() == 1:
+        return locals_
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {}
-    for index in range(TENSORS):
-        local = _values(rows, dim, index)
-        state[f"t{index}"] = DTensor.from_local(
-            local, mesh, [Shard(dim)], shape=torch.Size((rows, COLUMNS)), stride=(COLUMNS, 1)
+    return {
+        key: DTensor.from_local(
+            local,
+            mesh,
+            [Shard(min(dim, len(shapes[key]) - 1))],
+            shape=torch.Size(shapes[key]),
+            stride=torch.empty(shapes[key], device="meta").stride(),
         )
-    return state
+        for key, local in locals_.items()
+    }
 
 
-def _values(rows: int, dim: int, index: int) -> torch.Tensor:
+def _values(shape: tuple[int, ...], dim: int, index: int) -> torch.Tensor:
     """This rank's shard of a tensor: positions of its elements, counted from ``index``."""
-    whole = torch.arange(index, index + rows * COLUMNS, dtype=torch.int32).reshape(rows, COLUMNS)
-    shard = whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    numel = math.prod(shape)
+    whole = torch.arange(index, index + numel, dtype=torch.int32).reshape(shape)
+    shard = whole.chunk(dist.get_world_size(), min(dim, len(shape) - 1))[dist.get_rank()]
     return shard.remainder(_DISTINCT).float().contiguous()
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _fresh(folder: str) -> str:
@@ -84,10 +136,10 @@ def _fresh(folder: str) -> str:
 # --- Save
 
 
-def save_ways(folder: str, rows: int) -> dict[str, Way]:
+def save_ways(folder: str, rows: int, shapes: Shapes = even_shapes) -> dict[str, Way]:
     """All with fsync; what the save before has left is removed untimed."""
-    state = make_state(rows, 0)
-    size_bytes = sum(value.to_local().nbytes for value in state.values())
+    state = make_state(shapes(rows), 0)
+    size_bytes = sum(_local(value).nbytes for value in state.values())
 
     def way(name: str, run: Callable[[str], None]) -> Way:
         path = f"{folder}/{name}"
@@ -102,10 +154,12 @@ def save_ways(folder: str, rows: int) -> dict[str, Way]:
         dcp.save(state, storage_writer=writer)
 
     ways = {"torchrelay": way("ours", lambda path: save(state, path))}
-    for threads in (1, 2, 4):
+    for threads in (1, 2, 4) if shapes is even_shapes else (2,):
         run = functools.partial(by_dcp, threads=threads)
         ways[f"DCP FileSystemWriter, threads: {threads}"] = way("dcp", run)
-    ways["DCP HuggingFaceStorageWriter"] = way("hf", by_hugging_face)
+    if shapes is even_shapes:
+        ways["DCP HuggingFaceStorageWriter"] = way("hf", by_hugging_face)
+    ways["safetensors on each rank"] = way("st", lambda path: _safetensors_save(state, path))
     ways["torch.save on each rank"] = way("torch", lambda path: _torch_save(state, path))
     ways["floor: write and fsync"] = way("floor", lambda path: _write_zeros(size_bytes, path))
     return ways
@@ -114,8 +168,16 @@ def save_ways(folder: str, rows: int) -> dict[str, Way]:
 def _torch_save(state: State, path: str) -> None:
     os.makedirs(path, exist_ok=True)
     with open(f"{path}/{dist.get_rank()}.pt", "wb") as file:
-        torch.save({key: value.to_local() for key, value in state.items()}, file)
+        torch.save({key: _local(value) for key, value in state.items()}, file)
         file.flush()
+        os.fsync(file.fileno())
+
+
+def _safetensors_save(state: State, path: str) -> None:
+    os.makedirs(path, exist_ok=True)
+    name = f"{path}/{dist.get_rank()}.safetensors"
+    save_file({key: _local(value) for key, value in state.items()}, name)
+    with open(name, "rb") as file:
         os.fsync(file.fileno())
 
 
@@ -132,24 +194,25 @@ def _write_zeros(size_bytes: int, path: str) -> None:
 # --- Load
 
 
-def load_ways(folder: str, rows: int, *, dim: int, cold: bool) -> dict[str, Way]:
+def load_ways(
+    folder: str, rows: int, *, dim: int, cold: bool, shapes: Shapes = even_shapes
+) -> dict[str, Way]:
     """Into tensors that are there, from what the case ``save`` left; each result is checked
     here.
     """
-    state = make_state(rows, dim)
+    found_shapes = shapes(rows)
+    state = make_state(found_shapes, dim)
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def by_torch() -> None:
         found = torch.load(f"{folder}/torch/{rank}.pt", mmap=True, weights_only=True)
         for key, value in found.items():
-            state[key].to_local().copy_(value)
+            _local(state[key]).copy_(value)
 
     def by_safetensors() -> None:
-        found = load_file(_data_file(folder))
+        found = load_file(f"{folder}/st/{rank}.safetensors")
         for key, target in state.items():
-            target.to_local().copy_(
-                found[next(name for name in found if name.split("@")[0] == key)]
-            )
+            _local(target).copy_(found[key])
 
     before = functools.partial(_evict, folder) if cold else lambda: None
     ways = {
@@ -159,18 +222,18 @@ def load_ways(folder: str, rows: int, *, dim: int, cold: bool) -> dict[str, Way]
         ),
         "DCP FileSystemReader": Way(lambda: dcp.load(state, checkpoint_id=f"{folder}/dcp"), before),
     }
-    if dim == 0 and size == 2:  # each rank's shard is what one rank saved
+    if dim == 0 and size < 3:  # each rank's shard is what one rank saved
         ways["torch.load(mmap=True) and copy"] = Way(by_torch, before)
         ways["safetensors and copy"] = Way(by_safetensors, before)
     for name, way in ways.items():
         for value in state.values():
-            value.to_local().fill_(-1)
+            _local(value).fill_(-1)
         way.run()
         for index, (key, value) in enumerate(state.items()):
-            if not torch.equal(value.to_local(), _values(rows, dim, index)):
+            if not torch.equal(_local(value), _values(found_shapes[key], dim, index)):
                 raise SystemExit(f"{name}: rank {rank} has loaded a wrong {key}")
-    if dim == 0 and size == 2:
-        buffer = torch.zeros(sum(value.to_local().nbytes for value in state.values()) // 4)
+    if dim == 0 and size < 3:
+        buffer = torch.zeros(sum(_local(value).nbytes for value in state.values()) // 4)
         ways["floor: read"] = Way(lambda: _read(_data_file(folder), buffer), before)
     return ways
 
@@ -232,12 +295,12 @@ def _evict(folder: str) -> None:
 # --- Stall of an asynchronous save
 
 
-def stall_ways(folder: str, rows: int) -> dict[str, Way]:
+def stall_ways(folder: str, rows: int, shapes: Shapes = even_shapes) -> dict[str, Way]:
     """What is timed ends when the state may change; the save itself ends untimed, before the next
     is timed.
     """
-    state = make_state(rows, 0)
-    plain = [value.to_local() for value in state.values()]
+    state = make_state(shapes(rows), 0)
+    plain = [*map(_local, state.values())]
     copies = [torch.zeros_like(value) for value in plain]
 
     def memcpy() -> None:
@@ -271,28 +334,65 @@ def stall_ways(folder: str, rows: int) -> dict[str, Way]:
     }
 
 
+# --- Object stores
+
+
+def upload_ways(folder: str, rows: int) -> dict[str, Way]:
+    """Against uploads of the same bytes as plain files, to the server at AWS_ENDPOINT_URL."""
+    state = make_state(even_shapes(rows), 0)
+    fs = fsspec.filesystem("s3")
+    bucket = Path(folder).name.lower().replace("_", "-")
+    if dist.get_rank() == 0 and not fs.exists(bucket):
+        fs.mkdir(bucket)
+    dist.barrier()
+    locals_ = [*map(_local, state.values())]
+    size_bytes = sum(value.nbytes for value in locals_)
+    files = -(-size_bytes // _UPLOAD_BYTES)
+
+    def upload(number: int) -> None:
+        with fs.open(f"{bucket}/plain/{dist.get_rank()}-{number}", "wb") as file:
+            for value in locals_[number::files]:
+                file.write(byte_view(value))
+
+    def by_files() -> None:
+        with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
+            list(pool.map(upload, range(files)))
+
+    def fresh(name: str) -> None:
+        if dist.get_rank() == 0 and fs.exists(f"{bucket}/{name}"):
+            fs.rm(f"{bucket}/{name}", recursive=True)
+        dist.barrier()
+        fs.invalidate_cache()
+
+    return {
+        "torchrelay": Way(lambda: save(state, f"s3://{bucket}/ours"), lambda: fresh("ours")),
+        "plain files": Way(by_files, lambda: fresh("plain")),
+    }
+
+
 # --- Measuring
 
 
 def _figures(ways: dict[str, Way], repeats: int, with_peak: bool) -> Figures:
     """The first round warms up: it makes staging memory and processes."""
-    figures: Figures = {name: {"seconds": [], "peak_bytes": []} for name in ways}
+    figures: Figures = {name: {"seconds": [], "cpu_seconds": [], "peak_bytes": []} for name in ways}
     for repeat in range(repeats + 1):
         for name, way in ways.items():
             way.before()
             gc.collect()
             before = reset_peak() if with_peak else 0
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             result = way.run()
-            seconds = time.perf_counter() - start
+            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
             peak = resident_bytes("VmHWM") - before if with_peak else 0
             way.after(result)
-            slowest = torch.tensor([seconds, float(peak)], dtype=torch.float64)
+            slowest = torch.tensor([seconds, cpu, float(peak)], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if repeat:
                 figures[name]["seconds"].append(float(slowest[0]))
-                figures[name]["peak_bytes"].append(float(slowest[1]))
+                figures[name]["cpu_seconds"].append(float(slowest[1]))
+                figures[name]["peak_bytes"].append(float(slowest[2]))
     return figures
 
 
@@ -304,6 +404,7 @@ class Case:
     ranks: int
     ways: Callable[[str, int], dict[str, Way]]
     with_peak: bool = False
+    shapes: Shapes = even_shapes
 
 
 CASES = {
@@ -328,6 +429,43 @@ CASES = {
         "Load a replicated tensor on 2 ranks, file in the page cache", 2, replicated_ways
     ),
     "stall": Case("Stall of an asynchronous save on 2 ranks", 2, stall_ways),
+    "model-save": Case(
+        "Save the parameters of GPT-2 over 2 ranks, fsync",
+        2,
+        functools.partial(save_ways, shapes=gpt2_shapes),
+        shapes=gpt2_shapes,
+    ),
+    "model-load": Case(
+        "Load them in the same layout, files in the page cache",
+        2,
+        functools.partial(load_ways, dim=0, cold=False, shapes=gpt2_shapes),
+        shapes=gpt2_shapes,
+    ),
+    "model-reshard": Case(
+        "Load them onto 3 ranks, files in the page cache",
+        3,
+        functools.partial(load_ways, dim=0, cold=False, shapes=gpt2_shapes),
+        shapes=gpt2_shapes,
+    ),
+    "small-save": Case(
+        "Save 20,000 tensors of 1 KiB in one process, fsync",
+        1,
+        functools.partial(save_ways, shapes=small_shapes),
+        shapes=small_shapes,
+    ),
+    "small-load": Case(
+        "Load them, files in the page cache",
+        1,
+        functools.partial(load_ways, dim=0, cold=False, shapes=small_shapes),
+        shapes=small_shapes,
+    ),
+    "small-stall": Case(
+        "Stall of an asynchronous save of them",
+        1,
+        functools.partial(stall_ways, shapes=small_shapes),
+        shapes=small_shapes,
+    ),
+    "upload": Case("Save over 2 ranks to an S3 server on this machine", 2, upload_ways),
 }
 
 
@@ -341,7 +479,10 @@ def run_rank(rank: int, ranks: int, names: list[str], folder: str, rows: int, re
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's writer processes meet
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for name in names:
-        figures = _figures(CASES[name].ways(folder, rows), repeats, CASES[name].with_peak)
+        case = CASES[name]
+        inside = f"{folder}/{name.partition('-')[0]}" if "-" in name else folder
+        os.makedirs(inside, exist_ok=True)
+        figures = _figures(case.ways(inside, rows), repeats, case.with_peak)
         if rank == 0:
             Path(folder, f"{name}.figures").write_text(json.dumps(figures))
     dist.barrier()

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,15 @@ from torchrelay import __version__
 RESULTS = Path(__file__).parent / "results"
 
 
+def commit() -> str:
+    """The commit whose code is measured; with ``-dirty`` if a file differs from it."""
+    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--exclude=*"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
+
+
 def machine() -> str:
-    """Processor, cores, memory, kernel and versions, in one line."""
+    """Processor, cores, memory, kernel, versions and commit, in one line."""
     model = next(
         (
             line.split(":")[1].strip()
@@ -33,7 +41,7 @@ def machine() -> str:
     return (
         f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB; Linux "
         f"{platform.release().split('-')[0]}; Python {platform.python_version()}, torch "
-        f"{torch.__version__}, torchrelay {__version__}"
+        f"{torch.__version__}, torchrelay {__version__}, commit {commit()}"
     )
 
 

@@ -26,6 +26,7 @@ request_bytes = 1_000_000
 threads = 1
 client_limit = 2
 run_timeout_s = 600
+grace_s = 60  # a loaded machine ends workers slowly
 repository_control = true
 
 [models.chain]

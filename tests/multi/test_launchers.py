@@ -6,10 +6,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from namespaces import missing, switched
 from ranks import free_port, python
 
 PATIENCE_S = 400
@@ -24,6 +30,22 @@ with Embedding(8, 2).table as table:
 total = torch.ones(2)
 dist.all_reduce(total)
 print(dist.get_rank(), total.tolist())
+dist.destroy_process_group()
+"""
+
+MPIRUN = """
+import os, torch, torch.distributed as dist
+from torchrelay import mpi
+
+dist.init_process_group("sml")
+rank = torch.tensor([float(dist.get_rank())])
+mine = rank.clone()
+dist.all_reduce(mine)
+theirs = mpi.COMM_WORLD.Allreduce(rank, mpi.MPI_SUM)
+links = [link.transport for link in dist.group.WORLD.stats().links]
+host = os.environ["TORCHRELAY_HOST_ID"]
+sums = f"{mine.item()} {theirs.item()}"
+print(f"rank {dist.get_rank()} of host {host}: {sums} {links[-1]}", flush=True)
 dist.destroy_process_group()
 """
 
@@ -84,6 +106,51 @@ weights = [torch.empty_like(weight) for _ in range(2)]
 dist.all_gather(weights, weight)
 assert torch.equal(*weights)
 print(f"over {dist.get_backend()} {arguments.world_size}")
+dist.destroy_process_group()
+"""
+
+ACCELERATE = """
+import torch, torch.distributed as dist
+dist.init_process_group("sml")  # before Accelerator(), which knows Gloo, MPI and CCL only
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(accelerator.process_index)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+values = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+rows = torch.utils.data.TensorDataset(values)
+model, optimizer, loader = accelerator.prepare(
+    model, optimizer, torch.utils.data.DataLoader(rows, batch_size=4)
+)
+steps = 0
+for (batch,) in loader:
+    optimizer.zero_grad()
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    steps += 1
+weight = accelerator.unwrap_model(model).weight.detach()
+weights = accelerator.gather(weight)
+assert torch.equal(*weights) and steps == 2
+print(f"over {dist.get_backend()} {accelerator.num_processes}")
+dist.destroy_process_group()
+"""
+
+ELASTIC = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("sml")
+from torchrelay.parameters import Embedding
+
+rank, size = dist.get_rank(), dist.get_world_size()
+embedding = Embedding(8, 2)
+print(f"{size} hosts", flush=True)
+if size < 3:  # torchrun ends this attempt when another agent comes
+    time.sleep(600)
+total = torch.ones(2)
+dist.all_reduce(total)
+embedding(torch.arange(4)).sum().backward()
+embedding.close()
+print(f"rank {rank} summed {total.tolist()} in run {os.environ['TORCHELASTIC_RUN_ID']}", flush=True)
 dist.destroy_process_group()
 """
 
@@ -164,6 +231,85 @@ def test_slurm_starts_the_ranks(tmp_path: Path) -> None:
         assert f"{number} [2.0, 2.0]" in output, printed
 
 
+def test_torchrun_adds_the_hosts_that_come_later(tmp_path: Path) -> None:
+    """``--nnodes 1:3``: each agent that joins starts all ranks again, with one more host."""
+    script = tmp_path / "job.py"
+    script.write_text(ELASTIC)
+    where = [
+        "--nnodes=1:3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--rdzv-id=job-7", "--local-addr=127.0.0.1", "--monitor-interval=0.1",
+    ]  # fmt: skip
+    printed = ""
+    with contextlib.ExitStack() as stack:
+
+        def agent(number: int) -> subprocess.Popen[str]:
+            # Patience where agents and ranks share few cores; only the first has the store.
+            conf = f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=2,join_timeout=300"
+            command = ["-m", "torch.distributed.run", *where, conf, str(script)]
+            environ = {
+                "TORCHRELAY_HOST_ID": str(number),
+                # Without it, an agent that joins later waits for an address that torch stores once.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            }
+            return stack.enter_context(python(*command, **environ))
+
+        agents = [agent(0)]
+        assert agents[0].stdout is not None
+        for line in agents[0].stdout:
+            printed += line
+            found = re.match(r"(\d) hosts", line)
+            if found and int(found[1]) < 3 and len(agents) <= int(found[1]):
+                agents.append(agent(len(agents)))
+        outputs = [printed, *(one.communicate(timeout=PATIENCE_S)[0] for one in agents[1:])]
+    assert [one.wait(timeout=PATIENCE_S) for one in agents] == [0, 0, 0], outputs
+    ranks = re.findall(r"rank (\d) summed \[3.0, 3.0\] in run job-7", "".join(outputs))
+    assert sorted(ranks) == ["0", "1", "2"], outputs
+    assert "1 hosts" in printed and "3 hosts" in printed
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_mpirun_starts_the_ranks_of_several_hosts(tmp_path: Path) -> None:
+    """Two network namespaces are the hosts; in the place of ssh is a script that enters them."""
+    launcher = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    if launcher is None:
+        pytest.skip("needs Open MPI")
+    script, remote, hosts_file = tmp_path / "job.py", tmp_path / "remote", tmp_path / "hosts"
+    script.write_text(MPIRUN)
+    with switched(2) as hosts:
+        first, second = hosts.addresses
+        entered = "\n".join(
+            f"{address}) namespace=/proc/{pid}/ns/net ;;"
+            for address, pid in zip(hosts.addresses, hosts.pids, strict=True)
+        )
+        remote.write_text(
+            f'#!/bin/sh\ncase $1 in\n{entered}\nesac\nexport TORCHRELAY_HOST_ID="$1"\nshift\n'
+            'exec nsenter --net="$namespace" sh -c "$*"\n'
+        )
+        remote.chmod(0o755)
+        hosts_file.write_text(f"{first} slots=2\n{second} slots=2\n")
+        inside = ["nsenter", f"--net=/proc/{hosts.pids[0]}/ns/net"]
+        command = [
+            *inside, launcher, "--prtemca", "plm_ssh_agent", str(remote), "-n", "4",
+            "--hostfile", str(hosts_file), "-x", f"MASTER_ADDR={first}", "-x", "MASTER_PORT=29500",
+            "-x", "PATH", sys.executable, str(script),
+        ]  # fmt: skip
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "TMPDIR": str(tmp_path),
+            "TORCHRELAY_HOST_ID": first,
+        }
+        result = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    printed = result.stdout + result.stderr
+    assert result.returncode == 0, printed
+    found = re.findall(r"rank (\d) of host \S+: (\S+) (\S+) (\w+)", result.stdout)
+    assert sorted(found) == [(str(rank), "6.0", "6.0", "tcp") for rank in range(4)], printed
+
+
 def test_lightning_takes_the_name_of_the_backend(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs lightning")
     assert run(LIGHTNING, tmp_path).count("over sml 2") == 2
@@ -173,6 +319,11 @@ def test_hugging_face_trainer_takes_the_group_that_is_there(tmp_path: Path) -> N
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     assert run(TRAINER, tmp_path, str(tmp_path / "out")).count("over sml 2") == 2
+
+
+def test_accelerate_takes_the_group_that_is_there(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert run(ACCELERATE, tmp_path).count("over sml 2") == 2
 
 
 def test_ray_train_takes_the_name_of_the_backend(tmp_path: Path) -> None:

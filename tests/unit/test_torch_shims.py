@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import io
 import sys
 import weakref
 from datetime import timedelta
@@ -39,7 +40,6 @@ def test_only_a_newer_torch_than_the_tested_ones_is_warned_of(
         _torch.warn_if_untested("2.100.0a0+git1234")
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # before torch 2.13
 def test_a_profiler_shows_what_components_do() -> None:
     keys = torch.tensor([1])
     with torch.profiler.profile() as profile, Table.create(4, 2) as table:
@@ -324,7 +324,6 @@ def test_dcp_asks_a_reader_for_metadata_in_a_function_of_this_name() -> None:
     assert not _torch.is_dcp_loading(sys._getframe())
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # before torch 2.13
 def test_watched_sees_profilers_and_dispatch_modes() -> None:
     assert not _torch.watched() and not _torch.profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -421,6 +420,22 @@ def test_a_storage_at_an_address_knows_who_views_it() -> None:
     assert _torch.is_viewed(storage)
     del array
     assert not _torch.is_viewed(storage)
+
+
+def test_a_saved_tensor_is_found_in_its_file() -> None:
+    whole = torch.arange(40.0).reshape(8, 5)
+    for tensor in (
+        whole[2:6].t(),
+        torch.randn(7).bfloat16(),
+        torch.ones(3, dtype=torch.float8_e5m2),
+    ):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        found, start = _torch.saved_tensor(file)
+        content = bytearray(file.getvalue()[start:][: found.untyped_storage().nbytes()])
+        memory = torch.frombuffer(content, dtype=found.dtype)
+        read = memory.as_strided(found.shape, found.stride(), found.storage_offset())
+        assert torch.equal(read.float(), tensor.float()) and read.dtype == tensor.dtype
 
 
 def test_tensor_at_describes_memory_to_the_cuda_array_interface(

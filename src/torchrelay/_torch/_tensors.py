@@ -17,10 +17,12 @@ __all__ = [
     "has_fast_bfloat16",
     "inner_tensors",
     "is_fake",
+    "is_host_memory",
     "is_viewed",
     "parse_to",
     "parts_of",
     "results_on_device",
+    "saved_tensor",
     "set_bits",
     "storage_at",
     "swap_tensors",
@@ -107,6 +109,17 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_host_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the values of ``tensor`` are contiguous memory of this host, as they are."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is one of torch's own fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
@@ -188,3 +201,14 @@ def results_on_device(
     with mode:
         args = tree_map_only(torch.Tensor, lambda t: FakeTensor(mode, shadow(t), t.device), args)
         return func(*args, **kwargs)
+
+
+def saved_tensor(file: Any) -> tuple[torch.Tensor, int]:
+    """Return the tensor in a file of ``torch.save`` as a fake one, without reading its values, and
+    the byte of the file at which its storage begins.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    with FakeTensorMode():
+        tensor = torch.load(file, weights_only=True)
+    return tensor, tensor.untyped_storage()._checkpoint_offset

@@ -125,7 +125,9 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
 
 
 def _store_of(names: Sequence[int], store: Any) -> Any:
-    """A group's store. c10d may give groups that different ranks make at a time the same one:
+    """Return a store of the group's own.
+
+    c10d may give one store to groups that different ranks make at the same time:
     ``new_subgroups(group=...)``.
     """
     if list(names) == list(range(len(names))):

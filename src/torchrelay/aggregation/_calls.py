@@ -5,92 +5,69 @@ c10d's functions pass an options object to a group; users may also pass plain ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchrelay._native import Op
 from torchrelay._torch import premul_factor
 from torchrelay.aggregation._dtypes import OPS
+from torchrelay.aggregation._plane import Tensors
 from torchrelay.errors import ArgumentError
 
 __all__ = [
-    "Tensors",
+    "as_lists",
     "check_rank",
     "check_tag",
     "first_tensor",
     "on_root",
     "one_a_rank",
     "one_block_a_rank",
-    "one_or_more",
+    "options_of",
     "reduction_of",
     "root_of",
     "same_dtype",
     "single",
     "split",
     "split_rows",
-    "with_reduction",
-    "with_root",
-    "with_timeout",
-    "without_none",
 ]
-
-Tensors = Sequence[torch.Tensor]
 
 _PREMUL_SUM = 8
 
 
-def one_or_more(tensors: Any) -> Any:
-    """Return a list of tensors, given one or several."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+def as_lists(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the tensors of one call as lists of one item, if they are not lists of calls already.
 
-
-def is_options(given: Any) -> bool:
-    """Return whether ``given`` is one of c10d's options objects, which share no base class."""
-    return hasattr(given, "timeout")
-
-
-def with_timeout(fresh: Any, given: Any, timeout: timedelta | None) -> Any:
-    """Return ``given`` if it is an options object, else ``fresh`` with the timeout.
-
-    The timeout is either of the last two arguments.
+    Each of ``tensors`` is a tensor, or a list with a tensor for each rank.
     """
-    if is_options(given):
-        return given
-    limit = given if isinstance(given, timedelta) else timeout
-    if limit is not None:
-        fresh.timeout = limit
-    return fresh
+    if not any(isinstance(one, torch.Tensor) for one in tensors):
+        return tensors
+    return tuple([one] if isinstance(one, torch.Tensor) or one else [] for one in tensors)
 
 
-def with_reduction(fresh: Any, given: Any, op: Any, timeout: timedelta | None) -> Any:
-    """Return options as :func:`with_timeout`, where ``given`` may be a reduction."""
-    if is_options(given):
-        return given
-    chosen = given if op is None and not isinstance(given, timedelta) else op
-    if chosen is not None:
-        fresh.reduceOp = chosen
-    return with_timeout(fresh, given, timeout)
-
-
-def with_root(fresh: Any, root: Any, opts: Any, op: Any, timeout: timedelta | None) -> Any:
-    """Return options as :func:`with_reduction`, where ``opts`` may be in the place of the root."""
-    given = root if opts is None else opts
-    if is_options(given):
-        return given
-    fresh.rootRank = 0 if given is None else given
-    if op is not None:
-        fresh.reduceOp = op
-    return with_timeout(fresh, None, timeout)
+def options_of(kind: Callable[[], Any], given: Iterable[Any]) -> Any:
+    """Return the options object among the arguments ``given``, or a new one of ``kind`` with their
+    root, reduction and timeout.
+    """
+    chosen = [argument for argument in given if argument is not None]
+    for argument in chosen:
+        if hasattr(argument, "timeout"):  # c10d's options share no base class
+            return argument
+    options = kind()
+    for argument in chosen:
+        if isinstance(argument, timedelta):
+            options.timeout = argument
+        elif isinstance(argument, int):
+            options.rootRank = argument
+        else:
+            options.reduceOp = argument
+    return options
 
 
 def reduction_of(opts: Any) -> tuple[Op | float, timedelta, bool]:
     """Return the op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
-    if opts is None:
-        opts = dist.AllreduceOptions()
     reduce_op = opts.reduceOp
     value = reduce_op.op.value
     block = not getattr(opts, "asyncOp", True)
@@ -189,11 +166,6 @@ def root_of(opts: Any, ranks: int, operation: str) -> int:
 def on_root(lists: Sequence[Tensors], ranks: int, operation: str, which: str) -> Tensors:
     """Return the root's tensors, one for each rank."""
     return one_a_rank(lists[0] if lists else [], ranks, operation, which)
-
-
-def without_none(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments without omitted options."""
-    return tuple(argument for argument in arguments if argument is not None)
 
 
 def first_tensor(arguments: Any) -> torch.Tensor | None:

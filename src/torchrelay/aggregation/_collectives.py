@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchrelay._torch import is_host_memory
 from torchrelay.aggregation import _calls as calls
-from torchrelay.aggregation._calls import Tensors
 from torchrelay.aggregation._dtypes import NATIVE, as_native
-from torchrelay.aggregation._plane import ANY_RANK, Op, Plane
+from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors, Transfer
 from torchrelay.aggregation._sparse import all_reduce_sparse
-from torchrelay.aggregation._staging import Staging, is_plain
+from torchrelay.aggregation._staging import Staging
 from torchrelay.aggregation._work import (
     DoneWork,
     PendingWork,
@@ -37,7 +37,7 @@ _DONE = DoneWork()
 class Collectives:
     """The collectives of a group, on parsed arguments.
 
-    ``opts`` is the options object that c10d has for the collective, or None for its defaults.
+    ``opts`` is the options object that c10d has for the collective.
 
     Args:
         plane: owned, and closed by :meth:`close`.
@@ -62,7 +62,7 @@ class Collectives:
 
     def reduce_now(self, tensor: torch.Tensor, op: Op | float, timeout_s: float) -> bool:
         """Reduce a plain tensor, blocking; return False, with nothing done, for other tensors."""
-        if not (op in _ANY_DTYPE and tensor.dtype in NATIVE and is_plain(tensor)):
+        if not (op in _ANY_DTYPE and tensor.dtype in NATIVE and is_host_memory(tensor)):
             return False
         self.count += 1
         self.plane.all_reduce(tensor, op, timeout_s, True)
@@ -108,17 +108,14 @@ class Collectives:
             staging.add(self.plane.reduce_scatter, into, sources, native_op)
         return self._run(staging, opts, outputs)
 
-    def reduce_scatter_tensors(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+    def reduce_scatter_tensors(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        """Scatter the reductions of one tensor or several, each of all ranks' blocks."""
+        outputs, inputs = calls.as_lists((outputs, inputs))
         blocks = [
             calls.split(tensor, self.size, output, "reduce_scatter_tensor")
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
         return self.reduce_scatter(outputs, blocks, opts)
-
-    def reduce_scatter_tensor(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any
-    ) -> dist.Work:
-        return self.reduce_scatter_tensors([output], [tensor], opts)
 
     # --- copies
 
@@ -145,7 +142,9 @@ class Collectives:
         """Gather several inputs; ``outputs`` is a list for each rank, not for each input."""
         return self.all_gather(list(zip(*outputs, strict=True)), inputs, opts)
 
-    def all_gather_tensors(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+    def all_gather_tensors(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        """Gather one tensor or several, each of all ranks' blocks."""
+        outputs, inputs = calls.as_lists((outputs, inputs))
         staging = Staging()
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([output, tensor], "all_gather_into_tensor")
@@ -153,9 +152,6 @@ class Collectives:
             blocks = calls.split(buffer, self.size, tensor, "all_gather_into_tensor")
             staging.add(self.plane.all_gather, blocks, staging.input(tensor))
         return self._run(staging, opts, outputs)
-
-    def all_gather_tensor(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
-        return self.all_gather_tensors([output], [tensor], opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "gather")
@@ -219,9 +215,10 @@ class Collectives:
         tensor = calls.single(tensors, "send")
         calls.check_rank(to, self.size, "send")
         calls.check_tag(tag, "send")
-        buffer = Staging().input(tensor)
+        staging = Staging()
+        buffer = staging.input(tensor)
         transfer = self.plane.send(buffer, to, tag, self.timeout_s)
-        return self.pending.keep(TransferWork(self.plane, transfer, tensors, buffer))
+        return self._transfer_work(transfer, tensors, buffer, staging, to)
 
     def receive(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
         calls.check_rank(source, self.size, "recv")
@@ -236,6 +233,18 @@ class Collectives:
         staging = Staging()
         buffer = staging.output(tensor)
         transfer = self.plane.receive(buffer, source, tag, self.timeout_s)
+        return self._transfer_work(transfer, tensors, buffer, staging, source)
+
+    def _transfer_work(
+        self,
+        transfer: Transfer | None,
+        tensors: Tensors,
+        buffer: torch.Tensor,
+        staging: Staging,
+        peer: int,
+    ) -> dist.Work:
+        if transfer is None:
+            return self._done(staging, tensors, max(peer, 0))
         work = TransferWork(self.plane, transfer, tensors, buffer, staging.finish)
         return self.pending.keep(work)
 
@@ -246,24 +255,22 @@ class Collectives:
     # --- common to all
 
     def _run(self, staging: Staging, opts: Any, tensors: Tensors) -> dist.Work:
-        timeout_s = seconds(None if opts is None else opts.timeout, self.timeout_s)
-        block = (
-            opts is not None
-            and not getattr(opts, "asyncOp", True)
-            and not self.pending.is_coalescing
-        )
+        timeout_s = seconds(opts.timeout, self.timeout_s)
+        block = not getattr(opts, "asyncOp", True) and not self.pending.is_coalescing
         self.count += 1
         tickets = [
             ticket
             for operation, arguments in staging.operations
             if (ticket := operation(*arguments, timeout_s, block)) is not None
         ]
-        finish = staging.finish
         if not tickets:
-            if finish is not None:
-                finish()
-            return DoneWork(tensors)
-        return self.pending.keep(PendingWork(tickets, tensors, staging, finish))
+            return self._done(staging, tensors)
+        return self.pending.keep(PendingWork(tickets, tensors, staging, staging.finish))
+
+    def _done(self, staging: Staging, tensors: Tensors, source: int = 0) -> dist.Work:
+        if staging.finish is not None:
+            staging.finish()
+        return DoneWork(tensors, source)
 
 
 def _reducible(

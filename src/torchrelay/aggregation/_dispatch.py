@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay._torch import fake_mode_active, lowest_mode, operator_results, span
-from torchrelay.aggregation import _calls as calls
 
 __all__ = ["through_dispatcher"]
 
@@ -52,5 +51,5 @@ def through_dispatcher(
     """
     kernel = _Kernel(f"sml:{run.__name__}", run, len(tensors), rest)
     with lowest_mode(kernel):
-        work = getattr(group, method)(*tensors, *calls.without_none(rest))
+        work = getattr(group, method)(*tensors, *rest)
     return work if kernel.work is None else kernel.work

@@ -7,48 +7,29 @@ operation takes as long as its bytes would on a link of the given bandwidth.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from torchrelay._native import Op
-from torchrelay.aggregation._plane import PlaneStats
+from torchrelay.aggregation._plane import PlaneStats, Tensors
 from torchrelay.config import Aggregation
 
 __all__ = ["DummyPlane"]
 
 
-class _Done:
-    """Ticket and transfer of a finished operation."""
-
-    done = True
-
-    def __init__(self, source: int = 0) -> None:
-        self.source = source
-
-    @property
-    def ticket(self) -> _Done:
-        return self
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def when_done(self, function: Callable[[], None]) -> None:
-        function()
-
-
-def _operation(effect: Callable[..., int]) -> Callable[..., _Done | None]:
+def _operation(effect: Callable[..., int]) -> Callable[..., None]:
     """Return a collective of :class:`Plane` from its effect, which returns its bytes."""
 
-    def run(self: DummyPlane, *arguments: Any) -> _Done | None:
-        *own, _, block = arguments  # without the timeout
-        return self._spend(effect(self, *own), block)
+    def run(self: DummyPlane, *arguments: Any) -> None:
+        *own, _, _ = arguments  # without the timeout and ``block``
+        self._spend(effect(self, *own))
 
     return run
 
 
-def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
+def _copy(output: Tensor, source: Tensor) -> None:
     if output.numel() == source.numel():
         output.view(-1).copy_(source.view(-1))
 
@@ -66,16 +47,15 @@ class DummyPlane:
         self._payload_bytes = 0
         self._waiting_s = 0.0
 
-    def _spend(self, size_bytes: int, block: bool = False) -> _Done | None:
+    def _spend(self, size_bytes: int) -> None:
         self._jobs += 1
         self._payload_bytes += size_bytes
         if self._settings.dummy_bandwidth > 0:
             pause_s = size_bytes * 8 / (self._settings.dummy_bandwidth * 1e6)
             self._waiting_s += pause_s
             time.sleep(pause_s)
-        return None if block else _Done()
 
-    def _combine(self, tensor: torch.Tensor, op: Op) -> None:
+    def _combine(self, tensor: Tensor, op: Op) -> None:
         if not self._settings.dummy_process_packets:
             return
         if op is Op.SUM:
@@ -86,46 +66,42 @@ class DummyPlane:
             tensor.zero_()
 
     @_operation
-    def all_reduce(self, tensor: torch.Tensor, op: Op) -> int:
+    def all_reduce(self, tensor: Tensor, op: Op) -> int:
         self._combine(tensor, op)
         return tensor.nbytes
 
     @_operation
-    def reduce(self, tensor: torch.Tensor, op: Op, root: int) -> int:
+    def reduce(self, tensor: Tensor, op: Op, root: int) -> int:
         if root == self._rank:
             self._combine(tensor, op)
         return tensor.nbytes
 
     @_operation
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> int:
+    def reduce_scatter(self, output: Tensor, inputs: Tensors, op: Op) -> int:
         _copy(output, inputs[self._rank])
         self._combine(output, op)
         return output.nbytes * self._size
 
     @_operation
-    def broadcast(self, tensor: torch.Tensor, root: int) -> int:
+    def broadcast(self, tensor: Tensor, root: int) -> int:
         return tensor.nbytes
 
     @_operation
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> int:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int = 0) -> int:
         for output in outputs:
             _copy(output, tensor)
         return tensor.nbytes * self._size
 
-    @_operation
-    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> int:
-        for output in outputs:
-            _copy(output, tensor)
-        return tensor.nbytes * self._size
+    all_gather = gather
 
     @_operation
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> int:
+    def scatter(self, output: Tensor, inputs: Tensors, root: int) -> int:
         if inputs:
             _copy(output, inputs[self._rank])
         return output.nbytes
 
     @_operation
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> int:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors) -> int:
         for output, source in zip(outputs, inputs, strict=True):
             _copy(output, source)
         return sum(tensor.nbytes for tensor in inputs)
@@ -134,15 +110,13 @@ class DummyPlane:
     def barrier(self) -> int:
         return 0
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> _Done:
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> None:
         self._spend(tensor.nbytes)
-        return _Done(self._rank)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> _Done:
-        self._spend(tensor.nbytes)
-        return _Done(max(source, 0))
+    receive = send
 
     def wait_transfer(self, transfer: object, timeout_s: float) -> bool:
+        """Return True: no message is ever unfinished."""
         return True
 
     def stats(self) -> PlaneStats:

@@ -23,10 +23,9 @@ from torchrelay._torch import (
 )
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._backend import SmlBackend
-from torchrelay.aggregation._calls import Tensors
 from torchrelay.aggregation._collectives import Collectives
 from torchrelay.aggregation._dispatch import through_dispatcher
-from torchrelay.aggregation._plane import Op, Plane, PlaneStats
+from torchrelay.aggregation._plane import Op, Plane, PlaneStats, Tensors
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import Process
 
@@ -39,22 +38,37 @@ _AllreduceOptions = dist.AllreduceOptions
 _SUM = Op.SUM
 
 # c10d declares each method with overloads; here one method takes all forms.
+_c10d: Any = dist.distributed_c10d
 _ProcessGroup: Any = dist.ProcessGroup
-_AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 
 LIVING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _forward(method: str, collective: str, num_tensors: int) -> Callable[..., dist.Work]:
-    """Return c10d's ``method``, whose arguments are those of a collective: ``num_tensors`` tensors
-    or lists of them, then ``opts``.
+def _method(
+    name: str, collective: str, options: Callable[[], Any], num_tensors: int
+) -> Callable[..., dist.Work]:
+    """Return c10d's method ``name``, which runs one of :class:`Collectives`.
+
+    Its arguments are ``num_tensors`` tensors or lists of them, then an options object, or a root, a
+    reduction or a timeout.
     """
 
-    def call(self: SmlGroup, *arguments: Any, opts: Any = None) -> dist.Work:
-        tensors, rest = arguments[:num_tensors], arguments[num_tensors:] or (opts,)
-        return self._call(method, getattr(self._on, collective), tensors, *rest)
+    def call(
+        self: SmlGroup,
+        *arguments: Any,
+        opts: Any = None,
+        root: int | None = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        tensors = arguments[:num_tensors]
+        if not name.endswith("_base"):  # those take two tensors
+            tensors = calls.as_lists(tensors)
+        given = (*arguments[num_tensors:], opts, root, op, timeout)
+        run = getattr(self._on, collective)
+        return self._call(name, run, tensors, calls.options_of(options, given))
 
-    call.__name__ = method
+    call.__name__ = name
     return call
 
 
@@ -95,10 +109,15 @@ class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._store
 
 
-class _DeviceGroup(_NamedGroup):
-    """The devices of a group, calls on each of them, and the group's end.
+class SmlGroup(_NamedGroup):
+    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
 
-    Arguments: see :class:`SmlGroup`.
+    Args:
+        plane: the group owns it and closes it.
+        store: the group's own.
+        timeout_s: for calls that give none.
+        devices: the device types of ``sml`` in this group.
+        others: a plain group of the same ranks that holds the backends of all other device types.
     """
 
     # Since torch 2.15.
@@ -198,25 +217,13 @@ class _DeviceGroup(_NamedGroup):
                     f"{method}: this group has no backend for a tensor on {tensor.device}, only "
                     f"for {', '.join(device.type for device in self._device_types)}"
                 )
-            work: dist.Work = getattr(self._others, method)(*tensors, *calls.without_none(rest))
+            work: dist.Work = getattr(self._others, method)(*tensors, *rest)
             return work
         if watched() or (tensor is not None and dispatches_itself(tensor)):
             return through_dispatcher(self._others, method, run, tensors, *rest)
         return run(*tensors, *rest)
 
-
-class SmlGroup(_DeviceGroup):
-    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
-
-    Args:
-        plane: the group owns it and closes it.
-        store: the group's own.
-        timeout_s: for calls that give none.
-        devices: the device types of ``sml`` in this group.
-        others: a plain group of the same ranks that holds the backends of all other device types.
-    """
-
-    # --- reductions
+    # --- collectives; _METHODS has more
 
     def sum_now(self, tensor: torch.Tensor) -> bool:
         """Sum a plain CPU tensor by the shortest path; return False for other tensors."""
@@ -226,12 +233,22 @@ class SmlGroup(_DeviceGroup):
             and self._on.reduce_now(tensor, _SUM, self._on.timeout_s)
         )
 
+    def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
+        """Return a function that copies every rank's plain CPU ``row`` into ``rows``, blocking."""
+        on, blocks = self._on, list(rows.view(self._size, -1))
+
+        def gather() -> None:
+            on.count += 1
+            on.plane.all_gather(blocks, row, on.timeout_s, True)
+
+        return gather
+
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> dist.Work:
         if type(opts) is not _AllreduceOptions:
-            tensors = calls.one_or_more(tensors)
-            opts = calls.with_reduction(_AllreduceOptions(), opts, op, timeout)
+            (tensors,) = calls.as_lists((tensors,))
+            opts = calls.options_of(_AllreduceOptions, (opts, op, timeout))
         if (
             len(tensors) == 1
             and self._has_cpu
@@ -243,75 +260,6 @@ class SmlGroup(_DeviceGroup):
                 return work
         return self._call("allreduce", self._on.all_reduce, (tensors,), opts)
 
-    def reduce(
-        self,
-        tensors: Any,
-        root: Any = None,
-        op: Any = None,
-        timeout: Any = None,
-        *,
-        opts: Any = None,
-    ) -> dist.Work:
-        opts = calls.with_root(dist.ReduceOptions(), root, opts, op, timeout)
-        return self._call("reduce", self._on.reduce, (calls.one_or_more(tensors),), opts)
-
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> dist.Work:
-        if isinstance(outputs, torch.Tensor):
-            outputs, inputs = [outputs], [inputs]
-        opts = calls.with_reduction(dist.ReduceScatterOptions(), opts, op, timeout)
-        return self._call("reduce_scatter", self._on.reduce_scatter, (outputs, inputs), opts)
-
-    allreduce_coalesced = _forward("allreduce_coalesced", "all_reduce", 1)
-    _reduce_scatter_base = _forward("_reduce_scatter_base", "reduce_scatter_tensor", 2)
-    reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_tensor_coalesced = _forward(
-        "reduce_scatter_tensor_coalesced", "reduce_scatter_tensors", 2
-    )
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-    # --- copies
-
-    def broadcast(
-        self, tensors: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
-    ) -> dist.Work:
-        opts = calls.with_root(dist.BroadcastOptions(), root, opts, None, timeout)
-        return self._call("broadcast", self._on.broadcast, (calls.one_or_more(tensors),), opts)
-
-    def allgather(
-        self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None
-    ) -> dist.Work:
-        if isinstance(inputs, torch.Tensor):
-            outputs, inputs = [outputs], [inputs]
-        opts = calls.with_timeout(_AllgatherOptions(), opts, timeout)
-        return self._call("allgather", self._on.all_gather, (outputs, inputs), opts)
-
-    _allgather_base = _forward("_allgather_base", "all_gather_tensor", 2)
-    all_gather_single = _allgather_base
-    allgather_into_tensor_coalesced = _forward(
-        "allgather_into_tensor_coalesced", "all_gather_tensors", 2
-    )
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    allgather_coalesced = _forward("allgather_coalesced", "all_gather_coalesced", 2)
-    alltoall = _forward("alltoall", "all_to_all", 2)
-
-    def gather(
-        self, outputs: Any, inputs: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
-    ) -> dist.Work:
-        if isinstance(inputs, torch.Tensor):
-            outputs, inputs = ([outputs] if outputs else []), [inputs]
-        opts = calls.with_root(dist.GatherOptions(), root, opts, None, timeout)
-        return self._call("gather", self._on.gather, (outputs, inputs), opts)
-
-    def scatter(
-        self, outputs: Any, inputs: Any, root: Any = None, timeout: Any = None, *, opts: Any = None
-    ) -> dist.Work:
-        if isinstance(outputs, torch.Tensor):
-            outputs, inputs = [outputs], ([inputs] if inputs else [])
-        opts = calls.with_root(dist.ScatterOptions(), root, opts, None, timeout)
-        return self._call("scatter", self._on.scatter, (outputs, inputs), opts)
-
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -322,7 +270,7 @@ class SmlGroup(_DeviceGroup):
         *,
         timeout: Any = None,
     ) -> dist.Work:
-        opts = calls.with_timeout(dist.AllToAllOptions(), opts, timeout)
+        opts = calls.options_of(_c10d.AllToAllOptions, (opts, timeout))
         run = self._on.all_to_all_single
         return self._call("alltoall_base", run, (output, tensor), output_splits, input_splits, opts)
 
@@ -347,7 +295,7 @@ class SmlGroup(_DeviceGroup):
         """Run a barrier through c10d's operator, which takes a tensor; a CPU tensor always
         exists.
         """
-        opts = dist.distributed_c10d.BarrierOptions()
+        opts = _c10d.BarrierOptions()
         opts.device = torch.device("cpu")
         opts.asyncOp = given is not None and getattr(given, "asyncOp", True)
         limit = timeout if given is None else given.timeout
@@ -369,3 +317,33 @@ class SmlGroup(_DeviceGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self._call("recv_anysource", self._on.receive_from_any, (tensors,), tag)
+
+
+# c10d's name, the collective, its options, the number of its arguments that are tensors.
+_METHODS = (
+    ("allreduce_coalesced", "all_reduce", _c10d.AllreduceCoalescedOptions, 1),
+    ("reduce", "reduce", _c10d.ReduceOptions, 1),
+    ("reduce_scatter", "reduce_scatter", _c10d.ReduceScatterOptions, 2),
+    ("_reduce_scatter_base", "reduce_scatter_tensors", _c10d.ReduceScatterOptions, 2),
+    ("reduce_scatter_tensor_coalesced", "reduce_scatter_tensors", _c10d.ReduceScatterOptions, 2),
+    ("broadcast", "broadcast", _c10d.BroadcastOptions, 1),
+    ("allgather", "all_gather", _c10d.AllgatherOptions, 2),
+    ("_allgather_base", "all_gather_tensors", _c10d.AllgatherOptions, 2),
+    ("allgather_into_tensor_coalesced", "all_gather_tensors", _c10d.AllgatherOptions, 2),
+    ("allgather_coalesced", "all_gather_coalesced", _c10d.AllgatherOptions, 2),
+    ("gather", "gather", _c10d.GatherOptions, 2),
+    ("scatter", "scatter", _c10d.ScatterOptions, 2),
+    ("alltoall", "all_to_all", _c10d.AllToAllOptions, 2),
+)
+# Since torch 2.13.
+_NEW_NAMES = {
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+}
+
+for _name, *_rest in _METHODS:
+    setattr(SmlGroup, _name, _method(_name, *_rest))
+for _name, _former in _NEW_NAMES.items():
+    setattr(SmlGroup, _name, getattr(SmlGroup, _former))

@@ -40,20 +40,10 @@ _CHECKED = {field.name: field for field in dataclasses.fields(_Checked)}
 
 # The settings of a key, where the names differ; a key of [backend.dummy] sets dummy_KEY.
 _RENAMED = {"timeout": "packet_timeout_s"}  # in ms
-_GENERAL = (
-    *_CHECKED,
-    "num_worker_threads",
-    "max_outstanding_packets",
-    "packet_numel",
-    "controller_ip",
-    "controller_port",
-    "timeout",
-    "timeout_threshold",
-    "timeout_threshold_increment",
-    "switch",  # ours
-    "exact",  # ours
-)
-_KEYS = {"general": _GENERAL, "backend.dummy": ("bandwidth", "process_packets")}
+_KEYS = {
+    "general": (*_CHECKED, *_RENAMED, *_FIELDS),
+    "backend.dummy": ("bandwidth", "process_packets"),
+}
 _SECTIONS = (*_KEYS, *(f"backend.{name}" for name in _REPLACED))
 
 
@@ -150,7 +140,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
     """Return the setting of one line of the file."""
     if section not in _KEYS:
-        return {}  # of a link this machine does not use; `backend` says so
+        return {}  # the data plane is not offered, about which `backend` warns
     if key not in _KEYS[section]:
         raise ConfigError(f"{origin}: no such key; [{section}] has {', '.join(_KEYS[section])}")
     if section == "backend.dummy":

@@ -32,7 +32,7 @@ class Placement:
     @property
     def host(self) -> int:
         """The index of this rank's host."""
-        return self.host_of(self.rank)
+        return next(host for host, ranks in enumerate(self.hosts) if self.rank in ranks)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -40,32 +40,5 @@ class Placement:
         return self.hosts[self.host]
 
     @property
-    def remote(self) -> list[int]:
-        """The ranks of other hosts."""
-        return [rank for rank in range(self.size) if rank not in self.local]
-
-    @property
     def leaders(self) -> tuple[int, ...]:
         return tuple(ranks[0] for ranks in self.hosts)
-
-    @property
-    def other_hosts(self) -> list[int]:
-        return [host for host in range(len(self.hosts)) if host != self.host]
-
-    def host_of(self, rank: int) -> int:
-        return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
-
-    def local_index(self, rank: int) -> int:
-        """Return the index of ``rank`` among the ranks of its host."""
-        return self.hosts[self.host_of(rank)].index(rank)
-
-    def leaders_for(self, root: int | None) -> tuple[int, ...]:
-        """Return the rank of each host that exchanges with other hosts: its leader, or ``root``."""
-        if root is None:
-            return self.leaders
-        return tuple(root if root in ranks else ranks[0] for ranks in self.hosts)
-
-    def counterpart(self, host: int, rank: int) -> int:
-        """Return the rank of ``host`` that exchanges with ``rank`` of another host."""
-        ranks = self.hosts[host]
-        return ranks[self.local_index(rank) % len(ranks)]

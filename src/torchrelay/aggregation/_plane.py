@@ -7,16 +7,17 @@ caller keeps every tensor alive, and leaves it alone, until the ticket is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
+from torch import Tensor
 
-from torchrelay._native import Op
+from torchrelay._native import Op, Ticket, Transfer
 
-__all__ = ["ANY_RANK", "LinkStats", "Op", "Plane", "PlaneStats", "Ticket", "Transfer"]
+__all__ = ["ANY_RANK", "LinkStats", "Op", "Plane", "PlaneStats", "Tensors", "Ticket", "Transfer"]
 
+Tensors = Sequence[Tensor]
 
 ANY_RANK = -1  # receive from whoever sends first
 
@@ -66,99 +67,56 @@ class PlaneStats:
         )
 
 
-class Ticket(Protocol):
-    """The completion of one operation."""
-
-    @property
-    def done(self) -> bool: ...
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the operation; return False after ``timeout_s``. Raises its error."""
-
-    def when_done(self, function: Callable[[], None]) -> None:
-        """Call ``function`` at the end, in any thread; at once if it is done."""
-
-
-class Transfer(Protocol):
-    """A send or receive in progress."""
-
-    @property
-    def ticket(self) -> Ticket: ...
-    @property
-    def source(self) -> int:
-        """The rank that sent the message, once it is done."""
-
-
 class Plane(Protocol):
     """The data plane of one rank in one group: collectives and messages.
 
-    With ``block`` a collective returns None when it is done, or raises; else it returns at once,
-    with a ticket. All raise MismatchError, OperationTimeoutError or PeerLostError; the last two
-    break the group. Tensors are dense, contiguous and on the CPU, of a dtype of ``_dtypes.NATIVE``
-    where they are reduced.
+    With ``block`` a collective returns None when it is done, or raises. Otherwise it returns at
+    once, with a ticket, or None if it is done; so do messages. All raise MismatchError,
+    OperationTimeoutError or PeerLostError; the last two break the group. Tensors are dense,
+    contiguous and on the CPU, of a dtype of ``_dtypes.NATIVE`` where they are reduced.
     """
 
     @property
     def name(self) -> str: ...
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
-    ) -> Ticket | None:
+    def all_reduce(self, tensor: Tensor, op: Op, timeout_s: float, block: bool) -> Ticket | None:
         """Replace ``tensor`` by the reduction, on every rank."""
 
     def reduce(
-        self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
+        self, tensor: Tensor, op: Op, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Replace ``tensor`` by the reduction on ``root`` only; other ranks' tensors do not
         change.
         """
 
     def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Op,
-        timeout_s: float,
-        block: bool,
+        self, output: Tensor, inputs: Tensors, op: Op, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write the reduction of all ranks' ``inputs[rank]`` to ``output``; all have its size."""
 
     def broadcast(
-        self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
+        self, tensor: Tensor, root: int, timeout_s: float, block: bool
     ) -> Ticket | None: ...
 
     def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float, block: bool
+        self, outputs: Tensors, tensor: Tensor, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write rank i's tensor to ``outputs[i]``. Sizes may differ between ranks."""
 
     def gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        root: int,
-        timeout_s: float,
-        block: bool,
+        self, outputs: Tensors, tensor: Tensor, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write rank i's tensor to ``outputs[i]`` on ``root``; other ranks' ``outputs`` are
         empty.
         """
 
     def scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        root: int,
-        timeout_s: float,
-        block: bool,
+        self, output: Tensor, inputs: Tensors, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write ``root``'s ``inputs[rank]`` to ``output``; other ranks' ``inputs`` are empty."""
 
     def all_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        timeout_s: float,
-        block: bool,
+        self, outputs: Tensors, inputs: Tensors, timeout_s: float, block: bool
     ) -> Ticket | None:
         """Write rank i's ``inputs[rank]`` to ``outputs[i]``. Sizes may differ between pairs of
         ranks.
@@ -166,14 +124,14 @@ class Plane(Protocol):
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None: ...
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer | None:
         """Send without blocking; messages of a pair of ranks and tag arrive in order."""
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
+    def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> Transfer | None:
         """Receive without blocking; from any rank if ``source`` is ANY_RANK."""
 
-    def wait_transfer(self, transfer: Any, timeout_s: float) -> bool:
-        """Wait as :meth:`Ticket.wait`, for a transfer of this data plane."""
+    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
+        """Wait for a message; return False after ``timeout_s``. Raises its error."""
 
     def stats(self) -> PlaneStats: ...
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from torchrelay._communicators import open_local
 from torchrelay._native import Op
 from torchrelay.aggregation._dtypes import NATIVE, code
-from torchrelay.aggregation._plane import PlaneStats
+from torchrelay.aggregation._plane import PlaneStats, Tensors
 from torchrelay.config import Aggregation
 from torchrelay.world import Meeting
 
@@ -26,16 +25,14 @@ class NativePlane:
     native: Communicator | HostCommunicator
     _payload_bytes = 0
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
-    ) -> Ticket | None:
+    def all_reduce(self, tensor: Tensor, op: Op, timeout_s: float, block: bool) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
         return self.native.all_reduce(
             tensor.data_ptr(), tensor.numel(), NATIVE[tensor.dtype], op, timeout_s, block
         )
 
     def reduce(
-        self, tensor: torch.Tensor, op: Op, root: int, timeout_s: float, block: bool
+        self, tensor: Tensor, op: Op, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
         return self.native.reduce(
@@ -43,12 +40,7 @@ class NativePlane:
         )
 
     def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Op,
-        timeout_s: float,
-        block: bool,
+        self, output: Tensor, inputs: Tensors, op: Op, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += output.nbytes * len(inputs)
         addresses = [tensor.data_ptr() for tensor in inputs]
@@ -56,16 +48,14 @@ class NativePlane:
             addresses, output.data_ptr(), output.numel(), NATIVE[output.dtype], op, timeout_s, block
         )
 
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, timeout_s: float, block: bool
-    ) -> Ticket | None:
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, block: bool) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
         return self.native.broadcast(
             tensor.data_ptr(), tensor.nbytes, code(tensor.dtype), root, timeout_s, block
         )
 
     def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float, block: bool
+        self, outputs: Tensors, tensor: Tensor, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
         return self.native.all_gather(
@@ -73,66 +63,40 @@ class NativePlane:
         )
 
     def gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        root: int,
-        timeout_s: float,
-        block: bool,
+        self, outputs: Tensors, tensor: Tensor, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += tensor.nbytes
+        blocks, dtype = _blocks(outputs), code(tensor.dtype)
         return self.native.gather(
-            tensor.data_ptr(),
-            tensor.nbytes,
-            _blocks(outputs),
-            code(tensor.dtype),
-            root,
-            timeout_s,
-            block,
+            tensor.data_ptr(), tensor.nbytes, blocks, dtype, root, timeout_s, block
         )
 
     def scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        root: int,
-        timeout_s: float,
-        block: bool,
+        self, output: Tensor, inputs: Tensors, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += output.nbytes
+        blocks, dtype = _blocks(inputs), code(output.dtype)
         return self.native.scatter(
-            _blocks(inputs),
-            output.data_ptr(),
-            output.nbytes,
-            code(output.dtype),
-            root,
-            timeout_s,
-            block,
+            blocks, output.data_ptr(), output.nbytes, dtype, root, timeout_s, block
         )
 
     def all_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        timeout_s: float,
-        block: bool,
+        self, outputs: Tensors, inputs: Tensors, timeout_s: float, block: bool
     ) -> Ticket | None:
         self._payload_bytes += sum(tensor.nbytes for tensor in inputs)
-        dtype = inputs[0].dtype
-        return self.native.all_to_all(
-            _blocks(inputs), _blocks(outputs), code(dtype), timeout_s, block
-        )
+        dtype = code(inputs[0].dtype)
+        return self.native.all_to_all(_blocks(inputs), _blocks(outputs), dtype, timeout_s, block)
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None:
         return self.native.barrier(timeout_s, block)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
         self._payload_bytes += tensor.nbytes
         return self.native.send(
             tensor.data_ptr(), tensor.nbytes, to, tag, code(tensor.dtype), timeout_s
         )
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
+    def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
         return self.native.receive(
             tensor.data_ptr(), tensor.nbytes, source, tag, code(tensor.dtype), timeout_s
         )
@@ -164,5 +128,5 @@ class ShmPlane(NativePlane):
         self.native.close()
 
 
-def _blocks(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+def _blocks(tensors: Tensors) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]

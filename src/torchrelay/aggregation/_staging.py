@@ -7,22 +7,11 @@ from typing import Any
 
 import torch
 
-from torchrelay._torch import dispatches_itself
+from torchrelay._torch import dispatches_itself, is_host_memory
 from torchrelay.aggregation._plane import Ticket
 from torchrelay.errors import UnsupportedError
 
-__all__ = ["Staging", "is_plain"]
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a data plane can use the tensor's memory directly."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+__all__ = ["Staging"]
 
 
 class Staging:
@@ -58,7 +47,7 @@ class Staging:
         is_output: bool,
     ) -> torch.Tensor:
         self._check(tensor)
-        buffer = tensor if is_plain(tensor) else make(tensor)
+        buffer = tensor if is_host_memory(tensor) else make(tensor)
         if is_output and buffer is not tensor:
             self._copies.append((tensor, buffer))
         return buffer

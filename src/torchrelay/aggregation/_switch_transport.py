@@ -39,7 +39,7 @@ _DONE_S = 1.0  # a leader that is gone may have done its part
 
 
 def terms(settings: Aggregation) -> dict[str, object]:
-    """The settings that must be equal on all ranks.
+    """Return the settings that must be equal on all ranks.
 
     The address may differ: a switch may have one for each host.
     """
@@ -52,15 +52,11 @@ def terms(settings: Aggregation) -> dict[str, object]:
         "packet_numel",
         "unencrypted_switch",
     )
-    return {
-        "switch": True,
-        "controller": bool(settings.controller_ip),
-        **{name: getattr(settings, name) for name in names},
-    }
+    return {"switch": True, **{name: getattr(settings, name) for name in names}}
 
 
 def is_used(settings: Aggregation) -> bool:
-    """Whether hosts sum through a switch."""
+    """Return whether hosts sum through a switch."""
     return bool(settings.switch or settings.controller_ip)
 
 
@@ -112,15 +108,13 @@ def join(
             client = _connect(placement, settings, session_id, answer_s)
         except TorchRelayError as error:
             trouble = str(error)
-        meeting.announce("switch", trouble)
     try:
         # A leader always answers, and knows more than who waits for it: that wait is longer.
-        answers = meeting.wait("switch", answer_s + _ANSWER_S + timeout_s, placement.leaders)
-        for leader, text in zip(placement.leaders, answers, strict=True):
+        troubles = meeting.gather("switch", trouble, answer_s + _ANSWER_S + timeout_s)
+        for other, text in zip(meeting.names, troubles, strict=True):
             if text:
-                me, other = meeting.names[meeting.rank], meeting.names[leader]
                 raise UnavailableError(
-                    f"rank {me}, sml: rank {other} could not join its switch: {text}"
+                    f"{meeting.name}, sml: rank {other} could not join its switch: {text}"
                 )
     except BaseException:
         if client is not None:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from torchrelay.aggregation._plane import Plane, Ticket, Transfer
+from torchrelay._native import Ticket, Transfer
+from torchrelay.aggregation._plane import Plane
 from torchrelay.errors import OperationTimeoutError
 
 __all__ = ["DoneWork", "PendingWork", "PendingWorks", "TransferWork", "seconds"]
@@ -56,37 +57,6 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
     return value_s if value_s > 0 else default_s
 
 
-class DoneWork(Work):
-    """A collective that ended before its call returned."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self._tensors = list(tensors)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
 class PendingWork(Work):
     """A collective in progress.
 
@@ -113,20 +83,18 @@ class PendingWork(Work):
 
     @property
     def in_progress(self) -> bool:
-        return not self.tickets[-1].done
+        return bool(self.tickets) and not self.tickets[-1].done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        timeout_s = seconds(timeout, FOREVER_S)
         for ticket in self.tickets:
-            self._wait_for(ticket, seconds(timeout, FOREVER_S))
+            if not self._is_done_within(ticket, timeout_s):
+                raise OperationTimeoutError(
+                    f"wait(): the operation is not done after {timeout_s:g} s; it goes on, and "
+                    "wait() can be called again"
+                )
         self._finish_once()
         return True
-
-    def _wait_for(self, ticket: Ticket, timeout_s: float) -> None:
-        if not self._is_done_within(ticket, timeout_s):
-            raise OperationTimeoutError(
-                f"wait(): the operation is not done after {timeout_s:g} s; it goes on, and wait() "
-                "can be called again"
-            )
 
     def _is_done_within(self, ticket: Ticket, timeout_s: float) -> bool:
         return ticket.wait(timeout_s)
@@ -173,6 +141,20 @@ class PendingWork(Work):
         else:
             source.set_result(None)
         return future
+
+
+class DoneWork(PendingWork):
+    """An operation that ended before its call returned."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), source: int = 0) -> None:
+        super().__init__((), tensors)
+        self._source = source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
 
 
 class TransferWork(PendingWork):
@@ -228,8 +210,6 @@ class PendingWorks:
         """Return one Work for all operations since :meth:`start_coalescing`."""
         works, self._coalescing = self._coalescing or [], None
         tickets = [ticket for work in works for ticket in work.tickets]
-        if not tickets:
-            return DoneWork()
 
         def finish() -> None:
             for work in works:

@@ -6,9 +6,9 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,13 +16,12 @@ import numpy as np
 from torchrelay import _native, _telemetry, config
 from torchrelay._helper import HelperProcess
 from torchrelay.checkpoint._catalog import Keep
-from torchrelay.checkpoint._group import Group, group_of
-from torchrelay.checkpoint._inventory import Inventory, gather_inventory, plan_chunks, tensors_of
-from torchrelay.checkpoint._saving import Description, SaveOptions, Saving
+from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks
+from torchrelay.checkpoint._saving import Description, Saving
 from torchrelay.checkpoint._staging import Staging, starts_of
 from torchrelay.checkpoint._storage import Path, text_of
-from torchrelay.checkpoint._tensors import TensorLayout
-from torchrelay.checkpoint._types import StatePath
+from torchrelay.checkpoint._write import PlannedChunk, SaveOptions
 from torchrelay.checkpoint._writer_process import Job, Plan
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, from_json
 
@@ -74,17 +73,6 @@ class SaveHandle:
             _logger.info("%s is committed", self.path)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What a plan was made from; a save of an equal one uses the plan again."""
-
-    ranks: tuple[int, ...]
-    rank: int
-    tensors: dict[str, TensorLayout]
-    owners: Mapping[str, str]
-    paths: Mapping[str, StatePath]
-
-
 class _Writer:
     """The writer process of this trainer, which runs one save at a time, and the staging memory
     that both map.
@@ -99,7 +87,7 @@ class _Writer:
         self.last: SaveHandle | None = None
         self._current: SaveHandle | None = None  # whose result has not arrived
         self._lock = threading.Lock()
-        self._planned: tuple[_Layout, Plan] | None = None
+        self._plan: Plan | None = None
         self._sent: Plan | None = None  # that the process has
 
     def finish_last(self) -> None:
@@ -120,23 +108,12 @@ class _Writer:
             self.helper = HelperProcess(command, new_session=True)
         return self.helper
 
-    def plan(self, mine: Inventory, everyone: Sequence[Description], ranks: Group) -> Plan:
-        """Return what this rank writes; for a state of the same layout, the same object."""
-        description = mine.description
-        layout = _Layout(
-            ranks.ranks,
-            ranks.rank,
-            {key: state.layout for key, state in mine.tensors.items()},
-            description.owners,
-            description.paths,
-        )
-        if self._planned is not None and len(everyone) == 1 and self._planned[0] == layout:
-            return self._planned[1]
-        chunks = plan_chunks(mine, everyone, ranks)
-        sizes = np.array([chunk.size_bytes for chunk in chunks], np.uint64)
-        plan = Plan(chunks, starts_of(sizes), sizes, everyone if ranks.is_coordinator else ())
-        self._planned = (layout, plan) if len(everyone) == 1 else None
-        return plan
+    def plan(self, chunks: Sequence[PlannedChunk], everyone: Sequence[Description]) -> Plan:
+        """Return where ``chunks`` are staged; for the same list, the same object."""
+        if self._plan is None or self._plan.chunks is not chunks:
+            sizes = np.array([chunk.size_bytes for chunk in chunks], np.uint64)
+            self._plan = Plan(chunks, starts_of(sizes), sizes, everyone)
+        return self._plan
 
     def submit(self, handle: SaveHandle, job: Job, plan: Plan, fds: Sequence[int]) -> None:
         """Send a job, duplicates of the descriptors ``fds``, and what the process lacks."""
@@ -250,10 +227,12 @@ def async_save(
         def stage() -> None:
             saving.check_shared(transaction.seen_id(), save_id)
             _writer.start()
-            plan = _writer.plan(mine, everyone, ranks)
+            chunks = plan_chunks(mine, everyone, ranks)
+            plan = _writer.plan(chunks, everyone if ranks.is_coordinator else ())
             running.size_bytes = int(plan.sizes.sum())
             _check_size(running.size_bytes, max_staging_bytes, ranks.global_rank)
-            _writer.staging.copy(tensors_of(mine, plan.chunks), plan.starts, plan.sizes)
+            blocks = [mine.blocks[chunk.block] for chunk in chunks]
+            _writer.staging.copy(blocks, plan.starts, plan.sizes)
             plans.append(plan)
 
         try:

@@ -69,6 +69,10 @@ class StoredTensor:
     start: int
     end: int
 
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.start
+
 
 def lay_out(names: Sequence[str], chunks: Sequence[PlannedChunk]) -> Layout:
     """Return the layout of a file with these chunks, whose names in it must differ."""

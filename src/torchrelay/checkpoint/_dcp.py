@@ -45,12 +45,7 @@ from torchrelay.checkpoint._read import (
     check_verify,
     warn_without_checksums,
 )
-from torchrelay.checkpoint._saving import (
-    Description,
-    SaveOptions,
-    Saving,
-    check_count,
-)
+from torchrelay.checkpoint._saving import Description, Saving, StateLayout
 from torchrelay.checkpoint._storage import Path, split, text_of
 from torchrelay.checkpoint._tensors import (
     check_memory,
@@ -61,7 +56,12 @@ from torchrelay.checkpoint._tensors import (
 )
 from torchrelay.checkpoint._types import Box, Manifest, TensorDescription
 from torchrelay.checkpoint._values import decode, encode
-from torchrelay.checkpoint._write import MAX_STAGING_BYTES, PlannedChunk
+from torchrelay.checkpoint._write import (
+    MAX_STAGING_BYTES,
+    PlannedChunk,
+    SaveOptions,
+    check_count,
+)
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["Reader", "Writer"]
@@ -219,7 +219,8 @@ class Writer(_AtPath, StorageWriter):
         try:
             for part in parts:
                 saving.check_shared(part.seen_id, self._save_id)
-            saving.commit([Description(tensors, {}, dict(metadata.planner_data or {}))], parts)
+            layout = StateLayout(tensors, dict(metadata.planner_data or {}))
+            saving.commit([Description(layout, {})], parts)
         finally:
             self._discard()
         saving.retain()

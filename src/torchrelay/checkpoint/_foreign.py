@@ -190,7 +190,7 @@ def _join(key: str, pieces: Sequence[_Piece], folder: Folder) -> TensorEntry:
             f"{folder.location}: tensor {key!r}: {fault}; the files of all ranks must be there"
         )
     chunks = tuple(
-        Chunk(box, piece.file, key, piece.stored.start)
+        Chunk(box, piece.file, key, piece.stored.start, piece.stored.size_bytes)
         for box, piece in zip(boxes, pieces, strict=True)
     )
     return TensorEntry(_BY_CODE[first.stored.code], shape, chunks)

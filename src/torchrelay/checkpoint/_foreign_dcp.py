@@ -1,10 +1,9 @@
 """Checkpoints that ``torch.distributed.checkpoint`` wrote with its own writer, described by a
 manifest.
 
-Its ``.metadata`` is a pickle, and each chunk a file of ``torch.save`` inside a larger file: a zip
-archive whose tensor data are stored as they are. Both are read without running what a pickle asks
-to run: only the classes that such files need are known, and in a chunk they only record where the
-data lie.
+Its ``.metadata`` is a pickle, and each chunk a file of ``torch.save`` inside a larger file. Both
+are read without running what a pickle asks to run: of the first, only the classes that such files
+need are known; of the others, torch reads no more than where the data lie.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import struct
-import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from torchrelay.checkpoint._boxes import row_major_strides
+from torchrelay import _torch
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Dtype, Manifest, TensorEntry
 from torchrelay.checkpoint._values import encode
@@ -31,7 +27,6 @@ __all__ = ["METADATA", "manifest_of_dcp"]
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 T = TypeVar("T")
-_ZIP_HEADER = struct.Struct("<26xHH")  # of a member: lengths of its name and of its extra field
 
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": {
@@ -62,37 +57,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a ``torch.save`` file: the name of its storage, its offset, shape and strides."""
-
-    storage: str
-    first: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Unpickler that returns a :class:`_Stored` for a tensor and creates nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # The second is for dtypes without a storage class of their own, such as float8_e4m3fn.
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return lambda storage, first, sizes, strides, *_: _Stored(
-                storage, first, tuple(sizes), tuple(strides)
-            )
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return name
-        if module == "torch" and name in DTYPES:
-            return name
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid[2]
-
-
 class _Slice(io.RawIOBase):
     """A range of a file, as a file object."""
 
@@ -114,12 +78,11 @@ class _Slice(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._position)
-        data = bytearray(left if size < 0 else min(size, left))
-        self._folder.read(self._name, self._start + self._position, memoryview(data))
-        self._position += len(data)
-        return bytes(data)
+    def readinto(self, into: Any) -> int:
+        view = memoryview(into)[: max(0, self._size - self._position)]
+        self._folder.read(self._name, self._start + self._position, view)
+        self._position += len(view)
+        return len(view)
 
 
 def manifest_of_dcp(folder: LocalFolder) -> Manifest:
@@ -180,34 +143,23 @@ def _chunk(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> 
         raise UnsupportedError(
             f"{folder.location}: tensor {key!r} is compressed; load it with DCP's own reader"
         )
-    part = _Slice(folder, info.relative_path, info.offset, info.length)
-    with zipfile.ZipFile(part) as archive:
-        pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        stored = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
-        member = archive.getinfo(f"{pickled.removesuffix('data.pkl')}data/{stored.storage}")
-    if member.compress_type != zipfile.ZIP_STORED:
-        raise UnsupportedError(
-            f"{folder.location}: tensor {key!r} is compressed; load it with DCP's own reader"
-        )
-    part.seek(member.header_offset)
-    name_bytes, extra_bytes = _ZIP_HEADER.unpack(part.read(_ZIP_HEADER.size))
-    storage = member.header_offset + _ZIP_HEADER.size + name_bytes + extra_bytes
-    last = stored.first + sum(
-        (size - 1) * stride for size, stride in zip(box.sizes, stored.strides, strict=True)
+    stored, storage = _torch.saved_tensor(
+        _Slice(folder, info.relative_path, info.offset, info.length)
     )
-    if stored.sizes != box.sizes or min(stored.first, *stored.strides, 0) < 0:
+    if (tuple(stored.shape), stored.dtype) != (box.sizes, getattr(torch, dtype.name)):
         raise CorruptionError(
-            f"{folder.location}/{info.relative_path}: tensor {key!r} is stored with shape "
-            f"{list(stored.sizes)}, strides {list(stored.strides)} and offset {stored.first}, and "
-            f"its metadata have shape {list(box.sizes)}"
+            f"{folder.location}/{info.relative_path}: tensor {key!r} is stored as {stored.dtype} "
+            f"of shape {list(stored.shape)}, and its metadata have {dtype.name} of shape "
+            f"{list(box.sizes)}"
         )
-    if (last + 1) * dtype.itemsize > member.file_size or storage + member.file_size > info.length:
+    if storage + stored.untyped_storage().nbytes() > info.length:
         raise CorruptionError(
             f"{folder.location}/{info.relative_path}: tensor {key!r} is cut short"
         )
-    start = info.offset + storage + stored.first * dtype.itemsize
-    strides = None if stored.strides == row_major_strides(box.sizes) else stored.strides
-    return Chunk(box, info.relative_path, key, start, strides=strides)
+    start = info.offset + storage + stored.storage_offset() * dtype.itemsize
+    strides = None if stored.is_contiguous() else stored.stride()
+    size_bytes = box.numel * dtype.itemsize
+    return Chunk(box, info.relative_path, key, start, size_bytes, strides=strides)
 
 
 def _value(folder: LocalFolder, key: str, info: Any) -> Any:

@@ -3,71 +3,112 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, chain, islice
+from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay.checkpoint._group import Group
 from torchrelay.checkpoint._plan import Held, deal, no_collection
-from torchrelay.checkpoint._saving import Description
-from torchrelay.checkpoint._state import Index, Leaf, Subclass, flatten
-from torchrelay.checkpoint._tensors import TensorState, check_memory, memory_of, tensor_state
+from torchrelay.checkpoint._saving import Description, StateLayout
+from torchrelay.checkpoint._state import ORDINARY, Index, Leaf, Subclass, flatten
+from torchrelay.checkpoint._tensors import TensorLayout, check_memory, memory_of, tensor_state
 from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
 from torchrelay.checkpoint._write import PlannedChunk
 from torchrelay.errors import ArgumentError, MismatchError
 
-__all__ = ["Inventory", "encoded", "gather_inventory", "plan_chunks", "tensors_of"]
+__all__ = ["Inventory", "encoded", "gather_inventory", "plan_chunks"]
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """A rank's tensors by key, and the description of its state."""
+class Inventory(NamedTuple):
+    """A rank's part of a state: the layouts of its tensors, the blocks of all tensors one after
+    another, and the description of the state.
+    """
 
-    tensors: Mapping[str, TensorState]
+    layouts: Mapping[str, TensorLayout]
+    blocks: Sequence[torch.Tensor]
     description: Description
+
+
+class _Known(NamedTuple):
+    """The state that was saved last; one of the same layout has the same layout object."""
+
+    signature: Any
+    layouts: Mapping[str, TensorLayout]
+    blank: Mapping[str, str]  # owners of tensors of which nothing is here
+    layout: StateLayout
+
+
+_known = _Known(None, {}, {}, StateLayout({}, {}))
 
 
 @no_collection()
 def take_inventory(state: Any) -> Inventory:
-    """Return the leaves of a state.
+    """Return the tensors and values of a state.
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold.
         DeferredError: a tensor without values.
         UnsupportedError: a tensor that it cannot hold.
     """
-    tensors: dict[str, TensorState] = {}
-    objects: dict[str, Any] = {}
-    paths: dict[str, StatePath] = {}
-    for key, leaf in flatten(state, expand=True).items():
-        path, value = leaf
-        paths[key] = _stored_path(key, path)
-        if isinstance(value, torch.Tensor):
-            tensors[key] = found = tensor_state(key, value)
-            for tensor in found.tensors:
-                check_memory(key, tensor)
-        else:
-            objects[key] = encoded(key, leaf)
-    described = {key: found.layout.described for key, found in tensors.items()}
-    blank = [key for key, found in tensors.items() if found.layout.is_blank]
-    owners = {**ties(tensors), **dict.fromkeys(blank, "")}
-    return Inventory(tensors, Description(described, objects, paths, owners))
+    global _known  # noqa: PLW0603 - replaced as a whole; a save in another thread takes either
+    known = _known
+    leaves = flatten(state, expand=True)
+    tensors = {
+        key: leaf.value for key, leaf in leaves.items() if isinstance(leaf.value, torch.Tensor)
+    }
+    objects = {key: encoded(key, leaf) for key, leaf in leaves.items() if key not in tensors}
+    paths = _stored_paths(leaves)
+    signature, blocks, addresses = _blocks_of(tensors)
+    layouts, blank, layout = known[1:]
+    if signature != known.signature:
+        layouts = {key: tensor_state(key, tensor).layout for key, tensor in tensors.items()}
+        blank = {key: "" for key, found in layouts.items() if found.is_blank}
+    owners = {**_ties(layouts, blocks, addresses), **blank}
+    if layouts is not known.layouts or (paths, owners) != (layout.paths, layout.owners):
+        described = {key: found.described for key, found in layouts.items()}
+        layout = StateLayout(described, paths, owners)
+        _known = _Known(signature, layouts, blank, layout)
+    return Inventory(layouts, blocks, Description(layout, objects))
+
+
+def _blocks_of(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[Any, Sequence[torch.Tensor], Sequence[int]]:
+    """Return a value that is equal for tensors of the same layouts, and the tensors' blocks with
+    their addresses, 0 for empty ones.
+    """
+    values = [*tensors.values()]
+    is_ordinary = {*map(type, values)} <= {*ORDINARY} and not any(v.is_nested for v in values)
+    if is_ordinary and {v.layout for v in values} <= {torch.strided}:
+        addresses = [*map(torch.Tensor.data_ptr, values)]
+        if not all(addresses):
+            for key, value in tensors.items():
+                check_memory(key, value)
+        return ([*tensors], [v.dtype for v in values], [v.shape for v in values]), values, addresses
+    layouts: dict[str, TensorLayout] = {}
+    blocks: list[torch.Tensor] = []
+    for key, value in tensors.items():
+        layouts[key], found = tensor_state(key, value)
+        for block in found:
+            check_memory(key, block)
+        blocks += found
+    return layouts, blocks, [block.data_ptr() if block.numel() else 0 for block in blocks]
+
+
+def _stored_paths(leaves: Mapping[str, Leaf]) -> dict[str, StatePath]:
+    paths = {key: leaf.path for key, leaf in leaves.items()}
+    if {*map(type, chain.from_iterable(paths.values()))} <= {str}:
+        return paths
+    return {key: tuple(_path_item(key, item) for item in path) for key, path in paths.items()}
 
 
 def encoded(key: str, leaf: Leaf) -> Any:
     """Return the value of a leaf as JSON."""
     return encode(key, leaf.value.value if isinstance(leaf.value, Subclass) else leaf.value)
-
-
-def _stored_path(key: str, path: tuple[Any, ...]) -> StatePath:
-    for item in path:
-        if type(item) is not str:
-            return tuple(_path_item(key, item) for item in path)
-    return path
 
 
 def _path_item(key: str, item: Any) -> str | int | tuple[int]:
@@ -82,20 +123,24 @@ def _path_item(key: str, item: Any) -> str | int | tuple[int]:
     return item
 
 
-def ties(tensors: Mapping[str, TensorState]) -> dict[str, str]:
+def _ties(
+    layouts: Mapping[str, TensorLayout], blocks: Sequence[torch.Tensor], addresses: Sequence[int]
+) -> dict[str, str]:
     """Return, for each tensor that is the same in memory as earlier ones, the key of the first."""
-    by_address: dict[int, list[str]] = defaultdict(list)
-    for key, (_, blocks) in tensors.items():
-        if blocks and blocks[0].numel():
-            by_address[blocks[0].data_ptr()].append(key)
+    live = [*filter(None, addresses)]
+    if len({*live}) == len(live):
+        return {}
+    shared = Counter(live)
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
-    for key in (key for keys in by_address.values() if len(keys) > 1 for key in keys):
-        layout, blocks = tensors[key]
-        memory = tuple(map(memory_of, blocks))
-        owner = first.setdefault((layout, memory), key) if all(memory) else key
-        if owner != key:
-            tied[key] = owner
+    left = iter(zip(blocks, addresses, strict=True))
+    for key, layout in layouts.items():
+        mine = [*islice(left, len(layout.blocks))]
+        if mine and shared[mine[0][1]] > 1:
+            memory = tuple(memory_of(block) for block, _ in mine)
+            owner = first.setdefault((layout, memory), key) if all(memory) else key
+            if owner != key:
+                tied[key] = owner
     return tied
 
 
@@ -127,7 +172,8 @@ def gather_inventory(
     everyone = ranks.all_gather(mine.description)
     seen: dict[str, tuple[int, Any]] = {}
     for rank, description in zip(ranks.ranks, everyone, strict=True):
-        comparable = {key: what.comparable for key, what in description.tensors.items()}
+        tensors = description.layout.tensors
+        comparable = {key: what.comparable for key, what in tensors.items()}
         for key, what in [*comparable.items(), *description.objects.items()]:
             other, known = seen.setdefault(key, (rank, what))
             if known != what:
@@ -146,60 +192,66 @@ def _shown(what: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
+# The chunks that this rank wrote last, and what they were planned for.
+_planned: tuple[StateLayout, Group, list[PlannedChunk]] | None = None
+
+
 @no_collection()
 def plan_chunks(
     mine: Inventory, everyone: Sequence[Description], ranks: Group
 ) -> list[PlannedChunk]:
-    """Return the chunks that this rank writes. Pure."""
+    """Return the chunks that this rank writes; for a state of the same layout as the last one, the
+    same list.
+    """
+    global _planned  # noqa: PLW0603 - as _known
+    layout, planned = mine.description.layout, _planned
+    if len(everyone) == 1 and planned and planned[0] is layout and planned[1].same_as(ranks):
+        return planned[2]
+    sizes = (len(found.blocks) for found in mine.layouts.values())
+    firsts = dict(zip(mine.layouts, accumulate(sizes, initial=0), strict=False))
+    layouts = [description.layout for description in everyone]
     held = []
-    for keys in _tied_everywhere(mine, everyone):
-        dtype, described, blocks = mine.tensors[keys[0]].layout
-        for index, (box, positions, size_bytes) in enumerate(blocks):
+    for keys in _tied_everywhere(layout, layouts):
+        dtype, described, blocks = mine.layouts[keys[0]]
+        for index, (box, positions, size_bytes) in enumerate(blocks, firsts[keys[0]]):
             if size_bytes:
                 chunk = PlannedChunk(keys, dtype, described.shape, box, size_bytes, index)
-                holders = _holders(keys[0], positions, everyone, ranks)
+                holders = _holders(keys[0], positions, layouts, ranks)
                 held.append(Held((keys[0], box.offsets), size_bytes, holders, chunk))
-    return deal(held, ranks.global_rank)
+    chunks = deal(held, ranks.global_rank)
+    _planned = (layout, ranks, chunks) if len(everyone) == 1 else None
+    return chunks
 
 
-def tensors_of(mine: Inventory, chunks: Sequence[PlannedChunk]) -> list[torch.Tensor]:
-    """Return the tensor of each chunk."""
-    return [mine.tensors[chunk.keys[0]].tensors[chunk.block] for chunk in chunks]
-
-
-def _tied_everywhere(mine: Inventory, everyone: Sequence[Description]) -> list[tuple[str, ...]]:
+def _tied_everywhere(mine: StateLayout, everyone: Sequence[StateLayout]) -> list[tuple[str, ...]]:
     """Return this rank's keys in groups; those of a group are one tensor on every rank.
 
     Their order is the same on all ranks.
     """
+    together: dict[Any, list[str]] = defaultdict(list)
     if len(everyone) == 1:
-        owners = everyone[0].owners
-        together: dict[Any, list[str]] = defaultdict(list)
         for key in mine.tensors:
-            together[owners.get(key) or key].append(key)
-        return [*map(tuple, together.values())]
-    together = defaultdict(list)
-    for key in {key: None for described in everyone for key in described.tensors}:
-        if key in mine.tensors:
-            owned = tuple(described.owner(key) for described in everyone)
-            together[owned, None if any(owned) else key].append(key)
+            together[mine.owners.get(key) or key].append(key)
+    else:
+        for key in {key: None for layout in everyone for key in layout.tensors}:
+            if key in mine.tensors:
+                owned = tuple(layout.owner(key) for layout in everyone)
+                together[owned, None if any(owned) else key].append(key)
     return [*map(tuple, together.values())]
 
 
 def _holders(
-    key: str, positions: tuple[int, ...] | None, everyone: Sequence[Description], ranks: Group
+    key: str, positions: tuple[int, ...] | None, everyone: Sequence[StateLayout], ranks: Group
 ) -> tuple[int, ...]:
     """Return the ranks of the group that have the same block, ascending."""
     if positions == () or ranks.size == 1:
         return (ranks.global_rank,)
-    if len(everyone) == 1:
-        having = dict.fromkeys(ranks.ranks, everyone[0].tensors[key])
-    else:
-        having = {
-            rank: described.tensors[key]
-            for rank, described in zip(ranks.ranks, everyone, strict=True)
-            if key in described.tensors
-        }
+    layouts = everyone if len(everyone) > 1 else [everyone[0]] * ranks.size
+    having = {
+        rank: layout.tensors[key]
+        for rank, layout in zip(ranks.ranks, layouts, strict=True)
+        if key in layout.tensors
+    }
     if positions is None:
         return tuple(sorted(having))
     # Meshes of other ranks hold the same blocks in the same places.

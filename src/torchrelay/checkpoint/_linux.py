@@ -1,4 +1,4 @@
-"""System calls that Python lacks."""
+"""What Python lacks: some system calls, and memory by its address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 
-__all__ = ["exchange", "populate", "start_writeback"]
+__all__ = ["exchange", "memory_at", "populate", "start_writeback"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
@@ -46,3 +46,8 @@ def populate(mapped: mmap.mmap) -> None:
         OSError: one cannot be read, or the kernel (before 5.14) does not know how.
     """
     mapped.madvise(_MADV_POPULATE_READ)
+
+
+def memory_at(address: int, size_bytes: int) -> memoryview:
+    """Return a writable view of memory of this process, which the caller keeps alive."""
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")

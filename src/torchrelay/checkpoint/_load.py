@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,8 @@ from torchrelay.checkpoint._read import (
     warn_without_checksums,
     within,
 )
-from torchrelay.checkpoint._saving import check_count
 from torchrelay.checkpoint._state import (
+    ORDINARY,
     SUBCLASS,
     Leaf,
     Subclass,
@@ -42,13 +42,13 @@ from torchrelay.checkpoint._state import (
 from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import (
     check_target,
-    dtype_of,
     is_waiting,
     memory_of,
     tensor_state,
 )
 from torchrelay.checkpoint._types import Box
 from torchrelay.checkpoint._values import decode
+from torchrelay.checkpoint._write import check_count
 from torchrelay.deferred import is_deferred, materialize_module
 from torchrelay.deferred._shards import Shard as DeferredShard
 from torchrelay.deferred._shards import local_slices
@@ -229,17 +229,21 @@ def _part(owner: Any, name: str) -> _Part:
     return _Part(owner, name, owner.state_dict())
 
 
-class _Wanted(NamedTuple):
-    """A block of a tensor to read: the ``place``-th shard of a leaf. ``target`` is None if the
-    tensor is deferred.
+class _Deferred(NamedTuple):
+    """The ``place``-th block of a tensor that is materialised before it is read: ``inner``, in
+    coordinates of the whole tensor, of ``box``.
     """
 
     part: _Part
     name: str
     place: int
     box: Box
-    segments: list[Segment]
-    target: torch.Tensor | None
+    inner: Box
+
+    def tensor(self) -> torch.Tensor:
+        leaf = self.part.leaves[self.name]
+        block = tensor_state(self.name, leaf.value).tensors[self.place]
+        return _inside(block, self.box, self.inner)
 
 
 class _Loading:
@@ -284,10 +288,11 @@ class _Loading:
             self._location = reader.folder.location
             self._parts = _parts(self._root)
             self._objects: list[tuple[_Part, Leaf, Any]] = []
-            self._wanted: list[_Wanted] = []
+            self._segments: list[Segment] = []
+            self._targets: list[torch.Tensor | _Deferred] = []
             self._match()
             if self._options.verify != "none":
-                reader.check_files(segment.chunk.file for segment in self._segments())
+                reader.check_files(segment.chunk.file for segment in self._segments)
 
         ChunkReader.open(
             path,
@@ -300,12 +305,9 @@ class _Loading:
     def close(self) -> None:
         self._files.close()
 
-    def _segments(self) -> Iterator[Segment]:
-        return (segment for wanted in self._wanted for segment in wanted.segments)
-
     @property
     def size_bytes(self) -> int:
-        return sum(s.inner.numel * s.entry.dtype.itemsize for s in self._segments())
+        return sum(segment.size_bytes for segment in self._segments)
 
     def result(self) -> LoadResult:
         return LoadResult([*self._missing], self._unexpected)
@@ -396,10 +398,7 @@ class _Loading:
                 f"{self._location}: {key!r} is {there} in the checkpoint and {here} here"
             )
         if is_tensor and key in self._manifest.tensors:
-            entry = self._manifest.tensors[key]
-            for place, (box, target) in enumerate(self._blocks(part, name, key, leaf.value)):
-                segments = segments_of(key, entry, box)
-                self._wanted.append(_Wanted(part, name, place, box, segments, target))
+            self._match_tensor(part, name, key, leaf.value)
             return True
         if key not in self._manifest.objects:
             return False
@@ -415,37 +414,32 @@ class _Loading:
             )
         return True
 
-    def _blocks(
-        self, part: _Part, name: str, key: str, tensor: torch.Tensor
-    ) -> Iterator[tuple[Box, torch.Tensor | None]]:
-        """Return the blocks of a tensor to read, and what to read each into if it is not
-        deferred.
-        """
-        entry, dtype = self._manifest.tensors[key], dtype_of(key, tensor)
-        if entry.shape != tuple(tensor.shape) or entry.dtype != dtype:
+    def _match_tensor(self, part: _Part, name: str, key: str, tensor: torch.Tensor) -> None:
+        """Record the segments of a tensor, and what to read each into."""
+        entry = self._manifest.tensors[key]
+        (dtype, described, blocks), tensors = tensor_state(key, tensor)
+        if entry.shape != described.shape or entry.dtype is not dtype:
             raise MismatchError(
                 f"{self._location}: tensor {key!r} is {entry.dtype.name} of shape "
                 f"{list(entry.shape)} in the checkpoint, and {dtype.name} of shape "
                 f"{list(tensor.shape)} here"
             )
-        will_be_made = isinstance(part.owner, torch.nn.Module) and is_waiting(tensor)
-        slices = (
-            local_slices(self._options.shard, name, tensor)
-            if will_be_made and is_deferred(tensor)
-            else None
-        )
-        if slices is not None:
-            full = (*slices, *(slice(None),) * (tensor.ndim - len(slices)))
-            ranges = [
-                range(*item.indices(size)) for item, size in zip(full, tensor.shape, strict=True)
+        boxes = [block.box for block in blocks]
+        is_deferred_here = is_waiting(tensor) and isinstance(part.owner, torch.nn.Module)
+        if is_deferred_here and is_deferred(tensor):
+            slices = local_slices(self._options.shard, name, tensor)
+            boxes = boxes if slices is None else [_box_of(slices, tensor.shape)]
+        for place, box in enumerate(boxes):
+            if not is_deferred_here:
+                check_target(key, tensors[place])
+            segments = segments_of(key, entry, box)
+            self._segments += segments
+            self._targets += [
+                _Deferred(part, name, place, box, segment.inner)
+                if is_deferred_here
+                else _inside(tensors[place], box, segment.inner)
+                for segment in segments
             ]
-            yield Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges)), None
-            return
-        layout, blocks = tensor_state(key, tensor)
-        for block, target in zip(layout.blocks, blocks, strict=True):
-            if not will_be_made:
-                check_target(key, target)
-            yield block.box, None if will_be_made else target.detach()
 
     def verify(self) -> None:
         """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
@@ -453,7 +447,7 @@ class _Loading:
         if ranks.is_coordinator:
             warn_without_checksums(self._manifest, self._location)
         wanted = ranks.together(
-            lambda: (self._reader.folder.identity, self._reader.blocks_of(self._segments()))
+            lambda: (self._reader.folder.identity, self._reader.blocks_of(self._segments))
         )
         identity, blocks = wanted[ranks.rank]
         if identity:
@@ -469,16 +463,10 @@ class _Loading:
         for part in self._parts:
             if isinstance(part.owner, torch.nn.Module) and is_deferred(part.owner):
                 self._materialize(part)
-        self._reader.fill(
-            [
-                (segment, target if inner == wanted.box else target[within(inner, wanted.box)])
-                for wanted in self._wanted
-                for target in [_plain_target(wanted)]
-                for segment in wanted.segments
-                for inner in [segment.inner]
-            ],
-            advance,
+        targets = (
+            target.tensor() if isinstance(target, _Deferred) else target for target in self._targets
         )
+        self._reader.fill(zip(self._segments, targets, strict=True), advance)
         for part, leaf, value in self._objects:
             put(part.state, leaf.path, value)
         for part in self._parts:
@@ -497,13 +485,19 @@ class _Loading:
         part.renew()
 
 
-def _plain_target(wanted: _Wanted) -> torch.Tensor:
-    """Return the tensor to read a block into, without its class."""
-    target = wanted.target
-    if target is None:
-        tensor = wanted.part.leaves[wanted.name].value
-        target = tensor_state(wanted.name, tensor).tensors[wanted.place].detach()
-    return target if type(target) is torch.Tensor else target.as_subclass(torch.Tensor)
+def _box_of(slices: tuple[slice, ...], shape: torch.Size) -> Box:
+    full = (*slices, *(slice(None),) * (len(shape) - len(slices)))
+    ranges = [range(*item.indices(size)) for item, size in zip(full, shape, strict=True)]
+    return Box(tuple(r.start for r in ranges), tuple(map(len, ranges)))
+
+
+def _inside(tensor: torch.Tensor, box: Box, inner: Box) -> torch.Tensor:
+    """Return the part ``inner`` of a tensor that holds ``box``, without a class
+    of its own.
+    """
+    if type(tensor) not in ORDINARY:
+        tensor = tensor.detach().as_subclass(torch.Tensor)
+    return tensor if inner == box else tensor[within(inner, box)]
 
 
 def _identities(leaf: Leaf) -> set[Any]:

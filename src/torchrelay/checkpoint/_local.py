@@ -1,8 +1,8 @@
 """Checkpoints in local folders and on mounted file systems: locks, atomic renames, cleanup.
 
-A save to ``ckpt/step-1`` writes into ``ckpt/.step-1.torchrelay-saving``, which holds a locked file
-while the saver lives, and becomes ``step-1`` by one rename. Whatever kills the saver, its lock is
-gone with it, and the next save into ``ckpt`` removes what is left.
+A save to ``ckpt/step-1`` writes into ``ckpt/.step-1.torchrelay-saving``, which becomes ``step-1``
+by one rename. Meanwhile the saver has locked ``ckpt/.step-1.torchrelay-lock``. Whatever kills the
+saver, its lock is gone with it, and the next save into ``ckpt`` removes what is left.
 
 Files are removed one by one: those that a manifest of ours lists, and those whose names only we
 use, in folders whose names only we use. Whatever else is there is somebody else's and stays.
@@ -17,7 +17,6 @@ import mmap
 import os
 import re
 import secrets
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,15 +34,13 @@ from torchrelay.errors import CorruptionError, PeerLostError, StorageError, Unsu
 
 __all__ = ["LocalFolder", "LocalTransaction", "heads", "linked", "remove", "sweep"]
 
-LOCK = ".torchrelay-lock"
-_SAVING, _NEW, _TRASH = "torchrelay-saving", "torchrelay-new", "torchrelay-trash"
-_TEMPORARY = re.compile(rf"\.(.+)\.({_SAVING}|[0-9a-f]{{8}}\.(?:{_NEW}|{_TRASH}))", re.DOTALL)
-# What a saver needs beside the checkpoint's own files.
-_WORKING = re.compile(rf"{re.escape(LOCK)}(\.[0-9a-f]{{8}})?|{NOTE_NAME.pattern}(\.new)?")
+_LOCK, _SAVING, _TRASH = "torchrelay-lock", "torchrelay-saving", "torchrelay-trash"
+_UNFINISHED = re.compile(rf"\.(.+)\.(?:{_LOCK}|{_SAVING})", re.DOTALL)
+_REMOVED = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}\.{_TRASH}", re.DOTALL)
+_NOTE = re.compile(rf"{NOTE_NAME.pattern}(\.new)?")
 T = TypeVar("T")
 
 _NOTE_END = b"\n"
-_ATTEMPTS = 100  # a save that starts while others are cleaned up tries again
 
 
 @contextmanager
@@ -66,10 +63,12 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 class LocalFolder:
-    """A folder that is read with ``preadv``. Files are opened once, never through symbolic links.
+    """A folder on a mounted file system. Files are opened once, never through symbolic links.
 
     It stays the same folder from the first use on, even if its name is given to another.
     """
+
+    request_bytes = 1 << 20  # a copy from memory that is in the cache costs less than a request
 
     def __init__(self, path: str, *, follow_links: bool = False) -> None:
         self.location = path
@@ -137,10 +136,12 @@ class LocalFolder:
     def size_bytes(self, name: str) -> int:
         return os.fstat(self._fd(name)).st_size
 
-    def read(self, name: str, offset: int, *into: memoryview) -> None:
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        fd, end = self._fd(name), offset + len(into)
         with storage_errors(f"reading {self.location}/{name} at byte {offset}"):
-            end = _transfer(os.preadv, self._fd(name), into, offset)
-        self._check_end(name, end, offset + sum(map(len, into)))
+            while into and (count := os.preadv(fd, [into], offset)):
+                offset, into = offset + count, into[count:]
+        self._check_end(name, offset, end)
 
     def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
         with storage_errors(f"reading {self.location}/{name} at byte {starts[0]}"):
@@ -182,23 +183,6 @@ class LocalFolder:
                 self._folder_fd = -1
 
 
-def _transfer(
-    call: Callable[[int, list[memoryview], int], int],
-    fd: int,
-    data: Sequence[memoryview],
-    offset: int,
-) -> int:
-    """Call ``preadv`` or ``pwritev`` until all is done, or the file ends; return where it did."""
-    left = [piece for piece in data if len(piece)]
-    while left and (count := call(fd, left, offset)):
-        offset += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
-    return offset
-
-
 class _LocalSink:
     """Writes at any offset, from several threads; errors name the file."""
 
@@ -209,12 +193,13 @@ class _LocalSink:
         ):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def write(self, offset: int, *data: memoryview) -> None:
-        size_bytes = sum(map(len, data))
+    def write(self, offset: int, data: memoryview) -> None:
+        done = 0
         with storage_errors(f"writing {self._path} at byte {offset}"):
-            _transfer(os.pwritev, self._fd, data, offset)
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
         if self._fsync:
-            _linux.start_writeback(self._fd, offset, size_bytes)
+            _linux.start_writeback(self._fd, offset, done)
 
     def close(self) -> None:
         try:
@@ -246,14 +231,35 @@ class _LocalNote:
             self._file.write(content + _NOTE_END)
 
 
-def _lockable(fd: int) -> bool:
-    """Return whether no process has locked the file."""
+def _lock(path: Path) -> int | None:
+    """Lock a file, creating it; return its descriptor, or None if another process has locked it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    while True:
+        fd = os.open(path, flags, 0o666)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        os.close(fd)  # its last owner has removed it meanwhile
+
+
+def _unlock(path: Path, fd: int) -> None:
+    """Remove a file that this process has locked."""
+    _unlink(path)
+    os.close(fd)
+
+
+def _is_locked(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return True
     fcntl.flock(fd, fcntl.LOCK_UN)
-    return True
+    return False
 
 
 class LocalTransaction:
@@ -265,7 +271,7 @@ class LocalTransaction:
     def __init__(self, path: str, *, fsync: bool = True) -> None:
         self._final = Path(os.path.abspath(path))
         self.location = str(self._final)
-        self._saving = self._final.parent / f".{self._final.name}.{_SAVING}"
+        self._lock, self._saving = _unfinished(self._final.parent, self._final.name)
         self._fsync = fsync
         self._lock_fd = -1
 
@@ -286,7 +292,7 @@ class LocalTransaction:
     def read_note(self, name: str) -> bytes | None:
         try:
             with open(self._saving / name, "rb") as file:
-                if not _lockable(file.fileno()):
+                if _is_locked(file.fileno()):
                     return None
                 content = file.read()
         except FileNotFoundError:
@@ -297,12 +303,10 @@ class LocalTransaction:
             )
         return content
 
-    def under_way(self, note: str) -> bool:
-        if not (self._saving / note).exists():
-            return False
+    def under_way(self, save_id: str) -> bool:
         try:
-            with open(self._saving / LOCK, "rb+") as lock:
-                return not _lockable(lock.fileno())
+            with open(self._lock, "rb") as file:
+                return file.read() == save_id.encode() and _is_locked(file.fileno())
         except FileNotFoundError:
             return False
 
@@ -314,15 +318,22 @@ class LocalTransaction:
         with storage_errors(f"beginning to save {self._final}"):
             self._check_target()
             self._final.parent.mkdir(parents=True, exist_ok=True)
-            sweep(str(self._final.parent), spare=self._saving.name)
-            for _ in range(_ATTEMPTS):
-                if self._claim():
-                    save_id = secrets.token_hex(8)
-                    os.write(self._lock_fd, save_id.encode())
-                    return save_id
-        raise StorageError(
-            errno.EBUSY, f"{self._saving}: other processes remove it again and again"
-        )
+            sweep(str(self._final.parent))
+            fd = _lock(self._lock)
+            if fd is None:
+                raise StorageError(
+                    errno.EBUSY,
+                    f"{self._final}: another save to this path is in progress; wait for it to end",
+                )
+            self._lock_fd = fd
+            try:
+                save_id = secrets.token_hex(8)
+                os.pwrite(fd, save_id.encode(), 0)
+                self._saving.mkdir()
+            except BaseException:
+                self.discard()
+                raise
+            return save_id
 
     def _check_target(self) -> bool:
         """Return whether there is a checkpoint of ours, which may be replaced.
@@ -346,7 +357,7 @@ class LocalTransaction:
                 f"{self._final}: the folder holds files that are not a TorchRelay checkpoint, or "
                 f"not a whole one ({error}); it is left alone: save elsewhere",
             ) from None
-        foreign = [name for name in names if not _is_ours(name, files)]
+        foreign = {*names} - files - {MANIFEST}
         if foreign:
             raise StorageError(
                 errno.EEXIST,
@@ -355,41 +366,13 @@ class LocalTransaction:
             )
         return True
 
-    def _claim(self) -> bool:
-        """Return whether the folder for saving is now ours; False: try again."""
-        new = self._saving.with_name(f".{self._final.name}.{secrets.token_hex(4)}.{_NEW}")
-        new.mkdir()
-        try:
-            lock_fd = os.open(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # another process took it for something left behind
-            return False
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.rename(new, self._saving)
-        except (FileNotFoundError, BlockingIOError):
-            os.close(lock_fd)
-            return False
-        except OSError as error:
-            os.close(lock_fd)
-            shutil.rmtree(new, ignore_errors=True)
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            if not _remove_if_abandoned(self._saving):
-                raise StorageError(
-                    errno.EBUSY,
-                    f"{self._final}: another save to this path is in progress; wait for it to end",
-                ) from None
-            return False
-        self._lock_fd = lock_fd
-        return True
-
     def seen_id(self) -> str:
         try:
-            return (self._saving / LOCK).read_bytes().decode(errors="replace")
+            return self._lock.read_bytes().decode(errors="replace")
         except OSError as error:
             raise StorageError(
                 error.errno or errno.EIO,
-                f"{self._saving}: {error.strerror}; {not_shared(self.location)}",
+                f"{self._lock}: {error.strerror}; {not_shared(self.location)}",
             ) from None
 
     def create(self, name: str) -> _LocalSink:
@@ -402,12 +385,12 @@ class LocalTransaction:
             sink.write(0, memoryview(manifest))
             sink.close()
             with storage_errors(f"committing {self._final}"):
+                for name in filter(_NOTE.fullmatch, os.listdir(self._saving)):
+                    _unlink(self._saving / name)
                 self._sync_folder(self._saving)
                 self._publish()
-        except BaseException:
-            self.discard()
-            raise
-        self.release()
+        finally:
+            self.discard()  # or what was replaced
 
     def _check_files(self, files: Mapping[str, int]) -> None:
         for name, size_bytes in files.items():
@@ -421,47 +404,21 @@ class LocalTransaction:
                 )
 
     def _publish(self) -> None:
-        if self._check_target():
-            self._replace()
-            return
-        os.rename(self._saving, self._final)
-        self._sync_folder(self._final.parent)
-        # only now: without its lock, the folder for saving would look abandoned
-        self._unlock_final()
-
-    def _replace(self) -> None:
-        """Replace the old checkpoint by the new one atomically.
-
-        Both have our lock, so that the folder for saving stays ours until the old one is removed.
-        """
-        self._lock_final()
-        try:
-            _linux.exchange(str(self._saving), str(self._final))
-        except OSError as error:
-            self._unlock_final()
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-                raise
-            raise StorageError(
-                errno.EEXIST,
-                f"{self._final}: there is a checkpoint already, and this file system cannot "
-                "replace a folder in one step; save under another name",
-            ) from error
-        self._sync_folder(self._final.parent)
-        self._unlock_final()
-        _throw_away(self._saving)
-
-    def _lock_final(self) -> None:
-        while True:
-            link = self._final / f"{LOCK}.{secrets.token_hex(4)}"
-            os.link(self._saving / LOCK, link)
+        """Give the folder its name; if a checkpoint has it, exchange the two atomically."""
+        if not self._check_target():
+            os.rename(self._saving, self._final)
+        else:
             try:
-                os.rename(link, self._final / LOCK)
-                return
-            except FileNotFoundError:  # another process has tidied up
-                continue
-
-    def _unlock_final(self) -> None:
-        _tidy(self._final)
+                _linux.exchange(str(self._saving), str(self._final))
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                    raise
+                raise StorageError(
+                    errno.EEXIST,
+                    f"{self._final}: there is a checkpoint already, and this file system cannot "
+                    "replace a folder in one step; save under another name",
+                ) from error
+        self._sync_folder(self._final.parent)
 
     def _sync_folder(self, path: Path) -> None:
         if self._fsync:
@@ -472,10 +429,24 @@ class LocalTransaction:
                 os.close(fd)
 
     def discard(self) -> None:
-        if self._lock_fd >= 0:
-            with contextlib.suppress(OSError):  # what cannot be removed now, the next save removes
-                _throw_away(self._saving)
-            self.release()
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            _remove_unfinished(self._lock, self._saving, fd)
+
+
+def _unfinished(parent: Path, name: str) -> tuple[Path, Path]:
+    """Return the lock and the folder of a save to ``name`` in ``parent``."""
+    return parent / f".{name}.{_LOCK}", parent / f".{name}.{_SAVING}"
+
+
+def _remove_unfinished(lock: Path, saving: Path, fd: int) -> None:
+    """Remove the folder of a save whose lock this process has, and the lock."""
+    try:
+        _clear(saving)
+    except OSError:  # the next save tries again
+        os.close(fd)
+    else:
+        _unlock(lock, fd)
 
 
 def heads(parent: str) -> dict[str, Head]:
@@ -532,11 +503,6 @@ def _read(path: Path, read: Callable[[LocalFolder], T]) -> T:
                     raise
 
 
-def _is_ours(name: str, files: frozenset[str]) -> bool:
-    """Return whether a file in a checkpoint of ours, whose data files are ``files``, is its own."""
-    return name == MANIFEST or name in files or _WORKING.fullmatch(name) is not None
-
-
 def remove(path: str) -> None:
     """Remove a checkpoint; others see it whole or not at all. Files of others in it stay.
 
@@ -550,28 +516,19 @@ def remove(path: str) -> None:
         _throw_away(folder)
 
 
-def sweep(parent: str, spare: str = "") -> None:
-    """Remove what killed savers have left in ``parent``, except the name ``spare``."""
+def sweep(parent: str) -> None:
+    """Remove what killed savers have left in ``parent``."""
     with os.scandir(parent) as entries:
-        folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    for path in folders:
-        if _TEMPORARY.fullmatch(path.name):
-            if path.name != spare:
-                with contextlib.suppress(OSError):  # another user's: that user's next save can
-                    _remove_if_abandoned(path)
-        elif _head(path) is not None:
-            # Its saver may have been killed right before or after the commit.
-            _tidy(path)
-
-
-def _tidy(path: Path) -> None:
-    """Remove what its saver needed from a committed checkpoint. Others may do so at the same
-    time.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(path):
-            if _WORKING.fullmatch(name):
-                _unlink(path / name)
+        names = [entry.name for entry in entries if not entry.is_symlink()]
+    for name in {match[1] for match in map(_UNFINISHED.fullmatch, names) if match}:
+        lock, saving = _unfinished(Path(parent), name)
+        with contextlib.suppress(OSError):  # another user's: that user's next save can
+            fd = _lock(lock)
+            if fd is not None:
+                _remove_unfinished(lock, saving, fd)
+    for name in filter(_REMOVED.fullmatch, names):
+        with contextlib.suppress(OSError):
+            _throw_away(Path(parent, name))
 
 
 def _unlink(path: Path) -> None:
@@ -580,55 +537,39 @@ def _unlink(path: Path) -> None:
         os.unlink(path)
 
 
-def _remove_if_abandoned(path: Path) -> bool:
-    """Remove a temporary folder; return False if its owner lives.
-
-    A folder for saving always holds its owner's lock: only the holder of the lock may rename it.
-    """
-    try:
-        fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except (FileNotFoundError, NotADirectoryError):
-        if not path.name.endswith(_SAVING):
-            _throw_away(path)
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), os.stat(path / LOCK)):
-                _throw_away(path)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-
-
 def _throw_away(path: Path) -> None:
-    """Rename a folder of ours, so that no process sees half of it, and remove our files in it.
+    """Rename a checkpoint, so that no process sees half of it, and remove our files in it.
 
     If files of others are left, the folder gets its name back.
     """
-    trash = path
-    if not path.name.endswith(_TRASH):
-        trash = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.{_TRASH}")
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            os.rename(path, trash)
-    with contextlib.suppress(FileNotFoundError):
-        if not _empty(trash):
-            original = _TEMPORARY.fullmatch(trash.name)
-            with contextlib.suppress(OSError):  # the name is in use again
-                os.rename(trash, trash.with_name(original[1] if original else trash.name))
-            return
-        os.rmdir(trash)
+    found, trash = _REMOVED.fullmatch(path.name), path
+    if found is None:
+        trash = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{_TRASH}")
+        os.rename(path, trash)
+    try:
+        _clear(trash)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        with contextlib.suppress(OSError):  # the name is in use again
+            os.rename(trash, trash.with_name(found[1] if found else path.name))
 
 
-def _empty(folder: Path) -> bool:
-    """Remove our files in a folder whose name is ours; return whether it is empty now."""
+def _clear(folder: Path) -> None:
+    """Remove a folder whose name is ours, and our files in it.
+
+    Raises:
+        OSError: one cannot be removed, or there are files of others.
+    """
+    if not folder.is_dir() or folder.is_symlink():
+        return
     try:
         files, _ = _claims(folder)
     except (CorruptionError, UnsupportedError, StorageError):
         files = frozenset(filter(DATA_NAME.fullmatch, os.listdir(folder)))
-    ours = [name for name in os.listdir(folder) if _is_ours(name, files)]
+    names = os.listdir(folder)
+    ours = [name for name in names if name in files or name == MANIFEST or _NOTE.fullmatch(name)]
     for name in sorted(ours, key=MANIFEST.__eq__):  # it lists our files, so it goes last
         _unlink(folder / name)
-    return not os.listdir(folder)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(folder)

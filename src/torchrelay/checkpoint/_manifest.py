@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import binascii
 import json
+import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -59,6 +58,7 @@ _MAX_INT = (1 << 63) - 1
 _MAX_DIMS = 64
 _MAX_BLOCK_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_TENSOR_FIELDS = itemgetter("dtype", "shape", "chunks")
 _CHUNK_FIELDS = itemgetter("offsets", "sizes", "file", "name", "bytes", "crc32c")
 _TAIL = ',\n"crc32c":"{:08x}"}}\n'
 _TAIL_BYTES = len(_TAIL.format(0))
@@ -104,7 +104,7 @@ def to_bytes(
         f'"files":{_json({name: _file_json(file) for name, file in files.items()})}',
         f'"tensors":{{{",".join(f"{quoted(key)}:{text}" for key, text in tensors.items())}}}',
         f'"objects":{_json(dict(objects))}',
-        f'"paths":{_json({key: list(path) for key, path in paths.items()})}',
+        f'"paths":{_json({key: list(path) for key, path in paths.items() if path != (key,)})}',
     ]
     body = ",\n".join(parts).encode()
     return body + _TAIL.format(_native.crc32c(body)).encode()
@@ -306,27 +306,23 @@ class _Reader:
             name: self.file(name, record)
             for name, record in self.field(document, "files", dict).items()
         }
-        tensors = {
-            key: self.tensor(key, record, files, block_bytes)
-            for key, record in self.field(document, "tensors", dict).items()
-        }
+        tensors = self.tensors(self.field(document, "tensors", dict), files, block_bytes)
         objects = self.field(document, "objects", dict)
         both = tensors.keys() & objects.keys()
         if both:
             self.fail(f"{min(both)!r} is both a tensor and an object")
-        self._check_ranges(tensors)
-        return Manifest(
+        found = Manifest(
             id=self.field(document, "id", str),
             saved_at_ns=self.integer(document, "saved_at_ns"),
             world_size=self.integer(document, "world_size"),
             files=files,
             tensors=tensors,
             objects=objects,
-            paths={
-                key: self.path(key, p) for key, p in self.field(document, "paths", dict).items()
-            },
+            paths=self.paths(self.field(document, "paths", dict)),
             block_bytes=block_bytes,
         )
+        self._check_overlaps(found)
+        return found
 
     def file(self, name: str, record: Any) -> DataFile:
         if not _FILE_NAME.fullmatch(name):
@@ -343,96 +339,87 @@ class _Reader:
             )
         return file
 
-    def tensor(
-        self, key: str, record: Any, files: dict[str, DataFile], block_bytes: int
-    ) -> TensorEntry:
-        what = f"tensor {key!r}"
+    def tensors(
+        self, records: Any, files: Mapping[str, DataFile], block_bytes: int
+    ) -> dict[str, TensorEntry]:
+        """Parse tensors in few steps, as there may be a million; ``_check_tensor`` finds faults."""
+        numbers: list[int] = []
+        found = {}
+        for key, record in records.items():
+            fault: str | None = "is damaged"
+            try:
+                found[key] = entry = _entry(record, numbers)
+                if all(_is_sound(chunk, files, block_bytes) for chunk in entry.chunks):
+                    fault = tiling_fault(entry.shape, [chunk.box for chunk in entry.chunks])
+            except (AttributeError, LookupError, TypeError, ValueError):
+                pass
+            if fault:
+                self._check_tensor(f"tensor {key!r}", record, files, block_bytes)
+                self.fail(f"tensor {key!r} of shape {record['shape']}: {fault}")
+        if {*map(type, numbers)} - {int} or not (
+            0 <= min(numbers, default=0) <= max(numbers, default=0) <= _MAX_INT
+        ):
+            for key, record in records.items():
+                self._check_tensor(f"tensor {key!r}", record, files, block_bytes)
+        return found
+
+    def _check_tensor(
+        self, what: str, record: Any, files: Mapping[str, DataFile], block_bytes: int
+    ) -> None:
+        """Check a tensor, but not whether its chunks cover it."""
         dtype = self.field(record, "dtype", str, what)
         if dtype not in DTYPES:
             self.fail(f"{what} has the unknown dtype {dtype!r}")
-        shape = self.integers(record, "shape", what)
-        itemsize = DTYPES[dtype].itemsize
-        chunks = tuple(
-            self.chunk(what, chunk, itemsize, files, block_bytes)
-            for chunk in self.field(record, "chunks", list, what)
-        )
-        fault = tiling_fault(shape, [chunk.box for chunk in chunks])
-        if fault:
-            self.fail(f"{what} of shape {list(shape)}: {fault}")
-        return TensorEntry(DTYPES[dtype], shape, chunks)
+        self.integers(record, "shape", what)
+        for chunk in self.field(record, "chunks", list, what):
+            part = f"a chunk of {what}"
+            offsets, sizes, limits = (
+                self.integers(chunk, name, part) for name in ("offsets", "sizes", "bytes")
+            )
+            if len(limits) != 2:
+                self.fail(f"'bytes' of {part} is not a pair")
+            self.field(chunk, "name", str, part)
+            file = self.field(chunk, "file", str, part)
+            if file not in files:
+                self.fail(f"{part} lies in {file!r}, which the manifest does not list")
+            checksums = self._decoded(chunk, part)
+            part = f"{what}, the chunk at {[*offsets]},"
+            start, end = limits
+            needed = math.prod(sizes) * DTYPES[dtype].itemsize
+            if end - start != needed:
+                self.fail(f"{part} needs {needed} bytes, and its range has {end - start}")
+            if not files[file].header_bytes <= start <= files[file].size_bytes - needed:
+                self.fail(f"{part} lies at bytes {[start, end]} of {file}, out of range")
+            if len(checksums) not in (0, 4 * -(-needed // block_bytes)):
+                self.fail(f"{part} has {len(checksums)} bytes of checksums for {needed} bytes")
 
-    def chunk(
-        self, what: str, record: Any, itemsize: int, files: dict[str, DataFile], block_bytes: int
-    ) -> Chunk:
-        """Parse a chunk in few steps, as there may be a million; ``_fail_chunk`` finds the
-        fault.
-        """
+    def _decoded(self, chunk: Any, what: str) -> bytes:
+        text = self.field(chunk, "crc32c", str, what)
         try:
-            offsets, sizes, name, stored, (start, end), text = _CHUNK_FIELDS(record)
             checksums = binascii.a2b_base64(text)
-            file = files[name]
-            numbers = (*offsets, *sizes, start, end)
-            is_sound = (
-                {*map(type, numbers)} == {int}
-                and {type(offsets), type(sizes)} == {list}
-                and len(numbers) <= 2 * _MAX_DIMS + 2
-                and 0 <= min(numbers) <= max(numbers) <= _MAX_INT
-                and type(stored) is str
-                and binascii.b2a_base64(checksums, newline=False) == text.encode()
-            )
-        except (LookupError, TypeError, ValueError):
-            is_sound = False
-        if not is_sound:
-            self._fail_chunk(what, record, files)
-        box = Box(tuple(offsets), tuple(sizes))
-        size_bytes = box.numel * itemsize
-        if end - start != size_bytes:
-            self.fail(
-                f"{what}, the chunk at {offsets}, needs {size_bytes} bytes, and its range has "
-                f"{end - start}"
-            )
-        if not file.header_bytes <= start <= file.size_bytes - size_bytes:
-            self.fail(
-                f"{what}, the chunk at {offsets}, lies at bytes {[start, end]} of {name}, out of "
-                "range"
-            )
-        if len(checksums) not in (0, 4 * -(-size_bytes // block_bytes)):
-            self.fail(
-                f"{what}, the chunk at {offsets}, has {len(checksums)} bytes of checksums for "
-                f"{size_bytes} bytes"
-            )
-        return Chunk(box, name, stored, start, checksums)
+        except ValueError:
+            checksums = b""
+        if len(text) != _base64_size(checksums):
+            self.fail(f"'crc32c' of {what} is not base64")
+        return checksums
 
-    def _fail_chunk(self, what: str, record: Any, files: dict[str, DataFile]) -> NoReturn:
-        """Raise for a chunk with invalid fields; the message names the first."""
-        what = f"a chunk of {what}"
-        for name in ("offsets", "sizes"):
-            self.integers(record, name, what)
-        if len(self.integers(record, "bytes", what)) != 2:
-            self.fail(f"'bytes' of {what} is not a pair")
-        self.field(record, "name", str, what)
-        file = self.field(record, "file", str, what)
-        if file not in files:
-            self.fail(f"{what} lies in {file!r}, which the manifest does not list")
-        self.fail(f"'crc32c' of {what} is not base64")
-
-    def _check_ranges(self, tensors: Mapping[str, TensorEntry]) -> None:
+    def _check_overlaps(self, manifest: Manifest) -> None:
         """Check that byte ranges overlap only where tied tensors have the same one."""
-        ranges: dict[str, list[tuple[int, int, str, str]]] = defaultdict(list)
-        for key, entry in tensors.items():
-            for chunk in entry.chunks:
-                size_bytes = entry.chunk_bytes(chunk)
-                if size_bytes:
-                    ranges[chunk.file].append(
-                        (chunk.start, chunk.start + size_bytes, chunk.name, key)
-                    )
-        for file, found in ranges.items():
-            found.sort()
-            for one, other in pairwise(found):
-                if other[0] < one[1] and one[:3] != other[:3]:
-                    self.fail(f"{one[3]!r} and {other[3]!r} overlap in {file} at byte {other[0]}")
+        for name, file in manifest.by_file.items():
+            index = file.overlap()
+            if index is not None:
+                one, other = file.keys[index - 1 : index + 1]
+                self.fail(f"{one!r} and {other!r} overlap in {name} at byte {file.starts[index]}")
 
-    def path(self, key: str, value: Any) -> StatePath:
+    def paths(self, records: Any) -> dict[str, StatePath]:
+        return {
+            key: tuple(path)
+            if type(path) is list and {*map(type, path)} <= {str}
+            else self._path(key, path)
+            for key, path in records.items()
+        }
+
+    def _path(self, key: str, value: Any) -> StatePath:
         if not isinstance(value, list):
             self.fail(f"the path of {key!r} is not a list")
         return tuple(self._path_item(key, item) for item in value)
@@ -443,3 +430,37 @@ class _Reader:
         if type(item) is not str and (type(item) is not int or item < 0):
             self.fail(f"the path of {key!r} has an item that is neither a key nor an index")
         return item
+
+
+def _entry(record: Any, numbers: list[int]) -> TensorEntry:
+    """Return a tensor, unchecked; add its sizes and offsets to ``numbers``."""
+    name, shape, parts = _TENSOR_FIELDS(record)
+    dtype = DTYPES[name]
+    numbers += shape
+    chunks = []
+    for offsets, sizes, file, stored, (start, end), text in map(_CHUNK_FIELDS, parts):
+        numbers += (*offsets, *sizes, start, end)
+        checksums = binascii.a2b_base64(text)
+        box = Box(tuple(offsets), tuple(sizes))
+        size_bytes = math.prod(sizes) * dtype.itemsize
+        if (
+            size_bytes != end - start
+            or len(text) != _base64_size(checksums)
+            or type(stored) is not str
+            or max(len(offsets), len(sizes)) > _MAX_DIMS
+        ):
+            raise ValueError("out of range")
+        chunks.append(Chunk(box, file, stored, start, size_bytes, checksums))
+    return TensorEntry(dtype, tuple(shape), tuple(chunks))
+
+
+def _is_sound(chunk: Chunk, files: Mapping[str, DataFile], block_bytes: int) -> bool:
+    """Return whether a chunk lies inside its file, and has all its checksums or none."""
+    file, size_bytes = files[chunk.file], chunk.size_bytes
+    return file.header_bytes <= chunk.start <= file.size_bytes - size_bytes and (
+        not chunk.checksums or len(chunk.checksums) == 4 * -(-size_bytes // block_bytes)
+    )
+
+
+def _base64_size(data: bytes) -> int:
+    return -(-len(data) // 3) * 4

@@ -11,10 +11,8 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -24,11 +22,12 @@ from numpy.typing import NDArray
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
 from torchrelay.checkpoint._foreign import open_checkpoint
+from torchrelay.checkpoint._linux import memory_at
 from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Folder, Path
-from torchrelay.checkpoint._tensors import byte_view
-from torchrelay.checkpoint._types import Box, Chunk, Manifest, Sizes, TensorEntry
-from torchrelay.checkpoint._write import default_threads
+from torchrelay.checkpoint._tensors import address_of, byte_view
+from torchrelay.checkpoint._threads import run_tasks, usable_threads
+from torchrelay.checkpoint._types import Box, Chunk, FileChunks, Manifest, Sizes, TensorEntry
 from torchrelay.errors import ArgumentError, CorruptionError
 
 __all__ = [
@@ -49,9 +48,7 @@ Task = Callable[[], None]
 MAX_BUFFER_BYTES = 256 << 20
 _VERIFY = ("data", "header", "none")
 _PIECE_BYTES = 16 << 20
-_PIECE_PARTS = 500  # of one call, with the gaps between them; Linux takes 1,024
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
-_gap = memoryview(bytearray(_GAP_BYTES))  # where that goes; nobody reads it
 
 
 class Segment(NamedTuple):
@@ -66,12 +63,26 @@ class Segment(NamedTuple):
     def is_whole(self) -> bool:
         return self.inner == self.chunk.box
 
+    @property
+    def size_bytes(self) -> int:
+        return (
+            self.chunk.size_bytes if self.is_whole else self.inner.numel * self.entry.dtype.itemsize
+        )
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Return whether its bytes lie in the file one after another, in row-major order."""
+        if self.is_whole and self.chunk.strides is None:
+            return True
+        _, run, _ = contiguous_runs(self.inner, self.chunk.box, self.chunk.strides)
+        return run == self.inner.numel
+
     def spans(self) -> Iterator[tuple[int, int]]:
         """Return the byte ranges of the chunk that a reader of ``inner`` touches, as [start,
         end).
         """
-        if self.is_whole and self.chunk.strides is None:
-            yield 0, self.entry.chunk_bytes(self.chunk)
+        if self.is_whole:
+            yield 0, self.chunk.size_bytes
             return
         for part in _parts(self, _PIECE_BYTES):
             yield _span(self.entry, self.chunk, part)
@@ -128,24 +139,25 @@ def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
 class _FileBlocks:
     """The checksummed blocks of a file, numbered over all its chunks.
 
-    ``firsts`` are the numbers of each chunk's first block, and at the end how many there are;
-    ``starts`` and ``sizes`` are those of each block, in bytes of the file.
+    ``chunk_of`` is the index of each block's chunk; ``starts`` and ``sizes`` are those of each
+    block, in bytes of the file.
     """
 
-    def __init__(self, chunks: list[tuple[str, Chunk, int]], block_bytes: int) -> None:
-        first_at = {(one[1].start, one[2]): one for one in reversed(chunks)}  # tied ones share it
-        self.chunks = sorted(first_at.values(), key=lambda found: found[1].start)
-        self.chunk_starts = np.array([chunk.start for _, chunk, _ in self.chunks], np.uint64)
-        sizes = np.array([size for _, _, size in self.chunks], np.uint64)
-        checksums = [chunk.checksums for _, chunk, _ in self.chunks]
+    def __init__(self, file: FileChunks, block_bytes: int) -> None:
+        checksums = [chunk.checksums for chunk in file.chunks]
         self.expected = np.frombuffer(b"".join(checksums), "<u4")
-        counts = np.array([len(found) // 4 for found in checksums], np.intp)
-        self.firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.intp)
-        self.chunk_of = np.repeat(np.arange(len(counts)), counts)
-        within_chunk = np.arange(len(self.expected)) - self.firsts[self.chunk_of]
-        start_in_chunk = within_chunk.astype(np.uint64) * np.uint64(block_bytes)
-        self.starts = self.chunk_starts[self.chunk_of] + start_in_chunk
-        self.sizes = np.minimum(sizes[self.chunk_of] - start_in_chunk, np.uint64(block_bytes))
+        verified = np.where([*map(bool, checksums)], file.sizes, np.uint64(0))
+        self.chunk_of, offsets, self.sizes = _divided(verified, block_bytes)
+        self.starts: Sizes = file.starts[self.chunk_of] + offsets
+
+    def touched(self, ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Return which blocks byte ranges of the file, as [start, end), have bytes of."""
+        begins, ends = np.array(ranges, np.uint64).T
+        edges = np.zeros(len(self.starts) + 1, np.intp)
+        np.add.at(edges, np.searchsorted(self.starts, begins, "right") - 1, 1)
+        np.add.at(edges, np.searchsorted(self.starts, ends, "left"), -1)
+        found: NDArray[np.bool_] = np.cumsum(edges[:-1]) > 0
+        return found
 
 
 class ChunkReader:
@@ -190,7 +202,7 @@ class ChunkReader:
             reader = cls(
                 folder,
                 manifest,
-                threads=threads or default_threads(),
+                threads=usable_threads(threads),
                 max_buffer_bytes=max_buffer_bytes,
             )
             check(reader)
@@ -208,7 +220,7 @@ class ChunkReader:
         Raises:
             CorruptionError: a file is missing, truncated, damaged or of another checkpoint.
         """
-        self._run([partial(self._check_file, name) for name in sorted(set(names))])
+        run_tasks([partial(self._check_file, name) for name in sorted(set(names))], self._threads)
 
     def _check_file(self, name: str) -> None:
         known, where = self.manifest.files[name], f"{self.folder.location}/{name}"
@@ -245,30 +257,19 @@ class ChunkReader:
         blocks = {name: np.ones(len(self._blocks(name).starts), np.bool_) for name in names}
         self.verify_blocks(blocks, progress)
         if self.manifest.id:  # other writers may leave anything there
-            self._run([partial(self._verify_gaps, name) for name in names])
+            run_tasks([partial(self._verify_gaps, name) for name in names], self._threads)
 
     @no_collection()
     def blocks_of(self, segments: Iterable[Segment]) -> Blocks:
         """Return the blocks that a reader of ``segments`` touches."""
-        block_bytes = self.manifest.block_bytes
-        spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for segment in segments:
             chunk = segment.chunk
             if chunk.checksums:
-                spans[chunk.file] += [
-                    (chunk.start, start // block_bytes, -(-end // block_bytes))
-                    for start, end in segment.spans()
+                ranges[chunk.file] += [
+                    (chunk.start + start, chunk.start + end) for start, end in segment.spans()
                 ]
-        touched = {}
-        for name, ranges in spans.items():
-            file = self._blocks(name)
-            starts, first, last = np.array(ranges, np.uint64).T
-            base = file.firsts[np.searchsorted(file.chunk_starts, starts)]
-            edges = np.zeros(len(file.starts) + 1, np.intp)
-            np.add.at(edges, base + first.astype(np.intp), 1)
-            np.add.at(edges, base + last.astype(np.intp), -1)
-            touched[name] = np.cumsum(edges[:-1]) > 0
-        return touched
+        return {name: self._blocks(name).touched(found) for name, found in ranges.items()}
 
     def verify_blocks(self, blocks: Blocks, progress: Progress = None) -> None:
         """Compare ``blocks`` with their checksums.
@@ -284,18 +285,12 @@ class ChunkReader:
             tasks += [
                 partial(self._verify_piece, name, numbers[piece], progress) for piece in pieces
             ]
-        self._run(tasks)
+        run_tasks(tasks, self._threads)
 
     def _blocks(self, name: str) -> _FileBlocks:
-        if not self._files:
-            chunks: dict[str, list[tuple[str, Chunk, int]]] = {f: [] for f in self.manifest.files}
-            for key, entry in self.manifest.tensors.items():
-                for chunk in entry.chunks:
-                    chunks[chunk.file].append((key, chunk, entry.chunk_bytes(chunk)))
-            self._files = {
-                file: _FileBlocks(found, self.manifest.block_bytes)
-                for file, found in chunks.items()
-            }
+        if name not in self._files:
+            file = self.manifest.by_file[name]
+            self._files[name] = _FileBlocks(file, self.manifest.block_bytes)
         return self._files[name]
 
     def _verify_piece(self, name: str, numbers: NDArray[np.intp], progress: Progress) -> None:
@@ -305,22 +300,20 @@ class ChunkReader:
         differs = found != file.expected[numbers]
         if differs.any():
             place = int(differs.argmax())
-            key, chunk, _ = file.chunks[file.chunk_of[numbers[place]]]
+            chunks, index = self.manifest.by_file[name], file.chunk_of[numbers[place]]
             raise CorruptionError(
-                f"{self.folder.location}/{name}: tensor {key!r} is damaged between bytes "
-                f"{starts[place]} and {starts[place] + sizes[place]} (chunk at "
-                f"{list(chunk.box.offsets)}): the checksum does not match"
+                f"{self.folder.location}/{name}: tensor {chunks.keys[index]!r} is damaged between "
+                f"bytes {starts[place]} and {starts[place] + sizes[place]} (chunk at "
+                f"{list(chunks.chunks[index].box.offsets)}): the checksum does not match"
             )
         if progress is not None:
             progress(int(sizes.sum()))
 
     def _verify_gaps(self, name: str) -> None:
-        file = self.manifest.files[name]
-        ends = [(chunk.start, chunk.start + size) for _, chunk, size in self._blocks(name).chunks]
-        end = file.header_bytes
-        for start, following in [*ends, (file.size_bytes, 0)]:
-            self._verify_zeros(name, end, start)
-            end = max(end, following)
+        file, chunks = self.manifest.files[name], self.manifest.by_file[name]
+        begins = [file.header_bytes, *(chunks.starts + chunks.sizes).tolist()]
+        for begin, end in zip(begins, [*chunks.starts.tolist(), file.size_bytes], strict=True):
+            self._verify_zeros(name, begin, end)
 
     def _verify_zeros(self, name: str, start: int, end: int) -> None:
         while start < end:
@@ -343,53 +336,61 @@ class ChunkReader:
             CorruptionError, StorageError: a file cannot be read. Some tensors may then have new
                 values.
         """
-        self._run(self._read_tasks(targets, progress))
+        run_tasks(self._read_tasks(targets, progress), self._threads)
 
     @no_collection()
     def _read_tasks(
         self, targets: Iterable[tuple[Segment, torch.Tensor]], progress: Progress
     ) -> list[Task]:
-        direct: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
+        direct: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        changed: list[torch.Tensor] = []
         tasks: list[Task] = []
         for segment, target in targets:
-            if _is_direct(segment, target):
-                if not target.is_inference():  # such tensors have no version
-                    torch.autograd.graph.increment_version(target)
-                chunk, start = segment.chunk, segment.chunk.start
+            chunk, address = segment.chunk, address_of(target)
+            if address and segment.is_contiguous:
+                start = chunk.start
                 if not segment.is_whole:
                     start += _span(segment.entry, chunk, segment.inner)[0]
-                view = byte_view(target)
-                direct[chunk.file] += [
-                    (start + first, view[first : first + _PIECE_BYTES])
-                    for first in range(0, len(view), _PIECE_BYTES)
-                ]
+                direct[chunk.file].append((start, target.nbytes, address))
+                changed.append(target)
             else:
                 tasks += [
                     partial(self._copy, segment, part, target, progress)
                     for part in _parts(segment, self._limit_bytes)
                 ]
-        for name, views in direct.items():
-            views.sort(key=itemgetter(0))
-            starts = np.array([start for start, _ in views], np.uint64)
-            sizes = np.array([len(view) for _, view in views], np.uint64)
+        # Tensors made in inference mode have no version.
+        torch.autograd.graph.increment_version(
+            [target for target in changed if not target.is_inference()]
+        )
+        for name, rows in direct.items():
+            starts, sizes, addresses = (
+                np.array(column, np.uint64) for column in zip(*rows, strict=True)
+            )
+            index, offsets, sizes = _divided(sizes, _PIECE_BYTES)
+            ranges = np.stack([starts[index] + offsets, sizes, addresses[index] + offsets])
+            ranges = ranges[:, np.argsort(ranges[0], kind="stable")]
+            limit_bytes = min(self.folder.request_bytes, self._limit_bytes)
             tasks += [
-                partial(self._read, name, views[piece], progress)
-                for piece in _pieces(starts, sizes, _PIECE_BYTES)
+                partial(self._read, name, ranges[:, piece], progress)
+                for piece in _pieces(ranges[0], ranges[1], limit_bytes)
             ]
         return tasks
 
-    def _read(self, name: str, views: list[tuple[int, memoryview]], progress: Progress) -> None:
-        """Fill ``views``, which are close together in the file, by one call."""
-        end = first = views[0][0]
-        into: list[memoryview] = []
-        for start, view in views:
-            if start > end:
-                into.append(_gap[: start - end])
-            into.append(view)
-            end = start + len(view)
-        self.folder.read(name, first, *into)
+    def _read(self, name: str, ranges: Sizes, progress: Progress) -> None:
+        """Read byte ranges that are close together to memory: one straight, several through a
+        buffer. ``ranges`` has rows of starts, sizes and addresses.
+        """
+        starts, sizes, addresses = np.ascontiguousarray(ranges)
+        first, size_bytes = int(starts[0]), int((starts + sizes).max() - starts[0])
+        if len(starts) == 1:
+            self.folder.read(name, first, memory_at(int(addresses[0]), size_bytes))
+        else:
+            buffer = np.empty(size_bytes, np.uint8)
+            self.folder.read(name, first, buffer.data)
+            sources = starts - starts[0] + np.uint64(buffer.ctypes.data)
+            _native.copy_memory(addresses, sources, sizes)
         if progress is not None:
-            progress(sum(len(view) for _, view in views))
+            progress(int(sizes.sum()))
 
     def _copy(self, segment: Segment, part: Box, target: torch.Tensor, progress: Progress) -> None:
         """Copy the elements of ``part`` out of its span."""
@@ -417,33 +418,17 @@ class ChunkReader:
         self.folder.read(name, offset, byte_view(buffer)[:size])
         return buffer[:size]
 
-    def _run(self, tasks: Sequence[Task]) -> None:
-        """Run all tasks; the first error, in their order, cancels the rest."""
-        if len(tasks) == 1:
-            tasks[0]()
-            return
-        with ThreadPoolExecutor(self._threads, "torchrelay-checkpoint") as pool:
-            futures = [pool.submit(task) for task in tasks]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
 
-
-def _is_direct(segment: Segment, target: torch.Tensor) -> bool:
-    """Return whether the bytes of the file are those of the tensor, contiguously."""
-    chunk = segment.chunk
-    if not segment.is_whole or chunk.strides is not None:
-        _, run, _ = contiguous_runs(segment.inner, chunk.box, chunk.strides)
-        if run != segment.inner.numel:
-            return False
-    return (
-        target.device.type == "cpu"
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
+def _divided(sizes: Sizes, limit_bytes: int) -> tuple[NDArray[np.intp], Sizes, Sizes]:
+    """Divide ranges into pieces of ``limit_bytes``; return the range, offset in it, and size of
+    each piece.
+    """
+    limit = np.uint64(limit_bytes)
+    counts = ((sizes + limit - np.uint64(1)) // limit).astype(np.intp)
+    index = np.repeat(np.arange(len(counts)), counts)
+    in_range = np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
+    offsets = in_range.astype(np.uint64) * limit
+    return index, offsets, np.minimum(sizes[index] - offsets, limit)
 
 
 def _pieces(starts: Sizes, sizes: Sizes, limit_bytes: int) -> Iterator[slice]:
@@ -460,7 +445,7 @@ def _pieces(starts: Sizes, sizes: Sizes, limit_bytes: int) -> Iterator[slice]:
             reach = int(
                 np.searchsorted(ends[:end], starts[first] + np.uint64(limit_bytes), "right")
             )
-            stop = min(max(reach, first + 1), first + _PIECE_PARTS, end)
+            stop = min(max(reach, first + 1), end)
             yield slice(first, stop)
             first = stop
 

@@ -66,6 +66,7 @@ def remote_errors(what: str) -> Iterator[None]:
 class RemoteFolder:
     """Reads byte ranges of objects."""
 
+    request_bytes = 16 << 20  # a request takes long
     replaced = False  # a save never takes another's place
     identity = ""  # each rank transfers what it reads
 
@@ -95,12 +96,8 @@ class RemoteFolder:
         self._was_read = True
         return size
 
-    def read(self, name: str, offset: int, *into: memoryview) -> None:
-        data = self._read(name, offset, offset + sum(map(len, into)))
-        done = 0
-        for piece in into:
-            piece[:] = data[done : done + len(piece)]
-            done += len(piece)
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        into[:] = self._read(name, offset, offset + len(into))
 
     def _read(self, name: str, start: int, end: int) -> memoryview:
         if start == end:
@@ -137,12 +134,12 @@ class _RemoteSink:
             self._file = fs.open(path, "wb")
         self._done = 0
 
-    def write(self, offset: int, *data: memoryview) -> None:
-        assert offset == self._done, "objects are written from their first byte to their last"
+    def write(self, offset: int, data: memoryview) -> None:
+        assert offset >= self._done, "objects are written from their first byte to their last"
         with remote_errors(f"writing {self._where} at byte {offset}"):
-            for piece in data:
-                self._file.write(piece)
-                self._done += len(piece)
+            self._file.write(bytes(offset - self._done))
+            self._file.write(data)
+        self._done = offset + len(data)
 
     def close(self) -> None:
         with remote_errors(f"writing {self._where}"):
@@ -227,7 +224,10 @@ class RemoteTransaction:
 
     def _is_ours(self) -> bool:
         """Return whether no other save to this path has begun."""
-        return _content(self._fs, f"{self._root}/{_MARKER}") == self._id.encode()
+        return self._is_marked(self._id)
+
+    def _is_marked(self, save_id: str) -> bool:
+        return _content(self._fs, f"{self._root}/{_MARKER}") == save_id.encode()
 
     def discard(self) -> None:
         if self._id:
@@ -253,8 +253,9 @@ class RemoteTransaction:
         with remote_errors(f"reading {self.location}/{name}"):
             return _content(self._fs, f"{self._root}/{name}")
 
-    def under_way(self, note: str) -> bool:
-        return self.read_note(note) is not None and self.committed_id() is None
+    def under_way(self, save_id: str) -> bool:
+        with remote_errors(f"reading {self.location}/{_MARKER}"):
+            return self._is_marked(save_id) and self.committed_id() is None
 
     def committed_id(self) -> str | None:
         with remote_errors(f"reading {self.location}/{MANIFEST}"):

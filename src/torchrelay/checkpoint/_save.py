@@ -8,11 +8,11 @@ from torchrelay import _telemetry
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._group import group_of
-from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks, tensors_of
-from torchrelay.checkpoint._saving import SaveOptions, Saving
+from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks
+from torchrelay.checkpoint._saving import Saving
 from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import data_of
-from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part
+from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part, SaveOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,7 +74,7 @@ def save(
         def write() -> Part:
             saving.check_shared(saving.transaction.seen_id(), save_id)
             running.size_bytes = size_bytes = sum(chunk.size_bytes for chunk in chunks)
-            data = [*map(data_of, tensors_of(mine, chunks))]
+            data = [data_of(mine.blocks[chunk.block]) for chunk in chunks]
             with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
                 return saving.write(ranks.global_rank, chunks, data, advance)
 

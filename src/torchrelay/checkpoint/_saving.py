@@ -12,57 +12,25 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._boxes import tiling_fault
-from torchrelay.checkpoint._catalog import Keep, check_keep, retain
+from torchrelay.checkpoint._catalog import check_keep, retain
 from torchrelay.checkpoint._failures import not_shared
 from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Path, open_transaction, split
 from torchrelay.checkpoint._types import Box, DataFile, StatePath, TensorDescription
-from torchrelay.checkpoint._write import (
-    MAX_STAGING_BYTES,
-    Data,
-    Part,
-    PlannedChunk,
-    default_threads,
-    write_part,
-)
-from torchrelay.errors import ArgumentError, MismatchError, StorageError
+from torchrelay.checkpoint._write import Data, Part, PlannedChunk, SaveOptions, write_part
+from torchrelay.errors import MismatchError, StorageError
 
 __all__ = [
     "Description",
-    "SaveOptions",
     "Saving",
+    "StateLayout",
     "assemble",
-    "check_count",
 ]
-
-
-def check_count(name: str, value: int | None) -> None:
-    """Raise ArgumentError if ``value`` is less than 1; None stands for a default."""
-    if value is not None and value < 1:
-        raise ArgumentError(f"{name} must be at least 1, not {value}")
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """Arguments of every way to save; see :func:`torchrelay.checkpoint.save`.
-
-    Raises:
-        ArgumentError: one is out of range.
-    """
-
-    threads: int | None = None
-    fsync: bool = True
-    checksum: bool = True
-    keep: int | Keep | None = None
-    max_staging_bytes: int | None = MAX_STAGING_BYTES
-
-    def __post_init__(self) -> None:
-        check_count("threads", self.threads)
-        check_count("max_staging_bytes", self.max_staging_bytes)
 
 
 class Saving:
@@ -102,16 +70,7 @@ class Saving:
         Raises:
             StorageError: a file cannot be written.
         """
-        return write_part(
-            self.transaction,
-            rank,
-            chunks,
-            data,
-            threads=self._options.threads or default_threads(),
-            checksum=self._options.checksum,
-            max_staging_bytes=self._options.max_staging_bytes or MAX_STAGING_BYTES,
-            progress=progress,
-        )
+        return write_part(self.transaction, rank, chunks, data, self._options, progress)
 
     def commit(
         self, everyone: Sequence[Description], parts: Sequence[Part], save_id: str | None = None
@@ -132,28 +91,41 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Description:
-    """An inventory without its data: the ranks compare it, and the manifest is made from it.
+class StateLayout:
+    """What a rank's state consists of, without values and data.
 
     ``owners`` gives the first key of a tensor that has several; it is empty if no element of the
     tensor is on this rank.
     """
 
     tensors: Mapping[str, TensorDescription]
-    objects: Mapping[str, Any]  # encoded
     paths: Mapping[str, StatePath]
     owners: Mapping[str, str] = field(default_factory=dict)
 
-    def fingerprint(self) -> bytes:
-        """Equal for two ranks exactly if their descriptions are, apart from empty owners."""
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for two ranks exactly if their layouts are, apart from empty owners."""
         owners = {key: owner for key, owner in self.owners.items() if owner}
-        parts = (self.tensors, self.objects, self.paths, owners)
-        text = json.dumps([dict(part) for part in parts])
+        text = json.dumps([dict(part) for part in (self.tensors, self.paths, owners)])
         return hashlib.sha256(text.encode()).digest()
 
     def owner(self, key: str) -> str | None:
         """Return the first key of the tensor at ``key``; None if nothing of it is here."""
         return (self.owners.get(key, key) or None) if key in self.tensors else None
+
+
+class Description(NamedTuple):
+    """A rank's state without data: the ranks compare it, and the manifest is made from it.
+    ``objects`` are the encoded values.
+    """
+
+    layout: StateLayout
+    objects: Mapping[str, Any]
+
+    def fingerprint(self) -> bytes:
+        """Equal for two ranks exactly if their descriptions are, apart from empty owners."""
+        text = json.dumps(dict(self.objects))
+        return self.layout.digest + hashlib.sha256(text.encode()).digest()
 
 
 @no_collection()
@@ -189,8 +161,8 @@ def assemble(
         objects.update(part.objects)
     for description in everyone:
         objects.update(description.objects)
-        paths.update(description.paths)
-        for key, (dtype, shape, *_) in description.tensors.items():
+        paths.update(description.layout.paths)
+        for key, (dtype, shape, *_) in description.layout.tensors.items():
             if key not in tensors:
                 found = sorted(chunks[key].items())
                 fault = tiling_fault(shape, [box for box, _ in found])

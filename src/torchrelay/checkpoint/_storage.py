@@ -29,6 +29,7 @@ class Folder(Protocol):
     """A checkpoint that can be read, by several threads at once."""
 
     location: str
+    request_bytes: int  # up to which ranges that are close together are better read by one request
 
     @property
     def replaced(self) -> bool:
@@ -52,8 +53,8 @@ class Folder(Protocol):
             StorageError: the checkpoint was removed meanwhile.
         """
 
-    def read(self, name: str, offset: int, *into: memoryview) -> None:
-        """Fill ``into``, one after another, with the bytes from ``offset``. Blocks.
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset``. Blocks.
 
         Raises:
             CorruptionError: the file ends before.
@@ -80,9 +81,9 @@ class Folder(Protocol):
 class Sink(Protocol):
     """A data file that is being written."""
 
-    def write(self, offset: int, *data: memoryview) -> None:
-        """Write all of ``data``, one after another. Blocks. Offsets ascend without gaps where
-        ``Transaction.sequential``.
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of ``data``. Blocks. Bytes that are never written are zero. Offsets ascend
+        where ``Transaction.sequential``.
         """
 
     def close(self) -> None:
@@ -159,8 +160,8 @@ class Transaction(Protocol):
             PeerLostError: its writer has died.
         """
 
-    def under_way(self, note: str) -> bool:
-        """Return whether the coordinator lives and has not ended the save of ``note``."""
+    def under_way(self, save_id: str) -> bool:
+        """Return whether the coordinator lives and has not ended the save."""
 
     def committed_id(self) -> str | None:
         """Return the id of the checkpoint that is at the path now."""

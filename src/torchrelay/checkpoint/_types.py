@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "Chunk",
     "DataFile",
     "Dtype",
+    "FileChunks",
     "Manifest",
     "Sizes",
     "StatePath",
@@ -132,12 +134,12 @@ class Chunk(NamedTuple):
     file: str
     name: str
     start: int
+    size_bytes: int
     checksums: bytes = b""
     strides: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor of the checkpoint: its chunks cover every element exactly once."""
 
     dtype: Dtype
@@ -147,9 +149,6 @@ class TensorEntry:
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def chunk_bytes(self, chunk: Chunk) -> int:
-        return chunk.box.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,32 @@ class DataFile:
     size_bytes: int
     header_bytes: int
     header_crc32c: int
+
+
+class FileChunks:
+    """The chunks of a file that have bytes, in the order of the file; tied ones once.
+
+    ``starts`` and ``sizes`` count bytes. ``keys`` has the first tensor that a chunk is of.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[str, Chunk]]) -> None:
+        starts = np.array([chunk.start for _, chunk in chunks], np.uint64)
+        sizes = np.array([chunk.size_bytes for _, chunk in chunks], np.uint64)
+        order = np.lexsort((sizes, starts))
+        order = order[sizes[order] > 0]
+        starts, sizes = starts[order], sizes[order]
+        differs = (starts[1:] != starts[:-1]) | (sizes[1:] != sizes[:-1])
+        first = np.concatenate([np.ones(len(order[:1]), np.bool_), differs])
+        self.starts: Sizes = starts[first]
+        self.sizes: Sizes = sizes[first]
+        kept = [chunks[index] for index in order[first].tolist()]
+        self.keys = [key for key, _ in kept]
+        self.chunks = [chunk for _, chunk in kept]
+
+    def overlap(self) -> int | None:
+        """Return the index of the first chunk that begins before the one before it ends."""
+        overlaps = np.flatnonzero(self.starts[1:] < (self.starts + self.sizes)[:-1])
+        return int(overlaps[0]) + 1 if len(overlaps) else None
 
 
 @dataclass(frozen=True)
@@ -188,11 +213,16 @@ class Manifest:
         content = (*map(dict, (self.files, self.tensors, self.objects)),)
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
+    @cached_property
+    def by_file(self) -> Mapping[str, FileChunks]:
+        """The chunks in each file."""
+        found: dict[str, list[tuple[str, Chunk]]] = {name: [] for name in self.files}
+        for key, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                found[chunk.file].append((key, chunk))
+        return {name: FileChunks(chunks) for name, chunks in found.items()}
+
     @property
     def has_checksums(self) -> bool:
         """Return whether the bytes of all tensors can be verified."""
-        return all(
-            chunk.checksums or not chunk.box.numel
-            for entry in self.tensors.values()
-            for chunk in entry.chunks
-        )
+        return all(chunk.checksums for file in self.by_file.values() for chunk in file.chunks)

@@ -6,11 +6,8 @@ one).
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +16,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchrelay import _native
-from torchrelay.checkpoint._data_file import ALIGNMENT, PADDING, lay_out
+from torchrelay.checkpoint._catalog import Keep
+from torchrelay.checkpoint._data_file import PADDING, lay_out
+from torchrelay.checkpoint._linux import memory_at
 from torchrelay.checkpoint._manifest import chunk_text
 from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Sink, Transaction
+from torchrelay.checkpoint._threads import run_tasks, usable_threads
 from torchrelay.checkpoint._types import BLOCK_BYTES, Box, DataFile, Dtype
+from torchrelay.errors import ArgumentError
 
 __all__ = [
     "MAX_STAGING_BYTES",
@@ -31,7 +32,8 @@ __all__ = [
     "Data",
     "Part",
     "PlannedChunk",
-    "default_threads",
+    "SaveOptions",
+    "check_count",
     "grouped",
     "write_part",
 ]
@@ -42,15 +44,21 @@ _PIECE_BYTES = 16 << 20  # of a chunk, written by one call; a multiple of BLOCK_
 _SMALL_BYTES = 128 << 10
 _PACK_BYTES = 1 << 20
 MAX_STAGING_BYTES = 1 << 30
-_ZEROS = memoryview(bytes(ALIGNMENT))
 Progress = Callable[[int], None]
+Task = Callable[[], None]
 # The bytes of a chunk: their address, or a function that returns a copy of them when it is needed.
 Data = int | Callable[[], memoryview]
 T = TypeVar("T")
 
 
+def check_count(name: str, value: int | None) -> None:
+    """Raise ArgumentError if ``value`` is less than 1; None stands for a default."""
+    if value is not None and value < 1:
+        raise ArgumentError(f"{name} must be at least 1, not {value}")
+
+
 class PlannedChunk(NamedTuple):
-    """A chunk to write: ``block`` is its index among those of its tensor.
+    """A chunk to write: ``block`` is its index among the blocks of the rank's state.
 
     ``keys`` has more than one name if tied tensors share the chunk.
     """
@@ -93,9 +101,23 @@ class Part:
     seen_id: str = ""
 
 
-def default_threads() -> int:
-    """Return the number of cores that this process may use, at most 4: more do not help a disk."""
-    return min(4, len(os.sched_getaffinity(0)))
+@dataclass(frozen=True)
+class SaveOptions:
+    """Arguments of every way to save; see :func:`torchrelay.checkpoint.save`.
+
+    Raises:
+        ArgumentError: one is out of range.
+    """
+
+    threads: int | None = None
+    fsync: bool = True
+    checksum: bool = True
+    keep: int | Keep | None = None
+    max_staging_bytes: int | None = MAX_STAGING_BYTES
+
+    def __post_init__(self) -> None:
+        check_count("threads", self.threads)
+        check_count("max_staging_bytes", self.max_staging_bytes)
 
 
 def write_part(
@@ -103,51 +125,33 @@ def write_part(
     rank: int,
     chunks: Sequence[PlannedChunk],
     data: Sequence[Data],
-    *,
-    threads: int,
-    checksum: bool,
-    max_staging_bytes: int = MAX_STAGING_BYTES,
+    options: SaveOptions,
     progress: Progress | None = None,
 ) -> Part:
-    """Write ``chunks`` into new files. Returns when they are durable.
+    """Write ``chunks``, each with its ``data``, into new files. Returns when they are durable.
 
-    Args:
-        data: that of each chunk.
-        threads: how many write at once.
-        checksum: whether each block gets its CRC32C.
-        max_staging_bytes: memory for the copies that functions in ``data`` make; one larger chunk
-            is copied alone.
-        progress: called with bytes written since the last call, from several threads.
+    ``progress`` is called with bytes written since the last call, from several threads.
 
     Raises:
         StorageError: a file cannot be written.
     """
-    budget = _Budget(max_staging_bytes)
+    budget = _Budget(options.max_staging_bytes or MAX_STAGING_BYTES)
+    threads = usable_threads(options.threads)
     with no_collection():
         sizes = (chunk.size_bytes for chunk in chunks)
         groups = grouped(zip(chunks, data, strict=True), sizes, transaction.max_file_bytes)
+        names = [f"data-{rank:05d}-{number:05d}.safetensors" for number in range(len(groups))]
         writers = [
-            _FileWriter(
-                transaction, f"data-{rank:05d}-{number:05d}.safetensors", group, checksum, budget
-            )
-            for number, group in enumerate(groups)
+            _FileWriter(transaction, name, group, options.checksum, budget)
+            for name, group in zip(names, groups, strict=True)
         ]
-    with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
-        futures: list[Future[None]] = []
-        try:
-            for writer in writers:
-                futures += writer.start(pool, progress)
-            for future in futures:
-                future.result()
-            for finished in [pool.submit(writer.finish) for writer in writers]:
-                finished.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            wait(futures)
-            for writer in writers:
-                writer.abort()
-            raise
+    try:
+        run_tasks([task for writer in writers for task in writer.start(progress)], threads)
+        run_tasks([writer.finish for writer in writers], threads)
+    except BaseException:
+        for writer in writers:
+            writer.abort()
+        raise
     files = {writer.name: writer.file for writer in writers}
     with no_collection():
         return Part(files, [record for writer in writers for record in writer.records()])
@@ -212,12 +216,12 @@ class _FileWriter:
         self._checksums: dict[int, bytes | bytearray] = {}
         self._sink: Sink | None = None
 
-    def start(self, pool: ThreadPoolExecutor, progress: Progress | None) -> list[Future[None]]:
-        """Start writing; every future returned must be done before :meth:`finish`."""
+    def start(self, progress: Progress | None) -> list[Task]:
+        """Return what writes the file; all of it must be done before :meth:`finish`."""
         if self._transaction.sequential:
-            return [pool.submit(self._write_in_order, progress)]
+            return [partial(self._write_in_order, progress)]
         self._create()
-        return [pool.submit(write, progress) for write in self._tasks()]
+        return [*self._tasks(progress)]
 
     def _create(self) -> None:
         self._sink = self._transaction.create(self.name)
@@ -225,10 +229,10 @@ class _FileWriter:
 
     def _write_in_order(self, progress: Progress | None) -> None:
         self._create()
-        for write in self._tasks():
-            write(progress)
+        for write in self._tasks(progress):
+            write()
 
-    def _tasks(self) -> Iterator[Callable[[Progress | None], None]]:
+    def _tasks(self, progress: Progress | None) -> Iterator[Task]:
         """Yield what writes the file, in its order: small chunks together, large ones in pieces."""
         together: list[int] = []
         first = 0  # byte of the file at which they begin
@@ -237,7 +241,7 @@ class _FileWriter:
             is_small = size <= _SMALL_BYTES
             end = int(self._layout.ends[index])
             if together and (not is_small or end - first > _PACK_BYTES):
-                yield partial(self._write_together, together)
+                yield partial(self._write_together, together, progress)
                 together = []
             if is_small:
                 first = first if together else int(self._layout.starts[index])
@@ -247,9 +251,10 @@ class _FileWriter:
             step = _PIECE_BYTES if isinstance(self._data[index], int) else size
             self._checksums[index] = bytearray(4 * -(-size // BLOCK_BYTES))
             for begin in range(0, size, step):
-                yield partial(self._write_piece, index, begin, min(begin + step, size))
+                end = min(begin + step, size)
+                yield partial(self._write_piece, index, begin, end, progress)
         if together:
-            yield partial(self._write_together, together)
+            yield partial(self._write_together, together, progress)
 
     def _write_together(self, indices: list[int], progress: Progress | None) -> None:
         """Write small chunks that follow one another, from a copy of them."""
@@ -283,18 +288,13 @@ class _FileWriter:
         data, start = self._data[index], int(self._layout.starts[index])
         is_copied = not isinstance(data, int)
         with self._budget.spent(end - first if is_copied else 0):
-            if isinstance(data, int):
-                view = memoryview((ctypes.c_char * (end - first)).from_address(data + first))
-            else:
-                view = data()
+            view = memory_at(data + first, end - first) if isinstance(data, int) else data()
             if self._checksum:
                 found = _native.crc32c_blocks(view, BLOCK_BYTES)
                 place = first // BLOCK_BYTES * 4
                 self._checksums[index][place : place + len(found)] = found  # type: ignore[index]
-            is_last = end == self._chunks[index].size_bytes
-            padding = int(self._layout.ends[index]) - start - end if is_last else 0
             assert self._sink is not None
-            self._sink.write(start + first, view.cast("B"), _ZEROS[:padding])
+            self._sink.write(start + first, view.cast("B"))
         if progress is not None:
             progress(end - first)
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torchrelay import _native
 from torchrelay._helper import Channel
 from torchrelay.checkpoint._failures import described
-from torchrelay.checkpoint._saving import Description, SaveOptions, Saving
+from torchrelay.checkpoint._saving import Description, Saving
 from torchrelay.checkpoint._types import Box, DataFile
-from torchrelay.checkpoint._write import ChunkRecord, Part, PlannedChunk
+from torchrelay.checkpoint._write import ChunkRecord, Part, PlannedChunk, SaveOptions
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
 __all__ = ["Job", "Plan"]
@@ -87,7 +87,7 @@ def main(fd: int) -> None:
             os.close(fds.pop(0))
         if job.plan is None:
             assert plan is not None
-            everyone = [replace(one, objects=job.objects) for one in plan.everyone]
+            everyone = [one._replace(objects=job.objects) for one in plan.everyone]
             plan = replace(plan, everyone=everyone)
         else:
             plan = job.plan
@@ -173,8 +173,8 @@ class _Writing:
         return [rank for index, rank in enumerate(self._job.ranks) if index not in outcomes]
 
     def _await_commit(self) -> None:
-        note = self._note(self._job.index)
-        self._until(lambda: not self._transaction.under_way(note), lambda: [self._job.ranks[0]])
+        save_id = self._job.save_id
+        self._until(lambda: not self._transaction.under_way(save_id), lambda: [self._job.ranks[0]])
         if self._transaction.committed_id() != self._job.save_id:
             coordinator = self._job.ranks[0]
             raise PeerLostError(

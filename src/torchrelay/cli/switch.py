@@ -20,6 +20,7 @@ from torchrelay.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchrelay.aggregation.switch import DataPlane, SwitchServer, SwitchStats, Uplink
+    from torchrelay.metrics import Endpoint
 
 __all__ = ["switch"]
 
@@ -93,7 +94,6 @@ def switch(
         SwitchServer,
         UdpDataPlane,
     )
-    from torchrelay.aggregation.switch._metrics import MetricsServer  # noqa: PLC0415
 
     plane: DataPlane
     if data_plane == PlaneKind.xdp:
@@ -119,16 +119,14 @@ def switch(
             )
         )
         start = {"switch": server.address, "data_plane": plane.name}
-        services: list[SwitchServer | Controller | MetricsServer] = [server]
+        services: list[SwitchServer | Controller] = [server]
         if controller_port >= 0:
             controller = Controller(server, controller_address, controller_port)
             start["controller"] = stack.enter_context(controller).address
             services.append(controller)
         if metrics_port >= 0:
-            metrics = MetricsServer(server.stats, "127.0.0.1", metrics_port)
-            stack.callback(metrics.close)
-            services.append(metrics)
-            start["metrics"] = f"http://127.0.0.1:{metrics.port}/metrics"
+            port = stack.enter_context(_metrics(server, metrics_port)).port
+            start["metrics"] = f"http://127.0.0.1:{port}/metrics"
         with _stop_signals() as stop:
 
             def is_on() -> bool:
@@ -158,6 +156,14 @@ def _uplink(switch: str, rack: str) -> Uplink | None:
     if not (slash and index.isdecimal() and num_racks.isdecimal()):
         raise ConfigError(f"switch --rack {rack}: it must be I/N, such as 0/2")
     return Uplink(switch, int(index), int(num_racks)) if switch else None
+
+
+def _metrics(server: SwitchServer, port: int) -> Endpoint:
+    from torchrelay import _telemetry, metrics  # noqa: PLC0415
+    from torchrelay.aggregation.switch._metrics import samples  # noqa: PLC0415
+
+    _telemetry.publish(lambda: samples(server.stats()))
+    return metrics.serve(port)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from torchrelay._python import module_command
 from torchrelay.demo import code_graph
+from torchrelay.demo.hosts import run_on_hosts
 from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.triples import SPLITS, read_graph, write_facts
 from torchrelay.errors import UnavailableError
@@ -25,15 +26,18 @@ _FACTS_PER_ENTITY = 3
 
 
 def run(options: DemoOptions) -> NoReturn:
-    """Replace this process by torchrun with ``options.nproc`` workers, after a check of the data.
+    """Replace this process by torchrun with ``options.nproc`` workers, after a check of the data;
+    with several hosts, run one for each of them.
 
     Without ``options.data``, the data is the code graph of this Python's standard library.
 
     Raises:
         DataError: the data is malformed, or the standard library has no sources here; no process
             has been started.
-        UnavailableError: the code graph cannot be written to the user's cache.
+        UnavailableError: the code graph or the report cannot be written, or hosts cannot be
+            simulated.
     """
+    _check_report(options.report)
     if options.data is None:
         start = time.perf_counter()
         folder, cached = cached_code_graph(code_graph.standard_library(), _cache_home())
@@ -41,23 +45,30 @@ def run(options: DemoOptions) -> NoReturn:
         options = replace(options, data=folder, cached=cached, reading_s=reading_s)
     assert options.data is not None
     read_graph(options.data, allow_unseen=options.allow_unseen)
-    options = replace(options, launched_at=time.time())
-    threads = max(1, len(os.sched_getaffinity(0)) // options.nproc)
-    # One host: the processes find each other, and Gloo talks, on the loopback interface.
-    defaults = {
+    options = replace(options, launched_at=time.time(), report=options.report.absolute())
+    threads = max(1, len(os.sched_getaffinity(0)) // (options.nproc * options.hosts))
+    environ = {
         "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",
         "TORCHRELAY_PARAMETERS_TIMEOUT_S": str(options.timeout_s),
+        **os.environ,
     }
-    torchrun = f"--standalone --local-addr 127.0.0.1 --no-python --nproc-per-node {options.nproc}"
-    command = [
-        *module_command("torch.distributed.run"),
-        *torchrun.split(),
-        *module_command("torchrelay.demo.worker"),
-        options.to_json(),
-    ]
+    torchrun = [*module_command("torch.distributed.run"), f"--nproc-per-node={options.nproc}"]
+    worker = ["--no-python", *module_command("torchrelay.demo.worker"), options.to_json()]
     sys.stdout.flush()
-    os.execve(sys.executable, command, {**defaults, **os.environ})
+    if options.hosts > 1:
+        sys.exit(run_on_hosts(options.hosts, torchrun, worker, environ))
+    # One host: the processes find each other, and Gloo communicates, on the loopback interface.
+    command = [*torchrun, "--standalone", "--local-addr=127.0.0.1", *worker]
+    os.execve(sys.executable, command, {"GLOO_SOCKET_IFNAME": "lo", **environ})
+
+
+def _check_report(path: Path) -> None:
+    """Raise UnavailableError if the report could not be written at the end."""
+    folder = path.absolute().parent
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise UnavailableError(
+            f"the report cannot be written to {path}; name another file with --report"
+        )
 
 
 def _cache_home() -> Path:

@@ -38,7 +38,15 @@ class DemoOptions:
             help="Accept valid and test facts with an entity that train lacks (WN18RR).",
         ),
     ] = False
-    nproc: Annotated[int, Option(min=1, help="Processes to train on.")] = 2
+    nproc: Annotated[int, Option(min=1, help="Processes to train on, on each host.")] = 2
+    hosts: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Simulated hosts: network namespaces, with an aggregation switch between them. "
+            "More than one needs root.",
+        ),
+    ] = 1
     epochs: Annotated[int, Option(min=1, help="Passes over the training facts.")] = 15
     dim: Annotated[int, Option(min=1, help="Complex numbers in an embedding.")] = 64
     batch_size: Annotated[int, Option(min=1, help="Facts in a step, of all processes.")] = 2048
@@ -57,6 +65,9 @@ class DemoOptions:
     serve: Annotated[
         bool, Option(help="Serve the trained model beside another at the end, and time switches.")
     ] = True
+    report: Annotated[Path, Option(help="Where to write the report, one HTML file.")] = Path(
+        "report.html"
+    )
     reading_s: float = 0.0
     """What it took to make the graph's files; 0 if they were given."""
     cached: bool = False
@@ -69,4 +80,5 @@ class DemoOptions:
     @classmethod
     def from_json(cls, text: str) -> DemoOptions:
         fields = json.loads(text)
-        return cls(**{**fields, "data": Path(fields["data"])})
+        paths = {name: Path(fields[name]) for name in ("data", "report")}
+        return cls(**{**fields, **paths})

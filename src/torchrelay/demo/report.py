@@ -1,9 +1,12 @@
-"""Tables that the demo prints: metrics, predictions, stages."""
+"""What the demo reports: tables of metrics, predictions and stages, printed and as HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape as escape_html
+from pathlib import Path
+from string import Template
 from typing import Literal
 
 from rich.markup import escape
@@ -12,12 +15,17 @@ from rich.table import Table
 from torchrelay.demo.evaluation import HITS_AT, RankingMetrics
 
 __all__ = [
+    "Listing",
     "Prediction",
+    "Report",
     "Stage",
-    "metrics_table",
-    "predictions_table",
-    "stages_table",
+    "metrics_listing",
+    "predictions_listing",
+    "stages_listing",
 ]
+
+_PAGE = Path(__file__).with_name("report.html")
+_CHART_WIDTH, _CHART_HEIGHT = 600, 180
 
 
 @dataclass(frozen=True)
@@ -45,50 +53,124 @@ class Prediction:
     rank: float
 
 
-def metrics_table(rows: Mapping[str, RankingMetrics]) -> Table:
-    """Return a table of filtered MRR and Hits@k, a row per name."""
-    table = Table(title="Link prediction: both sides, filtered, ties shared", title_justify="left")
-    table.add_column("")
-    for heading in ("questions", "MRR", *(f"Hits@{k}" for k in HITS_AT)):
-        table.add_column(heading, justify="right")
-    for name, metrics in rows.items():
-        figures = (f"{value:.4f}" for value in (metrics.mrr, *metrics.hits))
-        table.add_row(name, f"{metrics.questions:,}", *figures)
-    return table
+@dataclass(frozen=True)
+class Listing:
+    """A table of texts, whose columns are named by ``headings``; those in ``figures`` are aligned
+    at the right.
+    """
+
+    title: str
+    headings: Sequence[str]
+    figures: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def printed(self) -> Table:
+        """Return the table for a terminal."""
+        table = Table(title=self.title, title_justify="left")
+        for heading in self.headings:
+            is_figure = heading in self.figures
+            justify: Literal["left", "right"] = "right" if is_figure else "left"
+            table.add_column(heading, overflow="fold", justify=justify, no_wrap=is_figure)
+        for row in self.rows:
+            table.add_row(*map(escape, row))
+        return table
+
+    def as_html(self) -> str:
+        """Return a heading and the table; in each cell, ``data-label`` repeats the heading."""
+        kinds = [' class="figure"' if name in self.figures else "" for name in self.headings]
+        labels = [escape_html(name) for name in self.headings]
+        head = "".join(f"<th{kind}>{name}</th>" for kind, name in zip(kinds, labels, strict=True))
+        body = "\n".join(
+            "<tr>"
+            + "".join(
+                f'<td{kind} data-label="{label}">{escape_html(cell)}</td>'
+                for kind, label, cell in zip(kinds, labels, row, strict=True)
+            )
+            + "</tr>"
+            for row in self.rows
+        )
+        heading = escape_html(self.title)
+        return f"<h2>{heading}</h2>\n<table>\n<thead><tr>{head}</tr></thead>\n{body}\n</table>"
 
 
-def predictions_table(predictions: Sequence[Prediction]) -> Table:
-    """Return a table of questions with the model's answers; right ones in green, with a tick."""
-    table = Table(
-        title="Test questions drawn at random; answers known from train are left out",
-        title_justify="left",
-    )
-    table.add_column("question", overflow="fold", ratio=4)
-    table.add_column("first answers of the model", overflow="fold", ratio=5)
-    table.add_column("expected, and its rank", overflow="fold", ratio=3)
-    for prediction in predictions:
-        answers = [
-            f"[green]{escape(name)} ✓[/green]" if right else escape(name)
-            for name, right in prediction.answers
+def metrics_listing(rows: Mapping[str, RankingMetrics]) -> Listing:
+    """Return filtered MRR and Hits@k, a row per name."""
+    figures = ("questions", "MRR", *(f"Hits@{k}" for k in HITS_AT))
+    texts = [
+        [name, f"{one.questions:,}", *(f"{value:.4f}" for value in (one.mrr, *one.hits))]
+        for name, one in rows.items()
+    ]
+    title = "Link prediction: both sides, filtered, ties shared"
+    return Listing(title, ("facts", *figures), figures, texts)
+
+
+def predictions_listing(predictions: Sequence[Prediction]) -> Listing:
+    """Return questions with the model's answers; right ones have a tick."""
+    rows = [
+        [
+            f"{one.subject} {one.relation} ?",
+            "\n".join(f"{name} ✓" if right else name for name, right in one.answers),
+            f"{one.expected}  {one.rank:g}",
         ]
-        expected = f"{escape(prediction.expected)}  [bold]{prediction.rank:g}[/bold]"
-        question = f"{escape(prediction.subject)} [bold]{escape(prediction.relation)}[/bold] ?"
-        table.add_row(question, "\n".join(answers), expected)
-    return table
+        for one in predictions
+    ]
+    title = "Test questions drawn at random; answers known from train are left out"
+    headings = ("question", "first answers of the model", "expected, and its rank")
+    return Listing(title, headings, (), rows)
 
 
-def stages_table(stages: Sequence[Stage]) -> Table:
-    """Return a table of stages: time, and time of the usual way where it was measured."""
-    table = Table(title="Stages, on rank 0", title_justify="left")
-    for heading in ("stage", "time", "the usual way", "its time", "ratio"):
-        is_text = heading in ("stage", "the usual way")
-        justify: Literal["left", "right"] = "left" if is_text else "right"
-        table.add_column(heading, overflow="fold", justify=justify, no_wrap=not is_text)
-    for stage in stages:
-        usual = format_seconds(stage.usual_s) if stage.usual_s else ""
-        ratio = f"{stage.usual_s / stage.seconds:.2f}" if stage.usual_s else ""
-        table.add_row(stage.name, format_seconds(stage.seconds), stage.usual, usual, ratio)
-    return table
+def stages_listing(stages: Sequence[Stage]) -> Listing:
+    """Return the stages: time, and time of the usual way where it was measured."""
+    rows = [
+        [
+            stage.name,
+            format_seconds(stage.seconds),
+            stage.usual,
+            format_seconds(stage.usual_s) if stage.usual_s else "",
+            f"{stage.usual_s / stage.seconds:.2f}" if stage.usual_s else "",
+        ]
+        for stage in stages
+    ]
+    figures = ("time", "its time", "ratio")
+    headings = ("stage", "time", "the usual way", "its time", "ratio")
+    return Listing("Stages, on rank 0", headings, figures, rows)
+
+
+@dataclass
+class Report:
+    """What rank 0 collects for the page."""
+
+    summary: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    listings: list[Listing] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write a page that needs no other file and no network."""
+        page = Template(_PAGE.read_text()).substitute(
+            summary="\n".join(f"<p>{escape_html(line)}</p>" for line in self.summary),
+            chart=_chart(self.losses),
+            tables="\n".join(listing.as_html() for listing in self.listings),
+        )
+        path.write_text(page)
+
+
+def _chart(losses: Sequence[float]) -> str:
+    """Return an SVG line of the loss over epochs."""
+    low, high = min(losses), max(losses)
+    step_x = _CHART_WIDTH / max(len(losses) - 1, 1)
+    scale_y = _CHART_HEIGHT / ((high - low) or 1.0)
+    points = " ".join(
+        f"{epoch * step_x:.1f},{(high - loss) * scale_y:.1f}" for epoch, loss in enumerate(losses)
+    )
+    return (
+        f'<svg viewBox="-60 -15 {_CHART_WIDTH + 80} {_CHART_HEIGHT + 50}" role="img" '
+        f'aria-label="mean loss of each epoch, from {losses[0]:.3f} to {losses[-1]:.3f}">'
+        f'<path d="M0,0 V{_CHART_HEIGHT} H{_CHART_WIDTH}"/><polyline points="{points}"/>'
+        f'<text x="-8" y="5" class="end">{high:.2f}</text>'
+        f'<text x="-8" y="{_CHART_HEIGHT}" class="end">{low:.2f}</text>'
+        f'<text x="0" y="{_CHART_HEIGHT + 22}">epoch 1</text>'
+        f'<text x="{_CHART_WIDTH}" y="{_CHART_HEIGHT + 22}" class="end">{len(losses)}</text></svg>'
+    )
 
 
 def format_seconds(seconds: float) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -13,16 +14,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
 from rich.console import Console
+from rich.markup import escape
 
-import torchrelay.aggregation  # noqa: F401 - registers the backend sml
+from torchrelay import aggregation, mpi
 from torchrelay.checkpoint import load, save
 from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.demo import report
+from torchrelay.demo.calibration import Calibration, Sum, calibrate
 from torchrelay.demo.evaluation import (
     Answers,
     RankingMetrics,
@@ -35,7 +40,7 @@ from torchrelay.demo.evaluation import (
 from torchrelay.demo.model import ComplEx
 from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.predictions import predict
-from torchrelay.demo.report import Stage
+from torchrelay.demo.report import Listing, Report, Stage
 from torchrelay.demo.serving import MostFrequent, compare_switches
 from torchrelay.demo.training import (
     Batches,
@@ -67,6 +72,7 @@ class Job:
         self._saved, self._saved_by_torch = f"{folder}/checkpoint", f"{folder}/checkpoint.pt"
         self.console = Console() if world.rank == 0 else None
         self.stages: list[Stage] = []
+        self.report = Report()
 
     def run(self) -> Graph:
         """Run the stages that need every process."""
@@ -78,16 +84,21 @@ class Job:
             trained = self._checkpoint(self._train(model, batches, table), graph, table)
             self._compare(model, trained, batches, table)
         self._evaluate(trained, graph)
+        self._calibrate(trained, graph)
         self._show_predictions(trained, graph)
+        self._resources = self._used(graph)
         return graph
 
     def finish(self, graph: Graph) -> None:
-        """Run what needs no process group, on rank 0: serving, and the table of all stages."""
+        """Run what needs no process group, on rank 0: serving, and the report."""
         if self.options.serve:
             self._serve(graph)
         whole_s = self.options.reading_s + time.time() - self.options.launched_at
         self._stage("all of it", whole_s)
-        self._print(report.stages_table(self.stages))
+        self._list(report.stages_listing(self.stages))
+        self._list(self._resources)
+        self.report.write(self.options.report)
+        self._print(f"report: {self.options.report}")
 
     def _start(self) -> None:
         # The first deferred module loads torch's fake tensors, which takes seconds, whatever its
@@ -104,13 +115,13 @@ class Job:
             "read the graph, kept from an earlier run" if self.options.cached else "read the graph"
         )
         self._stage(name, self.options.reading_s + time.perf_counter() - start)
-        self._print(f"[bold]{self.options.data}[/bold]")
-        self._print(
+        self._say(str(self.options.data))
+        self._say(
             f"{len(graph.entities):,} entities, {len(graph.relations)} relations; facts: "
             f"{len(graph.train):,} train, {len(graph.valid):,} valid, {len(graph.test):,} test"
         )
         if graph.unseen:
-            self._print(f"{graph.unseen} facts of valid and test have an entity that train lacks")
+            self._say(f"{graph.unseen} facts of valid and test have an entity that train lacks")
         return graph
 
     @contextmanager
@@ -164,16 +175,17 @@ class Job:
         """Train the model; return a copy that needs no table."""
         epochs = self.options.epochs
         start = time.perf_counter()
-        Trainer(model, self.options).train(
-            batches,
-            lambda epoch, loss: self._print(f"epoch {epoch} of {epochs}: mean loss {loss:.4f}"),
-        )
+        Trainer(model, self.options).train(batches, self._epoch)
         table.sync()
         seconds = time.perf_counter() - start
         self._stage(f"train {epochs} epochs of {batches.steps} steps", seconds)
         if table.server.num_nodes > 1:
-            self._print(f"entities' embeddings: {table.metrics()}")
+            self._say(f"entities' embeddings: {table.metrics()}")
         return model.gathered()
+
+    def _epoch(self, epoch: int, loss: float) -> None:
+        self.report.losses.append(loss)
+        self._print(f"epoch {epoch} of {self.options.epochs}: mean loss {loss:.4f}")
 
     def _checkpoint(self, trained: ComplEx, graph: Graph, table: Table) -> ComplEx:
         """Save the table and the models and load them again; return the loaded model."""
@@ -252,7 +264,7 @@ class Job:
             "test, most frequent answer": self._measure(baseline, graph, graph.test, answers),
         }
         self._stage("evaluate on valid and test", time.perf_counter() - start)
-        self._print(report.metrics_table(rows))
+        self._list(report.metrics_listing(rows))
 
     def _measure(
         self, score: Scorer, graph: Graph, triples: torch.Tensor, answers: Answers
@@ -264,9 +276,46 @@ class Job:
         dist.all_reduce(sums)
         return RankingMetrics.from_sums(sums)
 
+    def _calibrate(self, model: ComplEx, graph: Graph) -> None:
+        """Fit a temperature by reductions that autograd differentiates, of ``mpi`` and of torch."""
+        questions = with_reciprocals(graph.valid, len(graph.relations))
+        share = questions[self.world.rank :: self.world.size]
+        world, gloo = mpi.COMM_WORLD, dist.new_group(backend="gloo")
+        found: list[Calibration] = []
+
+        def together(total: Sum) -> float:
+            total(torch.ones(()))  # sets things up
+            return self._together(lambda: found.append(calibrate(model, share, total)))
+
+        ours_s = together(lambda tensor: world.Allreduce(tensor, mpi.MPI_SUM))
+        usual_s = together(lambda tensor: dist_nn.all_reduce(tensor, group=gloo))  # type: ignore[no-untyped-call]
+        self._stage("calibrate by mpi reductions", ours_s, "torch.distributed.nn, gloo", usual_s)
+        self._say(
+            f"calibrated: scores times {found[0].factor:.3f}; mean negative log-likelihood on "
+            f"valid {found[0].before:.4f}, then {found[0].after:.4f}"
+        )
+
     def _show_predictions(self, model: ComplEx, graph: Graph) -> None:
         if self.console is not None:
-            self.console.print(report.predictions_table(predict(model, graph, self.options.seed)))
+            found = predict(model, graph, self.options.seed)
+            self._list(report.predictions_listing(found))
+
+    def _used(self, graph: Graph) -> Listing:
+        """Return the memory and bytes that this rank has used."""
+        files = Path(self._saved).rglob("*")
+        figures = {
+            "peak memory of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            "rows of the table, without Adagrad's state": 8
+            * len(graph.entities)
+            * self.options.dim,
+            "checkpoint": sum(file.stat().st_size for file in files if file.is_file()),
+        }
+        for plane in aggregation.stats().values():
+            figures[f"tensors that sml summed ({plane.plane})"] = plane.payload_bytes
+            for link in plane.links:
+                figures[f"sent through {link.transport} ({link.reason})"] = link.sent_bytes
+        rows = [[name, f"{size_bytes / 1e6:,.1f} MB"] for name, size_bytes in figures.items()]
+        return Listing("Bytes, on rank 0", ("what", "size"), ("size",), rows)
 
     def _serve(self, graph: Graph) -> None:
         """Serve the trained model and the baseline from the checkpoint alternately."""
@@ -278,6 +327,16 @@ class Job:
 
     def _stage(self, name: str, seconds: float, usual: str = "", usual_s: float = 0.0) -> None:
         self.stages.append(Stage(name, seconds, usual, usual_s))
+
+    def _say(self, line: str) -> None:
+        """Print a line that is also in the report."""
+        self.report.summary.append(line)
+        self._print(escape(line))
+
+    def _list(self, listing: Listing) -> None:
+        """Print a table that is also in the report."""
+        self.report.listings.append(listing)
+        self._print(listing.printed())
 
     def _print(self, what: object) -> None:
         if self.console is not None:

@@ -7,6 +7,7 @@ it. That of a product is the product of the other factors, computed without divi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,20 +28,16 @@ __all__ = ["Located", "allreduce"]
 DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 
 
+@dataclass(slots=True, eq=False)
 class Allreduce(Call):
-    __slots__ = ("op",)
     name = "Allreduce"
-    parameters = ("op",)
-
-    def __init__(self, comm: Comm, op: Op) -> None:
-        self.comm = comm
-        self.op = op
+    op: Op
 
     def forward(self, x: Tensor) -> Tensor:
         """Exchange small tensors with the headers, and reduce them here."""
         native = NATIVE.get((x.dtype, self.op))
         if native is None or x.numel() * x.itemsize > PAYLOAD_BYTES or self.comm.size == 1:
-            return super().forward(x)
+            return Call.forward(self, x)
         source = packed(x)  # the header travels through this host
         result = torch.empty_like(source)
         exchange_values(self, source, result, *native)

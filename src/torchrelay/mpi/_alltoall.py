@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import Tensor
@@ -20,26 +21,14 @@ from torchrelay.mpi._record import Adjoint, Call, Started, record
 __all__ = ["alltoall"]
 
 
+@dataclass(slots=True, eq=False)
 class Alltoall(Call):
-    __slots__ = ("gatheraxis", "length", "numelem", "scatteraxis", "uniform")
     name = "Alltoall"
-    parameters = ("gatheraxis", "scatteraxis", "numelem", "length", "uniform")
-
-    def __init__(
-        self,
-        comm: Comm,
-        gatheraxis: int,
-        scatteraxis: int,
-        numelem: int,
-        length: int,
-        uniform: int = False,
-    ) -> None:
-        self.comm = comm
-        self.gatheraxis = gatheraxis
-        self.scatteraxis = scatteraxis
-        self.numelem = numelem
-        self.uniform = uniform
-        self.length = length  # of the input along gatheraxis: what the derivative asks for
+    gatheraxis: int
+    scatteraxis: int
+    numelem: int
+    length: int  # of the input along gatheraxis: what the derivative asks for
+    uniform: int = False
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (self.numelem, x.shape[self.gatheraxis])
@@ -85,14 +74,7 @@ class Alltoall(Call):
         return Adjoint(call, grad)
 
     def batched(self) -> Alltoall:
-        return Alltoall(
-            self.comm,
-            self.gatheraxis + 1,
-            self.scatteraxis + 1,
-            self.numelem,
-            self.length,
-            self.uniform,
-        )
+        return replace(self, gatheraxis=self.gatheraxis + 1, scatteraxis=self.scatteraxis + 1)
 
     def in_graph(self, x: Tensor) -> Alltoall | None:
         g, s = self.gatheraxis, self.scatteraxis

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._headers import Fields
 from torchrelay.mpi._layout import Blocks, any_length, axis_of, parts
-from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._record import Adjoint, AlongAxis, Started, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Testable
 from torchrelay.mpi._wait import failed, finish
@@ -61,18 +62,13 @@ class Counts:
         return lengths
 
 
-class Alltoallv(Call):
-    __slots__ = ("axis", "known", "received", "sent")
+@dataclass(slots=True, eq=False)
+class Alltoallv(AlongAxis):
     name = "Alltoallv"
-
-    def __init__(
-        self, comm: Comm, sent: Sequence[int], axis: int, known: Sequence[int] | None = None
-    ) -> None:
-        self.comm = comm
-        self.sent = list(sent)
-        self.axis = axis
-        self.known = known  # how much comes from each rank, if that needs no exchange
-        self.received: list[int] = []
+    sent: Sequence[int]
+    axis: int
+    known: Sequence[int] | None = None  # how much comes from each rank
+    received: Sequence[int] = field(default=(), init=False)
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (x.numel(),)
@@ -107,17 +103,11 @@ class Alltoallv(Call):
             grad,
         )
 
-    def batched(self) -> Alltoallv:
-        return Alltoallv(self.comm, self.sent, self.axis + 1, self.known)
-
     def in_graph(self, x: Tensor) -> None:
         """What comes depends on the others' counts."""
 
     def fields(self, x: Tensor) -> Fields:
         return (self.function, self.arguments(), x.dtype, any_length(x, self.axis))
-
-    def arguments(self) -> str:
-        return f"axis={self.axis}"
 
 
 def alltoallv(comm: Comm, x: Tensor, sendcounts: Sequence[int], axis: int) -> Tensor:

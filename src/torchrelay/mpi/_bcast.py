@@ -6,6 +6,7 @@ The derivative sums the cotangents of all ranks on root. The tensors of other ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -27,14 +28,10 @@ from torchrelay.mpi._replicate import own_use
 __all__ = ["bcast", "bcast_"]
 
 
+@dataclass(slots=True, eq=False)
 class Bcast(Call):
-    __slots__ = ("root",)
     name = "Bcast"
-    parameters = ("root",)
-
-    def __init__(self, comm: Comm, root: int) -> None:
-        self.comm = comm
-        self.root = root
+    root: int
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root

@@ -29,7 +29,7 @@ from torchrelay.errors import (
     TorchRelayError,
 )
 from torchrelay.mpi import _wait
-from torchrelay.mpi._dtypes import KERNELS, LOGICAL, Op, check_dtype, check_op
+from torchrelay.mpi._dtypes import KERNELS, LOGICAL, NATIVE, Op, check_dtype, check_op
 from torchrelay.mpi._headers import Headers
 from torchrelay.mpi._layout import Blocks
 from torchrelay.mpi._library import check_launcher, is_worker_of_rank
@@ -43,16 +43,7 @@ __all__ = ["C10dTransport", "group_transport", "world_transport"]
 HOST = "cpu"
 MAX_TAG = (1 << 31) - 1
 _c10d: Any = dist.distributed_c10d
-_REDUCED = {
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
+_REDUCED = {dtype for dtype, _ in NATIVE} - {torch.int16}  # which Gloo and NCCL lack
 _OPS = {
     Op.SUM: dist.ReduceOp.SUM,
     Op.PROD: dist.ReduceOp.PRODUCT,
@@ -60,24 +51,12 @@ _OPS = {
     Op.MAX: dist.ReduceOp.MAX,
 }
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with them
-_NUMPY: dict[Op, Any] = {
-    Op.SUM: np.add,
-    Op.PROD: np.multiply,
-    Op.MAX: np.maximum,
-    Op.MIN: np.minimum,
-    Op.LAND: np.logical_and,
-    Op.LOR: np.logical_or,
-    Op.LXOR: np.logical_xor,
-    Op.BAND: np.bitwise_and,
-    Op.BOR: np.bitwise_or,
-    Op.BXOR: np.bitwise_xor,
-}
 
 
 def _fold(rows: Tensor, op: Op) -> Tensor:
     """Reduce ``rows`` along their first axis, in order."""
     if rows.dtype in _UNSIGNED:
-        kernel = _NUMPY[op]
+        kernel = getattr(np, KERNELS[op].__name__)
         every = rows.cpu().numpy()
         reduced = functools.reduce(kernel, every).astype(every.dtype)
         return torch.from_numpy(np.asarray(reduced)).to(rows.device)
@@ -234,6 +213,19 @@ class _Done:
         return True
 
 
+class _Blocking:
+    """A request that ``run``, which blocks, completes."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def Test(self) -> bool:
+        self._run()
+        return True
+
+
 class C10dTransport:
     """The ranks of a process group, or some of them.
 
@@ -273,6 +265,10 @@ class C10dTransport:
             self._mailbox.address,
         )
 
+    def _has_backend(self, device: str) -> bool:
+        making = self._backends.get(device)
+        return making is not None and making.made.done()
+
     def _request(
         self,
         begin: Callable[[Any], Any],
@@ -309,8 +305,17 @@ class C10dTransport:
 
     def row_exchange(self, sent: Tensor, received: Tensor) -> Callable[[bool], Testable]:
         options = {arrived: _options(_c10d.AllgatherOptions, arrived) for arrived in (True, False)}
+        direct: _Blocking | None = None
 
         def start(may_block: bool) -> Testable:
+            nonlocal direct
+            if may_block and not _Order.busy:
+                if direct is not None:
+                    return direct
+                if self._kinds[HOST] == "sml" and self._has_backend(HOST):
+                    backend = self._backends[HOST].made.result()
+                    direct = _Blocking(backend.row_gather(sent, received))
+                    return direct
             return self._request(
                 lambda backend: backend._allgather_base(
                     received, sent, options[may_block and not _Order.busy]

@@ -1,4 +1,4 @@
-"""The interface of communicators that other modules use; :class:`Communicator` implements it."""
+"""What other modules use of communicators, and their methods' modules inherit."""
 
 from __future__ import annotations
 
@@ -14,39 +14,26 @@ __all__ = ["CartComm", "Comm", "SharedState"]
 class SharedState(Protocol):
     """State that a communicator and its copies share."""
 
-    @property
-    def control(self) -> Transport: ...
-    @property
-    def ended(self) -> set[int]: ...
-    @property
-    def is_freed(self) -> bool: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+    control: Transport
+    ended: set[int]
+    is_freed: bool
+    rank: int
+    size: int
 
 
 class Comm(Protocol):
     """A communicator: its ranks, and the transport between them."""
 
-    @property
-    def transport(self) -> Transport: ...
-    @property
-    def lease(self) -> SharedState: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def convention(self) -> str: ...
-    @property
-    def unreachable_policy(self) -> str | None: ...
-    @property
-    def is_reverse(self) -> bool: ...
-    @property
-    def number(self) -> int: ...
+    transport: Transport
+    lease: SharedState
+    rank: int
+    size: int
+    name: str
+    convention: str
+    unreachable_policy: str | None
+    is_reverse: bool
+    number: int
+
     @property
     def reverse(self) -> Comm: ...
     def replace(
@@ -60,9 +47,6 @@ class Comm(Protocol):
 class CartComm(Comm, Protocol):
     """A communicator whose ranks form a grid."""
 
-    @property
-    def faces(self) -> Transport: ...
-    @property
-    def dims(self) -> Sequence[int]: ...
-    @property
-    def neighbors(self) -> Any: ...
+    faces: Transport
+    dims: Sequence[int]
+    neighbors: Any

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnavailableError
-from torchrelay.mpi import _compiled, _headers, _point_to_point, _starting, _wait
+from torchrelay.mpi import _compiled, _headers, _wait
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._allreduce import allreduce, allreduce_located
 from torchrelay.mpi._alltoall import alltoall
@@ -23,18 +23,19 @@ from torchrelay.mpi._alltoallv import alltoallv
 from torchrelay.mpi._bcast import bcast_
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._gather import gather
-from torchrelay.mpi._halo import halo_exchange, neighbor_alltoall
+from torchrelay.mpi._halo import Neighbors
 from torchrelay.mpi._layout import equal_part
 from torchrelay.mpi._lease import Lease
 from torchrelay.mpi._library import MPI, load
 from torchrelay.mpi._nonblocking import CollectiveHandle
-from torchrelay.mpi._point_to_point import WaitHandle
+from torchrelay.mpi._point_to_point import Messages, WaitHandle
 from torchrelay.mpi._reduce import reduce_
 from torchrelay.mpi._reduce_scatter import reduce_scatter
 from torchrelay.mpi._replicate import replicate
 from torchrelay.mpi._scan import exscan, scan
 from torchrelay.mpi._scatter import scatter
 from torchrelay.mpi._settings import settings
+from torchrelay.mpi._starting import NonBlocking
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Transport
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _names = itertools.count()
 WORLD_NAME = "COMM_WORLD"
 
 
-class Communicator:
+class Communicator(NonBlocking, Messages):
     """A group of ranks with MPI's functions for tensors.
 
     Created by :meth:`from_group`, :func:`from_mpi4py`, :meth:`Split`, :meth:`Dup` and :meth:`Cart`.
@@ -435,128 +436,12 @@ class Communicator:
         """
         return alltoallv(self, tensor, sendcounts, axis)
 
-    # Non-blocking collectives: do not change tensors before Wait. All ranks pass tensors of one
-    # shape, or the same counts.
-
-    def Iallreduce(self, tensor: Tensor, op: Op) -> CollectiveHandle:
-        """Start :meth:`Allreduce`."""
-        return _starting.iallreduce(self, tensor, op)
-
-    def Ibcast(self, tensor: Tensor, root: int) -> CollectiveHandle:
-        """Start a broadcast of root's tensor into new memory."""
-        return _starting.ibcast(self, tensor, root)
-
-    def Ireduce(self, tensor: Tensor, op: Op, root: int) -> CollectiveHandle:
-        """Start a reduction to root into new memory."""
-        return _starting.ireduce(self, tensor, op, root)
-
-    def Iscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
-        """Start :meth:`Scan`."""
-        return _starting.iscan(self, tensor, op, False)
-
-    def Iexscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
-        """Start :meth:`Exscan`."""
-        return _starting.iscan(self, tensor, op, True)
-
-    def Igather(self, tensor: Tensor, gatheraxis: int, root: int) -> CollectiveHandle:
-        """Start :meth:`Gather` of equal shapes."""
-        return _starting.igather(self, tensor, None, gatheraxis, root)
-
-    def Igatherv(
-        self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0
-    ) -> CollectiveHandle:
-        """Start :meth:`Gatherv`; rank r sends ``counts[r]``."""
-        return _starting.igather(self, tensor, counts, axis, root)
-
-    def Iallgather(self, tensor: Tensor, gatheraxis: int) -> CollectiveHandle:
-        """Start :meth:`Allgather` of equal shapes."""
-        return _starting.iallgather(self, tensor, None, gatheraxis)
-
-    def Iallgatherv(self, tensor: Tensor, counts: Sequence[int], axis: int = 0) -> CollectiveHandle:
-        """Start :meth:`Allgatherv`; rank r sends ``counts[r]``."""
-        return _starting.iallgather(self, tensor, counts, axis)
-
-    def Iscatter(self, tensor: Tensor, scatteraxis: int, root: int) -> CollectiveHandle:
-        """Start :meth:`Scatter` in equal parts; all ranks pass a tensor of root's shape."""
-        return _starting.iscatter(self, tensor, None, scatteraxis, root)
-
-    def Iscatterv(
-        self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0
-    ) -> CollectiveHandle:
-        """Start :meth:`Scatterv`; all ranks pass a tensor of root's shape."""
-        return _starting.iscatter(self, tensor, counts, axis, root)
-
-    def Ialltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
-        """Start :meth:`Alltoall` in equal parts."""
-        return _starting.ialltoall(self, tensor, gatheraxis, scatteraxis)
-
-    def Ialltoallv(
-        self, tensor: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int = 0
-    ) -> CollectiveHandle:
-        """Start :meth:`Alltoallv`; rank r sends ``recvcounts[r]``."""
-        return _starting.ialltoallv(self, tensor, sendcounts, recvcounts, axis)
-
-    def Ireduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> CollectiveHandle:
-        """Start :meth:`Reduce_scatter_block`."""
-        return _starting.ireduce_scatter(self, tensor, op, None, scatteraxis)
-
-    def Ireduce_scatterv(
-        self, tensor: Tensor, op: Op, counts: Sequence[int], axis: int = 0
-    ) -> CollectiveHandle:
-        """Start :meth:`Reduce_scatter`; rank r gets ``counts[r]``."""
-        return _starting.ireduce_scatter(self, tensor, op, counts, axis)
-
-    # Point to point
-
-    def Send(self, tensor: Tensor, dest: int, tag: int = 0) -> Tensor:
-        """Send ``tensor`` to ``dest``. Blocks until ``tensor`` may be changed.
-
-        Returns:
-            A 0-dim tensor that depends on the send.
-        """
-        return _point_to_point.send(self, tensor, dest, tag)
-
-    def Recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
-        """Overwrite ``tensor`` with a message from ``source``. Blocks until it has arrived.
-
-        Returns:
-            ``tensor``; a new tensor if it is a leaf that requires grad.
-
-        Raises:
-            MismatchError: the message has another length.
-        """
-        return _point_to_point.recv(self, tensor, source, tag)
-
-    def Sendrecv(
-        self,
-        tensor: Tensor,
-        dest: int,
-        source: int,
-        like: Tensor | None = None,
-        sendtag: int = 0,
-        recvtag: int = ANY_TAG,
-    ) -> Tensor:
-        """Send ``tensor`` to ``dest`` and receive from ``source``. Blocks until both are done.
-
-        Args:
-            like: gives the shape and dtype of the result; default: ``tensor``.
-        """
-        return _point_to_point.sendrecv(self, tensor, dest, sendtag, like, source, recvtag)
-
-    def Isend(self, tensor: Tensor, dest: int, tag: int = 0) -> WaitHandle:
-        """Start :meth:`Send`; ``tensor`` must not change until :meth:`Wait`."""
-        return _point_to_point.isend(self, tensor, dest, tag)
-
-    def Irecv(self, tensor: Tensor, source: int, tag: int = 0) -> WaitHandle:
-        """Start :meth:`Recv`; :meth:`Wait` returns the result."""
-        return _point_to_point.irecv(self, tensor, source, tag)
-
     def Wait(self, handle: WaitHandle | CollectiveHandle) -> Tensor:
         """Complete a started communication and return its result. Blocks."""
         return handle.Wait()
 
 
-class CartCommunicator(Communicator):
+class CartCommunicator(Communicator, Neighbors):
     """A communicator whose ranks form a grid.
 
     Attributes:
@@ -597,40 +482,6 @@ class CartCommunicator(Communicator):
         if not (self.periods[dim] or 0 <= coord < extent):
             return PROC_NULL
         return self.rank + (coord % extent - self.coords[dim]) * math.prod(self.dims[dim + 1 :])
-
-    def Neighbor_alltoall(self, tensor: Tensor) -> Tensor:
-        """Exchange with all neighbours. Blocking.
-
-        Args:
-            tensor: of shape ``(2 * len(dims), ...)``; parts ``2 * d`` and ``2 * d + 1`` go to the
-                lower and the upper neighbour along dimension d.
-
-        Returns:
-            The neighbours' parts in the same places; zeros at a border.
-        """
-        return neighbor_alltoall(self, tensor)
-
-    def Halo_exchange(
-        self,
-        tensor: Tensor,
-        width: int | Sequence[int | tuple[int, int]] = 1,
-        axes: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Extend ``tensor`` by values of the neighbours. Blocking.
-
-        Args:
-            width: of the halo for each dimension of the grid: one number for both sides, or
-                ``(lower, upper)``.
-            axes: the axis of ``tensor`` along each dimension of the grid; default: 0, 1, ...
-
-        Returns:
-            A tensor that is longer by the widths along these axes; zeros beyond a border.
-
-        Raises:
-            ArgumentError: the tensor is shorter than the halo, or widths and axes do not fit the
-                grid.
-        """
-        return halo_exchange(self, tensor, width, axes)
 
 
 def from_mpi4py(comm: Intracomm) -> Communicator:

@@ -71,7 +71,7 @@ DTYPES = (
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 KERNELS: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,
-    Op.PROD: torch.mul,
+    Op.PROD: torch.multiply,
     Op.MAX: torch.maximum,
     Op.MIN: torch.minimum,
     Op.LAND: torch.logical_and,
@@ -81,7 +81,7 @@ KERNELS: dict[Op, Callable[..., Tensor]] = {
     Op.BOR: torch.bitwise_or,
     Op.BXOR: torch.bitwise_xor,
 }
-"""Each reduction of two tensors."""
+"""Each reduction of two tensors, by a function that numpy has under the same name."""
 
 
 def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native.Op]]:

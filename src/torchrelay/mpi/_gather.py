@@ -6,30 +6,24 @@ The derivative scatters root's cotangent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._headers import Fields
-from torchrelay.mpi._layout import Blocks, any_length, axis_of, parts, with_length
-from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
+from torchrelay.mpi._layout import Blocks, axis_of, parts, with_length
+from torchrelay.mpi._record import Adjoint, AlongAxis, Started, conjugate, record
 
 __all__ = ["gather"]
 
 
-class Gather(Call):
-    __slots__ = ("axis", "known", "length", "root")
+@dataclass(slots=True, eq=False)
+class Gather(AlongAxis):
     name = "Gather"
-    parameters = ("axis", "length", "root", "known")
-
-    def __init__(
-        self, comm: Comm, axis: int, length: int, root: int, known: Sequence[int] | None = None
-    ) -> None:
-        self.comm = comm
-        self.axis = axis
-        self.length = length
-        self.root = root
-        self.known = known  # the ranks' lengths along the axis, if they need no exchange
+    axis: int
+    length: int
+    root: int
+    known: Sequence[int] | None = None
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (x.shape[self.axis],)
@@ -54,20 +48,13 @@ class Gather(Call):
             scatter(self.comm.reverse, self.axis, self.length, self.root, self.known), grad
         )
 
-    def batched(self) -> Gather:
-        return Gather(self.comm, self.axis + 1, self.length, self.root, self.known)
-
     def in_graph(self, x: Tensor) -> Gather:
-        if self.known:
-            return self
-        return Gather(self.comm, self.axis, self.length, self.root, [self.length] * self.comm.size)
+        known = self.known or [self.length] * self.comm.size
+        return Gather(self.comm, self.axis, self.length, self.root, known)
 
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         assert self.known is not None
         return with_length(shape, self.axis, sum(self.known) if self.comm.rank == self.root else 0)
-
-    def fields(self, x: Tensor) -> Fields:
-        return (self.function, self.arguments(), x.dtype, any_length(x, self.axis, self.known))
 
     def arguments(self) -> str:
         return f"axis={self.axis}, root={self.root}"

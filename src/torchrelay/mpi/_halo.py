@@ -8,6 +8,7 @@ which fills the corners.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,23 +21,19 @@ from torchrelay.mpi._message import Incoming
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 from torchrelay.mpi._transport import PROC_NULL, Testable
 
-__all__ = ["halo_exchange", "neighbor_alltoall"]
+__all__ = ["Neighbors"]
 
 TO_LOWER, TO_UPPER = 1, 2
 
 
+@dataclass(slots=True, eq=False)
 class Faces(Call):
     """A flat tensor: ``lower`` elements for the lower neighbour, the rest for the upper."""
 
-    __slots__ = ("dim", "lower")
     name = "Neighbor_exchange"
-    parameters = ("dim", "lower")
     comm: CartComm
-
-    def __init__(self, comm: CartComm, dim: int, lower: int) -> None:
-        self.comm = comm
-        self.dim = dim
-        self.lower = lower
+    dim: int
+    lower: int
 
     def forward(self, x: Tensor) -> Tensor:
         """Exchange messages, which only their two ranks compare."""
@@ -89,50 +86,66 @@ def exchange(comm: CartComm, dim: int, lower: Tensor, upper: Tensor) -> tuple[Te
     return from_lower.view(upper.shape), from_upper.view(lower.shape)
 
 
-def neighbor_alltoall(comm: CartComm, x: Tensor) -> Tensor:
-    """Send ``x[2 * d]`` and ``x[2 * d + 1]`` to the lower and upper neighbour along d.
+class Neighbors(CartComm):
+    """The functions of a grid of ranks."""
 
-    Returns:
-        The neighbours' parts in the same places.
-    """
-    count = 2 * len(comm.dims)
-    if x.ndim == 0 or x.shape[0] != count:
-        raise ArgumentError(
-            f"Neighbor_alltoall: the first axis has a part for each of {count} neighbours, not "
-            f"{tuple(x.shape)}"
-        )
-    parts = [part for d in range(count // 2) for part in exchange(comm, d, x[2 * d], x[2 * d + 1])]
-    return torch.stack(parts)
+    def Neighbor_alltoall(self, tensor: Tensor) -> Tensor:
+        """Exchange with all neighbours. Blocking.
 
+        Args:
+            tensor: of shape ``(2 * len(dims), ...)``; parts ``2 * d`` and ``2 * d + 1`` go to the
+                lower and the upper neighbour along dimension d.
 
-def halo_exchange(
-    comm: CartComm,
-    x: Tensor,
-    width: int | Sequence[int | tuple[int, int]],
-    axes: Sequence[int] | None = None,
-) -> Tensor:
-    """Return ``x`` with a halo of the neighbours' values; see ``Halo_exchange``.
-
-    Raises:
-        ArgumentError: the tensor is shorter than the halo, or widths and axes do not fit the grid.
-    """
-    dims = len(comm.dims)
-    axes = list(range(dims)) if axes is None else [axis_of(axis, x.ndim) for axis in axes]
-    widths = [width] * dims if isinstance(width, int) else list(width)
-    if len(axes) != dims or len(widths) != dims:
-        raise ArgumentError(
-            f"a grid of {dims} dimensions needs {dims} axes and widths, not {axes} and {widths}"
-        )
-    for dim, (axis, each) in enumerate(zip(axes, widths, strict=True)):
-        below, above = (each, each) if isinstance(each, int) else each
-        length = x.shape[axis]
-        if not 0 <= max(below, above) <= length or min(below, above) < 0:
+        Returns:
+            The neighbours' parts in the same places; zeros at a border.
+        """
+        dims = len(self.dims)
+        if tensor.ndim == 0 or tensor.shape[0] != 2 * dims:
             raise ArgumentError(
-                f"a halo of {(below, above)} needs as much along axis {axis}, which has {length}"
+                f"Neighbor_alltoall: the first axis has a part for each of {2 * dims} neighbours, "
+                f"not {tuple(tensor.shape)}"
             )
-        if below or above:
-            lower, upper = exchange(
-                comm, dim, x.narrow(axis, 0, above), x.narrow(axis, length - below, below)
+        pairs = [(d, tensor[2 * d], tensor[2 * d + 1]) for d in range(dims)]
+        return torch.stack([part for pair in pairs for part in exchange(self, *pair)])
+
+    def Halo_exchange(
+        self,
+        tensor: Tensor,
+        width: int | Sequence[int | tuple[int, int]] = 1,
+        axes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Extend ``tensor`` by values of the neighbours. Blocking.
+
+        Args:
+            width: of the halo for each dimension of the grid: one number for both sides, or
+                ``(lower, upper)``.
+            axes: the axis of ``tensor`` along each dimension of the grid; default: 0, 1, ...
+
+        Returns:
+            A tensor that is longer by the widths along these axes; zeros beyond a border.
+
+        Raises:
+            ArgumentError: the tensor is shorter than the halo, or widths and axes do not fit the
+                grid.
+        """
+        x, dims = tensor, len(self.dims)
+        axes = list(range(dims)) if axes is None else [axis_of(axis, x.ndim) for axis in axes]
+        widths = [width] * dims if isinstance(width, int) else list(width)
+        if len(axes) != dims or len(widths) != dims:
+            raise ArgumentError(
+                f"a grid of {dims} dimensions needs {dims} axes and widths, not {axes} and {widths}"
             )
-            x = torch.cat([lower, x, upper], axis)
-    return x
+        for dim, (axis, each) in enumerate(zip(axes, widths, strict=True)):
+            below, above = (each, each) if isinstance(each, int) else each
+            length = x.shape[axis]
+            if not 0 <= max(below, above) <= length or min(below, above) < 0:
+                raise ArgumentError(
+                    f"a halo of {(below, above)} needs as much along axis {axis}, which has "
+                    f"{length}"
+                )
+            if below or above:
+                lower, upper = exchange(
+                    self, dim, x.narrow(axis, 0, above), x.narrow(axis, length - below, below)
+                )
+                x = torch.cat([lower, x, upper], axis)
+        return x

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrelay._torch import is_host_memory
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._settings import settings
 
@@ -29,7 +30,7 @@ def packed(x: Tensor, transport: Transport | None = None) -> Tensor:
     Raises:
         ArgumentError: it is sparse, or has no values.
     """
-    if is_plain(x):
+    if is_host_memory(x):
         return x
     if x.layout is not torch.strided or x.is_meta:
         raise ArgumentError(
@@ -40,16 +41,6 @@ def packed(x: Tensor, transport: Transport | None = None) -> Tensor:
     if not (x.is_cpu or (transport is not None and transport.takes(x.device))):
         x = x.cpu()
     return x.contiguous()
-
-
-def is_plain(x: Tensor) -> bool:
-    """Return whether ``x`` is contiguous memory of this host."""
-    return (
-        x.layout is torch.strided
-        and x.is_cpu
-        and x.is_contiguous()
-        and not (x.is_neg() or x.is_conj())
-    )
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

@@ -13,6 +13,7 @@ further communication, and ranks may wait in different orders.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -109,16 +110,13 @@ class CollectiveHandle:
     @_compiled.eager_only
     def Wait(self) -> Tensor:
         """Return the result of the collective. Blocks."""
-        return self.complete(record(_Wait(self.operation), self.dummy))
+        return self.complete(record(_Wait(self.operation.call.comm, self.operation), self.dummy))
 
 
+@dataclass(slots=True, eq=False)
 class _Start(Call):
-    __slots__ = ("operation",)
     name = "Istart"
-
-    def __init__(self, operation: _Operation) -> None:
-        self.comm = operation.call.comm
-        self.operation = operation
+    operation: _Operation
 
     def forward(self, x: Tensor) -> Tensor:
         call, requests = self.operation.call, list[Testable]()
@@ -154,14 +152,11 @@ class _Start(Call):
         return f"I{self.operation.call.describe()}"
 
 
+@dataclass(slots=True, eq=False)
 class _Wait(Call):
-    __slots__ = ("operation",)
     name = "Wait"
     everyone = False  # ranks may wait in different orders
-
-    def __init__(self, operation: _Operation) -> None:
-        self.comm = operation.call.comm
-        self.operation = operation
+    operation: _Operation
 
     def forward(self, x: Tensor) -> Tensor:
         started, self.operation.started = self.operation.started, None
@@ -191,7 +186,7 @@ def start(
 ) -> CollectiveHandle:
     """Start ``call`` on ``x``, which must not change until ``Wait``."""
     operation, chain = _Operation(call), _chain.current()
-    dummy = record(_Start(operation), x)
+    dummy = record(_Start(call.comm, operation), x)
     if dummy.requires_grad:
         operation.chain, operation.position = chain, len(chain.names)
         chain.operations.append(operation)

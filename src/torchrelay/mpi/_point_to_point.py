@@ -9,6 +9,7 @@ could deadlock in its backward pass otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,30 +31,17 @@ from torchrelay.mpi._wait import abandon
 if TYPE_CHECKING:
     from torchrelay.mpi._chain import Link
 
-__all__ = [
-    "JoinDummies",
-    "JoinDummiesHandle",
-    "WaitHandle",
-    "irecv",
-    "isend",
-    "recv",
-    "send",
-    "sendrecv",
-    "wait",
-]
+__all__ = ["JoinDummies", "JoinDummiesHandle", "Messages", "WaitHandle"]
 
 
+@dataclass(slots=True, eq=False)
 class _PeerCall(Call):
     """A call between two ranks, which debug mode cannot compare collectively."""
 
-    __slots__ = ("peer", "tag")
     everyone = False
     transforms = frozenset({"Grad"})
-
-    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
-        self.comm = comm
-        self.peer = peer
-        self.tag = tag
+    peer: int
+    tag: int
 
     def arguments(self) -> str:
         return f"rank {self.peer}, tag {self.tag}"
@@ -62,14 +50,10 @@ class _PeerCall(Call):
         return range(self.comm.size) if self.peer == ANY_SOURCE else (self.peer,)
 
 
+@dataclass(slots=True, eq=False)
 class Send(_PeerCall):
-    __slots__ = ("shape",)
     name = "Send"
-    parameters = ("peer", "tag", "shape")
-
-    def __init__(self, comm: Comm, peer: int, tag: int, shape: Sequence[int] = ()) -> None:
-        super().__init__(comm, peer, tag)
-        self.shape = shape  # of the tensor, once it is known
+    shape: Sequence[int] = ()  # of the tensor, once it is known
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape = x.shape
@@ -100,14 +84,12 @@ class Post(Send):
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
 
+@dataclass(slots=True, eq=False)
 class _Receiver(_PeerCall):
     """A receive, whose backward sends the cotangent to the source of the message."""
 
-    __slots__ = ("number", "receipt")
-
-    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
-        super().__init__(comm, peer, tag)
-        self.receipt: Receipt | None = None
+    number: int = field(default=0, init=False)
+    receipt: Receipt | None = field(default=None, init=False)
 
     def finish(self, receiving: Receiving) -> None:
         receiving.finish(self)
@@ -131,14 +113,10 @@ def _sendable(tag: int) -> int:
     return 0 if tag == ANY_TAG else tag
 
 
+@dataclass(slots=True, eq=False)
 class Recv(_Receiver):
-    __slots__ = ("shape",)
     name = "Recv"
-    parameters = ("peer", "tag", "shape")
-
-    def __init__(self, comm: Comm, peer: int, tag: int, shape: Sequence[int] = ()) -> None:
-        super().__init__(comm, peer, tag)
-        self.shape = shape  # for a compiled graph's backward pass
+    shape: Sequence[int] = ()  # for a compiled graph's backward pass
 
     def forward(self, x: Tensor) -> Tensor:
         memory = fresh(x.shape, x.dtype)
@@ -171,29 +149,16 @@ class RecvInPlace(Recv):
         return x
 
 
+@dataclass(slots=True, eq=False)
 class Sendrecv(_PeerCall):
-    __slots__ = ("batch_dims", "dtype", "sent", "shape", "source", "source_tag")
     name = "Sendrecv"
-    parameters = ("peer", "tag", "source", "source_tag", "shape")
     transforms = Call.transforms
-
-    def __init__(
-        self,
-        comm: Comm,
-        dest: int,
-        tag: int,
-        source: int,
-        source_tag: int,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(comm, dest, tag)
-        self.shape = tuple(shape)
-        self.dtype = dtype  # of what comes; None: of what is sent
-        self.batch_dims = 0
-        self.source = source
-        self.source_tag = source_tag
-        self.sent: tuple[Sequence[int], torch.dtype | None] = (self.shape, dtype)
+    source: int
+    source_tag: int
+    shape: Sequence[int]  # of what comes
+    dtype: torch.dtype | None = field(default=None, kw_only=True)  # None: of what is sent
+    batch_dims: int = field(default=0, kw_only=True)
+    sent: tuple[Sequence[int], torch.dtype | None] | None = field(default=None, init=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.sent = (x.shape, x.dtype)
@@ -214,7 +179,8 @@ class Sendrecv(_PeerCall):
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         back = (self.comm.reverse, self.source, _sendable(self.source_tag))
-        return Adjoint(Sendrecv(*back, self.peer, self.tag, *self.sent), grad)
+        shape, dtype = self.sent or (self.shape, self.dtype)
+        return Adjoint(Sendrecv(*back, self.peer, self.tag, shape, dtype=dtype), grad)
 
     def in_graph(self, x: Tensor) -> Sendrecv | None:
         if self.source == ANY_SOURCE or (*self.shape, self.dtype) != (*x.shape, x.dtype):
@@ -223,11 +189,7 @@ class Sendrecv(_PeerCall):
         return Sendrecv(self.comm, self.peer, self.tag, self.source, tag, self.shape)
 
     def batched(self) -> Sendrecv:
-        call = Sendrecv(
-            self.comm, self.peer, self.tag, self.source, self.source_tag, self.shape, self.dtype
-        )
-        call.batch_dims = self.batch_dims + 1
-        return call
+        return replace(self, batch_dims=self.batch_dims + 1)
 
     def peers(self) -> Iterable[int]:
         return (self.peer, self.source)
@@ -273,18 +235,32 @@ class WaitHandle:
         self.transfer = transfer
         self.dummy = dummy
 
+    @_compiled.eager_only
     def Wait(self) -> Tensor:
         """Return the received tensor; for a send, a 0-dim tensor. Blocks."""
-        return wait(self)
+        transfer, call = self.transfer, self.transfer.call
+        if transfer.target is None:
+            finish_all(transfer.sending, call)
+            transfer.sending = ()
+            if transfer.tangent_handle is not None:
+                transfer.tangent_handle.Wait()
+            return self.dummy
+        given = (call.comm, call.peer, call.tag, transfer)
+        if transfer.in_place:
+            return record(WaitRecvInPlace(*given), transfer.target)
+        return overwrite(None, WaitRecv(*given), transfer.target)
 
 
+@dataclass(slots=True, eq=False)
 class Isend(Send):
-    __slots__ = ("transfer",)
     name = "Isend"
+    transfer: Transfer = field(init=False)
 
-    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
-        super().__init__(comm, peer, tag)
+    def __post_init__(self) -> None:
         self.transfer = Transfer(self)
+
+    def begin(self, x: Tensor) -> WaitHandle:
+        return WaitHandle(self.transfer, record(self, x))
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape = x.shape
@@ -292,18 +268,22 @@ class Isend(Send):
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        self.transfer.tangent_handle = isend(self.comm, tangent, self.peer, self.tag)
+        self.transfer.tangent_handle = Isend(self.comm, self.peer, self.tag).begin(tangent)
         return self.transfer.tangent_handle.dummy
 
 
+@dataclass(slots=True, eq=False)
 class Irecv(_PeerCall):
-    __slots__ = ("transfer",)
     name = "Irecv"
     passive = True
+    transfer: Transfer = field(init=False)
 
-    def __init__(self, comm: Comm, peer: int, tag: int) -> None:
-        super().__init__(comm, peer, tag)
+    def __post_init__(self) -> None:
         self.transfer = Transfer(self)
+
+    def begin(self, x: Tensor) -> WaitHandle:
+        self.transfer.target, self.transfer.in_place = x, can_overwrite(x)
+        return WaitHandle(self.transfer, record(self, x))
 
     def forward(self, x: Tensor) -> Tensor:
         transfer = self.transfer
@@ -315,19 +295,15 @@ class Irecv(_PeerCall):
         return None  # what Wait's backward posted completes at the end of the backward pass
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        self.transfer.tangent_handle = irecv(
-            self.comm, torch.zeros_like(tangent), self.peer, self.tag
-        )
+        handle = Irecv(self.comm, self.peer, self.tag).begin(torch.zeros_like(tangent))
+        self.transfer.tangent_handle = handle
         return self.transfer.tangent_handle.dummy
 
 
+@dataclass(slots=True, eq=False)
 class WaitRecv(_Receiver):
-    __slots__ = ("transfer",)
     name = "Wait"
-
-    def __init__(self, transfer: Transfer) -> None:
-        super().__init__(transfer.call.comm, transfer.call.peer, transfer.call.tag)
-        self.transfer = transfer
+    transfer: Transfer
 
     def forward(self, x: Tensor) -> Tensor:
         receiving, self.transfer.receiving = self.transfer.receiving, None
@@ -338,7 +314,7 @@ class WaitRecv(_Receiver):
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
         assert self.transfer.tangent_handle is not None
-        return wait(self.transfer.tangent_handle)
+        return self.transfer.tangent_handle.Wait()
 
 
 class WaitRecvInPlace(WaitRecv):
@@ -346,60 +322,62 @@ class WaitRecvInPlace(WaitRecv):
     overwrites = True
 
 
-def send(comm: Comm, x: Tensor, dest: int, tag: int) -> Tensor:
-    """Send ``x`` and return a 0-dim tensor that depends on it, once ``x`` may be changed."""
-    return record(Send(comm, *comm.check_dest(dest, tag)), x)
+class Messages(Comm):
+    """The point-to-point functions of a communicator."""
 
+    def Send(self, tensor: Tensor, dest: int, tag: int = 0) -> Tensor:
+        """Send ``tensor`` to ``dest``. Blocks until ``tensor`` may be changed.
 
-def recv(comm: Comm, x: Tensor, source: int, tag: int) -> Tensor:
-    """Receive into ``x`` and return it; a new tensor if ``x`` is a leaf that requires grad."""
-    comm.check_source(source, tag)
-    return overwrite(RecvInPlace(comm, source, tag), Recv(comm, source, tag), x)
+        Returns:
+            A 0-dim tensor that depends on the send.
+        """
+        return record(Send(self, *self.check_dest(dest, tag)), tensor)
 
+    def Recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
+        """Overwrite ``tensor`` with a message from ``source``. Blocks until it has arrived.
 
-def sendrecv(
-    comm: Comm, x: Tensor, dest: int, sendtag: int, like: Tensor | None, source: int, recvtag: int
-) -> Tensor:
-    """Send ``x`` and receive a tensor like ``like`` (default: ``x``) at the same time."""
-    like = x if like is None else like
-    if is_differentiable(like.dtype) != is_differentiable(x.dtype):
-        raise ArgumentError(
-            f"Sendrecv of {x.dtype}, with like of {like.dtype}: autograd records one and not the "
-            "other; use Isend and Recv"
-        )
-    to, back = comm.check_dest(dest, sendtag), comm.check_source(source, recvtag)
-    return record(Sendrecv(comm, *to, *back, like.shape, like.dtype), x)
+        Returns:
+            ``tensor``; a new tensor if it is a leaf that requires grad.
 
+        Raises:
+            MismatchError: the message has another length.
+        """
+        self.check_source(source, tag)
+        return overwrite(RecvInPlace(self, source, tag), Recv(self, source, tag), tensor)
 
-@_compiled.eager_only
-def isend(comm: Comm, x: Tensor, dest: int, tag: int) -> WaitHandle:
-    """Start to send ``x``, which must not change until ``Wait``."""
-    call = Isend(comm, *comm.check_dest(dest, tag))
-    return WaitHandle(call.transfer, record(call, x))
+    def Sendrecv(
+        self,
+        tensor: Tensor,
+        dest: int,
+        source: int,
+        like: Tensor | None = None,
+        sendtag: int = 0,
+        recvtag: int = ANY_TAG,
+    ) -> Tensor:
+        """Send ``tensor`` to ``dest`` and receive from ``source``. Blocks until both are done.
 
+        Args:
+            like: gives the shape and dtype of the result; default: ``tensor``.
+        """
+        like = tensor if like is None else like
+        if is_differentiable(like.dtype) != is_differentiable(tensor.dtype):
+            raise ArgumentError(
+                f"Sendrecv of {tensor.dtype}, with like of {like.dtype}: autograd records one and "
+                "not the other; use Isend and Recv"
+            )
+        to, back = self.check_dest(dest, sendtag), self.check_source(source, recvtag)
+        call = Sendrecv(self, *to, *back, tuple(like.shape), dtype=like.dtype)
+        return record(call, tensor)
 
-@_compiled.eager_only
-def irecv(comm: Comm, x: Tensor, source: int, tag: int) -> WaitHandle:
-    """Start to receive into ``x``; ``Wait`` returns the result."""
-    call = Irecv(comm, *comm.check_source(source, tag))
-    call.transfer.target = x
-    call.transfer.in_place = can_overwrite(x)
-    return WaitHandle(call.transfer, record(call, x))
+    @_compiled.eager_only
+    def Isend(self, tensor: Tensor, dest: int, tag: int = 0) -> WaitHandle:
+        """Start :meth:`Send`; ``tensor`` must not change until :meth:`Wait`."""
+        return Isend(self, *self.check_dest(dest, tag)).begin(tensor)
 
-
-@_compiled.eager_only
-def wait(handle: WaitHandle) -> Tensor:
-    """Complete what ``handle`` started and return its result."""
-    transfer = handle.transfer
-    if transfer.target is None:
-        finish_all(transfer.sending, transfer.call)
-        transfer.sending = ()
-        if transfer.tangent_handle is not None:
-            wait(transfer.tangent_handle)
-        return handle.dummy
-    if transfer.in_place:
-        return record(WaitRecvInPlace(transfer), transfer.target)
-    return overwrite(None, WaitRecv(transfer), transfer.target)
+    @_compiled.eager_only
+    def Irecv(self, tensor: Tensor, source: int, tag: int = 0) -> WaitHandle:
+        """Start :meth:`Recv`; :meth:`Wait` returns the result."""
+        return Irecv(self, *self.check_source(source, tag)).begin(tensor)
 
 
 def JoinDummies(x: Tensor, dummies: Sequence[Tensor]) -> Tensor:

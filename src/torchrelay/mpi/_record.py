@@ -8,6 +8,7 @@ recorded communications, so that it can be differentiated again), and its batche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torchrelay.errors import ArgumentError, GraphError, UnsupportedError
 from torchrelay.mpi import _chain, _compiled, _headers
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, is_differentiable
+from torchrelay.mpi._layout import any_length
 from torchrelay.mpi._library import refusal
 from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._settings import settings
@@ -28,6 +30,7 @@ from torchrelay.mpi._wait import check_usable, finish
 
 __all__ = [
     "Adjoint",
+    "AlongAxis",
     "Call",
     "Started",
     "conjugate",
@@ -79,10 +82,14 @@ class Adjoint(NamedTuple):
     complete: Callable[[Tensor], Tensor] = unchanged
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """One communication with its arguments; methods take the tensor."""
+    """One communication with its arguments; methods take the tensor.
 
-    __slots__ = ("comm",)
+    The arguments after ``comm`` are integers, ``op``, and at last one of ``SEQUENCES``.
+    """
+
+    comm: Comm
 
     name: ClassVar[str]
     function: ClassVar[str]
@@ -97,20 +104,12 @@ class Call:
     transforms: ClassVar[frozenset[str]] = frozenset({"Grad", "Jvp", "Vmap"})
     """The transforms of ``torch.func`` that it supports."""
 
-    parameters: ClassVar[tuple[str, ...]] = ()
-    """The constructor's arguments after ``comm``: integers, ``op``, and at last one of
-    ``SEQUENCES``.
-    """
-
-    comm: Comm
-    known: Sequence[int] | None = None
-    """What each rank passes, gets or sends, if that needs no exchange."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    @property
+    def known(self) -> Sequence[int] | None:
+        """What each rank passes, gets or sends, if that needs no exchange."""
+        return None
 
     def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
         _compiled.kinds[cls.__name__] = cls
         if "name" in vars(cls):
             cls.function = cls.name.rstrip("_")
@@ -174,10 +173,16 @@ class Call:
         """Return the shape of the result if all ranks pass tensors of ``shape``."""
         return list(shape)
 
+    @classmethod
+    def parameters(cls) -> tuple[str, ...]:
+        """Return the names of the constructor's arguments after ``comm``."""
+        names: tuple[str, ...] = cls.__match_args__
+        return names[1:]
+
     def encode(self) -> list[int]:
         """Return the constructor's arguments as integers."""
         code: list[int] = []
-        for name in self.parameters:
+        for name in self.parameters():
             value = getattr(self, name)
             if name == "op":
                 code.append(OPS.index(value))
@@ -192,7 +197,7 @@ class Call:
         """Invert :meth:`encode`."""
         arguments: list[Any] = [
             OPS[code[i]] if name == "op" else list(code[i:]) if name in SEQUENCES else code[i]
-            for i, name in enumerate(cls.parameters)
+            for i, name in enumerate(cls.parameters())
         ]
         return cls(comm, *arguments)
 
@@ -214,6 +219,22 @@ class Call:
     def peers(self) -> Iterable[int]:
         """Return the ranks that this call waits for."""
         return range(self.comm.size)
+
+
+class AlongAxis(Call):
+    """A call on tensors that are cut or concatenated along an axis."""
+
+    __slots__ = ()
+    axis: int
+
+    def batched(self) -> Call:
+        return replace(self, axis=self.axis + 1)  # type: ignore[call-arg]
+
+    def fields(self, x: Tensor) -> _headers.Fields:
+        return (self.function, self.arguments(), x.dtype, any_length(x, self.axis, self.known))
+
+    def arguments(self) -> str:
+        return f"axis={self.axis}"
 
 
 _TOKEN = torch.empty(())

@@ -6,6 +6,7 @@ The derivative of a sum copies root's cotangent to every rank: Bcast.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,15 +22,11 @@ from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 __all__ = ["reduce", "reduce_"]
 
 
+@dataclass(slots=True, eq=False)
 class Reduce(Call):
-    __slots__ = ("op", "root")
     name = "Reduce"
-    parameters = ("op", "root")
-
-    def __init__(self, comm: Comm, op: Op, root: int) -> None:
-        self.comm = comm
-        self.op = op
-        self.root = root
+    op: Op
+    root: int
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root

@@ -6,6 +6,7 @@ The derivative of a sum copies the cotangent of every part to all ranks: Allgath
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,25 +18,19 @@ from torchrelay.mpi._dtypes import Op, is_differentiable
 from torchrelay.mpi._headers import Fields
 from torchrelay.mpi._layout import Blocks, any_length, axis_of, with_length
 from torchrelay.mpi._memory import fresh
-from torchrelay.mpi._record import Adjoint, Call, Started, conjugate, record
+from torchrelay.mpi._record import Adjoint, AlongAxis, Started, conjugate, record
 from torchrelay.mpi._settings import settings
 
 __all__ = ["reduce_scatter"]
 
 
-class ReduceScatter(Call):
-    __slots__ = ("axis", "known", "length", "op")
+@dataclass(slots=True, eq=False)
+class ReduceScatter(AlongAxis):
     name = "Reduce_scatter"
-    parameters = ("op", "axis", "length", "known")
-
-    def __init__(
-        self, comm: Comm, op: Op, axis: int, length: int, known: Sequence[int] | None = None
-    ) -> None:
-        self.comm = comm
-        self.op = op
-        self.axis = axis
-        self.length = length
-        self.known = known  # what each rank gets along the axis, if that needs no exchange
+    op: Op
+    axis: int
+    length: int
+    known: Sequence[int] | None = None
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (self.length,)
@@ -66,9 +61,6 @@ class ReduceScatter(Call):
 
     def differentiable(self, x: Tensor) -> bool:
         return is_differentiable(x.dtype) and self.op in DIFFERENTIABLE
-
-    def batched(self) -> ReduceScatter:
-        return ReduceScatter(self.comm, self.op, self.axis + 1, self.length, self.known)
 
     def in_graph(self, x: Tensor) -> ReduceScatter | None:
         size = self.comm.size

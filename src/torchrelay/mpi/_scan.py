@@ -6,6 +6,8 @@ The derivative of a sum is a scan in the reverse order of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,16 +22,12 @@ from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 __all__ = ["exscan", "scan"]
 
 
+@dataclass(slots=True, eq=False)
 class Scan(Call):
-    __slots__ = ("descending", "op")
     name = "Scan"
-    parameters = ("op", "descending")
-    exclusive = False
-
-    def __init__(self, comm: Comm, op: Op, descending: int = False) -> None:
-        self.comm = comm
-        self.op = op
-        self.descending = descending  # from the last rank to the first: the derivative
+    exclusive: ClassVar[bool] = False
+    op: Op
+    descending: int = False  # from the last rank to the first: the derivative
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         result = fresh(x.shape, x.dtype, x.device)

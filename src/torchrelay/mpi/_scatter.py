@@ -6,6 +6,7 @@ The derivative gathers the cotangents of the parts on root. Tensors of other ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -22,20 +23,14 @@ __all__ = ["scatter"]
 MAX_DIMS = MAX_NUMBERS - 3
 
 
+@dataclass(slots=True, eq=False)
 class Scatter(Call):
-    __slots__ = ("axis", "input_shape", "known", "length", "root")
     name = "Scatter"
-    parameters = ("axis", "length", "root", "known")
-
-    def __init__(
-        self, comm: Comm, axis: int, length: int, root: int, known: Sequence[int] | None = None
-    ) -> None:
-        self.comm = comm
-        self.axis = axis
-        self.length = length
-        self.root = root
-        self.known = known  # what each rank gets along the axis, if that needs no exchange
-        self.input_shape: Sequence[int] = ()
+    axis: int
+    length: int
+    root: int
+    known: Sequence[int] | None = None
+    input_shape: Sequence[int] = field(default=(), init=False)
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         """Return the length of this rank's part, and dtype and shape, which count on root."""
@@ -82,13 +77,7 @@ class Scatter(Call):
         )
 
     def batched(self) -> Scatter:
-        return Scatter(
-            self.comm,
-            self.axis + 1 if self.axis >= 0 else self.axis,
-            self.length,
-            self.root,
-            self.known,
-        )
+        return replace(self, axis=self.axis + (self.axis >= 0))
 
     def in_graph(self, x: Tensor) -> Scatter | None:
         if self.known:

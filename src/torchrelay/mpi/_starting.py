@@ -1,4 +1,4 @@
-"""Functions that start non-blocking collectives."""
+"""The methods that start non-blocking collectives."""
 
 from __future__ import annotations
 
@@ -24,115 +24,126 @@ from torchrelay.mpi._reduce_scatter import ReduceScatter
 from torchrelay.mpi._scan import Exscan, Scan
 from torchrelay.mpi._scatter import Scatter
 
-__all__ = [
-    "iallgather",
-    "iallreduce",
-    "ialltoall",
-    "ialltoallv",
-    "ibcast",
-    "igather",
-    "ireduce",
-    "ireduce_scatter",
-    "iscan",
-    "iscatter",
-]
+__all__ = ["NonBlocking"]
 
 
-def iallreduce(comm: Comm, x: Tensor, op: Op) -> CollectiveHandle:
-    """Start Allreduce."""
-    call = Allreduce(comm, op)
+class NonBlocking(Comm):
+    """The non-blocking collectives of a communicator.
+
+    Do not change tensors before Wait. All ranks pass tensors of one shape, or the same counts.
+    """
+
+    def Iallreduce(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Start :meth:`Allreduce`."""
+        call = Allreduce(self, op)
+        if not is_gathered(call, tensor):
+            return _reduction(call, tensor, op)
+        # Under its convention: all ranks reduce to the same.
+        every = Allgather(self, 0, [1] * self.size)
+        return start(every, tensor.unsqueeze(0), lambda parts: reduce_locally(parts, op))
+
+    def Ibcast(self, tensor: Tensor, root: int) -> CollectiveHandle:
+        """Start a broadcast of root's tensor into new memory."""
+        return start(Bcast(self, self.check_rank(root)), tensor)
+
+    def Ireduce(self, tensor: Tensor, op: Op, root: int) -> CollectiveHandle:
+        """Start a reduction to root into new memory, with zeros elsewhere."""
+        call, is_root = Reduce(self, op, self.check_rank(root)), self.rank == root
+        if not is_gathered(call, tensor):
+            return _reduction(call, tensor, op)
+        # the others get an empty tensor, whose sum is zero and depends on it
+        every = Gather(self, 0, 1, root, [1] * self.size)
+        return start(
+            every,
+            tensor.unsqueeze(0),
+            lambda parts: reduce_locally(parts, op) if is_root else parts.sum(0),
+        )
+
+    def Iscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Start :meth:`Scan`."""
+        return _scan(Scan(self, op), tensor)
+
+    def Iexscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Start :meth:`Exscan`."""
+        return _scan(Exscan(self, op), tensor)
+
+    def Igather(self, tensor: Tensor, gatheraxis: int, root: int) -> CollectiveHandle:
+        """Start :meth:`Gather` of equal shapes."""
+        return self.Igatherv(tensor, _lengths(self, tensor, gatheraxis), root, gatheraxis)
+
+    def Igatherv(
+        self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0
+    ) -> CollectiveHandle:
+        """Start :meth:`Gatherv`; rank r sends ``counts[r]``."""
+        axis, lengths = axis_of(axis, tensor.ndim), _own(self, tensor, counts, axis)
+        return start(Gather(self, axis, tensor.shape[axis], self.check_rank(root), lengths), tensor)
+
+    def Iallgather(self, tensor: Tensor, gatheraxis: int) -> CollectiveHandle:
+        """Start :meth:`Allgather` of equal shapes."""
+        return self.Iallgatherv(tensor, _lengths(self, tensor, gatheraxis), gatheraxis)
+
+    def Iallgatherv(self, tensor: Tensor, counts: Sequence[int], axis: int = 0) -> CollectiveHandle:
+        """Start :meth:`Allgatherv`; rank r sends ``counts[r]``."""
+        axis, lengths = axis_of(axis, tensor.ndim), _own(self, tensor, counts, axis)
+        return start(Allgather(self, axis, lengths), tensor)
+
+    def Iscatter(self, tensor: Tensor, scatteraxis: int, root: int) -> CollectiveHandle:
+        """Start :meth:`Scatter` in equal parts; all ranks pass a tensor of root's shape."""
+        return self.Iscatterv(tensor, _parts(self, tensor, scatteraxis), root, scatteraxis)
+
+    def Iscatterv(
+        self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0
+    ) -> CollectiveHandle:
+        """Start :meth:`Scatterv`; all ranks pass a tensor of root's shape."""
+        axis = axis_of(axis, tensor.ndim)
+        parts = _checked(self, counts, tensor.shape[axis])
+        return start(Scatter(self, axis, parts[self.rank], self.check_rank(root), parts), tensor)
+
+    def Ialltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
+        """Start :meth:`Alltoall` in equal parts."""
+        g, s = axis_of(gatheraxis, tensor.ndim), axis_of(scatteraxis, tensor.ndim)
+        numelem = tensor.shape[s] if g == s else equal_part(tensor, s, self.size)
+        return start(Alltoall(self, g, s, numelem, tensor.shape[g], True), tensor)
+
+    def Ialltoallv(
+        self, tensor: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int = 0
+    ) -> CollectiveHandle:
+        """Start :meth:`Alltoallv`; rank r sends ``recvcounts[r]``."""
+        axis = axis_of(axis, tensor.ndim)
+        sent = _checked(self, sendcounts, tensor.shape[axis])
+        received = _checked(self, recvcounts, sum(recvcounts))
+        return start(Alltoallv(self, sent, axis, received), tensor)
+
+    def Ireduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> CollectiveHandle:
+        """Start :meth:`Reduce_scatter_block`."""
+        return self.Ireduce_scatterv(tensor, op, _parts(self, tensor, scatteraxis), scatteraxis)
+
+    def Ireduce_scatterv(
+        self, tensor: Tensor, op: Op, counts: Sequence[int], axis: int = 0
+    ) -> CollectiveHandle:
+        """Start :meth:`Reduce_scatter`; rank r gets ``counts[r]``."""
+        axis = axis_of(axis, tensor.ndim)
+        parts = _checked(self, counts, tensor.shape[axis])
+        call = ReduceScatter(self, op, axis, parts[self.rank], parts)
+        if not is_gathered(call, tensor):
+            return _reduction(call, tensor, op)
+        lengths = [parts[self.rank]] * self.size
+
+        def reduce(got: Tensor) -> Tensor:
+            return reduce_locally(torch.stack(got.split_with_sizes(lengths, axis)), op)
+
+        return start(Alltoallv(self, parts, axis, lengths), tensor, reduce)
+
+
+def _scan(call: Scan, x: Tensor) -> CollectiveHandle:
     if not is_gathered(call, x):
-        return _reduction(call, x, op)
-    # Under its convention: all ranks reduce to the same.
-    every = Allgather(comm, 0, [1] * comm.size)
-    return start(every, x.unsqueeze(0), lambda parts: reduce_locally(parts, op))
-
-
-def ireduce(comm: Comm, x: Tensor, op: Op, root: int) -> CollectiveHandle:
-    """Start a reduction to ``root`` into new memory, with zeros elsewhere."""
-    call, is_root = Reduce(comm, op, comm.check_rank(root)), comm.rank == root
-    if not is_gathered(call, x):
-        return _reduction(call, x, op)
-    # the others get an empty tensor, whose sum is zero and depends on it
-    every = Gather(comm, 0, 1, root, [1] * comm.size)
+        return _reduction(call, x, call.op)
+    comm, before = call.comm, call.comm.rank + (not call.exclusive)
     return start(
-        every, x.unsqueeze(0), lambda parts: reduce_locally(parts, op) if is_root else parts.sum(0)
-    )
-
-
-def ireduce_scatter(
-    comm: Comm, x: Tensor, op: Op, counts: Sequence[int] | None, axis: int
-) -> CollectiveHandle:
-    """Start Reduce_scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part."""
-    axis = axis_of(axis, x.ndim)
-    parts = _parts(comm, x, axis) if counts is None else _checked(comm, counts, x.shape[axis])
-    call = ReduceScatter(comm, op, axis, parts[comm.rank], parts)
-    if not is_gathered(call, x):
-        return _reduction(call, x, op)
-    lengths = [parts[comm.rank]] * comm.size
-    every = Alltoallv(comm, parts, axis, lengths)
-    return start(
-        every, x, lambda got: reduce_locally(torch.stack(got.split_with_sizes(lengths, axis)), op)
-    )
-
-
-def iscan(comm: Comm, x: Tensor, op: Op, exclusive: bool) -> CollectiveHandle:
-    """Start Scan or Exscan."""
-    call = Exscan(comm, op) if exclusive else Scan(comm, op)
-    if not is_gathered(call, x):
-        return _reduction(call, x, op)
-    before = comm.rank + (not exclusive)
-    every = Allgather(_sums(comm), 0, [1] * comm.size)
-    return start(
-        every,
+        Allgather(comm.replace(convention="sum"), 0, [1] * comm.size),
         x.unsqueeze(0),
-        lambda parts: reduce_locally(parts[:before], op) if before else parts[:0].sum(0),
+        lambda parts: reduce_locally(parts[:before], call.op) if before else parts[:0].sum(0),
     )
-
-
-def ibcast(comm: Comm, x: Tensor, root: int) -> CollectiveHandle:
-    """Start a broadcast of root's tensor into new memory."""
-    return start(Bcast(comm, comm.check_rank(root)), x)
-
-
-def igather(
-    comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int
-) -> CollectiveHandle:
-    """Start Gather; rank r sends ``counts[r]`` along ``axis``, or equal lengths."""
-    axis = axis_of(axis, x.ndim)
-    lengths = _lengths(comm, x, counts, axis)
-    return start(Gather(comm, axis, x.shape[axis], comm.check_rank(root), lengths), x)
-
-
-def iallgather(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int) -> CollectiveHandle:
-    """Start Allgather; rank r sends ``counts[r]`` along ``axis``, or equal lengths."""
-    axis = axis_of(axis, x.ndim)
-    return start(Allgather(comm, axis, _lengths(comm, x, counts, axis)), x)
-
-
-def iscatter(
-    comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int, root: int
-) -> CollectiveHandle:
-    """Start Scatter; rank r gets ``counts[r]`` along ``axis``, or an equal part."""
-    axis = axis_of(axis, x.ndim)
-    parts = _parts(comm, x, axis) if counts is None else _checked(comm, counts, x.shape[axis])
-    return start(Scatter(comm, axis, parts[comm.rank], comm.check_rank(root), parts), x)
-
-
-def ialltoall(comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
-    """Start Alltoall in equal parts."""
-    g, s = axis_of(gatheraxis, x.ndim), axis_of(scatteraxis, x.ndim)
-    numelem = x.shape[s] if g == s else _parts(comm, x, s)[0]
-    return start(Alltoall(comm, g, s, numelem, x.shape[g], True), x)
-
-
-def ialltoallv(
-    comm: Comm, x: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int
-) -> CollectiveHandle:
-    """Start Alltoallv; rank r sends ``recvcounts[r]`` along ``axis``."""
-    axis = axis_of(axis, x.ndim)
-    sent = _checked(comm, sendcounts, x.shape[axis])
-    return start(Alltoallv(comm, sent, axis, _checked(comm, recvcounts, sum(recvcounts))), x)
 
 
 def _reduction(call: Call, x: Tensor, op: Op) -> CollectiveHandle:
@@ -141,18 +152,17 @@ def _reduction(call: Call, x: Tensor, op: Op) -> CollectiveHandle:
     return start(call, x)
 
 
-def _sums(comm: Comm) -> Comm:
-    return comm.replace(convention="sum")
+def _lengths(comm: Comm, x: Tensor, axis: int) -> list[int]:
+    return [x.shape[axis_of(axis, x.ndim)]] * comm.size
 
 
 def _parts(comm: Comm, x: Tensor, axis: int) -> list[int]:
     return [equal_part(x, axis, comm.size)] * comm.size
 
 
-def _lengths(comm: Comm, x: Tensor, counts: Sequence[int] | None, axis: int) -> list[int]:
+def _own(comm: Comm, x: Tensor, counts: Sequence[int], axis: int) -> list[int]:
+    """Check the lengths that the ranks send along ``axis``."""
     length = x.shape[axis]
-    if counts is None:
-        return [length] * comm.size
     if len(counts) != comm.size or min(counts) < 0 or counts[comm.rank] != length:
         raise ArgumentError(
             f"{list(counts)} must be {comm.size} numbers, that of rank {comm.rank} the {length} "

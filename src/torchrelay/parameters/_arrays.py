@@ -1,6 +1,4 @@
-"""Keys and values as callers have them: torch tensors and numpy arrays, checked before anything is
-touched.
-"""
+"""Keys and values of callers: torch tensors and numpy arrays, checked before any access."""
 
 from __future__ import annotations
 
@@ -26,49 +24,43 @@ _NUMPY = {
 
 
 def describe(array: Any) -> str:
-    """What was passed, for messages."""
+    """Describe what was passed, for messages."""
     if isinstance(array, torch.Tensor | np.ndarray):
         return f"{type(array).__name__} of {array.dtype} and shape {tuple(array.shape)}"
     return type(array).__name__
 
 
 def _check(array: Any, dtype: torch.dtype, what: str) -> tuple[int, int]:
-    """Address and number of elements of a contiguous CPU array of ``dtype``."""
-    if isinstance(array, torch.Tensor):
-        if array.dtype is not dtype:
-            raise ArgumentError(
-                f"{what} must be {dtype}, not a {describe(array)}; nothing was read or written"
-            )
-        if (
-            array.device.type != "cpu"
-            or array.layout is not torch.strided
-            or array.is_neg()
-            or array.is_conj()
-        ):
-            raise ArgumentError(
-                f"{what} must be a plain tensor in CPU memory, not on {array.device} "
-                f"({array.layout})"
-            )
-        if not array.is_contiguous():
-            raise ArgumentError(
-                f"{what} must be contiguous; strides are {array.stride()}: call .contiguous()"
-            )
-        return array.data_ptr(), array.numel()
-    if isinstance(array, np.ndarray):
-        if array.dtype != _NUMPY.get(dtype):
-            raise ArgumentError(
-                f"{what} must be {dtype}, not a {describe(array)}; nothing was read or written"
-            )
-        if not array.flags.c_contiguous:
-            raise ArgumentError(
-                f"{what} must be contiguous; strides are {array.strides}: use ascontiguousarray"
-            )
-        return array.ctypes.data, array.size
-    raise ArgumentError(f"{what} must be a torch tensor or a numpy array, not {describe(array)}")
+    """Return address and number of elements of a contiguous CPU array of ``dtype``."""
+    is_tensor = isinstance(array, torch.Tensor)
+    if not (is_tensor or isinstance(array, np.ndarray)):
+        raise ArgumentError(
+            f"{what} must be a torch tensor or a numpy array, not {describe(array)}"
+        )
+    if array.dtype != (dtype if is_tensor else _NUMPY.get(dtype)):
+        raise ArgumentError(
+            f"{what} must be {dtype}, not a {describe(array)}; nothing was read or written"
+        )
+    if is_tensor and not (
+        array.is_cpu
+        and array.layout is torch.strided
+        and not array.is_neg()
+        and not array.is_conj()
+    ):
+        raise ArgumentError(
+            f"{what} must be a plain tensor in CPU memory, not on {array.device} ({array.layout})"
+        )
+    if not (array.is_contiguous() if is_tensor else array.flags.c_contiguous):
+        strides = array.stride() if is_tensor else array.strides
+        raise ArgumentError(
+            f"{what} must be contiguous, but its strides are {strides}: use "
+            f"{'.contiguous()' if is_tensor else 'numpy.ascontiguousarray'}"
+        )
+    return (array.data_ptr(), array.numel()) if is_tensor else (array.ctypes.data, array.size)
 
 
 def address_of_keys(keys: Any) -> tuple[int, int]:
-    """Address and number of int64 keys, one-dimensional, contiguous, on the CPU."""
+    """Return address and number of int64 keys, one-dimensional, contiguous, on the CPU."""
     address, count = _check(keys, torch.int64, "keys")
     if keys.ndim != 1:
         raise ArgumentError(f"keys must be one-dimensional, not a {describe(keys)}")
@@ -76,7 +68,9 @@ def address_of_keys(keys: Any) -> tuple[int, int]:
 
 
 def address_of_values(values: Any, dtype: torch.dtype, *, written: bool) -> tuple[int, int]:
-    """Address and size in bytes of values of ``dtype``, of any shape, contiguous, on the CPU."""
+    """Return address and size in bytes of contiguous values on the CPU, of ``dtype``, of any
+    shape.
+    """
     address, count = _check(values, dtype, "values")
     if written and isinstance(values, np.ndarray) and not values.flags.writeable:
         raise ArgumentError("values is a read-only array, and would be written")

@@ -1,5 +1,4 @@
-"""A table as PyTorch Distributed Checkpoint (DCP) sees it: one tensor, saved in as many shards as
-there are workers.
+"""A table in checkpoints of PyTorch (DCP): one tensor, with a shard for each worker.
 
 Each worker saves and loads a contiguous range of keys, whichever node owns them at that moment. The
 checkpoint holds whole rows, optimizer state included, as one logical tensor ``(num_keys,
@@ -32,8 +31,9 @@ ROWS_AT_ONCE = 1 << 18
 
 
 def key_range(num_keys: int, worker: int, workers: int) -> tuple[int, int]:
-    """The keys, from and up to, that ``worker`` of ``workers`` saves: ranges differ by at most one
-    key.
+    """Return the first key that ``worker`` of ``workers`` saves, and the end of its range.
+
+    The sizes of ranges differ by at most one key.
     """
     return num_keys * worker // workers, num_keys * (worker + 1) // workers
 
@@ -74,14 +74,14 @@ torch.serialization.add_safe_globals([_row_shard])
 
 
 def empty_shard(table: Table) -> RowShard:
-    """The share of the rows that this process saves and loads, not filled."""
+    """Return the share of the rows that this process saves and loads, not filled."""
     start, end = key_range(table.num_keys, table.worker_index, table.workers)
     rows = torch.empty(end - start, table.row_length, dtype=table.dtype)
     return RowShard.of(rows, start, table.num_keys)
 
 
 def shard_of(table: Table) -> RowShard:
-    """This process's share of the rows; collective."""
+    """Return this process's share of the rows. Collective."""
     table.sync()
     shard = empty_shard(table)
     for keys, rows in _pieces(shard.start, shard.rows):
@@ -91,7 +91,7 @@ def shard_of(table: Table) -> RowShard:
 
 
 def all_rows(table: Table) -> torch.Tensor:
-    """All rows, ``(num_keys, row_length)``; needs no other process."""
+    """Return all rows, ``(num_keys, row_length)``. Not collective."""
     table.worker.wait_all()
     everything = torch.empty(table.num_keys, table.row_length, dtype=table.dtype)
     for keys, rows in _pieces(0, everything):
@@ -100,7 +100,7 @@ def all_rows(table: Table) -> torch.Tensor:
 
 
 def load_rows(table: Table, state: dict[str, Any]) -> None:
-    """Sets this process's share of the rows from its own shard, or from all rows; collective.
+    """Set this process's share of the rows from its own shard, or from all rows. Collective.
 
     Raises:
         MismatchError: the state of some process does not fit; on every process.
@@ -132,7 +132,7 @@ def _refuse_together(table: Table, problem: str | None) -> None:
 
 
 def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
-    """Why ``given`` is not the state of ``table``, or not this process's share of it."""
+    """Return why ``given`` is not the state of ``table``, or not this process's share of it."""
     if values_only:
         if tuple(given.shape) != (table.num_keys, table.dim):
             return (
@@ -162,7 +162,7 @@ def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
 
 
 def save(table: Table, path: str, storage_writer: StorageWriter | None) -> None:
-    """Write the table to the folder `path`; collective over all workers.
+    """Write the table to the folder ``path``. Collective over all workers.
 
     Raises:
         UnavailableError: there are several workers and no default process group, over which DCP
@@ -177,7 +177,7 @@ def save(table: Table, path: str, storage_writer: StorageWriter | None) -> None:
 
 
 def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
-    """Read what :func:`save` wrote, on any number of workers; collective over all workers.
+    """Read what :func:`save` wrote, on any number of workers. Collective over all workers.
 
     Raises:
         UnavailableError: as :func:`save`.
@@ -230,7 +230,7 @@ def _coordinated(table: Table) -> Iterator[None]:
 
 
 def _pieces(start: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The keys from ``start`` on with their rows, some at a time."""
+    """Yield the keys from ``start`` on with their rows, some at a time."""
     for first in range(0, len(rows), ROWS_AT_ONCE):
         piece = rows[first : first + ROWS_AT_ONCE]
         yield torch.arange(start + first, start + first + len(piece)), piece

@@ -8,14 +8,14 @@ gradients.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 from torchrelay import _native
+from torchrelay.errors import ArgumentError
 
 __all__ = ["KeyInit", "UpdateRule"]
-
-RULES = tuple(kind.name for kind in _native.RuleKind)
-INITS = tuple(kind.name for kind in _native.InitKind)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class UpdateRule:
         lr: learning rate; ``server.set_learning_rate`` changes it.
         weight_decay: added to the gradient as ``weight_decay * value``.
         initial_accumulator: initial value of Adagrad's accumulators.
+
+    Raises:
+        ArgumentError: there is no such kind, or a number is negative or not finite, or a beta is
+            not below 1.
     """
 
     kind: str = "add"
@@ -39,12 +43,21 @@ class UpdateRule:
     weight_decay: float = 0.0
     initial_accumulator: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_kind("rule", self.kind, _native.RuleKind)
+        for name in ("lr", "eps", "beta1", "beta2", "weight_decay", "initial_accumulator"):
+            limit = 1 if name.startswith("beta") else math.inf
+            check_number(f"{self.kind}: {name}", getattr(self, name), limit)
+
 
 @dataclass(frozen=True)
 class KeyInit:
     """The initial value of a key: a function of ``seed`` and the key, so equal on all nodes.
 
     ``constant``: ``a``; ``uniform``: from [a, b); ``normal``: mean ``a``, standard deviation ``b``.
+
+    Raises:
+        ArgumentError: there is no such kind.
     """
 
     kind: str = "zeros"
@@ -52,17 +65,29 @@ class KeyInit:
     b: float = 0.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _check_kind("init", self.kind, _native.InitKind)
+
+
+def check_number(name: str, value: float, limit: float = math.inf) -> None:
+    """Raise ArgumentError unless ``value`` is from 0 to less than ``limit``."""
+    if not 0 <= value < limit:
+        raise ArgumentError(
+            f"{name} = {value}: it must be a finite number from 0 up"
+            f"{'' if limit == math.inf else f', below {limit:g}'}"
+        )
+
+
+def _check_kind(what: str, kind: str, kinds: type[_native.RuleKind | _native.InitKind]) -> None:
+    names = [one.name for one in kinds]
+    if kind not in names:
+        raise ArgumentError(f"{what} {kind!r}: the choices are {', '.join(names)}")
+
 
 def native_rule(rule: UpdateRule) -> _native.UpdateRule:
-    return _native.UpdateRule(
-        kind=_native.RuleKind[rule.kind],
-        learning_rate=rule.lr,
-        eps=rule.eps,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        weight_decay=rule.weight_decay,
-        initial_accumulator=rule.initial_accumulator,
-    )
+    numbers = dataclasses.asdict(rule)
+    kind = _native.RuleKind[numbers.pop("kind")]
+    return _native.UpdateRule(kind=kind, learning_rate=numbers.pop("lr"), **numbers)
 
 
 def native_init(init: KeyInit) -> _native.KeyInit:

@@ -30,17 +30,19 @@ class _TableModule(nn.Module):
     """Common base: the table, its weight, and the rows of a batch."""
 
     weight: TableWeight
-    max_norm: float | None
-    norm_type: float
-    scale_grad_by_freq: bool
     # Whether state_dict() holds this process's share of the rows, for DCP, instead of all rows.
     sharded_state_dict = False
-    # Whether gradients are taken at all; weight.requires_grad says it for all modules over the
-    # table.
-    trainable = True
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, device: Any
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+        device: Any,
     ) -> None:
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
@@ -52,12 +54,13 @@ class _TableModule(nn.Module):
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
 
     def _use(
         self,
         table: Table | None,
         rows: Tensor | None,
-        freeze: bool,
         dtype: torch.dtype | None,
         new: TableOptions,
     ) -> None:
@@ -78,8 +81,6 @@ class _TableModule(nn.Module):
         else:
             self.table = _checked(table, shape, options | {"dtype": dtype})
         self.register_parameter("weight", self.table.weight)
-        if freeze:
-            self.weight.requires_grad_(False)
         self._lookup = Lookup(
             self.table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq
         )
@@ -166,7 +167,7 @@ class _TableModule(nn.Module):
                 raise UnsupportedError(
                     "torch.func does not differentiate lookups in a table; use backward()"
                 )
-        return look_up(self._lookup, keys, differentiable=self.trainable)
+        return look_up(self._lookup, keys)
 
     def _rows_of(self, weight: Tensor | None, keys: Tensor) -> Tensor:
         """Return rows of ``weight``, which ``torch.func.functional_call`` has put in place of the
@@ -185,9 +186,8 @@ class _TableModule(nn.Module):
         )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        whole = not self.sharded_state_dict
         destination[prefix + "rows"] = (
-            self.table.rows() if whole else self.table.state_dict()["rows"]
+            self.table.state_dict()["rows"] if self.sharded_state_dict else self.table.rows()
         )
 
     def _load_from_state_dict(
@@ -221,14 +221,9 @@ class _TableModule(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        parts = [
-            f"{self.num_embeddings}, {self.embedding_dim}",
-            f"optimizer={self.table.rule.kind}",
-        ]
-        if self.padding_idx is not None:
-            parts.append(f"padding_idx={self.padding_idx}")
-        if self.max_norm is not None:
-            parts.append(f"max_norm={self.max_norm}")
+        parts = [f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.table.rule.kind}"]
+        options = {"padding_idx": self.padding_idx, "max_norm": self.max_norm}
+        parts += [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join(parts)
 
 
@@ -277,10 +272,11 @@ class Embedding(_TableModule):
         table: Table | None = None,
         **new: Unpack[TableOptions],
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, padding_idx, device)
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self._use(table, _weight, _freeze, dtype, new)
+        torchs = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        super().__init__(num_embeddings, embedding_dim, *torchs, device)
+        self._use(table, _weight, dtype, new)
+        if _freeze:
+            self.weight.requires_grad_(False)
 
     @classmethod
     def from_pretrained(
@@ -349,12 +345,10 @@ class EmbeddingBag(_TableModule):
             raise ArgumentError(f"mode = {mode!r}: it must be 'sum', 'mean' or 'max'")
         if mode == "max" and scale_grad_by_freq:
             raise UnsupportedError("torch does not scale gradients by frequency in mode 'max'")
-        super().__init__(num_embeddings, embedding_dim, padding_idx, device)
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.mode = mode
-        self.include_last_offset = include_last_offset
-        self._use(table, _weight, False, dtype, new)
+        torchs = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        super().__init__(num_embeddings, embedding_dim, *torchs, device)
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self._use(table, _weight, dtype, new)
 
     @classmethod
     def from_pretrained(

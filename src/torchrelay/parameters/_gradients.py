@@ -9,7 +9,6 @@ applies the shares. The whole gradient is gathered only where something looks at
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -310,25 +309,22 @@ class Gradients:
         self._configured = (lr, step)
 
     def _settle(self) -> None:
-        """Decide at the first gradient, if neither the caller nor an optimizer has."""
+        """Raise at the first gradient if it would be lost, or applied while it is scaled."""
         if self._settled:
             return
-        if self._apply != "step" and _gradient_scaler_exists():
+        if self._apply is None:
+            raise ArgumentError(
+                f"table {self.name!r} has no optimizer to apply gradients: make one with "
+                "table.optimizer() and call its step(), or pass apply_gradients='backward', which "
+                "applies them in the backward pass"
+            )
+        if self._apply == "backward" and _gradient_scaler_exists():
             raise UnsupportedError(
                 f"table {self.name!r} would apply gradients in the backward pass, but there "
                 "is a GradScaler: they are scaled, and maybe infinite. Make an optimizer before "
                 "the first backward pass (table.optimizer()) and step it with scaler.step"
             )
         self._settled = True
-        if self._apply is None:
-            self._apply = "backward"
-            warnings.warn(
-                f"table {self.name!r} has no optimizer, so gradients are applied in the "
-                "backward pass. Make one with table.optimizer() and call its step(), or pass "
-                "apply_gradients='backward' to keep this; it will become an error",
-                DeprecationWarning,
-                stacklevel=2,
-            )
 
 
 def _collector(gradients: weakref.ref[Gradients]) -> Callable[[Tensor], None]:

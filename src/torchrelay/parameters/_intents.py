@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
@@ -28,12 +27,6 @@ CALM_STEPS, REMEMBERED_STEPS = 64, 1024
 # longer than this:
 # where another node keeps one (relocation only), the step fetches it.
 FIRST_WAIT_S, FIRST_POLL_S = 1.0, 0.001
-
-
-@dataclass
-class _Announced(Generic[Batch]):
-    batch: Batch
-    steps_ahead: int  # when it was announced
 
 
 class IntentLoader(Generic[Batch]):
@@ -77,7 +70,7 @@ class IntentLoader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         source = iter(self.loader)
-        ahead: deque[_Announced[Batch]] = deque()
+        ahead: deque[tuple[Batch, int]] = deque()  # with how many steps early each was announced
         first = True
         tables: set[Table] = set()
         while True:
@@ -87,27 +80,28 @@ class IntentLoader(Generic[Batch]):
                 except StopIteration:
                     break
                 tables.update(self._announce(batch, len(ahead)))
-                ahead.append(_Announced(batch, len(ahead)))
+                ahead.append((batch, len(ahead)))
             if not ahead:
                 return
-            announced = ahead.popleft()
+            batch, steps_ahead = ahead.popleft()
             if first:
-                self._settle(announced.batch)
+                self._settle(batch)
                 first = False
             before = {table: table.metrics().remote_pulls for table in tables}
             try:
-                yield announced.batch
+                yield batch
             finally:
                 for table in tables:
                     table.advance_clock()
-            if self._automatic and announced.steps_ahead >= self.lookahead - 1:
+            if self._automatic and steps_ahead >= self.lookahead - 1:
                 self._adapt(
                     any(table.metrics().remote_pulls > count for table, count in before.items())
                 )
 
     def _announce(self, batch: Batch, steps_ahead: int) -> Iterable[Table]:
-        """Announces the batch's keys for the step that begins ``steps_ahead`` clocks from now;
-        tells the tables.
+        """Announce the batch's keys for the step that begins ``steps_ahead`` clocks from now.
+
+        Returns the tables.
         """
         keys = self._keys(batch)
         for table, used in keys.items():

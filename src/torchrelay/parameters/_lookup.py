@@ -23,7 +23,7 @@ _lookups: weakref.WeakValueDictionary[int, Lookup] = weakref.WeakValueDictionary
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """How a module looks rows up, in torch's words; ``number`` names it in a compiled graph."""
+    """How a module looks rows up; ``number`` identifies it in a compiled graph."""
 
     table: Table
     padding_idx: int | None = None
@@ -38,8 +38,9 @@ class Lookup:
         _lookups[self.number] = self
 
     def rows(self, keys: Tensor) -> Tensor:
-        """The rows of ``keys``, ``(*keys.shape, dim)`` on their device; each distinct key is pulled
-        once.
+        """Return the rows of ``keys``, ``(*keys.shape, dim)`` on their device.
+
+        Each distinct key is pulled once.
         """
         if keys.is_floating_point() or keys.dtype is torch.bool:
             raise ArgumentError(f"keys are {keys.dtype}; they must be integers")
@@ -50,7 +51,7 @@ class Lookup:
         return rows.index_select(0, inverse.reshape(-1)).reshape(*keys.shape, self.table.dim)
 
     def _renormalize(self, keys: Tensor, max_norm: float) -> None:
-        """Scales rows in the table down to ``max_norm``, as torch does before each lookup."""
+        """Scale rows in the table down to ``max_norm``, as torch does before each lookup."""
         values = self.table.pull(keys)
         # In float32 at least, as torch.
         norms = values.to(torch.promote_types(values.dtype, torch.float32)).norm(
@@ -62,7 +63,7 @@ class Lookup:
             self.table.set(keys.cpu()[long], (values[long] * scale.unsqueeze(1)).to(values.dtype))
 
     def take_gradient(self, keys: Tensor, gradient: Tensor) -> None:
-        """Gives the table the gradient of the rows of ``keys``, ``(*keys.shape, dim)``."""
+        """Pass the gradient of the rows of ``keys``, ``(*keys.shape, dim)``, to the table."""
         keys, gradient = keys.reshape(-1), gradient.reshape(-1, self.table.dim).to(self.table.dtype)
         if self.padding_idx is not None:
             kept = keys != self.padding_idx
@@ -73,16 +74,10 @@ class Lookup:
         self.table.gradients.take(keys, gradient)
 
 
-def look_up(lookup: Lookup, keys: Tensor, *, differentiable: bool) -> Tensor:
-    """``lookup``'s rows of ``keys``; if ``differentiable``, their gradient goes to the table's
-    weight.
-    """
-    anchor = lookup.anchor if differentiable else _NOWHERE
-    rows: Tensor = _rows(keys, anchor, lookup.number)
+def look_up(lookup: Lookup, keys: Tensor) -> Tensor:
+    """Return the rows of ``keys``, whose gradient goes to the table's weight."""
+    rows: Tensor = _rows(keys, lookup.anchor, lookup.number)
     return rows
-
-
-_NOWHERE = torch.empty(0)
 
 
 def _lookup(number: int) -> Lookup:

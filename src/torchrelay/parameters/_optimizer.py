@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
 
 from torchrelay.errors import ArgumentError
+from torchrelay.parameters._contract import check_number
 from torchrelay.parameters._weight import TableWeight
 
 __all__ = ["TableOptimizer"]
@@ -71,7 +71,7 @@ class TableOptimizer(torch.optim.Optimizer):
         ready = [(group, weight) for group in self.param_groups for weight in group["params"]]
         for group, weight in ready:
             weight.gradients.check(self)
-            _check_rate(weight, group["lr"])
+            check_number(f"table {weight.gradients.name!r}: learning rate lr", group["lr"])
         for group, weight in ready:
             if weight.gradients.values is not None:
                 self.state[weight]["step"] += 1
@@ -88,13 +88,5 @@ def _group(weight: Any, lr: float | None) -> dict[str, Any]:
     if not isinstance(weight, TableWeight):
         return {"params": [weight]}  # add_param_group refuses it
     rate = weight.gradients.rule.lr if lr is None else lr
-    _check_rate(weight, rate)
+    check_number(f"table {weight.gradients.name!r}: learning rate lr", rate)
     return {"params": [weight], "lr": rate}
-
-
-def _check_rate(weight: TableWeight, lr: float) -> None:
-    if not (math.isfinite(lr) and lr >= 0):
-        raise ArgumentError(
-            f"table {weight.gradients.name!r}: lr = {lr}: a learning rate is a finite "
-            "number from 0 up"
-        )

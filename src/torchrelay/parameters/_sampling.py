@@ -1,5 +1,4 @@
-"""Drawing random keys, as negative sampling does, with as few remote accesses as the application
-allows.
+"""Random keys, as for negative sampling, drawn with few remote accesses.
 
 The schemes of NuPS (Renz-Wieland et al., SIGMOD 2022):
 
@@ -47,22 +46,27 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass
-class Samples:
-    """A prepared sample: its keys if they are drawn already, and how many were used."""
+class Sample:
+    """A prepared sample.
+
+    Args:
+        keys: drawn already, except by the scheme ``local``.
+        announced: whether the keys should be announced.
+        used: the number of keys that were given out.
+        taken: those keys, for ``local`` without replacement.
+    """
 
     size: int
     keys: IntArray | None
-    announce: bool = False
+    announced: bool = False
     used: int = 0
     taken: set[int] = field(default_factory=set)
 
-    def announced(self) -> IntArray | None:
-        return self.keys if self.announce else None
-
 
 def alias_table(weights: FloatArray) -> tuple[FloatArray, IntArray]:
-    """Walker's alias method as Vose built it (1991): probabilities and aliases, for draws in
-    constant time.
+    """Return probabilities and aliases, for draws in constant time.
+
+    Walker's alias method, built as by Vose (1991).
     """
     count = len(weights)
     scaled = weights * (count / weights.sum())
@@ -79,7 +83,7 @@ def alias_table(weights: FloatArray) -> tuple[FloatArray, IntArray]:
 
 
 class Sampling:
-    """A node's way of sampling; may be used by several workers."""
+    """How a node draws keys; may be used by several workers."""
 
     def __init__(
         self,
@@ -97,11 +101,8 @@ class Sampling:
             raise ArgumentError(
                 f"distribution {distribution!r}: the choices are {', '.join(DISTRIBUTIONS)}"
             )
-        self.scheme, self.with_replacement, self.distribution = (
-            scheme,
-            with_replacement,
-            distribution,
-        )
+        self.scheme, self.with_replacement = scheme, with_replacement
+        self.distribution = distribution
         self.low, self.high = low, high
         self._weights = None if weights is None else self._checked(weights)
         self._alias = None if self._weights is None else alias_table(self._weights)
@@ -129,7 +130,7 @@ class Sampling:
         return values
 
     def _draw(self, count: int) -> IntArray:
-        """Independent draws."""
+        """Draw independently."""
         size = self.high - self.low
         if self._alias is not None:
             probability, alias = self._alias
@@ -143,7 +144,7 @@ class Sampling:
         return np.asarray(np.minimum(drawn.astype(np.int64), size - 1) + self.low)
 
     def _log_weights(self) -> FloatArray:
-        """The logarithm of each key's weight, up to a constant."""
+        """Return the logarithm of each key's weight, up to a constant."""
         size = self.high - self.low
         if self._weights is not None:
             with np.errstate(divide="ignore"):  # weight 0: -inf, drawn last
@@ -169,8 +170,8 @@ class Sampling:
             keys.update((key, None) for key in drawn if key not in taken)
         return np.fromiter(keys, dtype=np.int64, count=count)
 
-    def prepare(self, count: int) -> Samples:
-        """A sample of ``count`` keys.
+    def prepare(self, count: int) -> Sample:
+        """Prepare a sample of ``count`` keys.
 
         Raises:
             ArgumentError: ``count`` is negative, or more than there are keys to draw without
@@ -180,19 +181,18 @@ class Sampling:
             self.high - self.low if self._weights is None else int((self._weights > 0).sum())
         )
         if count < 0 or (not self.with_replacement and count > available):
+            how = "" if self.with_replacement else " without replacement"
             raise ArgumentError(
-                f"a sample of {count} keys without replacement: there are {available} keys to draw"
-                if count >= 0
-                else f"a sample of {count} keys"
+                f"a sample of {count} keys{how}: there are {available} keys to draw"
             )
         if self.scheme == "local":
-            return Samples(count, None)
+            return Sample(count, None)
         with self._lock:
             if self.scheme == "pool":
                 keys = self._from_pool(count)
             else:
                 keys = self._draw(count) if self.with_replacement else self._draw_distinct(count)
-        return Samples(count, keys, announce=self.scheme in ("preloc", "pool"))
+        return Sample(count, keys, self.scheme in ("preloc", "pool"))
 
     def _from_pool(self, count: int) -> IntArray:
         pieces: list[IntArray] = []
@@ -218,7 +218,7 @@ class Sampling:
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
     def _renew_pool(self, at_least: int) -> None:
-        """Shuffles the pool, or draws it anew once it has been used often or cannot give enough
+        """Shuffle the pool, or draw it anew once it has been used often or cannot give enough
         different keys.
         """
         size = max(config.load(config.Parameters).pool_size, at_least)
@@ -231,31 +231,31 @@ class Sampling:
         self._pool_passes += 1
 
     def draw(
-        self, samples: Samples, count: int, store: _native.ParameterStore, keys: IntArray
+        self, sample: Sample, count: int, store: _native.ParameterStore, keys: IntArray
     ) -> None:
-        """Writes the next ``count`` keys of ``samples`` to ``keys``.
+        """Write the next ``count`` keys of ``sample`` to ``keys``.
 
         Raises:
             ArgumentError: fewer are left.
             UnavailableError: scheme ``local``, and this node has no key (left) in the range.
         """
-        if samples.used + count > samples.size:
+        if sample.used + count > sample.size:
             raise ArgumentError(
-                f"{count} keys of a sample that has {samples.size - samples.used} of "
-                f"{samples.size} left"
+                f"{count} keys of a sample that has {sample.size - sample.used} of "
+                f"{sample.size} left"
             )
-        if samples.keys is not None:
-            keys[:] = samples.keys[samples.used : samples.used + count]
+        if sample.keys is not None:
+            keys[:] = sample.keys[sample.used : sample.used + count]
         else:
-            self._draw_local(samples, count, store, keys)
-        samples.used += count
+            self._draw_local(sample, count, store, keys)
+        sample.used += count
 
     def _draw_local(
-        self, samples: Samples, count: int, store: _native.ParameterStore, keys: IntArray
+        self, sample: Sample, count: int, store: _native.ParameterStore, keys: IntArray
     ) -> None:
         with self._lock:
             keys[:] = self._draw(count)
-        exclude = [] if self.with_replacement else sorted(samples.taken)
+        exclude = [] if self.with_replacement else sorted(sample.taken)
         drawable = 0 if self._drawable is None else self._drawable.ctypes.data
         found = store.nearest_local(
             keys.ctypes.data,
@@ -272,7 +272,7 @@ class Sampling:
                 "are needed: announce intents for some, or use another sampling scheme than local"
             )
         if not self.with_replacement:
-            samples.taken.update(keys.tolist())
+            sample.taken.update(keys.tolist())
 
 
 class PreparedSamples:
@@ -281,16 +281,13 @@ class PreparedSamples:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._ids = itertools.count()
-        self._samples: dict[int, Samples] = {}
+        self._samples: dict[int, Sample] = {}
 
-    def prepare(self, count: int) -> tuple[int, IntArray | None]:
-        """Prepare a sample; return its id and the keys to announce. Raises as
-        :meth:`Sampling.prepare`.
-        """
-        samples = self._sampling().prepare(count)
-        sample_id = next(self._ids)
-        self._samples[sample_id] = samples
-        return sample_id, samples.announced()
+    def prepare(self, count: int) -> tuple[int, Sample]:
+        """Prepare a sample; return it with its id. Raises as :meth:`Sampling.prepare`."""
+        sample_id, sample = next(self._ids), self._sampling().prepare(count)
+        self._samples[sample_id] = sample
+        return sample_id, sample
 
     def draw(self, sample_id: int, count: int, keys: Any) -> None:
         """Write the next ``count`` keys of a sample to ``keys``. Raises as :meth:`Sampling.draw`;
@@ -304,7 +301,7 @@ class PreparedSamples:
         self._sample(sample_id)
         del self._samples[sample_id]
 
-    def _sample(self, sample_id: int) -> Samples:
+    def _sample(self, sample_id: int) -> Sample:
         if sample_id not in self._samples:
             raise ArgumentError(
                 f"there is no sample {sample_id}: it was not prepared, or is finished"

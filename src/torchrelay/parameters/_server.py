@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 import weakref
 import zlib
@@ -25,10 +24,9 @@ from torchrelay.errors import (
 )
 from torchrelay.parameters._arrays import DTYPES, describe
 from torchrelay.parameters._contract import (
-    INITS,
-    RULES,
     KeyInit,
     UpdateRule,
+    check_number,
     native_init,
     native_rule,
 )
@@ -115,13 +113,6 @@ class Server(Resource):
         if self.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)
             raise ArgumentError(f"dtype={self.dtype}: a table's values are {allowed}")
-        if self.rule.kind not in RULES:
-            raise ArgumentError(f"rule {self.rule.kind!r}: the choices are {', '.join(RULES)}")
-        for name, number in vars(self.rule).items():
-            if name != "kind" and not (math.isfinite(number) and number >= 0):
-                raise ArgumentError(f"{self.rule}: {name} must be a finite number from 0 up")
-        if self.init.kind not in INITS:
-            raise ArgumentError(f"init {self.init.kind!r}: the choices are {', '.join(INITS)}")
         if self._num_keys == 0 and self._capacity < 1:
             raise ArgumentError(
                 "a table without a number of keys needs capacity, the rows a node can hold"
@@ -237,8 +228,7 @@ class Server(Resource):
             ArgumentError: the rate is negative or not finite.
         """
         self.check_open()
-        if not (math.isfinite(lr) and lr >= 0):
-            raise ArgumentError(f"lr = {lr}: a learning rate is a finite number from 0 up")
+        check_number("learning rate lr", lr)
         self.store.set_learning_rate(lr)
 
     def enable_sampling_support(

@@ -108,11 +108,10 @@ class Table(Resource):
             node_of_rank: the node of a rank; default: its host's. Ranks of one node share a host.
             process_group: the processes that share the table, instead of those of the default
                 group.
-            apply_gradients: when the gradients of modules over this table are applied. ``step``:
-                when its :meth:`optimizer` steps, accumulated until then. ``backward``: as soon as
-                they are computed, by each process separately; this excludes gradient scaling,
-                clipping and accumulation. Default: ``step`` once there is an optimizer; until then
-                ``backward``, with a DeprecationWarning.
+            apply_gradients: when the gradients of modules over this table are applied. ``step``
+                (default): when its :meth:`optimizer` steps, accumulated until then. ``backward``:
+                as soon as they are computed, by each process separately; this excludes gradient
+                scaling, clipping and accumulation.
             reduction: of the gradients of several processes, ``mean`` or ``sum``; default: ``mean``
                 for ``step`` and ``sum`` for ``backward``.
 

@@ -105,8 +105,10 @@ class TableWeight(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.autograd.backward and kwargs is not None and kwargs.get("inputs"):
-            kwargs = kwargs | {"inputs": tuple(map(_anchor_of, kwargs["inputs"]))}
+        if func is torch.autograd.backward and kwargs and kwargs.get("inputs") is not None:
+            inputs = kwargs["inputs"]
+            inputs = [inputs] if isinstance(inputs, Tensor) else inputs  # before torch 2.13
+            kwargs = kwargs | {"inputs": tuple(map(_anchor_of, inputs))}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         weight = _first_weight([*args, *(kwargs or {}).values()])

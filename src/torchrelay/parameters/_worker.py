@@ -213,9 +213,9 @@ class Worker(Resource):
             ArgumentError: sampling is not enabled, or there are not ``n`` distinct keys.
         """
         self._check_open()
-        sample_id, announced = self._samples.prepare(n)
-        if announced is not None and len(announced):
-            self.intent(announced, start, end)
+        sample_id, sample = self._samples.prepare(n)
+        if sample.announced and n:
+            self.intent(sample.keys, start, end)
         return sample_id
 
     def pull_sample(
@@ -242,8 +242,10 @@ class Worker(Resource):
         """
         _, count = address_of_keys(keys)
         sample_id = self.prepare_sample(count, start, end)
-        self._samples.draw(sample_id, count, keys)
-        self._samples.finish(sample_id)
+        try:
+            self._samples.draw(sample_id, count, keys)
+        finally:
+            self.finish_sample(sample_id)
 
     def finish_sample(self, sample_id: int) -> None:
         """Discard the remaining samples of ``sample_id``."""

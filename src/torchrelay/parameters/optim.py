@@ -1,15 +1,12 @@
 """How a table applies gradients: torch's optimizers, with torch's arguments.
 
-The owner of a row applies the update, so the optimizer's state stands beside the row, moves with
+The owner of a row applies the update, so the optimizer's state is stored beside the row, moves with
 it, and is saved with it; no process holds it for all keys. A row that gets no gradient costs
 nothing and does not change.
 """
 
 from __future__ import annotations
 
-import math
-
-from torchrelay.errors import ArgumentError
 from torchrelay.parameters._contract import UpdateRule
 
 __all__ = ["adagrad", "adam", "add", "rowwise_adagrad", "sgd"]
@@ -22,9 +19,7 @@ def add() -> UpdateRule:
 
 def sgd(lr: float, weight_decay: float = 0.0) -> UpdateRule:
     """As :class:`torch.optim.SGD` without momentum. No state."""
-    return UpdateRule(
-        "sgd", lr=_number("lr", lr), weight_decay=_number("weight_decay", weight_decay)
-    )
+    return UpdateRule("sgd", lr=lr, weight_decay=weight_decay)
 
 
 def adagrad(
@@ -33,7 +28,7 @@ def adagrad(
     initial_accumulator_value: float = 0.0,
     eps: float = 1e-10,
 ) -> UpdateRule:
-    """As :class:`torch.optim.Adagrad` without decay of the rate. State: one accumulator an
+    """As :class:`torch.optim.Adagrad` without decay of the rate. State: one accumulator per
     element.
     """
     return _adagrad("adagrad", lr, weight_decay, initial_accumulator_value, eps)
@@ -45,10 +40,10 @@ def rowwise_adagrad(
     initial_accumulator_value: float = 0.0,
     eps: float = 1e-10,
 ) -> UpdateRule:
-    """Adagrad with one accumulator a row, of the mean squared gradient (Duchi et al. 2011, sec.
+    """Adagrad with one accumulator per row, of the mean squared gradient (Duchi et al. 2011, sec.
     1.1; as in DLRM).
 
-    State: one element a row, which halves the memory of a table against :func:`adagrad`.
+    State: one element per row, which halves the memory of a table against :func:`adagrad`.
     """
     return _adagrad("rowwise_adagrad", lr, weight_decay, initial_accumulator_value, eps)
 
@@ -56,29 +51,13 @@ def rowwise_adagrad(
 def adam(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> UpdateRule:
-    """As :class:`torch.optim.SparseAdam`. State: two elements an element, and a step.
+    """As :class:`torch.optim.SparseAdam`. State: two elements per element, and a step.
 
     :meth:`Table.optimizer` counts the table's steps, as SparseAdam does; where gradients are pushed
     or applied in the backward pass, each row counts its own.
     """
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ArgumentError(f"adam: betas = {betas}: each must be from 0 to less than 1")
-    return UpdateRule(
-        "adam", lr=_number("lr", lr), eps=_number("eps", eps), beta1=betas[0], beta2=betas[1]
-    )
+    return UpdateRule("adam", lr=lr, eps=eps, beta1=betas[0], beta2=betas[1])
 
 
 def _adagrad(kind: str, lr: float, weight_decay: float, initial: float, eps: float) -> UpdateRule:
-    return UpdateRule(
-        kind,
-        lr=_number("lr", lr),
-        eps=_number("eps", eps),
-        weight_decay=_number("weight_decay", weight_decay),
-        initial_accumulator=_number("initial_accumulator_value", initial),
-    )
-
-
-def _number(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value >= 0):
-        raise ArgumentError(f"{name} = {value}: it must be a finite number from 0 up")
-    return value
+    return UpdateRule(kind, lr=lr, eps=eps, weight_decay=weight_decay, initial_accumulator=initial)

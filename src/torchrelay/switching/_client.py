@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -35,21 +36,36 @@ class Client(Resource):
     """
 
     def __init__(
-        self, url: str = "http://127.0.0.1:8000", *, api_key: str = "", timeout_s: float = 60.0
+        self,
+        url: str = "http://127.0.0.1:8000",
+        *,
+        api_key: str = "",
+        timeout_s: float = 60.0,
+        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         """Connect at the first call.
 
         Args:
             api_key: the server's key, if it has one.
             timeout_s: the most to wait for the server's answer.
+            ssl_context: for an ``https`` URL, that of a proxy; default: the system's authorities.
         """
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ArgumentError(f"{url!r} is not the address of a server; write http://HOST:PORT")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ArgumentError(
+                f"{url!r} is not the address of a server; write http://HOST:PORT, or https:// if a "
+                "proxy with TLS is in front of it"
+            )
         self.url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
-        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        self._connection = (
+            http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+            if parts.scheme == "http"
+            else http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=timeout_s, context=ssl_context
+            )
+        )
         self._lock = threading.Lock()
 
     def infer(

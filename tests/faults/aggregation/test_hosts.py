@@ -91,13 +91,12 @@ def _be_cut_off(world: World, hosts: namespaces.Hosts, path: str) -> tuple[str, 
     namespaces.enter(hosts.pids[world.rank // 2])
     os.environ.update(TORCHRELAY_HOST_ID=HOSTS[world.rank], TORCHRELAY_TRANSPORT_INTERFACE="eth0")
     store = dist.FileStore(path, world.size)
-    dist.init_process_group(
-        "sml", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=3)
-    )
+    dist.init_process_group("sml", store=store, rank=world.rank, world_size=world.size)
     tensor = torch.ones(100_000)
     dist.all_reduce(tensor)
     assert tensor.eq(4).all()
     dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6))  # of what follows, not of the start
     if world.rank == 0:
         hosts.unplug(1)
         store.set("unplugged", "")

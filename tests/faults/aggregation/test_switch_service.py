@@ -260,8 +260,9 @@ def test_the_command_and_the_loss_of_its_process() -> None:
         assert all((tensor == 2).all() for tensor in tensors)
         with urllib.request.urlopen(command.start["metrics"], timeout=60) as page:
             metrics = page.read().decode()
-        assert 'torchrelay_switch_sessions{data_plane="udp"} 1' in metrics
-        assert 'torchrelay_switch_worker_retransmissions{rank="1",session="0"}' in metrics
+        assert 'torchrelay_switch_sessions{data_plane="udp",rank="0"} 1' in metrics
+        assert 'torchrelay_switch_received_total{data_plane="udp",rank="0"}' in metrics
+        assert 'retransmissions{rank="0",session="0",worker="1"}' in metrics
         command.end(signal.SIGKILL)
         with pytest.raises(PeerLostError, match=f"switch {address}.*nothing listens"):
             clients[0].all_reduce(tensors[0], timeout_s=100)

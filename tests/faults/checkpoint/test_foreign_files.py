@@ -80,6 +80,7 @@ def _fill_parent(parent: Path) -> list[Path]:
     (parent / ".backup.torchrelay-trash").write_text("a file with a name like ours")
     (parent / ".link.0123abcd.torchrelay-trash").symlink_to(elsewhere)
     (parent / ".link.torchrelay-saving").symlink_to(elsewhere)
+    (parent / ".link.torchrelay-lock").symlink_to(elsewhere / "step-3")
     return [elsewhere, *(path for path in parent.iterdir())]
 
 

@@ -33,10 +33,9 @@ _KILLS = 50
 # What a save does to the disk, in the modules that do it.
 _CALLS = (
     "open",
-    "pwritev",
+    "pwrite",
     "fsync",
     "rename",
-    "link",
     "mkdir",
     "unlink",
     "close",

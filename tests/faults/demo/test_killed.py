@@ -33,6 +33,8 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         "3",
         "--timeout",
         str(_TIMEOUT_S),
+        "--report",
+        str(tmp_path / "report.html"),
     ]
     job = subprocess.Popen(
         [*_COMMAND, *options],

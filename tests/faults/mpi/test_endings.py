@@ -25,7 +25,7 @@ def test_rank_that_exits_is_not_waited_for(library: str, tmp_path: Path) -> None
         comm.Allreduce(x, mpi.MPI_SUM)
         say("must not get here")
     """
-    job = run_script(library, tmp_path, body, timeout_s="300")
+    job = run_script(library, tmp_path, body, timeout_s="300", fresh=True)
     assert job.code != 0 and "bad input" in job.output and "must not get here" not in job.output
     assert "PeerLostError" in job.output
     if library in LIBRARIES:  # a group may find first that rank 0's store or connection is gone
@@ -141,7 +141,7 @@ def test_waiting_ends_at_an_interrupt(library: str, tmp_path: Path) -> None:
         else:
             comm.Recv(torch.empty(3), 0, 7)
     """
-    job = run_script(library, tmp_path, body, size=2, timeout_s="30")
+    job = run_script(library, tmp_path, body, size=2, timeout_s="30", fresh=True)
     assert job.code != 0 and "rank 0: interrupted" in job.output, job.output
 
 
@@ -177,7 +177,7 @@ if __name__ == "__main__":
     print(f"rank {comm.rank}: done", flush=True)
 """)
     job = mpirun(
-        library, 2, str(tmp_path / "spawning.py"), timeout_s=100, TORCHRELAY_MPI_TIMEOUT_S="60"
+        library, 2, str(tmp_path / "spawning.py"), fresh=True, TORCHRELAY_MPI_TIMEOUT_S="60"
     )
     assert job.code == 0, job.output
     assert "rank 0: done" in job.output and "rank 1: done" in job.output

@@ -79,9 +79,8 @@ def test_copies_block_wise(world: World, file: str, dtype: torch.dtype) -> None:
 def test_placements() -> None:
     placement = Placement.of(3, ["x", "y", "y", "x", "z"])
     assert placement.hosts == ((0, 3), (1, 2), (4,)) and placement.local == (0, 3)
-    assert placement.leaders == (0, 1, 4) and placement.leaders_for(3) == (3, 1, 4)
-    assert [placement.counterpart(host, 3) for host in placement.other_hosts] == [2, 4]
-    assert (placement.size, placement.host, placement.local_index(2)) == (5, 0, 1)
+    assert placement.leaders == (0, 1, 4)
+    assert (placement.size, placement.host) == (5, 0)
 
 
 UNEVEN: list[Case] = [

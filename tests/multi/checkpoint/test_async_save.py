@@ -175,14 +175,10 @@ def test_trainers_that_are_killed_have_saved_what_they_staged(
         time.sleep(0.05)
     assert _loaded(tmp_path / "step", 200_000) == 7.0
     verify(tmp_path / "step")
-    while os.listdir(tmp_path / "step") and time.monotonic() < deadline:
-        if (
-            not list((tmp_path / "step").glob("torchrelay-*"))
-            and not (tmp_path / "step" / ".torchrelay-lock").exists()
-        ):
-            break
-        time.sleep(0.05)
     assert len(os.listdir(tmp_path / "step")) == 3  # two data files and the manifest
+    while os.listdir(tmp_path) != ["step"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert os.listdir(tmp_path) == ["step"]
 
 
 def _lose_a_writer(world: World, folder: str) -> str:
@@ -231,9 +227,8 @@ def _save_without_a_shared_folder(world: World, folder: str, is_async: bool) -> 
     Path(f"{folder}/{world.rank}").mkdir()
     for name in ("step", "stale"):
         if world.rank == 1 and name == "stale":  # what an interrupted save has left
-            saving = Path(f"{folder}/1/.stale.torchrelay-saving")
-            saving.mkdir()
-            (saving / ".torchrelay-lock").write_bytes(b"0123456789abcdef")
+            Path(f"{folder}/1/.stale.torchrelay-saving").mkdir()
+            Path(f"{folder}/1/.stale.torchrelay-lock").write_bytes(b"0123456789abcdef")
         write = async_save if is_async else save
         with pytest.raises(StorageError, match="storage that they share") as caught:
             write({f"w{world.rank}": torch.ones(1000)}, f"{folder}/{world.rank}/{name}")

@@ -214,14 +214,14 @@ def _die_while_saving(world: World, folder: str) -> str:
     _start(world)
     save({"w": _rows(1.0)}, f"{folder}/good", fsync=False)
     if world.rank == 1:
-        real_write = os.pwritev
+        real_write = os.pwrite
 
         def write(fd: int, data: Any, offset: int) -> int:
-            real_write(fd, [data[0][: len(data[0]) // 2]], offset)
+            real_write(fd, data[: len(data) // 2], offset)
             os.kill(os.getpid(), signal.SIGKILL)
             return 0
 
-        os.pwritev = write  # type: ignore[assignment]
+        os.pwrite = write  # type: ignore[assignment]
     try:
         save({"w": _rows(2.0)}, f"{folder}/good", fsync=False)
     except PeerLostError as error:

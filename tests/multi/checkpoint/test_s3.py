@@ -226,13 +226,12 @@ def test_asynchronous_saves_of_two_ranks(bucket: str, run_processes: RunProcesse
     assert len(fsspec.filesystem("s3").ls("bucket/run", refresh=True)) == 2
 
 
-def test_a_note_that_goes_away_between_two_looks(
+def test_a_marker_that_goes_away_between_two_looks(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transaction = open_transaction(f"{store}/step-1")
-    transaction.begin()
-    transaction.open_note("torchrelay-part-00001.json").finish(b"{}")
-    assert transaction.under_way("torchrelay-part-00001.json")
+    save_id = transaction.begin()
+    assert transaction.under_way(save_id) and not transaction.under_way("of another save")
     fs, root = fsspec.core.url_to_fs(f"{store}/step-1")
     exists = fs.exists
 
@@ -243,10 +242,10 @@ def test_a_note_that_goes_away_between_two_looks(
         return found
 
     monkeypatch.setattr(fs, "exists", removed_after)
-    assert transaction.under_way("torchrelay-part-00001.json")  # one look, or none
+    assert transaction.under_way(save_id)  # one look, or none
     monkeypatch.undo()
-    fs.rm_file(f"{root}/torchrelay-part-00001.json")
-    assert not transaction.under_way("torchrelay-part-00001.json")
+    fs.rm_file(f"{root}/torchrelay-saving.json")
+    assert not transaction.under_way(save_id)
     assert transaction.committed_id() is None
     transaction.discard()
 

@@ -4,14 +4,17 @@ reproducible.
 
 from __future__ import annotations
 
+import html
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from namespaces import missing
 from torchrelay.demo.code_graph import split_facts
 from torchrelay.demo.triples import write_facts
 
@@ -30,12 +33,16 @@ def sums(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_demo(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+_SMALL = ("--epochs", "40", "--dim", "16", "--batch-size", "100", "--regularisation", "0.001")
+
+
+def run_demo(sums: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    report = ["--report", str(sums / "report.html")]
     return subprocess.run(
-        [*_COMMAND, *arguments],
+        [*_COMMAND, "--data", str(sums), *_SMALL, *report, *arguments],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=360,
         env={**os.environ, "COLUMNS": "120", **environ},
         check=False,
     )
@@ -52,14 +59,23 @@ def figures(output: str) -> dict[str, list[float]]:
     }
 
 
-_SMALL = ("--epochs", "40", "--dim", "16", "--batch-size", "100", "--regularisation", "0.001")
+_FRAME = """<!doctype html><title></title>
+<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{page}"></iframe>
+<script>
+const frame = document.querySelector("iframe");
+frame.onload = () => {{
+  const root = frame.contentDocument.documentElement;
+  document.title = root.scrollWidth + " " + root.scrollHeight;
+}};
+</script>
+"""
 
 
 def test_two_processes_learn_addition(sums: Path, tmp_path: Path) -> None:
     """Their updates of the table arrive in any order, so two runs differ in the last digits and
     what follows.
     """
-    result = run_demo("--data", str(sums), *_SMALL, TMPDIR=str(tmp_path))
+    result = run_demo(sums, TMPDIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "epoch 40 of 40" in result.stdout
     assert "equal bit for bit" in result.stdout
@@ -76,11 +92,47 @@ def test_two_processes_learn_addition(sums: Path, tmp_path: Path) -> None:
     found = figures(result.stdout)
     assert found["test"][1] > 0.9
     assert found["test"][1] > 3 * found["test, most frequent answer"][1]
+    calibrated = re.search(
+        r"likelihood on valid ([\d.]+), then ([\d.]+)", " ".join(result.stdout.split())
+    )
+    assert calibrated is not None and float(calibrated[2]) <= float(calibrated[1])
+    check_page(sums / "report.html")
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_gradients_of_two_hosts_are_summed_by_a_switch(sums: Path) -> None:
+    result = run_demo(sums, "--hosts", "2", "--nproc", "1", "--no-serve")
+    assert result.returncode == 0, result.stdout + result.stderr
+    switch = re.search(r"^switch: ([\d,]+) packets in, ([\d,]+) sums", result.stdout, re.MULTILINE)
+    assert switch is not None and int(switch[2].replace(",", "")) > 100
+    assert figures(result.stdout)["test"][1] > 0.7  # rows arrive in another order each time
+    page = (sums / "report.html").read_text()
+    assert "sent through switch" in page and "sent through tcp" in page
+
+
+def check_page(path: Path) -> None:
+    """Look at the page as a desktop and a phone show it: nothing is wider than the window."""
+    page = path.read_text()
+    for text in ("mean loss of each epoch", "MRR", "calibrate by mpi", "torch.load", "peak memory"):
+        assert text in page
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    for width in (1280, 390) if browser else ():
+        # In a frame, because a window cannot be narrower than 500 pixels.
+        frame = path.with_name("frame.html")
+        frame.write_text(_FRAME.format(width=width, page=html.escape(page)))
+        shown = subprocess.run(
+            [
+                str(browser), "--headless", "--no-sandbox", "--disable-gpu",
+                f"--user-data-dir={path.parent / 'profile'}", "--dump-dom", frame.as_uri(),
+            ],
+            capture_output=True, text=True, timeout=300, check=True,
+        )  # fmt: skip
+        found = re.search(r"<title>(\d+) (\d+)</title>", shown.stdout)
+        assert found is not None and int(found[1]) <= width and int(found[2]) > 500, shown.stdout
 
 
 def test_one_process_says_the_same_twice(sums: Path) -> None:
-    alone = ("--data", str(sums), *_SMALL, "--nproc", "1", "--no-serve")
-    first, second = run_demo(*alone), run_demo(*alone)
+    first, second = (run_demo(sums, "--nproc", "1", "--no-serve") for _ in range(2))
     found = figures(first.stdout)
     assert found
     assert [line for line in second.stdout.splitlines() if line.startswith("epoch")] == [
@@ -90,7 +142,7 @@ def test_one_process_says_the_same_twice(sums: Path) -> None:
 
 
 def test_one_process_runs_the_same_code(sums: Path) -> None:
-    result = run_demo("--data", str(sums), *_SMALL, "--nproc", "1", "--no-serve")
+    result = run_demo(sums, "--nproc", "1", "--no-serve")
     assert result.returncode == 0, result.stderr
     assert "save a checkpoint" in result.stdout and "serve" not in result.stdout
     assert figures(result.stdout)["test"][1] > 0.9

@@ -255,7 +255,8 @@ def derivative_tests(
     def test_complex_gradient(comm: mpi.Communicator, name: str) -> None:
         check_complex_gradient(comm, functions[name])
 
-    @mpi_test(DERIVATIVE_SIZES, name=functions)
+    # Differentiates the calls of the first again, which each backend runs there.
+    @mpi_test(DERIVATIVE_SIZES, on=("sml",), name=functions)
     def test_second_derivative(comm: mpi.Communicator, name: str) -> None:
         check_second_derivative(comm, functions[name])
 

@@ -37,7 +37,7 @@ GROUPS = ("gloo", "sml")
 SIZES = {"openmpi": (3,), "mpich": (2,), "gloo": (2,), "sml": (1, 2, 3, 5)}
 LAUNCH_S = 480  # for all tests of a number of ranks, with more ranks than cores
 LAUNCHES = 5  # of one library and number of ranks, when tests end the ranks
-TIMEOUT_S = "120"
+TIMEOUT_S = "400"
 STARTED = "started "
 Body = Callable[..., None]
 
@@ -97,11 +97,19 @@ def prefix(library: str) -> Path:
 
 
 def mpirun(
-    library: str, size: int, *command: str, timeout_s: float = 100, **environ: str
+    library: str,
+    size: int,
+    *command: str,
+    timeout_s: float = 100,
+    fresh: bool = False,
+    **environ: str,
 ) -> Finished:
-    """Run ``python command...`` as ``size`` ranks; ranks that outlive ``timeout_s`` are killed."""
+    """Run ``python command...`` as ``size`` ranks; ranks that outlive ``timeout_s`` are killed.
+
+    The ranks of process groups are forked, unless they must be ``fresh`` interpreters.
+    """
     if library in GROUPS:
-        return _run_group(library, size, *command, timeout_s=timeout_s, **environ)
+        return _run_group(library, size, *command, timeout_s=timeout_s, fresh=fresh, **environ)
     where = prefix(library)
     scratch = tempfile.mkdtemp(prefix="mpi", dir="/tmp")  # short: it holds sockets
     environment = {
@@ -152,45 +160,80 @@ def mpirun(
 
 
 def _run_group(
-    backend: str, size: int, *command: str, timeout_s: float, **environ: str
+    backend: str, size: int, *command: str, timeout_s: float, fresh: bool, **environ: str
 ) -> Finished:
     """Run ``python command...`` as the ranks of a group, as torchrun would."""
-    from ranks import free_port
+    from ranks import Job, free_port, run_job
 
-    port, deadline = str(free_port()), time.monotonic() + timeout_s
-    with tempfile.TemporaryFile("w+") as output:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(size),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "TEST_BACKEND": backend,
-                    **environ,
-                },
-                stdout=output,
-                stderr=subprocess.STDOUT,
+    environ = {"OMP_NUM_THREADS": "1", "TEST_BACKEND": backend, **environ}
+    with tempfile.NamedTemporaryFile("r+") as output:
+        if not fresh:
+            job = Job(
+                __file__, "run_as_script", {"command": command, "output": output.name}, environ
             )
-            for rank in range(size)
-        ]
-        late = ""
-        try:
-            for process in ranks:
-                process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = f"\n(killed after {timeout_s:g} s)"
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        output.seek(0)
-        codes = [abs(process.returncode) for process in ranks]
-        return Finished(max(codes), output.read() + late)
+            ends = run_job(job, size, timeout_s)
+            codes = [abs(end.exitcode or 0) for end in ends]
+            is_late = any("did not end" in (end.error or "") for end in ends)
+        else:
+            environ.update(
+                WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+            )
+            codes, is_late = _wait_for(
+                [
+                    subprocess.Popen(
+                        [sys.executable, *command],
+                        env={**os.environ, **environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                    for rank in range(size)
+                ],
+                timeout_s,
+            )
+        late = f"\n(killed after {timeout_s:g} s)" if is_late else ""
+        return Finished(max(codes), Path(output.name).read_text() + late)
+
+
+def _wait_for(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[list[int], bool]:
+    """Return the exit codes, and whether some were killed after ``timeout_s``."""
+    deadline, is_late = time.monotonic() + timeout_s, False
+    try:
+        for process in ranks:
+            process.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        is_late = True
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [abs(process.returncode) for process in ranks], is_late
+
+
+def run_as_script(world: Any, command: list[str], output: str) -> None:
+    """Run a script in a forked rank, and end as an interpreter does."""
+    import atexit
+    import runpy
+
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv[:] = command
+    code: Any = 0
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.last_value, code = error, 1
+    sys.stdout.flush()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 SCRIPT_HEAD = """
@@ -217,34 +260,33 @@ def wait_until_told(what):
 
 
 def run_script(
-    library: str, folder: Path, body: str, size: int = 3, timeout_s: str = "4", **environ: str
+    library: str,
+    folder: Path,
+    body: str,
+    size: int = 3,
+    timeout_s: str = "4",
+    fresh: bool = False,
+    **environ: str,
 ) -> Finished:
     """Run a script as ``size`` ranks; it starts with ``SCRIPT_HEAD``, and must end within 100 s."""
     script = folder / "script.py"
     script.write_text(SCRIPT_HEAD + textwrap.dedent(body))
     environ["TORCHRELAY_MPI_TIMEOUT_S"] = timeout_s
-    job = mpirun(library, size, str(script), timeout_s=100, **environ)
+    job = mpirun(library, size, str(script), timeout_s=100, fresh=fresh, **environ)
     assert "killed after" not in job.output, job.output
     return job
 
 
 def mpi_test(
-    sizes: tuple[int, ...] = (1, 2, 3),
-    mpich: tuple[int, ...] | None = None,
-    groups: tuple[int, ...] | None = None,
-    **cases: Iterable[Any],
+    sizes: tuple[int, ...] = (1, 2, 3), on: Iterable[str] = SIZES, **cases: Iterable[Any]
 ) -> Callable[[Body], Callable[..., None]]:
     """Return a decorator; see the module.
 
-    Each backend runs those of ``SIZES``. ``mpich`` and ``groups`` are the numbers of ranks there,
-    if not the same. A further argument, such as ``dtype=(torch.int8, torch.int16)``, makes one test
-    for each of its values.
+    Each backend of ``on`` runs those ``sizes`` that it has in ``SIZES``. A further argument, such
+    as ``dtype=(torch.int8, torch.int16)``, makes one test for each of its values.
     """
-    given = {"mpich": mpich, **dict.fromkeys(GROUPS, groups)}
-    launches = []
-    for name, kept in SIZES.items():
-        asked = given.get(name)
-        launches += [Launch(name, n) for n in (sizes if asked is None else asked) if n in kept]
+    launches = [Launch(name, size) for name in on for size in sizes if size in SIZES[name]]
+    assert launches, f"no backend of {on} runs any of {sizes} ranks"
     assert len(cases) <= 1, "one argument with cases"
     named = {
         str(value).removeprefix("torch."): {argument: value}

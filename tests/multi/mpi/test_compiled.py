@@ -1,6 +1,6 @@
 """Communications under torch.compile: one graph, the same order, the same gradients.
 
-The compiler does not know the MPI library, so most run with one of them.
+The compiler does not know what moves the bytes, so most run over one backend.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def program(comm: Communicator, x: Tensor, w: Tensor) -> Tensor:
     return comm.Alltoall(g.view(comm.size, -1) * w.sum(), 1, 0, 1)
 
 
-@mpi_test((1, 3), mpich=(2,))
+@mpi_test((1, 3), on=("sml",))
 def test_compiled_program_has_the_eager_gradients(comm: Communicator) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
@@ -87,7 +87,7 @@ def functions(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], Tens
     yield "replicated Allgather", lambda x: replicated.Allgather(x * (r + 1), 1)
 
 
-@mpi_test((1, 3), mpich=())
+@mpi_test((1, 3), on=("sml",))
 def test_every_function_compiles_to_its_eager_values_and_gradients(comm: Communicator) -> None:
     for name, function in functions(comm):
         torch._dynamo.reset()
@@ -106,7 +106,7 @@ def test_every_function_compiles_to_its_eager_values_and_gradients(comm: Communi
         assert torch.allclose(grad_of(ours), grad_of(theirs)), name
 
 
-@mpi_test((3,), mpich=())  # one rank's parts are equal ones
+@mpi_test((3,), on=("sml",))  # one rank's parts are equal ones
 def test_what_a_graph_cannot_hold_runs_outside_of_it(comm: Communicator) -> None:
     """Parts of other lengths than equal ones, and ``torch.func`` transforms: the graph breaks, the
     values are right.
@@ -139,7 +139,7 @@ def test_what_a_graph_cannot_hold_runs_outside_of_it(comm: Communicator) -> None
             torch.compile(function, fullgraph=True, backend="aot_eager")(given)
 
 
-@mpi_test((3,), mpich=())
+@mpi_test((3,), on=("sml",))
 def test_two_steps_run_outside_of_the_graph(comm: Communicator) -> None:
     above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
@@ -164,7 +164,7 @@ def test_two_steps_run_outside_of_the_graph(comm: Communicator) -> None:
         )
 
 
-@mpi_test((3,), mpich=(2,))
+@mpi_test((2, 3))
 def test_compiled_and_eager_communications_form_one_chain(comm: Communicator) -> None:
     torch._dynamo.reset()
     double = torch.compile(
@@ -176,7 +176,7 @@ def test_compiled_and_eager_communications_form_one_chain(comm: Communicator) ->
     assert grad_of(x).tolist() == [2.0 * comm.size**2] * 3
 
 
-@mpi_test((3,), mpich=())
+@mpi_test((3,), on=("sml",))
 def test_inductor(comm: Communicator) -> None:
     torch._dynamo.reset()
     function = torch.compile(lambda x: comm.Allreduce(x.sin(), mpi.MPI_SUM).cos(), fullgraph=True)

@@ -14,20 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from grads import grad_of
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import GROUPS, mpi_test
 from torchrelay import mpi
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi import Communicator, _library
+from torchrelay.mpi import Communicator
 
 
-def over_groups() -> bool:
-    return _library.MPI is None
-
-
-@mpi_test((2, 3), mpich=())
+@mpi_test((2, 3), on=GROUPS)
 def test_subgroup_and_mesh_dimension(comm: Communicator) -> None:
-    if not over_groups():
-        return
     members = [0, comm.size - 1]
     group = dist.new_group(members)
     if comm.rank in members:
@@ -44,7 +38,7 @@ def test_subgroup_and_mesh_dimension(comm: Communicator) -> None:
     assert rows.Allgather(torch.tensor([comm.rank]), 0).tolist() == list(range(comm.size))
 
 
-@mpi_test((2, 3), mpich=())
+@mpi_test((2, 3), on=GROUPS)
 def test_a_single_element_of_any_stride(comm: Communicator) -> None:
     """torch calls it contiguous, but does not view it as bytes."""
     x = torch.arange(5.0).as_strided((1,), (5,), 2)
@@ -56,7 +50,7 @@ def test_a_single_element_of_any_stride(comm: Communicator) -> None:
         assert comm.Recv(torch.zeros(1), 0, 0).item() == 2
 
 
-@mpi_test((2, 3), mpich=())
+@mpi_test((2, 3), on=GROUPS)
 def test_two_communicators_in_one_backward_pass(comm: Communicator) -> None:
     """A ring over one, a sum over the other; a rank without a loss takes part."""
     with comm.Dup() as other:
@@ -67,10 +61,8 @@ def test_two_communicators_in_one_backward_pass(comm: Communicator) -> None:
         assert grad_of(x).tolist() == [float(sum(range(comm.size)))] * 2
 
 
-@mpi_test((2, 3), mpich=())
+@mpi_test((2, 3), on=GROUPS)
 def test_beside_ddp_with_autocast_over_the_same_group(comm: Communicator) -> None:
-    if not over_groups():
-        return
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 2))
     for step in range(3):
@@ -86,7 +78,7 @@ def test_beside_ddp_with_autocast_over_the_same_group(comm: Communicator) -> Non
         model.zero_grad()
 
 
-@mpi_test((2,), mpich=())
+@mpi_test((2,), on=GROUPS)
 def test_dtensors_in_and_out(comm: Communicator) -> None:
     """Their local tensors, under the convention of DTensor, in which a loss has replicas."""
     mesh = init_device_mesh("cpu", (2,))
@@ -110,7 +102,7 @@ def test_dtensors_in_and_out(comm: Communicator) -> None:
             call()
 
 
-@mpi_test((2,), mpich=())
+@mpi_test((2,), on=GROUPS)
 def test_results_of_functional_collectives(comm: Communicator) -> None:
     """They may not have arrived, and hold no memory of their own."""
     x = torch.full((3,), float(comm.rank + 1), requires_grad=True)
@@ -140,7 +132,7 @@ class Contrast(nn.Module):
         return y
 
 
-@mpi_test((2,), mpich=())
+@mpi_test((2,), on=GROUPS)
 def test_beside_fsdp2_over_the_same_group(comm: Communicator) -> None:
     """FSDP gathers weights and scatters gradients between our communications, in both passes."""
     torch.manual_seed(0)
@@ -182,7 +174,7 @@ class Stage(nn.Module):
         return y
 
 
-@mpi_test((5,), mpich=())
+@mpi_test((5,), on=("sml",))
 def test_tensor_parallel_stages_of_a_pipeline(comm: Communicator) -> None:
     """Two stages of two ranks each; the fifth rank has no part in it."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("stages", "parts"))

@@ -53,7 +53,7 @@ def test_every_element_is_read_exactly_once(data: st.DataObject) -> None:
     shape, boxes = data.draw(tilings())
     assert tiling_fault(shape, boxes) is None
     wanted = data.draw(boxes_in(shape))
-    chunks = tuple(Chunk(box, "f", "n", 0) for box in boxes)
+    chunks = tuple(Chunk(box, "f", "n", 0, 4 * box.numel) for box in boxes)
     entry = TensorEntry(DTYPES["float32"], shape, chunks)
     count = torch.zeros(shape, dtype=torch.int64)
     for segment in segments_of("k", entry, wanted):
@@ -93,7 +93,7 @@ def test_a_part_is_where_the_storage_has_it(data: st.DataObject) -> None:
     segment = Segment(
         "k",
         TensorEntry(DTYPES["int64"], shape, ()),
-        Chunk(outer, "f", "n", 0, strides=strides),
+        Chunk(outer, "f", "n", 0, 8 * outer.numel, strides=strides),
         inner,
     )
     start, end = _span(segment.entry, segment.chunk, inner)

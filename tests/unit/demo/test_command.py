@@ -71,11 +71,27 @@ def test_a_missing_folder_from_outside() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--nproc", "--epochs", "--dim", "--batch-size", "--negatives", "--timeout"]
+    "option",
+    ["--nproc", "--hosts", "--epochs", "--dim", "--batch-size", "--negatives", "--timeout"],
 )
 def test_options_out_of_range(demo: Demo, option: str) -> None:
     code, _, errors = demo(option, "0")
     assert code == 2 and option in errors
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(demo: Demo, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "report.html"):
+        code, _, errors = demo("--report", str(path))
+        assert code != 0 and f"cannot be written to {path}" in errors
+
+
+def test_hosts_need_root(demo: Demo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text("a\tr\tb\n")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    report = str(tmp_path / "report.html")
+    code, _, errors = demo("--data", str(tmp_path), "--hosts", "2", "--report", report)
+    assert code == 1 and "network namespaces, which need root" in errors
 
 
 def test_options_survive_the_way_to_the_processes() -> None:

@@ -224,7 +224,7 @@ def test_without_grad_nothing_is_pushed(create: Callable[..., Table]) -> None:
     module = Embedding(ROWS, DIM, table=table)
     with torch.no_grad():
         assert not module(torch.tensor([1])).requires_grad
-    module.trainable = False
+    module.requires_grad_(False)
     assert not module(torch.tensor([1])).requires_grad
     assert torch.equal(everything(table), weight)
 

@@ -4,6 +4,7 @@ written.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from torchrelay.errors import ArgumentError, UnavailableError
-from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker
+from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker, optim
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 
@@ -162,14 +163,17 @@ def test_wrong_tables_and_workers() -> None:
     ):
         with pytest.raises(ArgumentError):
             Server(keys)  # type: ignore[arg-type]
-    for fields in (
-        {"length": 0},
-        {"dtype": torch.int32},
-        {"rule": UpdateRule("magic")},
-        {"init": KeyInit("magic")},
-    ):
+    for fields in ({"length": 0}, {"dtype": torch.int32}):
         with pytest.raises(ArgumentError):
             Server(10, **fields)
+    for kind in (UpdateRule, KeyInit):
+        with pytest.raises(ArgumentError, match="'magic': the choices are"):
+            kind("magic")
+    for number in (-1.0, math.inf, math.nan):
+        with pytest.raises(ArgumentError, match="weight_decay"):
+            optim.sgd(0.1, weight_decay=number)
+    with pytest.raises(ArgumentError, match=r"beta2 = 1.0: .* below 1"):
+        optim.adam(betas=(0.9, 1.0))
     with pytest.raises(ArgumentError, match="floating-point"):
         Server(10, dtype=torch.int64, rule=UpdateRule("adam"))
     with pytest.raises(ArgumentError, match="techniques"):

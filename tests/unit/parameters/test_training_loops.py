@@ -223,12 +223,24 @@ def test_only_the_newest_optimizer_of_a_table_steps() -> None:
         assert torch.equal(table.pull(keys), torch.full((1, DIM), -1.0))
 
 
-def test_a_script_without_an_optimizer_is_told_and_works_as_before() -> None:
+def test_a_gradient_that_nobody_would_apply_is_refused() -> None:
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
         module = Embedding(ROWS, DIM, table=table)
-        with pytest.warns(DeprecationWarning, match=r"table\.optimizer\(\)"):
+        with pytest.raises(
+            ArgumentError, match=r"table\.optimizer\(\).*apply_gradients='backward'"
+        ):
             module(torch.tensor([1])).sum().backward()
+        optimizer = table.optimizer()
         module(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        assert torch.equal(table.pull(torch.tensor([1])), torch.full((1, DIM), -1.0))
+
+
+def test_a_table_that_applies_in_the_backward_pass_has_no_optimizer() -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
+        module = Embedding(ROWS, DIM, table=table)
+        for _ in range(2):
+            module(torch.tensor([1])).sum().backward()
         assert torch.equal(table.pull(torch.tensor([1])), torch.full((1, DIM), -2.0))
         assert module.weight.grad is None
         with pytest.raises(ArgumentError, match="before the first backward pass"):
@@ -236,16 +248,13 @@ def test_a_script_without_an_optimizer_is_told_and_works_as_before() -> None:
 
 
 def test_applying_in_the_backward_pass_refuses_a_scaler() -> None:
-    for apply_gradients in ("backward", None):
-        with Table.create(
-            ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients=apply_gradients
-        ) as table:
-            module = Embedding(ROWS, DIM, table=table)
-            scaler = torch.amp.GradScaler("cpu")
-            with pytest.raises(UnsupportedError, match="GradScaler"):
-                scaler.scale(module(torch.tensor([1])).sum()).backward()
-            assert not table.pull(torch.tensor([1])).any()
-            del scaler
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
+        module = Embedding(ROWS, DIM, table=table)
+        scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(UnsupportedError, match="GradScaler"):
+            scaler.scale(module(torch.tensor([1])).sum()).backward()
+        assert not table.pull(torch.tensor([1])).any()
+        del scaler
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 
 import torch
 
 from torchrelay import _native
 from torchrelay._resource import Resource
+from torchrelay._torch import is_host_memory
 from torchrelay._waiting import listed
-from torchrelay.aggregation.switch import _control as control
-from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.aggregation.switch._data_plane import SessionShape
 from torchrelay.aggregation.switch._joining import (
     RESEND_S,
-    ask,
+    ask_missing,
     connect,
     join_session,
+    leave,
     parse_address,
 )
 from torchrelay.config import Aggregation
@@ -95,7 +94,7 @@ class SwitchClient(Resource):
             PeerLostError: the switch was stopped or restarted, or an earlier call on this client
                 failed.
         """
-        if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if tensor.dtype not in _DTYPES or not is_host_memory(tensor):
             raise ArgumentError(
                 f"switch: it sums contiguous CPU tensors of int32 and float32, not {tensor.dtype} "
                 f"on {tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous"
@@ -121,9 +120,7 @@ class SwitchClient(Resource):
             return
         self._is_closed = True
         self._native.close()
-        with contextlib.suppress(OSError):  # the switch is gone
-            ranks = control.encode_ranks([self.rank])
-            self._control.send(control.encode(ControlKind.LEAVE, self.session_id, ranks))
+        leave(self._control, self.session_id, self.rank)
         self._control.close()
 
     def _start(self, sockets: list[socket.socket]) -> _native.SwitchWorker:
@@ -142,12 +139,9 @@ class SwitchClient(Resource):
         )
 
     def _who_is_missing(self, message: str) -> tuple[str, list[int]]:
-        request = control.encode(ControlKind.ASK_MISSING, self.session_id)
-        deadline_s = time.monotonic() + 5 * RESEND_S
-        answer = ask(self._control, self.session_id, request, (ControlKind.MISSING,), deadline_s)
-        if answer is None:
+        ranks = ask_missing(self._control, self.session_id, 5 * RESEND_S)
+        if ranks is None:
             return f"{message}; the switch does not answer", []
-        ranks = control.decode_ranks(answer.body)
         if not ranks:
             return f"{message}; no worker is missing, so results are lost on their way here", []
         return f"{message}; it waits for {listed('worker', ranks)}", ranks

@@ -148,7 +148,7 @@ class Controller(Resource):
         await server.stop(grace=None)
 
     def _handler(self, method: Any, answer: Callable[[Any], Awaitable[Any]]) -> Any:
-        """A method's handler. The errors of ``answer`` go to the caller as status and text."""
+        """Return a method's handler, which sends errors of ``answer`` as status and text."""
         status = self._grpc.StatusCode
         codes = {
             OperationTimeoutError: status.DEADLINE_EXCEEDED,

@@ -24,14 +24,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SessionShape:
-    """The shape of a session: what its slots are for."""
+    """The shape of a session: what its slots are for.
+
+    Args:
+        packet_numel: 64 or 256.
+        sequenced: the ids of the workers' packets only grow, which shows which ones are late.
+    """
 
     num_workers: int
     num_slots: int
-    packet_numel: int  # 64 or 256
-    sequenced: bool = (
-        False  # the workers' packet ids only grow, so late packets are told from new ones
-    )
+    packet_numel: int
+    sequenced: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,18 @@ class SwitchStats:
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """A datagram for the control plane; empty where a data packet's sender is in no session."""
+    """A datagram for the control plane; empty where a data packet's sender is in no session.
+
+    Args:
+        switch_port: to which it was sent.
+        coalesced: it is a member's data packet, which arrived as part of a larger one.
+    """
 
     data: bytes
     address: str
     port: int
-    switch_port: int  # to which it was sent
-    coalesced: bool = (
-        False  # a member's data packet that the data plane was given as part of a larger one
-    )
+    switch_port: int
+    coalesced: bool = False
 
 
 class DataPlane(Protocol):

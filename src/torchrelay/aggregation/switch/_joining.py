@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import select
 import socket
@@ -13,7 +14,7 @@ from torchrelay.aggregation.switch._control import ControlKind, ControlRequest, 
 from torchrelay.aggregation.switch._data_plane import SessionShape
 from torchrelay.errors import ConfigError, UnavailableError
 
-__all__ = ["RESEND_S", "ask", "connect", "join_session", "parse_address"]
+__all__ = ["RESEND_S", "ask_missing", "connect", "join_session", "leave", "parse_address"]
 
 RESEND_S = 0.2
 
@@ -41,7 +42,7 @@ def connect(switch: str) -> socket.socket:
     return sock
 
 
-def ask(
+def _ask(
     sock: socket.socket,
     session_id: int,
     request: bytes,
@@ -63,6 +64,22 @@ def ask(
     return None
 
 
+def ask_missing(sock: socket.socket, session_id: int, timeout_s: float) -> list[int] | None:
+    """Return the ranks of the workers that a session waits for; None if the switch does not
+    answer.
+    """
+    request, deadline_s = control.encode(ControlKind.ASK_MISSING, session_id), time.monotonic()
+    kinds = (ControlKind.MISSING,)
+    answer = _ask(sock, session_id, request, kinds, deadline_s + timeout_s)
+    return None if answer is None else control.decode_ranks(answer.body)
+
+
+def leave(sock: socket.socket, session_id: int, rank: int) -> None:
+    """Notify the switch that a worker has left its session."""
+    with contextlib.suppress(OSError):  # the switch is gone
+        sock.send(control.encode(ControlKind.LEAVE, session_id, control.encode_ranks([rank])))
+
+
 def join_session(
     sockets: list[socket.socket],
     switch: str,
@@ -82,7 +99,7 @@ def join_session(
     deadline_s, reason = time.monotonic() + timeout_s, ""
     waiting = list(reversed(sockets))
     while waiting:
-        answer = ask(waiting[-1], session_id, request, kinds, deadline_s)
+        answer = _ask(waiting[-1], session_id, request, kinds, deadline_s)
         if answer is None and reason:
             raise UnavailableError(
                 f"switch {switch} has not admitted worker {rank} within {timeout_s:g} s: {reason}"

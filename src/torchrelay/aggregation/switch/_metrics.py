@@ -1,20 +1,16 @@
-"""A switch's statistics as JSON and as Prometheus metrics."""
+"""A switch's statistics as plain values, and as samples for Prometheus."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from http.server import ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 from torchrelay import _native
+from torchrelay._telemetry import Sample
 from torchrelay.aggregation.switch._data_plane import SwitchStats
-from torchrelay.aggregation.switch._service import ServiceThread
-from torchrelay.errors import UnavailableError
 
-__all__ = ["MetricsServer", "as_dict"]
-
-_REQUEST_S = 10.0  # a client that sends nothing for so long is disconnected
+__all__ = ["as_dict", "samples"]
 
 
 def as_dict(stats: SwitchStats) -> dict[str, Any]:
@@ -30,81 +26,16 @@ def as_dict(stats: SwitchStats) -> dict[str, Any]:
     return values
 
 
-class _Collector:
-    """Metrics of a switch, read at each request."""
-
-    def __init__(self, stats: Callable[[], SwitchStats]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import (  # noqa: PLC0415 - optional
-            CounterMetricFamily,
-            GaugeMetricFamily,
-        )
-
-        stats = self._stats()
-        for name, meaning in _native.switch_stats().items():
-            counter = CounterMetricFamily(
-                f"torchrelay_switch_{name}", meaning, labels=["data_plane"]
-            )
-            counter.add_metric([stats.data_plane], stats.counts[name])
-            yield counter
-        sessions = GaugeMetricFamily(
-            "torchrelay_switch_sessions", "sessions that are open", labels=["data_plane"]
-        )
-        sessions.add_metric([stats.data_plane], len(stats.sessions))
-        yield sessions
-        again = GaugeMetricFamily(
-            "torchrelay_switch_worker_retransmissions",
-            "packets that a worker of an open session sent again",
-            labels=["session", "rank"],
-        )
-        for index, session in enumerate(stats.sessions):
-            for rank, worker in enumerate(session.workers):
-                again.add_metric([str(index), str(rank)], worker.retransmissions)
-        yield again
-
-
-class MetricsServer:
-    """Serves Prometheus metrics over HTTP, from a thread of its own.
-
-    Raises:
-        UnavailableError: the package prometheus-client is missing, or the address or port cannot be
-            bound.
-    """
-
-    def __init__(self, stats: Callable[[], SwitchStats], address: str, port: int) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, MetricsHandler  # noqa: PLC0415
-        except ImportError as error:
-            raise UnavailableError(
-                f"the metrics of a switch need the package prometheus-client ({error}): pip "
-                "install prometheus-client"
-            ) from error
-
-        class Handler(MetricsHandler):
-            registry = CollectorRegistry()
-            timeout = _REQUEST_S
-
-        Handler.registry.register(_Collector(stats))
-        try:
-            self._server = ThreadingHTTPServer((address, port), Handler)
-        except OSError as error:
-            raise UnavailableError(f"switch: metrics at {address}:{port}: {error}") from error
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        self._thread = ServiceThread("switch-metrics", self._server.serve_forever)
-
-    def check(self) -> None:
-        """Raise if the thread has ended.
-
-        Raises:
-            UnavailableError: the metrics are no longer served.
-        """
-        self._thread.check()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+def samples(stats: SwitchStats) -> Iterator[Sample]:
+    """Yield the statistics for Prometheus."""
+    labels = {"data_plane": stats.data_plane}
+    for name, meaning in _native.switch_stats().items():
+        yield Sample(f"switch_{name}", meaning, "counter", stats.counts[name], labels)
+    sessions = "Sessions that are open"
+    yield Sample("switch_sessions", sessions, "gauge", len(stats.sessions), labels)
+    again = "Packets that a worker of an open session sent again"
+    for index, session in enumerate(stats.sessions):
+        for rank, worker in enumerate(session.workers):
+            place = {"session": str(index), "worker": str(rank)}
+            count = worker.retransmissions
+            yield Sample("switch_worker_retransmissions", again, "gauge", count, place)

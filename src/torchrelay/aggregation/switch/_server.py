@@ -33,6 +33,7 @@ _TURN_S, _MAX_PER_TURN = 0.1, 200  # messages: a flood must not take a core
 _TAKEOVER_S = 3.0  # a worker that is silent for so long has lost its ports to a new one
 _SHARE = 4  # one address may use a quarter
 _MAX_PORTS = 1024  # of one address
+_MAX_WORKERS = 1024  # of one session
 _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 _BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 _EVERYONE = ("0.0.0.0/0",)
@@ -62,7 +63,6 @@ class SwitchServer(Resource):
 
     Args:
         plane: closed with the server.
-        max_workers: of one session.
         allow: networks whose workers may join; the default is all that reach the switch's address.
         uplink: the switch above this one, which then serves the workers of one rack.
 
@@ -76,7 +76,6 @@ class SwitchServer(Resource):
         *,
         max_sessions: int = 64,
         max_slots: int = 8192,
-        max_workers: int = 1024,
         session_timeout_s: float = 15.0,
         idle_timeout_s: float = 600.0,
         allow: Iterable[str] = _EVERYONE,
@@ -89,7 +88,7 @@ class SwitchServer(Resource):
             )
         self.plane, self._uplink = plane, uplink
         self.max_slots = max_slots
-        self._max_sessions, self._max_workers = max_sessions, max_workers
+        self._max_sessions = max_sessions
         self._session_timeout_s, self._idle_timeout_s = session_timeout_s, idle_timeout_s
         self._allowed = [ipaddress.IPv4Network(network) for network in allow]
         self._sessions: dict[int, _Session] = {}
@@ -124,7 +123,7 @@ class SwitchServer(Resource):
         self.plane.close()
 
     def is_allowed(self, address: str) -> bool:
-        """Whether a worker of this address may join."""
+        """Return whether a worker of this address may join."""
         return any(ipaddress.IPv4Address(address) in network for network in self._allowed)
 
     def join(
@@ -195,9 +194,9 @@ class SwitchServer(Resource):
 
     def _open(self, session_id: int, session: _Session) -> _Session:
         shape = session.shape
-        if shape.num_slots > self.max_slots or shape.num_workers > self._max_workers:
+        if shape.num_slots > self.max_slots or shape.num_workers > _MAX_WORKERS:
             raise ArgumentError(
-                f"this switch allows {self.max_slots} slots and {self._max_workers} workers in a "
+                f"this switch allows {self.max_slots} slots and {_MAX_WORKERS} workers in a "
                 f"session, not {shape.num_slots} and {shape.num_workers}; lower "
                 "max_outstanding_packets, or raise its limits"
             )

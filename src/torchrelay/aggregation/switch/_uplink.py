@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-import time
 from dataclasses import dataclass
 
-from torchrelay.aggregation.switch import _control as control
-from torchrelay.aggregation.switch._control import ControlKind
 from torchrelay.aggregation.switch._data_plane import SessionShape
-from torchrelay.aggregation.switch._joining import ask, connect, join_session
+from torchrelay.aggregation.switch._joining import ask_missing, connect, join_session, leave
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
 
 __all__ = ["Uplink"]
@@ -80,21 +77,17 @@ class Uplink:
 
     def leave(self, session_id: int, shape: SessionShape) -> None:
         """Notify the switch above that this rack's workers have left."""
-        rack = control.encode_ranks([self.rack])
-        with contextlib.suppress(OSError, UnavailableError), connect(self.switch) as sock:
-            sock.send(control.encode(ControlKind.LEAVE, _above(session_id, shape), rack))
+        with contextlib.suppress(UnavailableError), connect(self.switch) as sock:
+            leave(sock, _above(session_id, shape), self.rack)
 
     def missing(self, session_id: int, shape: SessionShape) -> list[int] | None:
         """Return all ranks of the racks that the switch above waits for; None if it does not
         answer.
         """
-        above, deadline_s = _above(session_id, shape), time.monotonic() + _ANSWER_S
-        request = control.encode(ControlKind.ASK_MISSING, above)
         with connect(self.switch) as sock:
-            answer = ask(sock, above, request, (ControlKind.MISSING,), deadline_s)
-        if answer is None:
+            racks = ask_missing(sock, _above(session_id, shape), _ANSWER_S)
+        if racks is None:
             return None
-        racks = control.decode_ranks(answer.body)
         return [
             rank for rack in racks for rank in dataclasses.replace(self, rack=rack).ranks(shape)
         ]

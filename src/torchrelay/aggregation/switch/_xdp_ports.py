@@ -157,9 +157,10 @@ class XdpPorts:
         self.mode = self._attach("generic")
 
     def _probe(self, link: HostLink, address: str) -> bool | None:
-        """Whether a host answers an ARP request that the program sends; None: the kernel cannot.
+        """Return whether a host answers an ARP request that the program sends; None if the kernel
+        cannot send it.
 
-        As by RFC 5227, the sender's IP address is 0, which distinguishes the answer from others.
+        As in RFC 5227, the sender's IP address is 0, which distinguishes the answer from others.
         """
         arp = struct.pack(">HHBBH", 1, 0x0800, 6, 4, 1) + link.port_mac + bytes(10)
         frame = b"\xff" * 6 + link.port_mac + b"\x08\x06" + arp + socket.inet_aton(address)
