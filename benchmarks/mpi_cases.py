@@ -6,18 +6,31 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as dist_functional
 from mpi4py import MPI
 from torch import Tensor
 
 from torchrelay import mpi
 
-__all__ = ["Case", "cases"]
+__all__ = ["GROUP_RIVALS", "Case", "cases", "group_cases"]
+
+GROUP_RIVALS = (
+    "torchrelay (sml)",
+    "torch.distributed.nn (sml)",
+    "functional collectives (sml)",
+    "torchrelay (gloo)",
+    "torch.distributed.nn (gloo)",
+    "functional collectives (gloo)",
+    "torchrelay (MPI)",
+    "no communication",
+)
 
 Run = Callable[[], object]
 
@@ -77,6 +90,54 @@ def _ranks(x: Tensor, n: int, rank: int) -> list[Tensor]:
     return [x - rank + r for r in range(n)]
 
 
+def _both_ways(leaf: Tensor, cotangent: Tensor, function: Callable[[Tensor], Tensor]) -> Run:
+    """A function that runs ``function`` forward and backward, and returns the gradient."""
+
+    def run() -> Tensor | None:
+        function(leaf).backward(cotangent)  # type: ignore[no-untyped-call]
+        grad, leaf.grad = leaf.grad, None
+        return grad
+
+    return run
+
+
+def group_cases(sizes: Sequence[int]) -> Iterator[Case]:
+    """Allreduce, forward and backward, over process groups and MPI."""
+    import torchrelay.aggregation  # noqa: F401, PLC0415 - registers sml
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # it has no successor for autograd
+    groups = {name: dist.new_group(backend=name) for name in ("sml", "gloo")}
+    comms = {name: mpi.Communicator.from_group(group) for name, group in groups.items()}
+
+    def ours(comm: mpi.Communicator, t: Tensor) -> Tensor:
+        return comm.Allreduce(t, mpi.MPI_SUM)  # type: ignore[no-any-return]
+
+    def theirs(group: dist.ProcessGroup, t: Tensor) -> Tensor:
+        reduced: Tensor = dist_functional.all_reduce(t, group=group)  # type: ignore[no-untyped-call]
+        return reduced
+
+    def functionally(group: dist.ProcessGroup, t: Tensor) -> Tensor:
+        return functional.all_reduce(t, "sum", group)  # type: ignore[no-any-return]
+
+    for size_bytes in sizes:
+        leaf = torch.rand(size_bytes // 4, requires_grad=True)
+        ones = torch.ones_like(leaf)
+        runs: dict[str, Callable[[Tensor], Tensor]] = {}
+        for name, group in groups.items():
+            runs[f"torchrelay ({name})"] = partial(ours, comms[name])
+            runs[f"torch.distributed.nn ({name})"] = partial(theirs, group)
+            runs[f"functional collectives ({name})"] = partial(functionally, group)
+        runs["torchrelay (MPI)"] = partial(ours, mpi.COMM_WORLD)
+        runs["no communication"] = lambda t: t * mpi.COMM_WORLD.size
+        yield Case(
+            "Allreduce, forward and backward",
+            size_bytes,
+            {name: _both_ways(leaf, ones, run) for name, run in runs.items()},
+            mpi.COMM_WORLD.size * ones,
+            grad=True,
+        )
+
+
 def _allreduce(
     comm: mpi.Communicator, bare: MPI.Intracomm, theirs: Any, x: Tensor
 ) -> Iterator[Case]:
@@ -95,14 +156,6 @@ def _allreduce(
         bare.Allreduce(a, result)
         bare.Allreduce(cotangent, grad)
 
-    def both_ways(function: Callable[[Tensor], Tensor]) -> Run:
-        def run() -> Tensor | None:
-            function(leaf).backward(ones)  # type: ignore[no-untyped-call]
-            grad, leaf.grad = leaf.grad, None
-            return grad
-
-        return run
-
     their_sum = None if theirs is None else lambda t: theirs.COMM_WORLD.Allreduce(t, theirs.MPI_SUM)
     assert isinstance(total, Tensor)
     yield Case(
@@ -120,10 +173,10 @@ def _allreduce(
         "Allreduce, forward and backward",
         size_bytes,
         _by_name(
-            both_ways(lambda t: comm.Allreduce(t, mpi.MPI_SUM)),
+            _both_ways(leaf, ones, lambda t: comm.Allreduce(t, mpi.MPI_SUM)),
             bare_twice,
-            None if their_sum is None else both_ways(their_sum),
-            both_ways(torch_all_reduce),
+            None if their_sum is None else _both_ways(leaf, ones, their_sum),
+            _both_ways(leaf, ones, torch_all_reduce),
         ),
         comm.size * ones,
         grad=True,

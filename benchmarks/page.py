@@ -6,6 +6,7 @@ network.
 
 from __future__ import annotations
 
+import base64
 import re
 from pathlib import Path
 from string import Template
@@ -27,6 +28,7 @@ section { border-top: 1px solid #8888; margin-top: 2rem; }
 p, li { overflow-wrap: anywhere; }
 table { display: block; overflow-x: auto; border-collapse: collapse; max-width: 100%; }
 th, td { padding: .25rem .6rem; text-align: left; border-bottom: 1px solid #8884; }
+img { max-width: 100%; }
 pre { overflow-x: auto; font-size: .8rem; line-height: 1.2; }
 </style>
 </head>
@@ -43,6 +45,16 @@ $sections
 """)
 
 
+def with_images(body: str, folder: Path) -> str:
+    """Put the bytes of PNG images, whose paths are relative to ``folder``, into the page."""
+
+    def embedded(found: re.Match[str]) -> str:
+        data = base64.b64encode((folder / found[1]).read_bytes()).decode()
+        return f'src="data:image/png;base64,{data}"'
+
+    return re.sub(r'src="([^"]+)"', embedded, body)
+
+
 def page(files: list[Path]) -> str:
     """The page of some results files."""
     links, sections = [], []
@@ -50,7 +62,8 @@ def page(files: list[Path]) -> str:
         text = re.sub(r"^#", "##", file.read_text(), flags=re.MULTILINE)
         title = text.splitlines()[0].lstrip("# ")
         links.append(f'<li><a href="#{file.stem}">{title}</a></li>')
-        body = markdown.markdown(text, extensions=["tables", "fenced_code"])
+        rendered = markdown.markdown(text, extensions=["tables", "fenced_code"])
+        body = with_images(rendered, file.parent)
         sections.append(f'<section id="{file.stem}">\n{body}\n</section>')
     return SKELETON.substitute(links="\n".join(links), sections="\n".join(sections))
 

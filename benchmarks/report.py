@@ -21,10 +21,17 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def commit() -> str:
-    """The commit whose code is measured; with ``-dirty`` if a file differs from it."""
-    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--exclude=*"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    """The commit whose code is measured; with ``-dirty`` if a file beside results differs."""
+    try:
+        changed = _git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        return _git("rev-parse", "--short=7", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):  # not in a clone
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(RESULTS.parents[1]), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def machine() -> str:

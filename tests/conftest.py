@@ -113,6 +113,7 @@ _PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
 # Parts of the ids of tests that come first: those that take longest, so that no worker has one left
 # at the end, in an order in which few of those that run at once start ranks by mpirun.
 _FIRST = (
+    "[sml-3",
     "[openmpi-3",
     "unit/deferred/test_zoo.py",
     "faults/mpi/test_endings.py",
@@ -126,7 +127,6 @@ _FIRST = (
     "[mpich-2",
     "faults/aggregation/test_hosts_switch.py",
     "[sml-5",
-    "[sml-3",
     "[gloo-2",
     "multi/mpi",
 )

@@ -123,6 +123,26 @@ def _broken(device: object = None) -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
+class Rows(nn.Module):
+    """Scales each row, and says with how many it was called; a row that begins with -1 raises, one
+    that begins with -2 kills the process, and one that begins with -3 gives a scalar.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = x[:, 0].tolist()
+        if -1.0 in first:
+            raise ValueError("asked to fail")
+        if -2.0 in first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if -3.0 in first:
+            return x.sum()
+        return {"scaled": x * self.scale, "rows": torch.full((len(x),), len(x))}
+
+
 class Autocast(nn.Module):
     """Computes in bfloat16 under autocast, whose cache must not outlive a switch."""
 
@@ -196,6 +216,10 @@ def slow() -> nn.Module:
 
 def faulty() -> nn.Module:
     return Faulty()
+
+
+def rows() -> nn.Module:
+    return Rows()
 
 
 def autocast() -> nn.Module:

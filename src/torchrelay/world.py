@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -324,14 +324,9 @@ class Ranks:
 
     def announce(self, step: str, text: str = "", *, index: int | None = None) -> None:
         """Notify the others that this rank (or thread ``index``) has reached ``step``."""
-        import torch.distributed as dist  # noqa: PLC0415 - as above
-
-        if self.store is None:
-            return
-        try:
-            self.store.set(f"{step}/{self.rank if index is None else index}", text)
-        except dist.DistNetworkError as error:
-            raise self._store_lost(error) from error
+        if self.store is not None:
+            with self._store_errors():
+                self.store.set(f"{step}/{self.rank if index is None else index}", text)
 
     def missing(self, step: str, indices: Iterable[int] | None = None) -> list[int]:
         """Return the ranks (or threads ``indices``) that have not announced ``step``."""
@@ -363,15 +358,12 @@ class Ranks:
         Raises:
             OperationTimeoutError: ranks are missing after ``timeout_s``; ``ranks`` names them.
         """
-        import torch.distributed as dist  # noqa: PLC0415 - as above
-
         awaited = range(self.size * parts) if ranks is None else ranks
         values = [f"{step}/{index}" for index in awaited]
         keys = list(values)
         started_s = time.monotonic()
 
-        def missing() -> list[int]:
-            return self.missing(step, awaited)
+        missing = partial(self.missing, step, awaited)
 
         def absent() -> list[int]:
             late = missing()
@@ -382,7 +374,7 @@ class Ranks:
             check()
             self._check_processes(missing)
 
-        try:
+        with self._store_errors(check, news_s):
             wait_for_others(
                 lambda: self._are_there(keys, timeout_s - (time.monotonic() - started_s)),
                 absent,
@@ -391,12 +383,6 @@ class Ranks:
                 timeout_s,
             )
             return [text.decode() for text in _values(self.store, values)]
-        except dist.DistNetworkError as error:
-            deadline_s = time.monotonic() + news_s
-            while time.monotonic() < deadline_s:
-                check()
-                time.sleep(_LEAVING_POLL_S)
-            raise self._store_lost(error) from error
 
     def _are_there(self, keys: list[str], left_s: float) -> bool:
         """Return whether all ``keys`` are in the store. Does not block, because threads of a
@@ -424,12 +410,27 @@ class Ranks:
             f"{self.name}: {listed('rank', names)} did not {call} within {elapsed_s:.1f} s; {hint}"
         )
 
-    def _store_lost(self, error: Exception) -> PeerLostError:
-        return PeerLostError(
-            f"{self.name}: the store through which the ranks meet is gone: the process that "
-            f"serves it, rank 0 or torchrun's agent, has exited ({error})",
-            ranks=(0,),
-        )
+    @contextlib.contextmanager
+    def _store_errors(
+        self, check: Callable[[], None] = nothing_to_check, news_s: float = 0.0
+    ) -> Iterator[None]:
+        """Raise :class:`PeerLostError` if the store is lost; for ``news_s``, ``check`` may give the
+        cause.
+        """
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            deadline_s = time.monotonic() + news_s
+            while time.monotonic() < deadline_s:
+                check()
+                time.sleep(_LEAVING_POLL_S)
+            raise PeerLostError(
+                f"{self.name}: the store through which the ranks meet is gone: the process that "
+                f"serves it, rank 0 or torchrun's agent, has exited ({error})",
+                ranks=(0,),
+            ) from error
 
     def among(self, ranks: Sequence[int]) -> Self:
         """Return the group of ``ranks``, for groups that have no rank in common. Does not block."""
@@ -491,11 +492,9 @@ class Meeting(Ranks):
         self._present: list[_Registration] = []
         self._agreed = False
         self.attempt = ""
-        try:
+        with self._store_errors():
             self._me = self._register()
             self._settle(timeout_s)
-        except dist.DistNetworkError as error:
-            raise self._store_lost(error) from error
         self.store = dist.PrefixStore(self.attempt, self._whole)
         self._check_jobs()
 
@@ -640,10 +639,7 @@ class Meeting(Ranks):
 
 def _values(store: Any, keys: list[str]) -> list[bytes]:
     """Return the values of ``keys``, which exist, from a torch store."""
-    if store.has_extended_api():
-        values: list[bytes] = store.multi_get(keys)
-        return values
-    return [store.get(key) for key in keys]
+    return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
 def _wait_a_slice(store: Store, keys: list[str], left_s: float) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from torchrelay.errors import UnavailableError
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +33,15 @@ def test_the_command_and_the_demo_name_their_extra(module: str, absent: str) -> 
     )
     assert result.returncode == 1
     assert f"needs {absent}: pip install typer rich (extra [cli])" in result.stderr
+
+
+def test_metrics_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # its import fails
+    monkeypatch.delitem(sys.modules, "torchrelay.metrics", raising=False)
+    with pytest.raises(
+        UnavailableError, match=r"pip install prometheus-client \(extra \[metrics\]"
+    ):
+        importlib.import_module("torchrelay.metrics")
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")

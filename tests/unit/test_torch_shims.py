@@ -431,6 +431,7 @@ def test_a_saved_tensor_is_found_in_its_file() -> None:
     ):
         file = io.BytesIO()
         torch.save(tensor, file)
+        file.seek(0)
         found, start = _torch.saved_tensor(file)
         content = bytearray(file.getvalue()[start:][: found.untyped_storage().nbytes()])
         memory = torch.frombuffer(content, dtype=found.dtype)

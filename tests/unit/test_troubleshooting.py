@@ -45,6 +45,9 @@ def messages() -> str:
     )
 
 
-@pytest.mark.parametrize("quote", _quoted())
+_OF_TORCH = ("/torch.rendezvous.",)
+
+
+@pytest.mark.parametrize("quote", [q for q in _quoted() if not any(t in q for t in _OF_TORCH)])
 def test_a_quoted_message_is_in_the_code(quote: str, messages: str) -> None:
     assert quote in messages

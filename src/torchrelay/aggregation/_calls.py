@@ -42,7 +42,10 @@ def as_lists(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Each of ``tensors`` is a tensor, or a list with a tensor for each rank.
     """
-    if not any(isinstance(one, torch.Tensor) for one in tensors):
+    for one in tensors:
+        if isinstance(one, torch.Tensor):
+            break
+    else:
         return tensors
     return tuple([one] if isinstance(one, torch.Tensor) or one else [] for one in tensors)
 

@@ -45,7 +45,7 @@ LIVING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _method(
-    name: str, collective: str, options: Callable[[], Any], num_tensors: int
+    name: str, collective: str, options: type[Any], num_tensors: int
 ) -> Callable[..., dist.Work]:
     """Return c10d's method ``name``, which runs one of :class:`Collectives`.
 
@@ -64,9 +64,12 @@ def _method(
         tensors = arguments[:num_tensors]
         if not name.endswith("_base"):  # those take two tensors
             tensors = calls.as_lists(tensors)
-        given = (*arguments[num_tensors:], opts, root, op, timeout)
-        run = getattr(self._on, collective)
-        return self._call(name, run, tensors, calls.options_of(options, given))
+        given = arguments[num_tensors:]
+        if len(given) == 1 and type(given[0]) is options:  # as c10d calls it
+            opts = given[0]
+        else:
+            opts = calls.options_of(options, (*given, opts, root, op, timeout))
+        return self._call(name, getattr(self._on, collective), tensors, opts)
 
     call.__name__ = name
     return call

@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from torchrelay.checkpoint import _local, _manifest, _remote
 from torchrelay.checkpoint._manifest import Head
 from torchrelay.checkpoint._storage import (
-    Folder,
     Path,
     local_path,
     open_folder,
     split,
     text_of,
 )
-from torchrelay.checkpoint._types import MANIFEST, Manifest
+from torchrelay.checkpoint._types import MANIFEST
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError, UnsupportedError
 
-__all__ = ["Keep", "check_keep", "latest", "newest_inside", "read_manifest", "retain"]
+__all__ = ["Keep", "check_keep", "latest", "newest_inside", "retain"]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
@@ -82,16 +81,6 @@ def check_keep(keep: int | Keep | None, path: Path) -> Keep | None:
             f"name {name!r} has no number; save under a numbered name, or without keep="
         )
     return rule
-
-
-def read_manifest(folder: Folder) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        CorruptionError: it is missing, damaged or contradicts itself.
-        UnsupportedError: another version of the format.
-    """
-    return _manifest.from_bytes(*_manifest.all_bytes(folder))
 
 
 def latest(parent: Path) -> str:

@@ -15,6 +15,7 @@ from torchrelay.checkpoint import _catalog
 from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._data_file import StoredTensor, header_size, parse_header
 from torchrelay.checkpoint._local import LocalFolder
+from torchrelay.checkpoint._manifest import from_folder
 from torchrelay.checkpoint._storage import Folder, Path, local_path, open_folder
 from torchrelay.checkpoint._types import (
     DTYPES,
@@ -28,55 +29,29 @@ from torchrelay.checkpoint._types import (
 )
 from torchrelay.errors import CorruptionError, StorageError
 
-__all__ = ["open_checkpoint"]
+__all__ = ["find_checkpoint"]
 
 _BY_CODE: Mapping[str, Dtype] = {
     dtype.code: dtype for dtype in reversed(list(DTYPES.values())) if dtype.width == 1
 }
 _SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
 
-_ATTEMPTS = 10  # for a reader of a checkpoint that savers replace again and again
 
-
-def open_checkpoint(
-    path: Path,
-    check: Callable[[Folder, Manifest], None] = lambda folder, manifest: None,
-) -> tuple[Folder, Manifest]:
-    """Return the folder of a checkpoint and its manifest, made from headers for safetensors files.
+def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
+    """Return the folder of a checkpoint, and a function that reads its manifest, or makes one from
+    the headers of safetensors files.
 
     Args:
         path: the folder, a fsspec URL, or one safetensors file.
-        check: called with what is returned. If a save has replaced the checkpoint in the middle of
-            it, the new one is opened instead.
 
     Raises:
         StorageError: there is nothing of the kind at ``path``.
-        CorruptionError, UnsupportedError: as for reading a manifest, or from ``check``.
+        CorruptionError, UnsupportedError: from the function, as for reading a manifest.
     """
-    for attempt in range(_ATTEMPTS):
-        folder, read = _find(path)
-        try:
-            manifest = read()
-            check(folder, manifest)
-        except CorruptionError:
-            replaced = folder.replaced
-            folder.close()
-            if not replaced or attempt == _ATTEMPTS - 1:
-                raise
-        except BaseException:
-            folder.close()
-            raise
-        else:
-            return folder, manifest
-    raise AssertionError("unreachable")
-
-
-def _find(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
-    """Return the folder at ``path``, and a function that reads or makes its manifest."""
     local = local_path(path)
     if local is None:
         remote = open_folder(path)
-        return remote, lambda: _catalog.read_manifest(remote)
+        return remote, lambda: from_folder(remote)
     if os.path.isfile(local):
         single = LocalFolder(os.path.dirname(local) or ".", follow_links=True)
         return single, lambda: _manifest_of(single, [os.path.basename(local)])
@@ -88,7 +63,7 @@ def _find(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
     names = folder.names()
     if MANIFEST in names or folder.replaced:
         # Then its files are being removed, and reading is tried again.
-        return folder, lambda: _catalog.read_manifest(folder)
+        return folder, lambda: from_folder(folder)
     if ".metadata" in names:
         from torchrelay.checkpoint._foreign_dcp import manifest_of_dcp  # noqa: PLC0415 - needs torch
 

@@ -55,10 +55,6 @@ class Group:
     def global_rank(self) -> int:
         return self.ranks[self.rank]
 
-    def same_as(self, other: Group) -> bool:
-        """Return whether ``other`` has the same ranks."""
-        return (self.ranks, self.rank) == (other.ranks, other.rank)
-
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in the group's order. Blocks until all have called."""
         if self.size == 1:

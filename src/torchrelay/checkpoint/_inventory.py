@@ -193,7 +193,7 @@ def _shown(what: Any) -> str:
 
 
 # The chunks that this rank wrote last, and what they were planned for.
-_planned: tuple[StateLayout, Group, list[PlannedChunk]] | None = None
+_planned: tuple[StateLayout, tuple[int, ...], int, list[PlannedChunk]] | None = None
 
 
 @no_collection()
@@ -205,8 +205,8 @@ def plan_chunks(
     """
     global _planned  # noqa: PLW0603 - as _known
     layout, planned = mine.description.layout, _planned
-    if len(everyone) == 1 and planned and planned[0] is layout and planned[1].same_as(ranks):
-        return planned[2]
+    if planned and planned[0] is layout and planned[1:3] == (ranks.ranks, ranks.rank):
+        return planned[3]
     sizes = (len(found.blocks) for found in mine.layouts.values())
     firsts = dict(zip(mine.layouts, accumulate(sizes, initial=0), strict=False))
     layouts = [description.layout for description in everyone]
@@ -219,7 +219,7 @@ def plan_chunks(
                 holders = _holders(keys[0], positions, layouts, ranks)
                 held.append(Held((keys[0], box.offsets), size_bytes, holders, chunk))
     chunks = deal(held, ranks.global_rank)
-    _planned = (layout, ranks, chunks) if len(everyone) == 1 else None
+    _planned = (layout, ranks.ranks, ranks.rank, chunks) if len(everyone) == 1 else None
     return chunks
 
 

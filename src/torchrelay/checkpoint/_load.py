@@ -178,15 +178,18 @@ class _Options:
 class _Part:
     """A stateful object (module, optimizer) of the state; without an owner, the rest of it."""
 
-    def __init__(self, owner: Any, name: str, state: Any) -> None:
+    def __init__(self, owner: Any, name: str = "") -> None:
         self.owner = owner
-        self.state = state
         self.start = f"{name}." if name else ""  # what its keys begin with in the whole state
-        self.leaves = flatten(state) if owner is not None else {}
+        self.state: Any = {}
+        self.leaves: dict[str, Leaf] = {}
+        if owner is not None:
+            self.renew()
 
     def renew(self) -> None:
-        """Read the state of a module again, whose tensors are materialised now."""
-        self.state = self.owner.state_dict(keep_vars=True)
+        """Read the owner's state, again if the tensors of a module are materialised now."""
+        options = {"keep_vars": True} if isinstance(self.owner, torch.nn.Module) else {}
+        self.state = self.owner.state_dict(**options)
         self.leaves = flatten(self.state)
 
     def finish(self) -> None:
@@ -210,23 +213,19 @@ class _Part:
 def _parts(state: Any) -> list[_Part]:
     """Return the stateful objects at any depth of a state, and the rest of it."""
     if is_stateful(state):
-        found, rest = [((), state)], _Part(None, "", {})
-    elif isinstance(state, MutableMapping):
-        leaves = flatten(state)
-        found = [(leaf.path, leaf.value) for leaf in leaves.values() if is_stateful(leaf.value)]
-        rest = _Part(None, "", state)
-        rest.leaves = {key: leaf for key, leaf in leaves.items() if not is_stateful(leaf.value)}
-    else:
+        return [_Part(state)]
+    if not isinstance(state, MutableMapping):
         raise ArgumentError(
             f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
         )
-    return [*(_part(owner, key_of(path)) for path, owner in found), rest]
-
-
-def _part(owner: Any, name: str) -> _Part:
-    if isinstance(owner, torch.nn.Module):
-        return _Part(owner, name, owner.state_dict(keep_vars=True))
-    return _Part(owner, name, owner.state_dict())
+    parts, rest = [], _Part(None)
+    rest.state = state
+    for key, leaf in flatten(state).items():
+        if is_stateful(leaf.value):
+            parts.append(_Part(leaf.value, key_of(leaf.path)))
+        else:
+            rest.leaves[key] = leaf
+    return [*parts, rest]
 
 
 class _Deferred(NamedTuple):

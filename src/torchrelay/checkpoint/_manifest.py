@@ -46,6 +46,7 @@ __all__ = [
     "claims_of",
     "first_bytes",
     "from_bytes",
+    "from_folder",
     "head_of",
     "tensor_text",
     "to_bytes",
@@ -214,6 +215,15 @@ def claims_of(folder: Folder) -> frozenset[str]:
     return frozenset(filter(_FILE_NAME.fullmatch, files))
 
 
+def from_folder(folder: Folder) -> Manifest:
+    """Read the manifest in a folder.
+
+    Raises:
+        CorruptionError, UnsupportedError, StorageError: as :func:`all_bytes`, :func:`from_bytes`.
+    """
+    return from_bytes(*all_bytes(folder))
+
+
 @no_collection()
 def from_bytes(data: bytes, where: str) -> Manifest:
     """Parse a manifest. ``where`` is its path, for errors.
@@ -342,66 +352,94 @@ class _Reader:
     def tensors(
         self, records: Any, files: Mapping[str, DataFile], block_bytes: int
     ) -> dict[str, TensorEntry]:
-        """Parse tensors in few steps, as there may be a million; ``_check_tensor`` finds faults."""
+        """Parse tensors in few steps, as there may be a million; ``_check_fields`` finds what is
+        wrong with one.
+        """
         numbers: list[int] = []
         found = {}
         for key, record in records.items():
+            what = f"tensor {key!r}"
             fault: str | None = "is damaged"
             try:
-                found[key] = entry = _entry(record, numbers)
-                if all(_is_sound(chunk, files, block_bytes) for chunk in entry.chunks):
-                    fault = tiling_fault(entry.shape, [chunk.box for chunk in entry.chunks])
+                dtype, shape, parts = _TENSOR_FIELDS(record)
+                numbers += shape
+                chunks = [
+                    self._chunk(what, DTYPES[dtype].itemsize, part, files, block_bytes, numbers)
+                    for part in parts
+                ]
+                fault = tiling_fault(tuple(shape), [chunk.box for chunk in chunks])
+            except CorruptionError:
+                raise
             except (AttributeError, LookupError, TypeError, ValueError):
                 pass
             if fault:
-                self._check_tensor(f"tensor {key!r}", record, files, block_bytes)
-                self.fail(f"tensor {key!r} of shape {record['shape']}: {fault}")
+                self._check_fields(what, record, files)
+                self.fail(f"{what} of shape {record['shape']}: {fault}")
+            found[key] = TensorEntry(DTYPES[dtype], tuple(shape), tuple(chunks))
         if {*map(type, numbers)} - {int} or not (
             0 <= min(numbers, default=0) <= max(numbers, default=0) <= _MAX_INT
         ):
             for key, record in records.items():
-                self._check_tensor(f"tensor {key!r}", record, files, block_bytes)
+                self._check_fields(f"tensor {key!r}", record, files)
         return found
 
-    def _check_tensor(
-        self, what: str, record: Any, files: Mapping[str, DataFile], block_bytes: int
-    ) -> None:
-        """Check a tensor, but not whether its chunks cover it."""
+    def _chunk(
+        self,
+        what: str,
+        itemsize: int,
+        record: Any,
+        files: Mapping[str, DataFile],
+        block_bytes: int,
+        numbers: list[int],
+    ) -> Chunk:
+        """Parse a chunk; add its sizes and offsets, whose types are not checked, to ``numbers``."""
+        offsets, sizes, name, stored, (start, end), text = _CHUNK_FIELDS(record)
+        checksums = binascii.a2b_base64(text)
+        numbers += (*offsets, *sizes, start, end)
+        if len(text) != _base64_size(checksums) or type(stored) is not str:
+            raise ValueError(stored)
+        file, size_bytes = files[name], math.prod(sizes) * itemsize
+        if end - start != size_bytes:
+            self.fail(
+                f"{what}, the chunk at {offsets}, needs {size_bytes} bytes, and its range has "
+                f"{end - start}"
+            )
+        if not file.header_bytes <= start <= file.size_bytes - size_bytes:
+            self.fail(
+                f"{what}, the chunk at {offsets}, lies at bytes {[start, end]} of {name}, out of "
+                "range"
+            )
+        if checksums and len(checksums) != 4 * -(-size_bytes // block_bytes):
+            self.fail(
+                f"{what}, the chunk at {offsets}, has {len(checksums)} bytes of checksums for "
+                f"{size_bytes} bytes"
+            )
+        return Chunk(Box(tuple(offsets), tuple(sizes)), name, stored, start, size_bytes, checksums)
+
+    def _check_fields(self, what: str, record: Any, files: Mapping[str, DataFile]) -> None:
+        """Check the types of all fields of a tensor, and that what they name is there."""
         dtype = self.field(record, "dtype", str, what)
         if dtype not in DTYPES:
             self.fail(f"{what} has the unknown dtype {dtype!r}")
         self.integers(record, "shape", what)
-        for chunk in self.field(record, "chunks", list, what):
-            part = f"a chunk of {what}"
-            offsets, sizes, limits = (
-                self.integers(chunk, name, part) for name in ("offsets", "sizes", "bytes")
-            )
-            if len(limits) != 2:
-                self.fail(f"'bytes' of {part} is not a pair")
-            self.field(chunk, "name", str, part)
-            file = self.field(chunk, "file", str, part)
+        chunks = self.field(record, "chunks", list, what)
+        what = f"a chunk of {what}"
+        for chunk in chunks:
+            for name in ("offsets", "sizes", "bytes"):
+                self.integers(chunk, name, what)
+            if len(chunk["bytes"]) != 2:
+                self.fail(f"'bytes' of {what} is not a pair")
+            self.field(chunk, "name", str, what)
+            file = self.field(chunk, "file", str, what)
             if file not in files:
-                self.fail(f"{part} lies in {file!r}, which the manifest does not list")
-            checksums = self._decoded(chunk, part)
-            part = f"{what}, the chunk at {[*offsets]},"
-            start, end = limits
-            needed = math.prod(sizes) * DTYPES[dtype].itemsize
-            if end - start != needed:
-                self.fail(f"{part} needs {needed} bytes, and its range has {end - start}")
-            if not files[file].header_bytes <= start <= files[file].size_bytes - needed:
-                self.fail(f"{part} lies at bytes {[start, end]} of {file}, out of range")
-            if len(checksums) not in (0, 4 * -(-needed // block_bytes)):
-                self.fail(f"{part} has {len(checksums)} bytes of checksums for {needed} bytes")
-
-    def _decoded(self, chunk: Any, what: str) -> bytes:
-        text = self.field(chunk, "crc32c", str, what)
-        try:
-            checksums = binascii.a2b_base64(text)
-        except ValueError:
-            checksums = b""
-        if len(text) != _base64_size(checksums):
-            self.fail(f"'crc32c' of {what} is not base64")
-        return checksums
+                self.fail(f"{what} lies in {file!r}, which the manifest does not list")
+            text = self.field(chunk, "crc32c", str, what)
+            try:
+                size = _base64_size(binascii.a2b_base64(text))
+            except ValueError:
+                size = -1
+            if size != len(text):
+                self.fail(f"'crc32c' of {what} is not base64")
 
     def _check_overlaps(self, manifest: Manifest) -> None:
         """Check that byte ranges overlap only where tied tensors have the same one."""
@@ -430,36 +468,6 @@ class _Reader:
         if type(item) is not str and (type(item) is not int or item < 0):
             self.fail(f"the path of {key!r} has an item that is neither a key nor an index")
         return item
-
-
-def _entry(record: Any, numbers: list[int]) -> TensorEntry:
-    """Return a tensor, unchecked; add its sizes and offsets to ``numbers``."""
-    name, shape, parts = _TENSOR_FIELDS(record)
-    dtype = DTYPES[name]
-    numbers += shape
-    chunks = []
-    for offsets, sizes, file, stored, (start, end), text in map(_CHUNK_FIELDS, parts):
-        numbers += (*offsets, *sizes, start, end)
-        checksums = binascii.a2b_base64(text)
-        box = Box(tuple(offsets), tuple(sizes))
-        size_bytes = math.prod(sizes) * dtype.itemsize
-        if (
-            size_bytes != end - start
-            or len(text) != _base64_size(checksums)
-            or type(stored) is not str
-            or max(len(offsets), len(sizes)) > _MAX_DIMS
-        ):
-            raise ValueError("out of range")
-        chunks.append(Chunk(box, file, stored, start, size_bytes, checksums))
-    return TensorEntry(dtype, tuple(shape), tuple(chunks))
-
-
-def _is_sound(chunk: Chunk, files: Mapping[str, DataFile], block_bytes: int) -> bool:
-    """Return whether a chunk lies inside its file, and has all its checksums or none."""
-    file, size_bytes = files[chunk.file], chunk.size_bytes
-    return file.header_bytes <= chunk.start <= file.size_bytes - size_bytes and (
-        not chunk.checksums or len(chunk.checksums) == 4 * -(-size_bytes // block_bytes)
-    )
 
 
 def _base64_size(data: bytes) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
-from torchrelay.checkpoint._foreign import open_checkpoint
+from torchrelay.checkpoint._foreign import find_checkpoint
 from torchrelay.checkpoint._linux import memory_at
 from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Folder, Path
@@ -47,6 +47,7 @@ Task = Callable[[], None]
 
 MAX_BUFFER_BYTES = 256 << 20
 _VERIFY = ("data", "header", "none")
+_ATTEMPTS = 10  # for a checkpoint that savers replace again and again
 _PIECE_BYTES = 16 << 20
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
 
@@ -194,22 +195,25 @@ class ChunkReader:
         and again with another if a save has replaced the checkpoint in the middle of it.
 
         Raises:
-            As :func:`open_checkpoint`, and what ``check`` raises.
+            As :func:`find_checkpoint`, and what ``check`` raises.
         """
-        opened: list[ChunkReader] = []
-
-        def checked(folder: Folder, manifest: Manifest) -> None:
-            reader = cls(
-                folder,
-                manifest,
-                threads=usable_threads(threads),
-                max_buffer_bytes=max_buffer_bytes,
-            )
-            check(reader)
-            opened.append(reader)
-
-        open_checkpoint(path, checked)
-        return opened[-1]
+        for left in reversed(range(_ATTEMPTS)):
+            folder, read = find_checkpoint(path)
+            try:
+                reader = cls(
+                    folder,
+                    read(),
+                    threads=usable_threads(threads),
+                    max_buffer_bytes=max_buffer_bytes,
+                )
+                check(reader)
+                return reader
+            except BaseException as error:
+                again = left and isinstance(error, CorruptionError) and folder.replaced
+                folder.close()
+                if not again:
+                    raise
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         self.folder.close()

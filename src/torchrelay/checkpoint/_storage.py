@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from torchrelay.checkpoint._local import LocalFolder, LocalTransaction
+from torchrelay.checkpoint._remote import RemoteFolder, RemoteTransaction
 from torchrelay.checkpoint._types import Sizes
 from torchrelay.errors import ArgumentError
 
@@ -213,23 +215,13 @@ def split(path: Path) -> tuple[str, str]:
 def open_folder(path: Path) -> Folder:
     """Return the checkpoint folder at ``path``, which need not exist."""
     local = local_path(path)
-    if local is not None:
-        from torchrelay.checkpoint._local import LocalFolder  # noqa: PLC0415
-
-        return LocalFolder(local)
-    from torchrelay.checkpoint._remote import RemoteFolder  # noqa: PLC0415
-
-    return RemoteFolder(text_of(path))
+    return RemoteFolder(text_of(path)) if local is None else LocalFolder(local)
 
 
 def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
     """Return a save to ``path`` that has not started."""
     split(path)
     local = local_path(path)
-    if local is not None:
-        from torchrelay.checkpoint._local import LocalTransaction  # noqa: PLC0415
-
-        return LocalTransaction(local, fsync=fsync)
-    from torchrelay.checkpoint._remote import RemoteTransaction  # noqa: PLC0415
-
-    return RemoteTransaction(text_of(path))
+    if local is None:
+        return RemoteTransaction(text_of(path))
+    return LocalTransaction(local, fsync=fsync)

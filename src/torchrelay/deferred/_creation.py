@@ -16,7 +16,7 @@ from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 
 __all__ = [
-    "FACTORIES", "SETS", "check_device", "constant_fake", "device_of", "explicit_device", "factory",
+    "FACTORIES", "SETS", "check_device", "constant_fake", "device_of", "factory",
     "new_fake", "reshape_in_place", "set_memory", "view_of",
 ]  # fmt: skip
 
@@ -158,11 +158,6 @@ def reshape_in_place(fake: FakeTensor, result: torch.Tensor) -> FakeTensor:
         storage.size_bytes = size_bytes
     tensors.assign(fake, view_of(fake, result))
     return fake
-
-
-def explicit_device(kwargs: dict[str, Any]) -> torch.device:
-    """Return the device that a factory was asked for."""
-    return kwargs.get("device") or _CPU
 
 
 def device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

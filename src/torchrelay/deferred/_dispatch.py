@@ -17,32 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay import _torch
+from torchrelay.deferred import _creation as creation
 from torchrelay.deferred import _session as sessions
-from torchrelay.deferred._creation import (
-    FACTORIES,
-    SETS,
-    check_device,
-    constant_fake,
-    device_of,
-    explicit_device,
-    factory,
-    new_fake,
-    reshape_in_place,
-    set_memory,
-    view_of,
-)  # fmt: skip
-from torchrelay.deferred._graph import map_tensors
+from torchrelay.deferred import _shapes as shapes
+from torchrelay.deferred._graph import flat, map_tensors
 from torchrelay.deferred._operators import Operator, describe, trunc_normal
 from torchrelay.deferred._recording import record
 from torchrelay.deferred._session import FakeSession
-from torchrelay.deferred._shapes import (
-    as_returned,
-    check_sizes,
-    fakes_in,
-    flat,
-    shapes_of,
-    tensors_at,
-)
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.deferred._values import ahead, by_value, for_real, read_values, record_and_run
 from torchrelay.errors import DeferredError, UnsupportedError
@@ -204,41 +185,48 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
         operator.is_simple
         and type(args[0]) is DispatchingTensor
         and args[0]._history.escaped is None
+        and args[0]._region.dtype.is_floating_point
         and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
     ):
-        return _simple(func, operator, args, kwargs)
+        if args[0]._region.storage.deferred:
+            record_and_run(func, operator, args, kwargs, [args[0]], (args[0]._region,))
+        return args[0]
     if operator.makes_one or operator.reads_number:
         result = ahead(func, operator, args, kwargs)
         if result is not NotImplemented:
             return result
     if func is aten.detach.default and isinstance(args[0], FakeTensor):
-        return _detach(args[0])
+        alias = fake_from_region(args[0]._region, args[0]._history)
+        if type(args[0]) is not DispatchingTensor:
+            alias.__class__ = type(args[0])
+        return alias
     if (
         func is aten.new_empty.default
         and not isinstance(args[0], FakeTensor)
         and _torch.is_copying()
     ):
         return for_real(func, operator, args, kwargs)  # a copy of what is real is real
-    if operator.is_factory and func in FACTORIES:
-        fake = factory(func, operator, args, kwargs)
+    if operator.is_factory and func in creation.FACTORIES:
+        fake = creation.factory(func, operator, args, kwargs)
         if fake is not None:
             return fake
     if operator.composite:
         return func.decompose(*args, **kwargs)
-    fakes = fakes_in(*args, kwargs)
+    fakes = shapes.fakes_in(*args, kwargs)
     if any(fake._history.escaped is not None for fake in fakes):
         real = _through(func, operator, args, kwargs)
         if real is not NotImplemented:
             return real
     session = sessions.current()
     if operator.name in ("aten::lift_fresh", "aten::lift") and session is not None and not fakes:
-        return (
-            args[0] if session.is_over_memory(args[0]) else constant_fake(args[0], session.deferred)
-        )
+        if session.is_over_memory(args[0]):
+            return args[0]
+        return creation.constant_fake(args[0], session.deferred)
     if not fakes:
-        if session is None or not operator.is_factory or explicit_device(kwargs).type == "meta":
+        device = kwargs.get("device") or torch.device("cpu")
+        if session is None or not operator.is_factory or device.type == "meta":
             return for_real(func, operator, args, kwargs)
-        check_device(explicit_device(kwargs), session)
+        creation.check_device(device, session)
     return _general(func, operator, args, kwargs, fakes)
 
 
@@ -248,8 +236,8 @@ def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[
     Returns:
         ``NotImplemented`` if it only reads them, beside deferred ones, and must be recorded.
     """
-    written = [tensor for place in operator.written for tensor in tensors_at(place, args, kwargs)]
-    deferred = any(fake._history.escaped is None for fake in fakes_in((args, kwargs)))
+    written = shapes.written_by(operator, args, kwargs)
+    deferred = any(fake._history.escaped is None for fake in shapes.fakes_in((args, kwargs)))
     writes = [
         one for one in written if isinstance(one, FakeTensor) and one._history.escaped is not None
     ]
@@ -273,23 +261,6 @@ def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[
     return map_tensors(answer, torch.Tensor, lambda one: aliases.get(id(one), (one, one))[1])
 
 
-def _simple(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fake = args[0]
-    region = fake._region
-    if not region.dtype.is_floating_point:
-        return _general(func, operator, args, kwargs, [fake])
-    if region.storage.deferred:
-        record_and_run(func, operator, args, kwargs, [fake], (region,))
-    return fake
-
-
-def _detach(fake: FakeTensor) -> FakeTensor:
-    alias = fake_from_region(fake._region, fake._history)
-    if type(fake) is not DispatchingTensor:
-        alias.__class__ = type(fake)
-    return alias
-
-
 def _general(
     func: Any,
     operator: Operator,
@@ -297,35 +268,35 @@ def _general(
     kwargs: dict[str, Any],
     fakes: list[FakeTensor],
 ) -> Any:
-    if operator.written and func in SETS and isinstance(args[0], FakeTensor):
-        return set_memory(func, *args)
+    if operator.written and func in creation.SETS and isinstance(args[0], FakeTensor):
+        return creation.set_memory(func, *args)
     _check_supported(func, operator, fakes)
     deferred = sessions.recording() is not None or any(
         fake._region.storage.deferred for fake in fakes
     )
-    written = [tensor for place in operator.written for tensor in tensors_at(place, args, kwargs)]
+    written = shapes.written_by(operator, args, kwargs)
     if operator.needs_values or not all(isinstance(tensor, FakeTensor) for tensor in written):
         return by_value(func, args, kwargs, fakes, deferred)
     try:
-        results = shapes_of(func, args, kwargs)
+        results = shapes.shapes_of(func, args, kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if not _is_only_shapeless(operator, written, fakes, error):
             return by_value(func, args, kwargs, fakes, deferred)
         results = None  # in place: the shapes are those of the arguments
     if operator.changes_shape:
-        return reshape_in_place(args[0], results)
+        return creation.reshape_in_place(args[0], results)
     if operator.is_view:
-        return map_tensors(results, torch.Tensor, lambda result: view_of(fakes[0], result))
+        return map_tensors(results, torch.Tensor, lambda result: creation.view_of(fakes[0], result))
     created: list[Any] = []
     if operator.creates:
-        device = device_of(func, args, kwargs)
+        device = creation.device_of(func, args, kwargs)
         answer = map_tensors(
-            results, torch.Tensor, lambda result: new_fake(result, device, deferred)
+            results, torch.Tensor, lambda result: creation.new_fake(result, device, deferred)
         )
         created = [item if item is None else item._region for item in flat(answer)]
     else:
-        check_sizes(func, results, written)
-        answer = as_returned(func, written)
+        shapes.check_sizes(func, results, written)
+        answer = shapes.as_returned(func, written)
     if deferred:
         writes = tuple(fake._region for fake in written)
         record_and_run(func, operator, args, kwargs, fakes, writes, tuple(created))
@@ -355,10 +326,7 @@ def _is_only_shapeless(
     """
     if isinstance(error, NotImplementedError):
         return bool(written) and not operator.creates
-    if operator.is_view or operator.changes_shape or not _have_values(fakes):
+    has_values = all(fake._region.storage.deferred for fake in fakes)
+    if operator.is_view or operator.changes_shape or not has_values:
         raise error
     return False
-
-
-def _have_values(fakes: list[FakeTensor]) -> bool:
-    return all(fake._region.storage.deferred for fake in fakes)

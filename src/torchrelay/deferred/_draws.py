@@ -29,22 +29,25 @@ _GROUP = 16
 
 
 class DrawRule:
-    """How a contiguous fill takes its words: ``words`` for each element, in order."""
+    """How a fill takes its words: ``words`` for each element, in order."""
 
     def __init__(self, words: int) -> None:
         self.words = words
 
-    def total(self, count: int) -> int | None:
+    def total(self, count: int, is_contiguous: bool = True) -> int | None:
         """Return the words that a fill of ``count`` elements takes; None: unknown."""
         return count * self.words
 
     def pieces(self, count: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Return the draws for elements ``start`` to ``stop``: word, count, and which to keep."""
+        """Return the draws for elements ``start`` to ``stop`` of a contiguous fill: word, count,
+        and which to keep.
+        """
         yield start * self.words, stop - start, 0, stop - start
 
 
 class _NormalDrawRule(DrawRule):
-    """Normal numbers. Fewer than sixteen use another method, which caches a number.
+    """Normal numbers. Fewer than sixteen, or into a tensor that is not contiguous, use another
+    method, which caches a number.
 
     Args:
         words: for each element.
@@ -58,8 +61,8 @@ class _NormalDrawRule(DrawRule):
     def _tail(self, count: int) -> int:
         return (count - count % _GROUP if self._groups_first else count) * self.words
 
-    def total(self, count: int) -> int | None:
-        if 0 < count < _GROUP:
+    def total(self, count: int, is_contiguous: bool = True) -> int | None:
+        if 0 < count < _GROUP or not is_contiguous:
             return None
         return self._tail(count) + (_GROUP * self.words if count % _GROUP else 0)
 
@@ -92,7 +95,12 @@ def _random(dtype: torch.dtype, args: tuple[Any, ...]) -> DrawRule:
     if len(args) <= 1:
         return DrawRule(2 if dtype in (torch.float64, torch.int64) else 1)
     low, high = (0, args[1]) if len(args) == 2 else (args[1], args[2])
-    return DrawRule(2 if high is None or high - low >= 1 << 32 else 1)
+    return DrawRule(_words_between(low, high))
+
+
+def _words_between(low: int, high: int | None) -> int:
+    """Return the words that an integer from ``low`` to ``high`` takes."""
+    return 2 if high is None or high - low >= 1 << 32 else 1
 
 
 # For each fill: its rule, and the arguments with which the rule is tried out; those of random_ are
@@ -163,24 +171,29 @@ def _holds(func: Any, dtype: torch.dtype, words: int, values: tuple[float, ...])
 
 def words_drawn(func: Any, region: Region, args: tuple[Any, ...]) -> int | None:
     """Return the words that ``func`` takes to fill ``region``; None: unknown before drawing."""
-    if func is aten.randperm.default or func is aten.randperm.generator:
-        return max(0, args[0] - 1) if args[0] < _RANDPERM_SMALL else None
-    if func in (aten.normal_.default, trunc_normal) and not region.is_contiguous:
-        return None
-    if func in _RANDINT:
-        low, high = (0, args[0]) if func in _RANDINT_FROM_ZERO else args[:2]
-        return region.numel * (2 if high - low >= 1 << 32 else 1)
-    if region.numel == 0 and _AS_FILL.get(func, func) in _RULES:
-        return 0
+    count = _COUNTS.get(func)
+    if count is not None:
+        return count(region, args)
     rule = rule_for(func, region.dtype, args)
-    return None if rule is None else rule.total(region.numel)
+    return None if rule is None else rule.total(region.numel, region.is_contiguous)
 
 
-_RANDINT_FROM_ZERO = {aten.randint.default, aten.randint.generator}
-_RANDINT = _RANDINT_FROM_ZERO | {aten.randint.low, aten.randint.low_generator}
+def _of_permutation(region: Region, args: tuple[Any, ...]) -> int | None:
+    """Count the words of ``randperm``: small ones take one for each swap."""
+    return max(0, args[0] - 1) if args[0] < _RANDPERM_SMALL else None
 
-# Below this, a permutation takes one word for each swap.
+
 _RANDPERM_SMALL = (1 << 32) // 20
+
+# What no rule describes, because a part of it is not drawn by itself.
+_COUNTS: dict[Any, Callable[[Region, tuple[Any, ...]], int | None]] = {
+    aten.randperm.default: _of_permutation,
+    aten.randperm.generator: _of_permutation,
+    aten.randint.default: lambda region, args: region.numel * _words_between(0, args[0]),
+    aten.randint.generator: lambda region, args: region.numel * _words_between(0, args[0]),
+    aten.randint.low: lambda region, args: region.numel * _words_between(*args[:2]),
+    aten.randint.low_generator: lambda region, args: region.numel * _words_between(*args[:2]),
+}
 
 
 def fill_part(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchrelay.deferred._modules import own_tensors
+from torchrelay.deferred._modules import PLAIN, fakes_inside, own_tensors
 from torchrelay.deferred._tensor import FakeTensor, Life
 
 __all__ = ["found", "note"]
@@ -32,11 +32,15 @@ _DEPTH = 3
 
 
 def note(lives: list[weakref.ref[Life]], result: Any) -> None:
-    """Register the lives of all fake tensors created for ``result``."""
-    alive = [life for life in lives if life() is not None]
+    """Register the lives of all fake tensors created for ``result`` that are not in it."""
+    alive = {id(life()): life for life in lives if life() is not None}
+    if isinstance(result, torch.nn.Module):  # in most cases, these are all
+        for module in result.modules():
+            for tensor in own_tensors(module).values():
+                alive.pop(id(getattr(tensor, "_life", None)), None)
     if alive:
         expected = {id(fake._life) for fake in _fakes_of(result)}
-        _lives.extend(life for life in alive if id(life()) not in expected)
+        _lives.extend(life for key, life in alive.items() if key not in expected)
 
 
 def found() -> tuple[list[tuple[str, FakeTensor]], list[tuple[str, FakeTensor]]]:
@@ -47,7 +51,7 @@ def found() -> tuple[list[tuple[str, FakeTensor]], list[tuple[str, FakeTensor]]]
     cached: dict[int, tuple[str, FakeTensor]] = {}
     wanted = {id(fake) for fake in alive if not isinstance(fake, torch.nn.Parameter)}
     for where, value in _roots() if wanted else ():
-        for fake in _inside(value, _DEPTH):
+        for fake in fakes_inside(value, _DEPTH):
             if id(fake) in wanted:
                 cached.setdefault(id(fake), (where, fake))
     elsewhere: list[tuple[str, FakeTensor]] = []
@@ -112,28 +116,10 @@ def _fakes_of(result: Any) -> Iterator[FakeTensor]:
     for leaf in leaves:
         if isinstance(leaf, torch.nn.Module):
             for module in leaf.modules():
-                yield from _inside(list(own_tensors(module).values()), _DEPTH)
-                yield from _inside(dict(module.__dict__), _DEPTH)
+                yield from fakes_inside(list(own_tensors(module).values()), _DEPTH)
+                yield from fakes_inside(dict(module.__dict__), _DEPTH)
         else:
-            yield from _inside(leaf, _DEPTH)
-
-
-def _inside(value: Any, depth: int) -> Iterator[FakeTensor]:
-    """Return the fake tensors in ``value``, without running any code of its own."""
-    kind = type(value)
-    if issubclass(kind, FakeTensor):
-        yield value
-    elif depth and issubclass(kind, (list, tuple, set, dict)):
-        for item in gc.get_referents(value):
-            if type(item) not in _PLAIN:
-                yield from _inside(item, depth - 1)
-
-
-# What most globals are, and no container.
-_PLAIN = {
-    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, str, int, float, bool,
-    bytes, type(None),
-}  # fmt: skip
+            yield from fakes_inside(leaf, _DEPTH)
 
 
 def _roots() -> Iterator[tuple[str, Any]]:
@@ -150,5 +136,5 @@ def _roots() -> Iterator[tuple[str, Any]]:
                 if issubclass(type(value), type):
                     if value.__module__ == name:
                         yield f"{name}.{key}", dict(vars(value))
-                elif type(value) not in _PLAIN:
+                elif type(value) not in PLAIN:
                     yield f"{name}.{key}", value

@@ -11,6 +11,7 @@ precedes them.
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -39,7 +40,7 @@ _PHILOX_BASE = 1 << 56
 
 # A mark is full of noise, so that another thread, if it draws meanwhile, gets no numbers that the
 # module gets.
-_noise = np.random.SFC64()
+_noise = random.Random()
 
 _lock = threading.RLock()
 _marks: dict[int, Position] = {}
@@ -92,7 +93,7 @@ class Watch:
         self._given.append(mark)
         blob = state.numpy().view(np.int64)
         if self._is_cpu:
-            blob[_STATE] = _noise.random_raw(_BLOCK_WORDS // 2).view(np.uint32)
+            blob[_STATE] = np.frombuffer(_noise.randbytes(4 * _BLOCK_WORDS), np.uint32)
             blob[_MARK] = (*_MAGIC, mark)
             blob[_LEFT] = blob[_LEFT] & ~_LOW | (_BLOCK_WORDS - len(_MAGIC))
             blob[_NEXT] = len(_MAGIC) + 1

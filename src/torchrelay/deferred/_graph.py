@@ -60,6 +60,7 @@ __all__ = [
     "Region",
     "Storage",
     "StorageRecord",
+    "flat",
     "map_tensors",
     "next_seq",
 ]
@@ -438,3 +439,10 @@ def map_tensors(value: Any, kinds: Any, function: Any) -> Any:
 
 
 _CONTAINERS = {tuple, list, dict}
+
+
+def flat(results: Any) -> list[Any]:
+    """Return the tensors in ``results`` in order, from nested lists; None for other values."""
+    if isinstance(results, (tuple, list)):
+        return [item for value in results for item in flat(value)]
+    return [results if isinstance(results, torch.Tensor) else None]

@@ -11,7 +11,7 @@ import torch
 from torchrelay import _torch
 from torchrelay.deferred import _escapes
 from torchrelay.deferred._graph import Storage
-from torchrelay.deferred._modules import children_first, own_tensors
+from torchrelay.deferred._modules import PLAIN, children_first, fakes_inside, own_tensors
 from torchrelay.deferred._parts import part_of
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._reversal import remember
@@ -284,23 +284,13 @@ def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:
 
     Results come before their arguments.
     """
-    found: dict[int, FakeTensor] = {}
-
-    def look(value: Any, depth: int) -> None:
-        if isinstance(value, FakeTensor):
-            if value._region.storage.deferred:
-                found[id(value)] = value
-        elif depth and isinstance(value, (list, tuple)):
-            for item in value:
-                look(item, depth - 1)
-        elif depth and isinstance(value, dict):
-            for item in value.values():
-                look(item, depth - 1)
-
-    registered = {id(tensor) for tensor in own_tensors(module).values()}
-    for name, value in module.__dict__.items():
-        if name not in ("_parameters", "_buffers", "_modules"):
-            look(value, 2)
-    return sorted(
-        (f for key, f in found.items() if key not in registered), key=lambda fake: fake.is_leaf
-    )
+    found = {
+        id(fake): fake
+        for name, value in module.__dict__.items()
+        if type(value) not in PLAIN and name not in ("_parameters", "_buffers", "_modules")
+        for fake in fakes_inside(value, 2)
+        if fake._region.storage.deferred
+    }
+    for tensor in own_tensors(module).values() if found else ():
+        found.pop(id(tensor), None)
+    return sorted(found.values(), key=lambda fake: fake.is_leaf)

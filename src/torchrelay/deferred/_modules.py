@@ -1,12 +1,36 @@
-"""The tensors of a module and its submodules, in the order of materialisation."""
+"""The tensors of a module and its submodules, in the order of materialisation; fake tensors in
+other objects.
+"""
 
 from __future__ import annotations
 
+import gc
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-__all__ = ["children_first", "own_tensors"]
+from torchrelay.deferred._tensor import FakeTensor
+
+__all__ = ["PLAIN", "children_first", "fakes_inside", "own_tensors"]
+
+# What most globals and attributes are, and no container.
+PLAIN = {
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, str, int, float, bool,
+    bytes, type(None),
+}  # fmt: skip
+
+
+def fakes_inside(value: Any, depth: int) -> Iterator[FakeTensor]:
+    """Yield the fake tensors in ``value``, ``depth`` containers deep, running none of its code."""
+    kind = type(value)
+    if issubclass(kind, FakeTensor):
+        yield value
+    elif depth and issubclass(kind, (list, tuple, set, dict)):
+        for item in gc.get_referents(value):
+            if type(item) not in PLAIN:
+                yield from fakes_inside(item, depth - 1)
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

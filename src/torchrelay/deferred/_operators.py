@@ -138,9 +138,10 @@ def constant(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-_known: dict[Any, Operator] = {
-    constant: Operator(name="torchrelay::constant", creates=True),
-    trunc_normal: Operator(
+_described: list[Any] = []  # so that their ids stay theirs
+_known: dict[int, Operator] = {
+    id(constant): Operator(name="torchrelay::constant", creates=True),
+    id(trunc_normal): Operator(
         name="torchrelay::trunc_normal",
         fills=True,
         draws=True,
@@ -152,9 +153,11 @@ _known: dict[Any, Operator] = {
 
 def describe(func: Any) -> Operator:
     """Return the properties of ``func``, an ``OpOverload`` or an operation of this module."""
-    found = _known.get(func)
+    key = id(func)  # an overload's hash is computed in Python
+    found = _known.get(key)
     if found is None:
-        found = _known[func] = _describe(func)
+        _described.append(func)
+        found = _known[key] = _describe(func)
     return found
 
 
@@ -184,8 +187,7 @@ def _describe(func: Any) -> Operator:
             for position, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ),
-        slices=out_of_place in _ELEMENTWISE | _APPROXIMATED
-        and not name.endswith((".out", "_out")),
+        slices=out_of_place in _ELEMENTWISE | _APPROXIMATED and not name.endswith((".out", "_out")),
         approximates=out_of_place in _APPROXIMATED,
         creates=creates,
         needs_values=bool(tags & _BY_VALUE),

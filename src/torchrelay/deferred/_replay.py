@@ -14,10 +14,10 @@ from torchrelay.deferred._generators import Generators
 from torchrelay.deferred._graph import (
     Constant,
     External,
-    History,
     Node,
     Region,
     Storage,
+    flat,
     map_tensors,
 )
 from torchrelay.deferred._operators import describe
@@ -87,19 +87,13 @@ class Replay:
         """Note that ``node`` has been run as soon as it was recorded, with ``result``."""
         regions = list(node.writes)
         if node.outputs:
-            for region, value in zip(node.outputs, _flatten(result), strict=True):
+            for region, value in zip(node.outputs, flat(result), strict=True):
                 if region is not None and value is not None and value.shape == region.size:
                     region.storage.history().cache_view(region, _laid_out(node, region, value))
                     regions.append(region)
         for region in regions:
             region.storage.history().version = node.seq
         self._kept.note([region.storage for region in regions])
-
-    def keep_one(self, node: Node, history: History, region: Region, result: torch.Tensor) -> None:
-        """Do the same as :meth:`keep` for a node whose one effect is ``region``, a new storage."""
-        history.cache_view(region, _laid_out(node, region, result))
-        history.version = node.seq
-        self._kept.note((region.storage,))
 
     def forget(self) -> None:
         """Free what :meth:`read` has left."""
@@ -282,7 +276,7 @@ class _Run:
         for region in node.writes:
             self._reached(region.storage, node.seq)
         if node.outputs:
-            for output, value in zip(node.outputs, _flatten(result), strict=True):
+            for output, value in zip(node.outputs, flat(result), strict=True):
                 if output is not None and value is not None:
                     self._bind(node, output, value)
 
@@ -333,13 +327,6 @@ def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:
         region.size, region.stride, dtype=value.dtype, device=value.device
     )
     return laid_out.copy_(value)
-
-
-def _flatten(result: Any) -> list[Any]:
-    """Return the results of an operation in order, those in lists one by one."""
-    if isinstance(result, (tuple, list)):
-        return [item for value in result for item in _flatten(value)]
-    return [result]
 
 
 class _Kept:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from torchrelay import _torch
-from torchrelay.deferred._graph import map_tensors
-from torchrelay.deferred._operators import describe
+from torchrelay.deferred._graph import flat, map_tensors
+from torchrelay.deferred._operators import Operator, describe
 from torchrelay.deferred._tensor import FakeTensor
 from torchrelay.errors import UnsupportedError
 
-__all__ = ["as_returned", "check_sizes", "fakes_in", "flat", "shapes_of", "tensors_at"]
+__all__ = ["as_returned", "check_sizes", "fakes_in", "shapes_of", "written_by"]
 
 
 def shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,13 +119,6 @@ def check_sizes(func: Any, results: Any, written: list[Any]) -> None:
             )
 
 
-def flat(results: Any) -> list[Any]:
-    """Return the tensors in ``results`` in order, from nested lists; None for other values."""
-    if isinstance(results, (tuple, list)):
-        return [item for value in results for item in flat(value)]
-    return [results if isinstance(results, torch.Tensor) else None]
-
-
 def fakes_in(*values: Any) -> list[FakeTensor]:
     """Return the fake tensors in ``values``, through lists, tuples and dicts."""
     found: list[FakeTensor] = []
@@ -139,12 +132,16 @@ def fakes_in(*values: Any) -> list[FakeTensor]:
     return found
 
 
-def tensors_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors of an argument, by position or name."""
-    value = (
-        kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-    )
-    return list(value) if isinstance(value, (tuple, list)) else [] if value is None else [value]
+def written_by(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors that a call writes, also fake ones, in the order of its arguments."""
+    found: list[Any] = []
+    for place in operator.written:
+        if isinstance(place, str):
+            value = kwargs.get(place)
+        else:
+            value = args[place] if place < len(args) else None
+        found += value if isinstance(value, (tuple, list)) else [value]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def as_returned(func: Any, written: list[Any]) -> Any:

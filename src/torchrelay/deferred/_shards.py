@@ -40,30 +40,28 @@ def placements_for(shard: Any, name: str, fake: torch.Tensor) -> Placements | No
     """Return the placements of one tensor; None if ``shard`` gives slices or leaves it whole."""
     if not isinstance(shard, tuple):
         return None
-    placements = shard[1]
-    if callable(placements):
-        found: Placements | None = placements(name, fake)
-        return None if found is None else _counted_from_zero(found, fake)
-    return [_possible(placement, fake) for placement in _counted_from_zero(placements, fake)]
+    placements, is_for_all = shard[1], not callable(shard[1])
+    if not is_for_all:
+        placements = placements(name, fake)
+    if placements is None:
+        return None
+    return [_placed(placement, fake, is_for_all) for placement in placements]
 
 
-def _counted_from_zero(placements: Placements, fake: torch.Tensor) -> Placements:
+def _placed(placement: Placement, fake: torch.Tensor, is_for_all: bool) -> Placement:
+    """Return ``placement`` with its dimension counted from zero; Replicate instead of one for all
+    tensors, if this one has no such dimension.
+    """
+    # Not at the top: importing torch.distributed.tensor takes as long as torch itself.
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415
     from torch.distributed.tensor import Shard as ShardPlacement  # noqa: PLC0415
 
-    return [
-        ShardPlacement(one.dim + fake.dim())
-        if type(one) is ShardPlacement and -fake.dim() <= one.dim < 0
-        else one
-        for one in placements
-    ]
-
-
-def _possible(placement: Placement, fake: torch.Tensor) -> Placement:
-    """Return ``placement``, or Replicate if a tensor has no such dimension."""
-    from torch.distributed.tensor import Replicate  # noqa: PLC0415
-
     dim = getattr(placement, "dim", None)
-    return placement if dim is None or 0 <= dim < fake.dim() else Replicate()
+    if type(placement) is ShardPlacement and -fake.dim() <= placement.dim < 0:
+        return ShardPlacement(placement.dim + fake.dim())
+    if is_for_all and dim is not None and not 0 <= dim < fake.dim():
+        return Replicate()
+    return placement
 
 
 def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
@@ -93,8 +91,7 @@ def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
 
 
 def _mesh_slices(mesh: DeviceMesh, placements: Placements, name: str, fake: torch.Tensor) -> Slices:
-    # Not at the top: importing torch.distributed.tensor takes as long as torch itself.
-    from torch.distributed.tensor import Replicate  # noqa: PLC0415
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - as above
     from torch.distributed.tensor import Shard as ShardPlacement  # noqa: PLC0415
 
     for placement in placements:
@@ -129,15 +126,7 @@ def distributed(shard: Any, name: str, fake: torch.Tensor, local: torch.Tensor) 
         return local
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
+    stride = torch.empty(fake.shape, device="meta").stride()
     return DTensor.from_local(
-        local,
-        shard[0],
-        placements,
-        run_check=False,
-        shape=fake.shape,
-        stride=_contiguous(fake.shape),
+        local, shard[0], placements, run_check=False, shape=fake.shape, stride=stride
     )
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

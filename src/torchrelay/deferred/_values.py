@@ -18,7 +18,7 @@ from torchrelay.deferred._operators import Operator, describe
 from torchrelay.deferred._recording import record
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._session import FakeSession
-from torchrelay.deferred._shapes import as_returned, shapes_of, tensors_at
+from torchrelay.deferred._shapes import as_returned, shapes_of, written_by
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import DeferredError
 
@@ -39,17 +39,12 @@ def ahead(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str
     if session is None:
         return NotImplemented
     if not operator.reads_number:
-        if not session.replay.has_read:
-            return NotImplemented
-        return _compute(func, operator, args, kwargs, session)
+        has_read = session.replay.has_read
+        return _compute(func, operator, args, kwargs, session) if has_read else NotImplemented
     fake = args[0]
-    if not isinstance(fake, FakeTensor) or fake._history.escaped is not None:
+    is_readable = isinstance(fake, FakeTensor) and fake._region.storage.deferred
+    if not is_readable or fake._history.escaped is not None:
         return NotImplemented
-    return _read_number(func, fake, session) if fake._region.storage.deferred else NotImplemented
-
-
-def _read_number(func: Any, fake: FakeTensor, session: FakeSession) -> Any:
-    """Return the number that ``func`` reads from ``fake``."""
     real = session.replay.read(fake._region)
     if _torch.is_plain():
         return func(real)
@@ -83,12 +78,12 @@ def _compute(
     result = func(*arguments.real, **kwargs)
     storage = Storage(like.storage.size_bytes, like.storage.device, deferred=True)
     made = Region(storage, like.dtype, like.size, like.stride)
-    history = storage.history()
+    fake = fake_from_region(made, storage.history())
     reads, keeps = tuple(arguments.reads), tuple(arguments.keeps)
     node = Node(func, tuple(arguments.recorded), kwargs, reads, (), (made,), keeps)
-    history.record.append(node)
-    session.replay.keep_one(node, history, made, result)
-    return fake_from_region(made, history)
+    node.link()
+    session.replay.keep(node, result)
+    return fake
 
 
 class _Arguments:
@@ -220,10 +215,9 @@ def for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[
         innermost.memory = args[1]
     session = sessions.recording() if operator.draws or operator.written else None
     if session is not None:
-        for place in operator.written:
-            for tensor in tensors_at(place, args, kwargs):
-                with _torch.plain_torch():
-                    session.before_write(tensor)
+        with _torch.plain_torch():
+            for tensor in written_by(operator, args, kwargs):
+                session.before_write(tensor)
         if operator.draws:
             session.stand()
     return func(*args, **kwargs)
@@ -245,7 +239,7 @@ def by_value(
         )
     operator = describe(func)
     replay = _replay()
-    written = [t for place in operator.written for t in tensors_at(place, args, kwargs)]
+    written = written_by(operator, args, kwargs)
     copies: dict[int, torch.Tensor] = {}
 
     def value(fake: FakeTensor) -> torch.Tensor:

@@ -200,6 +200,8 @@ def compare_lookups(
     theirs = nn.Embedding.from_pretrained(rows.clone(), freeze=False, sparse=True)  # type: ignore[no-untyped-call]
     parallel = DistributedDataParallel(theirs, process_group=group)
     optimizer = torch.optim.Adagrad(theirs.parameters(), lr=options.learning_rate)
+    # Without this choice torch warns.
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     steps = itertools.cycle(batches.epoch(0))
 
     def look_up(module: nn.Module, keys: Tensor, gradient: Tensor) -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -288,7 +289,9 @@ class Job:
             return self._together(lambda: found.append(calibrate(model, share, total)))
 
         ours_s = together(lambda tensor: world.Allreduce(tensor, mpi.MPI_SUM))
-        usual_s = together(lambda tensor: dist_nn.all_reduce(tensor, group=gloo))  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():  # torch recommends a private function instead
+            warnings.simplefilter("ignore", FutureWarning)
+            usual_s = together(lambda tensor: dist_nn.all_reduce(tensor, group=gloo))  # type: ignore[no-untyped-call]
         self._stage("calibrate by mpi reductions", ours_s, "torch.distributed.nn, gloo", usual_s)
         self._say(
             f"calibrated: scores times {found[0].factor:.3f}; mean negative log-likelihood on "

@@ -118,4 +118,4 @@ def alltoallv(comm: Comm, x: Tensor, sendcounts: Sequence[int], axis: int) -> Te
             f"Alltoallv: {list(sendcounts)} must be {comm.size} numbers, together the "
             f"{x.shape[axis]} along axis {axis}"
         )
-    return record(Alltoallv(comm, sendcounts, axis), x)
+    return record(Alltoallv(comm, list(sendcounts), axis), x)

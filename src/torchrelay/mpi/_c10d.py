@@ -35,7 +35,7 @@ from torchrelay.mpi._layout import Blocks
 from torchrelay.mpi._library import check_launcher, is_worker_of_rank
 from torchrelay.mpi._mailbox import Incoming, Mailbox
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._transport import ANY_SOURCE, PROC_NULL, UNDEFINED, Testable
+from torchrelay.mpi._transport import ANY_SOURCE, PROC_NULL, UNDEFINED, Requests, Testable
 from torchrelay.world import Meeting, Ranks, World
 
 __all__ = ["C10dTransport", "group_transport", "world_transport"]
@@ -269,13 +269,15 @@ class C10dTransport:
         making = self._backends.get(device)
         return making is not None and making.made.done()
 
-    def _request(
+    def _start(
         self,
         begin: Callable[[Any], Any],
-        device: str,
-        then: Callable[[], object] | None,
-        kept: object,
-    ) -> _Request:
+        memory: Tensor,
+        then: Callable[[], object] | None = None,
+        kept: object = None,
+    ) -> list[_Request]:
+        """Start a collective of the backend for ``memory``, and then call ``then``."""
+        device = memory.device.type
         making = self._backends.get(device)
         if making is None:
             making = self._backends[device] = _Making(
@@ -286,17 +288,8 @@ class C10dTransport:
                 self._peers,
             )
             self._order.append(_Check(making))
-        made = making.made
-        return _Request(self._order, lambda: begin(made.result()), device == HOST, then, kept)
-
-    def _start(
-        self,
-        begin: Callable[[Any], Any],
-        memory: Tensor,
-        then: Callable[[], object] | None = None,
-        kept: object = None,
-    ) -> list[Testable]:
-        return [self._request(begin, memory.device.type, then, (memory, kept))]
+        made, kept = making.made, (memory, kept)
+        return [_Request(self._order, lambda: begin(made.result()), device == HOST, then, kept)]
 
     def begin_after(self, comparison: Testable) -> None:
         self._order.append(_Check(comparison))
@@ -316,14 +309,13 @@ class C10dTransport:
                     backend = self._backends[HOST].made.result()
                     direct = _Blocking(backend.row_gather(sent, received))
                     return direct
-            return self._request(
+            (request,) = self._start(
                 lambda backend: backend._allgather_base(
                     received, sent, options[may_block and not _Order.busy]
                 ),
-                HOST,
-                None,
-                None,
+                sent,
             )
+            return request
 
         return start
 
@@ -336,7 +328,7 @@ class C10dTransport:
         arrived: bool,
         then: Callable[[], object] | None = None,
         kept: object = None,
-    ) -> list[Testable]:
+    ) -> Requests:
         """Send ``sent_counts[r]`` elements to rank r, and receive ``counts[r]`` from it."""
         if self._is_alone(sent):
             received.view(-1).copy_(sent.view(-1)[: received.numel()])
@@ -359,7 +351,7 @@ class C10dTransport:
 
     def _gather_rows(
         self, source: Tensor, arrived: bool, then: Callable[[Tensor], object]
-    ) -> list[Testable]:
+    ) -> Requests:
         """Gather all ranks' ``source`` as rows, and call ``then`` with them."""
         rows = source.new_empty((self.size, source.numel()))
         if self._is_alone(source):
@@ -376,7 +368,7 @@ class C10dTransport:
     def _is_alone(self, memory: Tensor) -> bool:
         return self.size == 1 and memory.device.type not in self._kinds
 
-    def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> list[Testable]:
+    def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
         check_op(source.dtype, op)
         ours, total = source.detach(), result.detach()
         if ours.is_complex() and op is Op.SUM:
@@ -391,9 +383,7 @@ class C10dTransport:
         options.reduceOp = _OPS[op]
         return self._start(lambda backend: backend.allreduce([total], options), total, None, ours)
 
-    def reduce(
-        self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool
-    ) -> list[Testable]:
+    def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
         into = result if self.rank == root or result is source else torch.empty_like(source)
         return self.allreduce(source, into, op, arrived)
 
@@ -405,7 +395,7 @@ class C10dTransport:
         exclusive: bool,
         descending: bool,
         arrived: bool,
-    ) -> list[Testable]:
+    ) -> Requests:
         check_op(source.dtype, op)
 
         def reduce(rows: Tensor) -> None:
@@ -417,9 +407,7 @@ class C10dTransport:
 
         return self._gather_rows(source, arrived, reduce)
 
-    def reduce_scatter(
-        self, blocks: Blocks, result: Tensor, op: Op, arrived: bool
-    ) -> list[Testable]:
+    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
         check_op(result.dtype, op)
         count = result.numel()
         rows = result.new_empty((self.size, count))
@@ -433,7 +421,7 @@ class C10dTransport:
             result,
         )
 
-    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> list[Testable]:
+    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
         check_dtype(memory.dtype)
         if self._is_alone(memory):
             return []
@@ -441,7 +429,7 @@ class C10dTransport:
         options.rootRank, options.rootTensor = root, 0
         return self._start(lambda backend: backend.broadcast([flat_bytes(memory)], options), memory)
 
-    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> list[Testable]:
+    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
         check_dtype(block.dtype)
         counts = received.layout.counts
         if len({*counts}) == 1:
@@ -452,14 +440,14 @@ class C10dTransport:
 
     def gather(
         self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
-    ) -> list[Testable]:
+    ) -> Requests:
         check_dtype(block.dtype)
         sent = [block.numel() * (rank == root) for rank in range(self.size)]
         return self._exchange(block, sent, received.memory, received.layout.counts, arrived)
 
     def scatter(
         self, sending: Blocks | None, received: Tensor, root: int, total: int, arrived: bool
-    ) -> list[Testable]:
+    ) -> Requests:
         sent, counts = (
             (received.new_empty(0), [0] * self.size)
             if sending is None
@@ -468,9 +456,7 @@ class C10dTransport:
         mine = [received.numel() * (rank == root) for rank in range(self.size)]
         return self._exchange(sent, counts, received, mine, arrived)
 
-    def alltoall(
-        self, sending: Blocks, received: Blocks, total: int, arrived: bool
-    ) -> list[Testable]:
+    def alltoall(self, sending: Blocks, received: Blocks, total: int, arrived: bool) -> Requests:
         check_dtype(sending.memory.dtype)
         return self._exchange(
             sending.memory,

@@ -32,8 +32,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Traceable(Protocol):
     """The interface of communications for the operator; see ``Call``."""
 
-    @property
-    def comm(self) -> Comm: ...
+    comm: Comm
+
     def in_graph(self, x: Tensor) -> Traceable | None: ...
     def encode(self) -> list[int]: ...
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,15 +44,13 @@ def finish_all(started: Sequence[tuple[Testable, Tensor]], call: Waiting) -> Non
         finish(request, call, started)
 
 
+@dataclass(slots=True, eq=False)
 class Incoming:
     """A message into ``memory``. ``Test`` raises if the message is shorter or longer."""
 
-    __slots__ = ("call", "memory", "message")
-
-    def __init__(self, message: Message, memory: Tensor, call: Waiting) -> None:
-        self.message = message
-        self.memory = memory
-        self.call = call
+    message: Message
+    memory: Tensor
+    call: Waiting
 
     def Test(self) -> bool:
         message, memory = self.message, self.memory

@@ -20,7 +20,7 @@ from torchrelay.mpi._headers import Headers
 from torchrelay.mpi._layout import Blocks
 from torchrelay.mpi._memory import pieces
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._transport import Testable
+from torchrelay.mpi._transport import Requests, Testable
 
 __all__ = ["MpiTransport"]
 
@@ -146,7 +146,7 @@ class MpiTransport:
 
     def _run(
         self, name: str, arrived: bool, *arguments: object, mpi: MPI.Intracomm | None = None
-    ) -> list[MPI.Request]:
+    ) -> Requests:
         """Call MPI's function ``name``, or its non-blocking form."""
         mpi = mpi or self.mpi
         if arrived:
@@ -154,17 +154,15 @@ class MpiTransport:
             return []
         return [getattr(mpi, f"I{name.lower()}")(*arguments)]
 
-    def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> list[MPI.Request]:
-        kind, requests = _op(source.dtype, op), []
+    def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
+        kind, requests = _op(source.dtype, op), list[Testable]()
         for ours, total in pieces(source, result):
             sent = MPI.IN_PLACE if source is result else _buffer(ours)
             requests += self._run("Allreduce", arrived, sent, _buffer(total), kind)
         return requests
 
-    def reduce(
-        self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool
-    ) -> list[MPI.Request]:
-        kind, requests = _op(source.dtype, op), []
+    def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
+        kind, requests = _op(source.dtype, op), list[Testable]()
         for ours, total in pieces(source, result):
             sent: object = _buffer(ours)
             into = None
@@ -181,9 +179,9 @@ class MpiTransport:
         exclusive: bool,
         descending: bool,
         arrived: bool,
-    ) -> list[MPI.Request]:
+    ) -> Requests:
         kind, name = _op(source.dtype, op), "Exscan" if exclusive else "Scan"
-        requests: list[MPI.Request] = []
+        requests = list[Testable]()
         mpi = self._reversed() if descending else self.mpi
         for ours, total in pieces(source, result):
             requests += self._run(name, arrived, _buffer(ours), _buffer(total), kind, mpi=mpi)
@@ -196,26 +194,24 @@ class MpiTransport:
         assert self._descending is not None
         return self._descending
 
-    def reduce_scatter(
-        self, blocks: Blocks, result: Tensor, op: Op, arrived: bool
-    ) -> list[MPI.Request]:
+    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
         arguments = (_buffer(blocks.memory), _buffer(result), blocks.layout.counts)
         return self._run("Reduce_scatter", arrived, *arguments, _op(result.dtype, op))
 
-    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> list[MPI.Request]:
-        requests = []
+    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
+        requests = list[Testable]()
         for (piece,) in pieces(memory):
             requests += self._run("Bcast", arrived, _buffer(piece), root)
         return requests
 
-    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> list[MPI.Request]:
+    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
         if received.layout.total > settings.max_count:
             return self._move_pieces([block] * self.size, received.tensors())
         return self._run("Allgatherv", arrived, _buffer(block), _vector(received))
 
     def gather(
         self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
-    ) -> list[MPI.Request]:
+    ) -> Requests:
         is_root = self.rank == root
         if total > settings.max_count:
             nothing = block.new_empty(0)
@@ -226,7 +222,7 @@ class MpiTransport:
 
     def scatter(
         self, sending: Blocks | None, received: Tensor, root: int, total: int, arrived: bool
-    ) -> list[MPI.Request]:
+    ) -> Requests:
         if total > settings.max_count:
             nothing = received.new_empty(0)
             given = [nothing] * self.size if sending is None else sending.tensors()
@@ -235,18 +231,14 @@ class MpiTransport:
         sent = None if sending is None else _vector(sending)
         return self._run("Scatterv", arrived, sent, _buffer(received), root)
 
-    def alltoall(
-        self, sending: Blocks, received: Blocks, total: int, arrived: bool
-    ) -> list[MPI.Request]:
+    def alltoall(self, sending: Blocks, received: Blocks, total: int, arrived: bool) -> Requests:
         if total > settings.max_count:
             return self._move_pieces(sending.tensors(), received.tensors())
         return self._run("Alltoallv", arrived, _vector(sending), _vector(received))
 
-    def _move_pieces(
-        self, sending: Iterable[Tensor], received: Iterable[Tensor]
-    ) -> list[MPI.Request]:
+    def _move_pieces(self, sending: Iterable[Tensor], received: Iterable[Tensor]) -> Requests:
         """Send ``sending[r]`` to rank r and receive ``received[r]`` from it, in pieces."""
-        requests: list[MPI.Request] = []
+        requests = list[Testable]()
         for blocks, start in ((received, self.mpi.Irecv), (sending, self.mpi.Isend)):
             for rank, tensor in enumerate(blocks):
                 if tensor.numel():

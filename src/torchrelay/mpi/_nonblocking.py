@@ -29,34 +29,23 @@ from torchrelay.mpi._wait import abandon
 
 __all__ = ["CollectiveHandle", "start"]
 
+NO_ADJOINT = Adjoint(None, torch.empty(0))
 
+
+@dataclass(slots=True, eq=False)
 class _Operation:
     """State shared by start and wait, forward and in the running backward pass."""
 
-    __slots__ = (
-        "adjoint",
-        "back",
-        "call",
-        "chain",
-        "grad",
-        "pass_id",
-        "position",
-        "shape",
-        "started",
-        "tangent_handle",
-    )
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.started: Started | None = None
-        self.shape: torch.Size | None = None  # of the result
-        self.pass_id = -1  # the backward pass in which the derivative was started
-        self.grad: tuple[int, Tensor] | None = None  # the pass it came in, and the cotangent
-        self.back: CollectiveHandle | None = None
-        self.adjoint = Adjoint(None, torch.empty(0))
-        self.tangent_handle: CollectiveHandle | None = None
-        self.chain: _chain.Chain | None = None  # which holds those started before and after it
-        self.position = 0
+    call: Call
+    started: Started | None = None
+    shape: torch.Size | None = None  # of the result
+    pass_id: int = -1  # the backward pass in which the derivative was started
+    grad: tuple[int, Tensor] | None = None  # the pass it came in, and the cotangent
+    back: CollectiveHandle | None = None
+    adjoint: Adjoint = NO_ADJOINT  # of that pass
+    tangent_handle: CollectiveHandle | None = None
+    chain: _chain.Chain | None = None  # which holds those started before and after it
+    position: int = 0
 
     def __del__(self) -> None:
         if self.started is not None:  # it was never waited for
@@ -95,17 +84,13 @@ class _Operation:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class CollectiveHandle:
     """A started collective, to be passed to ``Wait``."""
 
-    __slots__ = ("complete", "dummy", "operation")
-
-    def __init__(
-        self, operation: _Operation, dummy: Tensor, complete: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.operation = operation
-        self.dummy = dummy
-        self.complete = complete
+    operation: _Operation
+    dummy: Tensor
+    complete: Callable[[Tensor], Tensor]
 
     @_compiled.eager_only
     def Wait(self) -> Tensor:

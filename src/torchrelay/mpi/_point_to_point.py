@@ -195,33 +195,23 @@ class Sendrecv(_PeerCall):
         return (self.peer, self.source)
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """State that the start and the completion of a non-blocking communication share."""
 
-    __slots__ = (
-        "call",
-        "in_place",
-        "receiving",
-        "sending",
-        "tangent_handle",
-        "target",
-    )
-
-    def __init__(self, call: _PeerCall) -> None:
-        self.call = call
-        self.sending: Sequence[tuple[Testable, Tensor]] = ()
-        self.receiving: Receiving | None = None
-        self.target: Tensor | None = None
-        self.in_place = False
-        self.tangent_handle: WaitHandle | None = (
-            None  # the tangent's communication, in forward mode
-        )
+    call: _PeerCall
+    sending: Sequence[tuple[Testable, Tensor]] = ()
+    receiving: Receiving | None = None
+    target: Tensor | None = None
+    in_place: bool = False
+    tangent_handle: WaitHandle | None = None  # the tangent's communication, in forward mode
 
     def __del__(self) -> None:
         if self.sending:  # it was never waited for
             abandon(self.sending)
 
 
+@dataclass(slots=True, eq=False)
 class WaitHandle:
     """A started point-to-point communication, to be passed to ``Wait``.
 
@@ -229,11 +219,8 @@ class WaitHandle:
         dummy: a 0-dim tensor that depends on the start.
     """
 
-    __slots__ = ("dummy", "transfer")
-
-    def __init__(self, transfer: Transfer, dummy: Tensor) -> None:
-        self.transfer = transfer
-        self.dummy = dummy
+    transfer: Transfer
+    dummy: Tensor
 
     @_compiled.eager_only
     def Wait(self) -> Tensor:

@@ -25,7 +25,7 @@ from torchrelay.mpi._layout import any_length
 from torchrelay.mpi._library import refusal
 from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._transport import Testable
+from torchrelay.mpi._transport import Requests
 from torchrelay.mpi._wait import check_usable, finish
 
 __all__ = [
@@ -56,17 +56,13 @@ def conjugate(kind: str) -> Callable[..., Call]:
     return found  # type: ignore[no-any-return]
 
 
+@dataclass(slots=True, eq=False)
 class Started:
     """A started communication: requests, the memory they use, and how to make the result."""
 
-    __slots__ = ("kept", "requests", "result")
-
-    def __init__(
-        self, requests: Sequence[Testable], result: Callable[[], Tensor], kept: object = None
-    ) -> None:
-        self.requests = requests
-        self.result = result
-        self.kept = kept
+    requests: Requests
+    result: Callable[[], Tensor]
+    kept: object = None
 
     def finish(self, call: Call) -> Tensor:
         for request in self.requests:

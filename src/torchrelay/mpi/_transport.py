@@ -9,7 +9,7 @@ memory alive until the requests are done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torchrelay.mpi._library import MPI
 
@@ -27,6 +27,7 @@ __all__ = [
     "PROC_NULL",
     "UNDEFINED",
     "Message",
+    "Requests",
     "Testable",
     "Transport",
 ]
@@ -42,6 +43,9 @@ class Testable(Protocol):
     """A request that can be tested."""
 
     def Test(self) -> bool: ...
+
+
+Requests: TypeAlias = Sequence[Testable]
 
 
 class Message(Testable, Protocol):
@@ -82,18 +86,14 @@ class Transport(Protocol):
         For transports that cannot report that the data of different calls met.
         """
 
-    def allreduce(
-        self, source: Tensor, result: Tensor, op: Op, arrived: bool
-    ) -> Sequence[Testable]:
+    def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
         """Reduce all ranks' ``source`` into every rank's ``result``.
 
         Raises:
             ArgumentError: the operation is undefined for the dtype.
         """
 
-    def reduce(
-        self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool
-    ) -> Sequence[Testable]:
+    def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
         """Reduce all ranks' ``source`` into root's ``result``, which may be the same memory."""
 
     def scan(
@@ -104,37 +104,33 @@ class Transport(Protocol):
         exclusive: bool,
         descending: bool,
         arrived: bool,
-    ) -> Sequence[Testable]:
+    ) -> Requests:
         """Reduce the ``source`` of all ranks up to this one, or before it, into ``result``.
 
         With ``descending``, from the last rank to the first. What nothing is reduced into is
         undefined.
         """
 
-    def reduce_scatter(
-        self, blocks: Blocks, result: Tensor, op: Op, arrived: bool
-    ) -> Sequence[Testable]:
+    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
         """Reduce all ranks' ``blocks``, at most ``max_count`` elements; block r goes to rank r."""
 
-    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Sequence[Testable]:
+    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
         """Copy root's ``memory`` into that of every rank."""
 
-    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Sequence[Testable]:
+    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
         """Copy every rank's block to every rank."""
 
     def gather(
         self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
-    ) -> Sequence[Testable]:
+    ) -> Requests:
         """Copy every rank's block to ``root``; ``total`` is the number of elements there."""
 
     def scatter(
         self, sending: Blocks | None, received: Tensor, root: int, total: int, arrived: bool
-    ) -> Sequence[Testable]:
+    ) -> Requests:
         """Copy root's block r to rank r; ``total`` is the number of elements on root."""
 
-    def alltoall(
-        self, sending: Blocks, received: Blocks, total: int, arrived: bool
-    ) -> Sequence[Testable]:
+    def alltoall(self, sending: Blocks, received: Blocks, total: int, arrived: bool) -> Requests:
         """Copy block r to rank r; ``total`` is equal on all ranks and no smaller than theirs."""
 
     def isend(self, memory: Tensor, dest: int, tag: int) -> Testable:

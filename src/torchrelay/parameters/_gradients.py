@@ -1,7 +1,6 @@
-"""The gradient of a table's rows: when it is applied, and how those of several processes become
-one.
+"""The gradient of a table's rows: when it is applied, and how several processes sum theirs.
 
-A lookup's backward pass gives its gradient to :meth:`Gradients.take`. At the end of the backward
+The backward pass of a lookup calls :meth:`Gradients.add`. At the end of the backward
 pass the processes sum them: each receives the rows that it applies, its share. An optimizer's step
 applies the shares. The whole gradient is gathered only where something looks at it.
 """
@@ -184,8 +183,8 @@ class Gradients:
         self._apply = "step"
         self._optimizer = weakref.ref(optimizer)
 
-    def take(self, keys: Tensor, values: Tensor) -> None:
-        """Accept the gradient of one lookup.
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """Add the gradient of one lookup.
 
         Args:
             keys: integers, ``(n,)``, may repeat.

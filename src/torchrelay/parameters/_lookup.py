@@ -62,8 +62,8 @@ class Lookup:
             scale = max_norm / (norms[long] + 1e-7)
             self.table.set(keys.cpu()[long], (values[long] * scale.unsqueeze(1)).to(values.dtype))
 
-    def take_gradient(self, keys: Tensor, gradient: Tensor) -> None:
-        """Pass the gradient of the rows of ``keys``, ``(*keys.shape, dim)``, to the table."""
+    def add_gradient(self, keys: Tensor, gradient: Tensor) -> None:
+        """Add a gradient of rows of ``keys``, ``(*keys.shape, dim)``, to that of the table."""
         keys, gradient = keys.reshape(-1), gradient.reshape(-1, self.table.dim).to(self.table.dtype)
         if self.padding_idx is not None:
             kept = keys != self.padding_idx
@@ -71,7 +71,7 @@ class Lookup:
         if self.scale_grad_by_freq:
             _, inverse, counts = torch.unique(keys, return_inverse=True, return_counts=True)
             gradient = gradient / counts[inverse].unsqueeze(1)
-        self.table.gradients.take(keys, gradient)
+        self.table.gradients.add(keys, gradient)
 
 
 def look_up(lookup: Lookup, keys: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _(keys: Tensor, anchor: Tensor, lookup: int) -> Tensor:
 
 @torch.library.custom_op("torchrelay::table_gradient", mutates_args=())
 def _gradient(keys: Tensor, gradient: Tensor, lookup: int) -> Tensor:
-    _lookup(lookup).take_gradient(keys, gradient)
+    _lookup(lookup).add_gradient(keys, gradient)
     return torch.empty(0)
 
 

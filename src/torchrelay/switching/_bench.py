@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 
 import torch
 from rich.console import Console
@@ -12,50 +11,37 @@ from rich.table import Table
 from torchrelay.errors import ConfigError
 from torchrelay.switching._models_file import ModelsFile
 from torchrelay.switching._queue import Reply
-from torchrelay.switching._serve import open_switcher
-from torchrelay.switching._store import ModelStore
+from torchrelay.switching._serve import open_file
 
 __all__ = ["print_table"]
 
 
 def print_table(file: ModelsFile, rounds: int) -> None:
     """Switch between the models `rounds` times; print medians, and the time of a resident model."""
-    entries = [entry for entry in file.models.values() if entry.load]
-    if not entries:
+    names = [entry.name for entry in file.models.values() if entry.load]
+    if not names:
         raise ConfigError("no model of the file has load = true")
-    sys.path.append(str(file.folder))
-    with ModelStore() as store, open_switcher(file.server, store) as switcher:
-        for entry in entries:
-            entry.add_to(store)
-            switcher.load(entry.name, priority=entry.priority)
-        inputs = {
-            entry.name: {s.name: s.example_tensor() for s in store.get(entry.name).inputs}
-            for entry in entries
-        }
-        replies: dict[str, list[Reply]] = {entry.name: [] for entry in entries}
-        ready: dict[str, list[Reply]] = {entry.name: [] for entry in entries}
+    switched: dict[str, list[Reply]] = {name: [] for name in names}
+    ready: dict[str, list[Reply]] = {name: [] for name in names}
+    with open_file(file, file.server, lambda _: None) as (switcher, store):
+        models = {name: store.get(name) for name in names}
         for _ in range(rounds):
-            for entry in entries:
-                replies[entry.name].append(switcher.submit(entry.name, inputs[entry.name]).result())
+            for name, model in models.items():
+                inputs = {spec.name: spec.example_tensor() for spec in model.inputs}
                 # At once again: the model is in place, so this is the model's own time.
-                ready[entry.name].append(switcher.submit(entry.name, inputs[entry.name]).result())
-        sizes = {entry.name: store.get(entry.name).size_bytes for entry in entries}
-    Console().print(_table(sizes, replies, ready))
+                for replies in (switched, ready):
+                    replies[name].append(switcher.submit(name, inputs).result())
+        sizes = {name: model.size_bytes for name, model in models.items()}
+    Console().print(_table(sizes, switched, ready))
 
 
 def _table(
     sizes: dict[str, int], replies: dict[str, list[Reply]], ready: dict[str, list[Reply]]
 ) -> Table:
     table = Table(title=f"Switching, medians; {torch.get_num_threads()} threads")
-    for head in (
-        "model",
-        "size, MiB",
-        "copied, MiB",
-        "switched to, ms",
-        "ready, ms",
-        "switching costs, ms",
-    ):
-        table.add_column(head, justify="left" if head == "model" else "right")
+    table.add_column("model")
+    for head in ("size, MiB", "copied, MiB", "switched to, ms", "ready, ms", "switching costs, ms"):
+        table.add_column(head, justify="right")
     for name, size_bytes in sizes.items():
         copied = statistics.median(reply.copied_bytes for reply in replies[name]) / 2**20
         switched, own = (

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from torchrelay import _torch
 from torchrelay.errors import ModelError
 from torchrelay.switching._contract import align
-from torchrelay.switching._layout import Layout, TensorSpec
+from torchrelay.switching._layout import Layout, TensorSpec, view_of
 
 __all__ = ["Arrivals", "Binding"]
 
@@ -115,9 +115,8 @@ class Binding:
         """Let a view of `storage`, made while that was absent, view its memory."""
         slot = self._slots[storage]
         if self.absent(tensor) is not None and slot.memory is not None:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device).set_(
-                slot.memory, tensor.storage_offset(), tensor.shape, tensor.stride()
-            )
+            offset = int(tensor.storage_offset())
+            tensor.data = view_of(slot.memory, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def _leave(self, slot: _Slot) -> None:
         memory, slot.memory, slot.address = slot.memory, None, 0
@@ -161,9 +160,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[t
 
 
 def _view(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(0, dtype=spec.dtype, device=storage.device).set_(
-        storage, spec.offset, spec.shape, spec.stride
-    )
+    return view_of(storage, spec.dtype, spec.offset, spec.shape, spec.stride)
 
 
 def _replace(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:

@@ -202,29 +202,16 @@ class SharedCache(Resource):
         self._memory.close()
 
     def _insert(self, purpose: str, size_bytes: int, offset_bytes: int) -> Region:
-        end_bytes = offset_bytes + size_bytes
-        if (
-            size_bytes < 1
-            or offset_bytes < 0
-            or end_bytes > self.size_bytes
-            or offset_bytes % ALIGNMENT_BYTES
-        ):
+        region = Region(self, purpose, size_bytes, offset_bytes)
+        is_inside = size_bytes >= 1 and offset_bytes >= 0 and region.end_bytes <= self.size_bytes
+        if not is_inside or offset_bytes % ALIGNMENT_BYTES:
             raise ArgumentError(
-                f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} does not fit a "
-                f"cache of {self.size_bytes} bytes, or its offset is no multiple of "
-                f"{ALIGNMENT_BYTES}"
+                f"{region} does not fit a cache of {self.size_bytes} bytes, or its offset is no "
+                f"multiple of {ALIGNMENT_BYTES}"
             )
         for other in self._regions:
-            if (
-                offset_bytes < other.offset_bytes + other.size_bytes
-                and other.offset_bytes < end_bytes
-            ):
-                raise ArgumentError(
-                    f"a {purpose} region of {size_bytes} bytes at offset {offset_bytes} overlaps "
-                    f"the {other.purpose} region of {other.size_bytes} bytes at "
-                    f"{other.offset_bytes}; clear() first"
-                )
-        region = Region(self, purpose, size_bytes, offset_bytes)
+            if offset_bytes < other.end_bytes and other.offset_bytes < region.end_bytes:
+                raise ArgumentError(f"{region} overlaps {other}; clear() first")
         self._regions.append(region)
         return region
 
@@ -240,6 +227,14 @@ class Region:
         self.size_bytes = size_bytes
         self.offset_bytes = offset_bytes
         self.used_bytes = 0
+
+    def __str__(self) -> str:
+        return f"a {self.purpose} region of {self.size_bytes} bytes at offset {self.offset_bytes}"
+
+    @property
+    def end_bytes(self) -> int:
+        """The offset behind the region."""
+        return self.offset_bytes + self.size_bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return an uninitialised, 512-byte aligned tensor from the region.

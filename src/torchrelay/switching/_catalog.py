@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 import torch
 
@@ -21,12 +22,11 @@ from torchrelay.errors import (
 )
 from torchrelay.switching import _messages
 from torchrelay.switching._contract import Link
-from torchrelay.switching._fleet import Fleet
-from torchrelay.switching._groups import Grouped
-from torchrelay.switching._planner import Costs
-from torchrelay.switching._process import WorkerProcess
-from torchrelay.switching._profile import Profile, ProfileCache
-from torchrelay.switching._queue import Request
+from torchrelay.switching._fleet import Fleet, WorkerProcess
+from torchrelay.switching._loop import Loop
+from torchrelay.switching._planner import Costs, Grouped
+from torchrelay.switching._profile import Profile, load_profile, save_profile
+from torchrelay.switching._queue import Request, RequestQueue
 from torchrelay.switching._residency import Residency
 from torchrelay.switching._served import Served
 from torchrelay.switching._store import StoredModel
@@ -43,6 +43,8 @@ class Catalog:
 
     def __init__(
         self,
+        loop: Loop,
+        queue: RequestQueue,
         residency: Residency,
         fleet: Fleet,
         link: Link,
@@ -50,26 +52,24 @@ class Catalog:
         options: Switching,
         *,
         profiled_on: str,
-        queue_profile: Callable[[Request], None],
-        fail_waiting: Callable[[Callable[[Request], bool], TorchRelayError], None],
+        fail_waiting: Callable[[str, TorchRelayError], None],
     ) -> None:
         """Make an empty catalog.
 
         Args:
             profiled_on: what profiles depend on besides the model: machine, device, threads.
-            queue_profile: queues a request that profiles a model.
-            fail_waiting: ends the waiting requests for which its first argument is true.
+            fail_waiting: ends the waiting requests to a model.
         """
         self.models: dict[str, Served] = {}
         self.costs = costs
         self._leaving: dict[str, list[StoredModel]] = {}
+        self._loop = loop
+        self._queue = queue
         self._residency = residency
         self._fleet = fleet
         self._link = link
-        self._grouping = options.grouping
-        self._profiles = ProfileCache(options.profile_folder)
+        self._options = options
         self._profiled_on = profiled_on
-        self._queue_profile = queue_profile
         self._fail_waiting = fail_waiting
 
     def add(self, model: StoredModel, priority: int) -> Future[None]:
@@ -196,32 +196,16 @@ class Catalog:
             self.fail(served, from_json(built.error, ModelError))
             return
         served.profiling = True
-        profile = self._profiles.load(self._profile_key(served))
+        profile = load_profile(self._profile_file(served))
         if profile is not None:
             self._group(served, profile)
             return
         inputs = {spec.name: spec.example_tensor() for spec in served.model.inputs}
-        self._queue_profile(
-            Request(served.name, inputs, priority=_PROFILE_PRIORITY, profiled=served)
+        request = Request(served.name, inputs, priority=_PROFILE_PRIORITY, is_profile=True)
+        request.future.add_done_callback(
+            lambda future: self._loop.post(lambda: self._on_profiled(served, future))
         )
-
-    def on_profiled(self, served: Served, profile: Profile) -> None:
-        """Plan the model's groups, unless it was removed or replaced meanwhile."""
-        if self._is_current(served):
-            self._profiles.save(self._profile_key(served), profile)
-            self._group(served, profile)
-
-    def on_profile_failed(self, served: Served, error: TorchRelayError) -> None:
-        """Fail the model; the error names the example's sizes if those were guessed."""
-        guessed = [spec for spec in served.model.inputs if spec.is_guessed]
-        if guessed:
-            shapes = ", ".join(f"{spec.name} of shape {spec.example_shape}" for spec in guessed)
-            error = type(error)(
-                f"{error}; this was the first run of model {served.name!r}, with 1 for each size "
-                f"of -1: {shapes}. If the model needs other sizes, name some: example = [...] "
-                "beside shape in the models file, or (dtype, shape, example) in ModelStore.add"
-            )
-        self.fail(served, error)
+        self._queue.push_back(request)
 
     def on_lost(self, worker: WorkerProcess, reason: str) -> None:
         """Fail a model whose building has killed two workers in a row, and never succeeded."""
@@ -233,12 +217,34 @@ class Catalog:
             text = f"worker {worker.pid} {reason} while it built model {served.name!r}"
             self.fail(served, PeerLostError(f"{text}; tried {served.lost_builds} times"))
 
+    def _on_profiled(self, served: Served, future: Future[Profile]) -> None:
+        """Plan the model's groups, unless it was removed or replaced meanwhile; or fail it, with
+        the sizes of the example in the error if those were guessed.
+        """
+        if not self._is_current(served):
+            return
+        error = future.exception()
+        guessed = [spec for spec in served.model.inputs if spec.is_guessed]
+        if error is None:
+            save_profile(self._profile_file(served), future.result())
+            self._group(served, future.result())
+        elif guessed and isinstance(error, ModelError):
+            shapes = ", ".join(f"{spec.name} of shape {spec.example_shape}" for spec in guessed)
+            text = (
+                f"{error}; this was the first run of model {served.name!r}, with 1 for each size "
+                f"of -1: {shapes}. If the model needs other sizes, name some: example = [...] "
+                "beside shape in the models file, or (dtype, shape, example) in ModelStore.add"
+            )
+            self.fail(served, ModelError(text))
+        elif isinstance(error, TorchRelayError):
+            self.fail(served, error)
+
     def _is_current(self, served: Served) -> bool:
         return self.models.get(served.name) is served
 
     def _fail_all(self, served: Served, error: TorchRelayError) -> None:
         """Fail those that wait for the model, or for its replies."""
-        self._fail_waiting(lambda request: request.model == served.name, error)
+        self._fail_waiting(served.name, error)
         served.fail(error)
 
     def _forget(self, name: str) -> None:
@@ -250,9 +256,10 @@ class Catalog:
             worker.unwanted.add(name)
 
     def _group(self, served: Served, profile: Profile) -> None:
-        layout = served.model.layout
-        served.regroup = Grouped.of_profile(layout, profile, self.costs, self._grouping)
+        layout, policy = served.model.layout, self._options.grouping
+        served.regroup = Grouped.of_profile(layout, profile, self.costs, policy)
 
-    def _profile_key(self, served: Served) -> str:
+    def _profile_file(self, served: Served) -> Path | None:
         key = f"{served.model.fingerprint()}-{self._profiled_on}-{torch.__version__}"
-        return key.replace("/", "_")
+        folder = self._options.profile_folder
+        return Path(folder) / f"{key.replace('/', '_')}.json" if folder else None

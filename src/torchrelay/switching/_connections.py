@@ -1,20 +1,30 @@
-"""Connections of the HTTP server: a listener, and limits on clients that send no request."""
+"""The HTTP server below the application: its listener, its connections, and its end."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from torchrelay.errors import UnavailableError
 
-__all__ = ["HEAD_TIMEOUT_S", "MAX_CONNECTIONS", "Connection", "bind"]
+__all__ = ["HEAD_TIMEOUT_S", "MAX_CONNECTIONS", "ON_DISCONNECT", "Connection", "Server", "bind"]
 
 MAX_CONNECTIONS = 1024
 #: How long a connection may take to send the head of its first or next request.
 HEAD_TIMEOUT_S = 30.0
+#: The key of a scope under which an application puts what to call if its client goes away.
+ON_DISCONNECT = "torchrelay.on_disconnect"
+_LAST_S = 1.0  # after the grace, for what is still to be closed
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -42,7 +52,64 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Connection(H11Protocol):
+class Server(uvicorn.Server):
+    """Serves an application until :meth:`end` or a failure."""
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        grace_s: float = 1.0,
+        on_start: Callable[[], object] = lambda: None,
+        has_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Make a server.
+
+        Args:
+            grace_s: how long requests may take after :meth:`end`.
+            on_start: called once it accepts connections.
+            has_failed: asked several times a second.
+        """
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=max(1, int(grace_s)),
+        )
+        super().__init__(config)
+        self._grace_s = grace_s
+        self._ends_at = math.inf
+        self._on_start = on_start
+        self._has_failed = has_failed
+
+    @property
+    def grace_left_s(self) -> float:
+        """What is left of the grace, all before :meth:`end`."""
+        return min(max(0.0, self._ends_at - time.monotonic()), self._grace_s)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._has_failed()
+
+    def end(self, number: int, _: FrameType | None = None) -> None:
+        """Handle a signal: accept nothing more and finish what runs; at the second one, exit."""
+        if self.should_exit:
+            os._exit(128 + number)  # the kernel ends the workers
+        self._ends_at = time.monotonic() + self._grace_s
+        # A factory that hangs in a thread would keep the process from ending.
+        last = threading.Timer(self._grace_s + _LAST_S, os._exit, [1])
+        last.daemon = True
+        last.start()
+        self.should_exit = True
+
+
+class Connection(HttpToolsProtocol):
     """One client's connection. It is closed if no request's head is complete in time; the one that
     has waited longest, if there are too many.
     """
@@ -63,12 +130,14 @@ class Connection(H11Protocol):
         self._stop_timer()
         if self.transport is not None:
             super().connection_lost(exc)
+        if self.cycle is not None and not self.is_idle:
+            on_disconnect: Any = self.cycle.scope.get(ON_DISCONNECT)
+            if on_disconnect is not None:
+                on_disconnect()
 
-    def handle_events(self) -> None:
-        before = self.cycle
-        super().handle_events()
-        if self.cycle is not before:
-            self._stop_timer()
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

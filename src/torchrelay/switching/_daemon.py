@@ -6,7 +6,6 @@ import math
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from torchrelay.config import Switching
@@ -16,10 +15,9 @@ from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._catalog import Catalog
 from torchrelay.switching._contract import Link
 from torchrelay.switching._dispatcher import Dispatcher
-from torchrelay.switching._fleet import Fleet
+from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._planner import Costs
-from torchrelay.switching._process import WorkerProcess
 from torchrelay.switching._queue import Reply, Request, RequestQueue
 from torchrelay.switching._residency import Residency
 from torchrelay.switching._scheduler import Task, TrainingScheduler
@@ -42,30 +40,25 @@ class Daemon:
         self.options = options
         self.queue = RequestQueue(options.queue_limit, options.client_limit)
         self.counts = Counter(dict.fromkeys(COUNTERS, 0))
-        self.loop = Loop(self.decide, self._crashed, self._close)
+        self.loop = Loop(self.decide, self._crashed)
         self._draining_until: float | None = None
         self._ended: UnavailableError | None = None
         self.failure: UnavailableError | None = None  # an error of the daemon itself, that ended it
-        self.residency = Residency(
-            self.loop,
-            link,
-            cache.size_bytes,
-            self.counts,
-            on_arrived=self._on_arrived,
-            on_failed=self._on_copy_failed,
-        )
+        self.residency = Residency(self.loop, link, cache.size_bytes, self.counts)
+        self.loop.on_end = self.residency.close
         self.fleet = Fleet(
             self.loop, cache, options, on_message=self._on_message, on_lost=self._on_lost
         )
         self.training = TrainingScheduler(self.fleet)
         self.catalog = Catalog(
+            self.loop,
+            self.queue,
             self.residency,
             self.fleet,
             link,
             costs,
             options,
             profiled_on=f"{platform.node()}-{cache.device}-{options.threads}",
-            queue_profile=self.queue.push_back,
             fail_waiting=self._fail_waiting,
         )
         self.dispatcher = Dispatcher(
@@ -74,8 +67,8 @@ class Daemon:
             self.residency,
             self.fleet,
             self.counts,
-            run_timeout_s=options.run_timeout_s,
-            later=self.loop.later,
+            self.loop,
+            options,
         )
 
     @property
@@ -89,7 +82,6 @@ class Daemon:
 
     def submit(self, request: Request) -> None:
         """Queue `request`, or fail its future."""
-        self._expire()  # a request whose client has gone must not count against this one
         try:
             self._check_open()
             self._check_model(request.model)
@@ -97,6 +89,10 @@ class Daemon:
         except TorchRelayError as error:
             self.counts["rejected"] += 1
             self.dispatcher.fail(request, error)
+
+    def forget(self, request: Request) -> None:
+        """Remove a cancelled request."""
+        self.counts["expired"] += self.queue.remove(request)
 
     def run(self, request: Request) -> Reply:
         """Queue `request`, without the lock, and wait for its reply.
@@ -106,15 +102,15 @@ class Daemon:
         worker: WorkerProcess | None = None
         with self.loop.changing():
             self.submit(request)
-            if self.dispatcher.request is None:
-                self.dispatcher.start_next(self.training.pause)
+            self.dispatcher.start_next(self.training.pause)
             if self.dispatcher.request is request:
                 worker = self.dispatcher.worker
                 assert worker is not None
                 self.fleet.take_channel(worker)
         if worker is not None:
             self._read_until_ended(request, worker)
-        return request.future.result()
+        reply: Reply = request.future.result()
+        return reply
 
     def train(self, task: Task) -> None:
         """Queue a training task."""
@@ -124,6 +120,7 @@ class Daemon:
     def drain(self, grace_s: float) -> None:
         """Refuse new requests, and end when the queued ones are done or `grace_s` has passed."""
         self._draining_until = time.monotonic() + grace_s
+        self.dispatcher.fills_batches = False
         self.training.pause()
 
     def decide(self) -> float:
@@ -136,8 +133,7 @@ class Daemon:
         self._expire()
         if self.fleet.broken is not None:
             self._fail_everything(self.fleet.broken)
-        if self.dispatcher.request is None:
-            self.dispatcher.start_next(self.training.pause)
+        self.dispatcher.start_next(self.training.pause)
         if self.dispatcher.request is None and not self.queue and not self.is_draining:
             self.training.start_next()
         if self.dispatcher.request is not None and self.options.prefetch:
@@ -219,12 +215,6 @@ class Daemon:
         self.training.on_lost(worker, reason)
         self.dispatcher.on_lost(worker, reason)
 
-    def _on_arrived(self, model: str, group: int) -> None:
-        self.dispatcher.on_arrived(model, group)
-
-    def _on_copy_failed(self, model: str, error: Exception) -> None:
-        self.dispatcher.on_copy_failed(model, error)
-
     def _crashed(self, error: BaseException) -> None:
         """Fail everything: an error of the daemon must not leave callers waiting."""
         self.failure = UnavailableError(f"the switcher failed: {type(error).__name__}: {error}")
@@ -232,15 +222,15 @@ class Daemon:
 
     # --- the end
 
-    def _fail_waiting(self, fails: Callable[[Request], bool], error: TorchRelayError) -> None:
+    def _fail_waiting(self, model: str, error: TorchRelayError) -> None:
         for request in self.queue:
-            if fails(request):
+            if request.model == model:
                 self.queue.remove(request)
                 self.dispatcher.fail(request, error)
 
     def _fail_everything(self, error: TorchRelayError) -> None:
-        self._fail_waiting(lambda _: True, error)
-        for served in self.catalog.models.values():
+        for name, served in self.catalog.models.items():
+            self._fail_waiting(name, error)
             served.fail(error)
 
     def _is_drained(self, limit: float) -> bool:
@@ -256,6 +246,3 @@ class Daemon:
         self.training.fail_all(error)
         self.fleet.close(timeout_s=0.0 if is_busy else _EXIT_S)
         self.loop.stop()
-
-    def _close(self) -> None:
-        self.residency.close()

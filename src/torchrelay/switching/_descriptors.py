@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import stat
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchrelay._helper import Channel
 from torchrelay.errors import (
     ArgumentError,
     OperationTimeoutError,
@@ -23,17 +22,14 @@ from torchrelay.errors import (
 
 __all__ = ["receive_descriptor", "send_descriptor"]
 
-_VERSION = 2
-_HEADER_BYTES = 4096  # JSON, padded with spaces
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _POLL_S = 0.01
-_ACKNOWLEDGED = b"\x06"
 
 
 def send_descriptor(
     address: str | Path, header: dict[str, Any], descriptor: int, *, timeout_s: float
 ) -> None:
-    """Wait for one process of this user at `address` and send it `descriptor` with a JSON `header`.
+    """Wait for one process of this user at `address` and send it `descriptor` with a `header`.
 
     The socket file is created with mode 0600 and removed before this returns. Processes of other
     users are refused and do not count. A stale socket file is replaced.
@@ -44,22 +40,25 @@ def send_descriptor(
         PeerLostError: the receiver went away before it acknowledged.
     """
     path, deadline = Path(address), time.monotonic() + timeout_s
-    message = json.dumps({"version": _VERSION, **header}).encode().ljust(_HEADER_BYTES)
     with _listening(path) as listener:
-        while True:
+        connection = None
+        while connection is None:
             listener.settimeout(_seconds_until(deadline))
             try:
-                connection = listener.accept()[0]
+                connection = _of_this_user(listener.accept()[0])
             except TimeoutError:
                 raise OperationTimeoutError(
                     f"no process received the shared cache at {path} within {timeout_s:g} s; call "
                     "recv() there"
                 ) from None
-            with connection:
-                if _peer_uid(connection) == os.geteuid():
-                    connection.settimeout(_seconds_until(deadline))
-                    _deliver(connection, message, descriptor, path)
-                    return
+        with contextlib.closing(Channel(connection)) as channel:
+            try:
+                channel.send(header, [descriptor])
+                acknowledged = channel.receive(_seconds_until(deadline))
+            except PeerLostError as error:
+                raise PeerLostError(f"the receiver at {path} is lost: {error}") from error
+            if acknowledged is None:
+                raise PeerLostError(f"the receiver at {path} did not map the cache in time")
 
 
 def receive_descriptor(address: str | Path, *, timeout_s: float) -> tuple[dict[str, Any], int]:
@@ -68,26 +67,36 @@ def receive_descriptor(address: str | Path, *, timeout_s: float) -> tuple[dict[s
 
     Raises:
         OperationTimeoutError: nothing arrived within `timeout_s` seconds.
-        ProtocolError: the sender speaks another version, or is another user's process.
+        ProtocolError: what listens there is not a sender, or is another user's process.
     """
     path, deadline = Path(address), time.monotonic() + timeout_s
-    while True:
+    while (connection := _connected(path, _seconds_until(deadline))) is None:
+        if time.monotonic() > deadline:
+            raise OperationTimeoutError(
+                f"no shared cache was sent at {path} within {timeout_s:g} s; call send() in "
+                "the process that allocated it"
+            )
+        time.sleep(_POLL_S)
+    ours = _of_this_user(connection)
+    if ours is None:
+        raise ProtocolError(f"the process that listens at {path} belongs to another user")
+    with contextlib.closing(Channel(ours)) as channel:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(_seconds_until(deadline))
-                connection.connect(str(path))
-                return _receive(connection, path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > deadline:
-                raise OperationTimeoutError(
-                    f"no shared cache was sent at {path} within {timeout_s:g} s; call send() in "
-                    "the process that allocated it"
-                ) from None
-            time.sleep(_POLL_S)
-        except TimeoutError:
+            received = channel.receive(_seconds_until(deadline))
+        except PeerLostError as error:
+            raise ProtocolError(f"what listens at {path} is no sender: {error}") from error
+        if received is None:
             raise OperationTimeoutError(
                 f"the sender at {path} accepted but sent nothing within {timeout_s:g} s"
-            ) from None
+            )
+        header, descriptors = received
+        if not isinstance(header, dict) or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ProtocolError(f"what listens at {path} sent no shared cache")
+        with contextlib.suppress(PeerLostError):  # the descriptor is here in any case
+            channel.send(None)
+    return header, descriptors[0]
 
 
 @contextlib.contextmanager
@@ -114,65 +123,42 @@ def _listening(path: Path) -> Iterator[socket.socket]:
 
 def _remove_stale(path: Path) -> None:
     """Remove a socket file without a listener; leave everything else alone."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return
-    if not stat.S_ISSOCK(mode):
+    if path.is_symlink() or not path.is_socket():
         raise ArgumentError(f"{path} exists and is not a socket; choose another socket path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
-    raise ArgumentError(f"another process listens at {path}; choose another socket path")
+    connection = _connected(path, timeout_s=1.0)
+    if connection is not None:
+        connection.close()
+        raise ArgumentError(f"another process listens at {path}; choose another socket path")
+    path.unlink(missing_ok=True)
 
 
-def _deliver(connection: socket.socket, message: bytes, descriptor: int, path: Path) -> None:
+def _connected(path: Path, timeout_s: float) -> socket.socket | None:
+    """Return a connection to what listens at `path`; None if nothing does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
     try:
-        socket.send_fds(connection, [message], [descriptor])
-        acknowledged = connection.recv(1)
-    except OSError as error:
-        raise PeerLostError(f"the receiver at {path} closed its connection: {error}") from error
-    if acknowledged != _ACKNOWLEDGED:
-        raise PeerLostError(
-            f"the receiver at {path} closed its connection before it mapped the cache"
-        )
-
-
-def _receive(connection: socket.socket, path: Path) -> tuple[dict[str, Any], int]:
-    if _peer_uid(connection) != os.geteuid():
-        raise ProtocolError(f"the process that listens at {path} belongs to another user")
-    data, descriptors, _, _ = socket.recv_fds(connection, _HEADER_BYTES, 1, socket.MSG_WAITALL)
-    try:
-        try:
-            header = json.loads(data)
-        except ValueError:
-            header = None
-        if (
-            len(descriptors) != 1
-            or not isinstance(header, dict)
-            or (header.get("version") != _VERSION)
-        ):
-            raise ProtocolError(
-                f"what listens at {path} is no sender of version {_VERSION}; is it TorchRelay's?"
-            )
-        connection.sendall(_ACKNOWLEDGED)
+        connection.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
     except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        connection.close()
         raise
-    return header, descriptors[0]
+    return connection
 
 
-def _peer_uid(connection: socket.socket) -> int:
+def _of_this_user(connection: socket.socket) -> socket.socket | None:
+    """Return `connection` if its other end is a process of this user; else close it."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     except OSError as error:
         raise UnavailableError(f"the kernel does not report who is connected: {error}") from error
-    uid: int = _PEER_CREDENTIALS.unpack(raw)[1]
-    return uid
+    if _PEER_CREDENTIALS.unpack(raw)[1] == os.geteuid():
+        return connection
+    connection.close()
+    return None
 
 
 def _seconds_until(deadline: float) -> float:

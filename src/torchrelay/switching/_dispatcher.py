@@ -7,10 +7,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
+from torchrelay.config import Switching
 from torchrelay.errors import (
     ModelError,
+    NotFoundError,
     OperationTimeoutError,
     PeerLostError,
     SegmentError,
@@ -19,10 +22,11 @@ from torchrelay.errors import (
     from_json,
 )
 from torchrelay.switching import _messages
+from torchrelay.switching._batching import gather, merge, split, waits_until
 from torchrelay.switching._catalog import Catalog
 from torchrelay.switching._contract import align
-from torchrelay.switching._fleet import Fleet
-from torchrelay.switching._process import WorkerProcess
+from torchrelay.switching._fleet import Fleet, WorkerProcess
+from torchrelay.switching._loop import Loop
 from torchrelay.switching._queue import Reply, Request, RequestQueue
 from torchrelay.switching._residency import Pinned, Residency
 from torchrelay.switching._served import Served
@@ -31,6 +35,19 @@ __all__ = ["Dispatcher"]
 
 _MAX_ATTEMPTS = 2
 _HISTORY = 100
+
+
+@dataclass(eq=False)
+class _Run:
+    """A request on a worker."""
+
+    request: Request
+    worker: WorkerProcess
+    served: Served
+    copied_bytes: int
+    overlaps: bool  # it runs while its model is copied
+    started: float
+    first_group: float  # when the first missing group was in place; 0: not yet
 
 
 class Dispatcher:
@@ -43,35 +60,50 @@ class Dispatcher:
         residency: Residency,
         fleet: Fleet,
         counts: Counter[str],
-        *,
-        run_timeout_s: float,
-        later: Callable[[Callable[[], object]], None],
+        loop: Loop,
+        options: Switching,
     ) -> None:
-        """`later` runs a function when the lock is free."""
-        self.request: Request | None = None  # what runs
-        self.worker: WorkerProcess | None = None  # where
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
-        self._served: Served | None = None
+        self._run: _Run | None = None
         self._queue = queue
         self._catalog = catalog
         self._residency = residency
         self._fleet = fleet
         self._counts = counts
-        self._run_timeout_s = run_timeout_s
-        self._later = later
+        self._loop = loop
+        self._options = options
+        self.fills_batches = True  # False: nothing more comes to join one
+        self._waits_until = math.inf  # when a batch starts that waits for more requests
+        residency.on_arrived, residency.on_failed = self._on_arrived, self._on_copy_failed
+
+    @property
+    def request(self) -> Request | None:
+        """What runs."""
+        return self._run.request if self._run is not None else None
+
+    @property
+    def worker(self) -> WorkerProcess | None:
+        """Where it runs."""
+        return self._run.worker if self._run is not None else None
 
     @property
     def model(self) -> str:
         """The model of the request that runs, or ""."""
-        return self.request.model if self.request is not None else ""
+        return self._run.request.model if self._run is not None else ""
 
     def start_next(self, pause_training: Callable[[], None]) -> None:
-        """Start the first request that can run, if a worker and space in the arena are free."""
+        """Start the first request that can run, if none does and a worker and space are free."""
+        if self._run is not None:
+            return
+        self._waits_until = math.inf
         for request in self._queue:
             served = self._catalog.models[request.model]
             if self._catalog.is_leaving(request.model) or not (
-                request.profiled or served.ready.done()
+                request.is_profile or served.ready.done()
             ):
+                continue
+            batch = self._gather(request, served)
+            if not batch:
                 continue
             worker = self._fleet.idle(request.model)
             pause_training()
@@ -81,156 +113,182 @@ class Dispatcher:
             if pinned is None:
                 self._residency.cancel_copies(keep=request.model)
                 return
-            self._queue.remove(request)
-            if request.future.running() or request.future.set_running_or_notify_cancel():
-                self._start(request, served, worker, pinned)
+            running = []
+            for one in batch:
+                self._queue.remove(one)
+                if one.future.running() or one.future.set_running_or_notify_cancel():
+                    running.append(one)
+            if running:
+                self._start(self._merged(running), served, worker, pinned)
                 return
             self._residency.unpin(request.model)
 
     def check_time(self) -> float:
-        """End a request that computes for too long; return the time of the next check."""
-        if self.request is None or self.worker is None:
-            return math.inf
-        limit = self.request.started + self._run_timeout_s
+        """End a request that computes for too long; return when the next check, or start, is
+        due.
+        """
+        if self._run is None:
+            return self._waits_until
+        limit = self._run.started + self._options.run_timeout_s
         if time.monotonic() <= limit:
             return limit
-        reason = f"computed for more than {self._run_timeout_s:g} s"
-        self.request.attempts = _MAX_ATTEMPTS
-        text = f"model {self.request.model!r} {reason}; its worker was ended"
-        self.fail(self.request, OperationTimeoutError(text))
-        self._fleet.lose(self.worker, reason)
+        request, reason = (
+            self._run.request,
+            f"computed for more than {self._options.run_timeout_s:g} s",
+        )
+        request.attempts = _MAX_ATTEMPTS
+        text = f"model {request.model!r} {reason}; its worker was ended"
+        self.fail(request, OperationTimeoutError(text))
+        self._fleet.lose(self._run.worker, reason)
         return 0.0
 
     def fail(self, request: Request, error: TorchRelayError) -> None:
         """Set the request's error, unless it has a result or was cancelled."""
-        future = request.future
-
-        def fail() -> None:
-            if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
-                future.set_exception(error)
-
-        self._later(fail)
+        self._loop.later(lambda: _set_error(request.future, error))
 
     # --- events
 
-    def on_arrived(self, model: str, group: int) -> None:
+    def _on_arrived(self, model: str, group: int) -> None:
         """Pass on that a group of a model is in place."""
-        if self.request is not None and self.worker is not None and self.model == model:
-            self.request.first_group = self.request.first_group or time.monotonic()
-            self.worker.send(_messages.Arrived(self.request.request_id, group))
+        if self._run is not None and self.model == model:
+            self._run.first_group = self._run.first_group or time.monotonic()
+            self._run.worker.send(_messages.Arrived(self._run.request.request_id, group))
 
-    def on_copy_failed(self, model: str, error: Exception) -> None:
+    def _on_copy_failed(self, model: str, error: Exception) -> None:
         """Fail the request whose model could not be copied."""
-        if self.request is not None and self.worker is not None and self.model == model:
-            failure = SegmentError(f"copying model {model!r} to the arena failed: {error}")
-            self.fail(self.request, failure)
-            if self.request.profiled is not None:
-                self._catalog.fail(self.request.profiled, failure)
-            self.worker.send(_messages.Stop(self.request.request_id))
+        if self._run is not None and self.model == model:
+            text = f"copying model {model!r} to the arena failed: {error}"
+            self.fail(self._run.request, SegmentError(text))
+            self._run.worker.send(_messages.Stop(self._run.request.request_id))
 
     def on_message(self, message: object) -> None:
         """Complete the request that runs."""
-        request, worker, served = self._ended()
-        worker.last_model = request.model
-        worker.release()
+        run = self._ended()
+        run.worker.last_model = run.request.model
+        run.worker.release()
         if isinstance(message, _messages.Failed):
-            error = from_json(message.error, ModelError)
-            if request.profiled is not None:
-                self._catalog.on_profile_failed(request.profiled, error)
-                return
-            self._counts["failed"] += 1
-            self.fail(request, error)
-        elif isinstance(message, _messages.Result) and request.profiled is not None:
-            if message.profile is not None:
-                self._catalog.on_profiled(request.profiled, message.profile)
+            self._counts["failed"] += not (run.request.is_profile or run.request.parts)
+            self.fail(run.request, from_json(message.error, ModelError))
         elif isinstance(message, _messages.Result):
             try:
-                self._reply(request, worker, served, message)
+                result = message.profile if run.request.is_profile else self._reply(run, message)
             except Exception as error:  # a failure of one request must not end the others
-                text = f"the reply of model {request.model!r} could not be read: {error}"
-                self.fail(request, UnavailableError(text))
+                text = f"the reply of model {run.request.model!r} could not be read: {error}"
+                self.fail(run.request, UnavailableError(text))
+            else:
+                self._loop.later(lambda: _set_result(run.request.future, result))
 
     def on_lost(self, worker: WorkerProcess, reason: str) -> None:
         """Run the request again whose worker has died, or fail it."""
         if self.worker is not worker:
             return
-        request, _, served = self._ended()
-        if worker.broke_memory and request.overlaps:
+        run = self._ended()
+        request = run.request
+        if worker.broke_memory and run.overlaps:
             # It may have read weights without operators before they arrived.
-            served.runs_whole = True
+            run.served.runs_whole = True
         elif worker.buffers.current.started == request.request_id:
             # A worker that dies before it starts the request costs the request no attempt.
             request.attempts += 1
-        wanted = request.profiled or self._catalog.models.get(request.model)
-        is_served = wanted is not None and self._catalog.models.get(request.model) is wanted
-        if request.attempts < _MAX_ATTEMPTS and is_served:
+        is_served = request.model in self._catalog.models
+        if request.attempts < _MAX_ATTEMPTS and is_served and not request.parts:
             self._counts["retried"] += 1
             self._queue.push_back(request)
             return
-        error = PeerLostError(
-            f"worker {worker.pid} {reason} while it ran model {request.model!r}; tried "
-            f"{request.attempts} times"
-        )
-        if request.profiled is not None:
-            self._catalog.on_profile_failed(request.profiled, error)
-        self._counts["failed"] += 1
-        self.fail(request, error)
+        self._counts["failed"] += not (request.is_profile or request.parts)
+        text = f"worker {worker.pid} {reason} while it ran model {request.model!r}"
+        self.fail(request, PeerLostError(f"{text}; tried {request.attempts} times"))
+
+    def _gather(self, request: Request, served: Served) -> list[Request]:
+        """Return the requests to run with `request`; none while more may join them."""
+        if served.model.max_batch_size < 2:
+            return [request]
+        batch = gather(request, self._queue, served.model, self._options.request_bytes)
+        until = waits_until(batch, served.model)
+        if time.monotonic() >= until or not self.fills_batches:
+            return batch
+        self._waits_until = min(self._waits_until, until)
+        return []
+
+    def _merged(self, requests: list[Request]) -> Request:
+        if len(requests) == 1:
+            return requests[0]
+        batch = merge(requests)
+        batch.future.set_running_or_notify_cancel()
+        batch.future.add_done_callback(lambda future: self._split(batch.parts, future))
+        return batch
+
+    def _split(self, parts: tuple[Request, ...], future: Future[Reply]) -> None:
+        """Answer the requests of a batch; if it failed, run each alone. Needs no lock."""
+        error = future.exception()
+        try:
+            if error is None:
+                for part, reply in zip(parts, split(future.result(), parts), strict=True):
+                    _set_result(part.future, reply)
+            elif isinstance(error, UnavailableError | NotFoundError):
+                raise error
+            else:
+                self._loop.call(lambda: self._run_alone(parts))
+        except TorchRelayError as caught:
+            for part in parts:
+                _set_error(part.future, caught)
+
+    def _run_alone(self, parts: tuple[Request, ...]) -> None:
+        for part in parts:
+            part.is_alone = True
+            self._queue.push_back(part)
 
     def _start(
         self, request: Request, served: Served, worker: WorkerProcess, pinned: Pinned
     ) -> None:
-        self.request, self.worker, self._served = request, worker, served
-        request.started = time.monotonic()
-        request.first_group = 0.0 if pinned.missing else request.started
-        request.overlaps = bool(pinned.missing) and not served.runs_whole
-        request.copied_bytes = pinned.copied_bytes
+        now = time.monotonic()
+        overlaps = bool(pinned.missing) and not served.runs_whole
+        first_group = 0.0 if pinned.missing else now
+        self._run = _Run(request, worker, served, pinned.copied_bytes, overlaps, now, first_group)
         worker.request_id = request.request_id
         if worker.loaded.get(request.model) != served.key:
             self._catalog.send_build(worker, served)
         buffer, descriptors = worker.buffers.announce()
-        run = _messages.Run(
+        message = _messages.Run(
             request.request_id,
             request.model,
             pinned.offsets,
             pinned.missing,
-            whole=served.runs_whole or request.profiled is not None,
+            whole=served.runs_whole or request.is_profile,
             buffer=buffer,
             inputs=worker.buffers.current.write(request.inputs, 0),
             outputs_at=sum(align(tensor.nbytes) for tensor in request.inputs.values()),
-            is_profile=request.profiled is not None,
+            is_profile=request.is_profile,
         )
-        worker.send(run, descriptors)
+        worker.send(message, descriptors)
 
-    def _ended(self) -> tuple[Request, WorkerProcess, Served]:
-        request, worker, served = self.request, self.worker, self._served
-        assert request is not None and worker is not None and served is not None
-        self.request = self.worker = self._served = None
-        self._residency.unpin(request.model)
-        return request, worker, served
+    def _ended(self) -> _Run:
+        run, self._run = self._run, None
+        assert run is not None
+        self._residency.unpin(run.request.model)
+        return run
 
-    def _reply(
-        self, request: Request, worker: WorkerProcess, served: Served, result: _messages.Result
-    ) -> None:
+    def _reply(self, run: _Run, result: _messages.Result) -> Reply:
         reply = Reply(
-            request.model,
-            served.model.version,
-            worker.buffers.take(result.outputs),
-            queue_s=request.started - request.arrived,
-            switch_s=request.first_group - request.started + result.bind_s,
+            run.request.model,
+            run.served.model.version,
+            run.worker.buffers.take(result.outputs),
+            queue_s=run.started - run.request.arrived,
+            switch_s=run.first_group - run.started + result.bind_s,
             compute_s=result.compute_s,
-            copied_bytes=request.copied_bytes,
+            copied_bytes=run.copied_bytes,
         )
-        self._later(lambda: _set_result(request.future, reply))
-        total_s = time.monotonic() - request.started
-        kind = "cold" if reply.copied_bytes else "resident"
-        served.counts[kind] += 1
-        served.seconds[kind] = served.seconds.get(kind, 0.0) + total_s
-        self._counts["served"] += 1
+        total_s = time.monotonic() - run.started
+        requests = len(run.request.parts) or 1
+        run.served.counts[reply.kind] += requests
+        run.served.seconds[reply.kind] += total_s
+        self._counts["served"] += requests
         self.history.append(
             {
                 "model": reply.model,
-                "kind": kind,
-                "worker": worker.pid,
+                "kind": reply.kind,
+                "requests": requests,
+                "worker": run.worker.pid,
                 "at": time.time(),
                 "queue_ms": reply.queue_s * 1e3,
                 "switch_ms": reply.switch_s * 1e3,
@@ -239,8 +297,14 @@ class Dispatcher:
                 "copied_bytes": reply.copied_bytes,
             }
         )
+        return reply
 
 
-def _set_result(future: Future[Reply], reply: Reply) -> None:
+def _set_result(future: Future[Any], result: object) -> None:
     if not future.done():  # the end of the daemon may have come first
-        future.set_result(reply)
+        future.set_result(result)
+
+
+def _set_error(future: Future[Any], error: TorchRelayError) -> None:
+    if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
+        future.set_exception(error)

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
 from torchrelay.switching._layout import named_tensors
+from torchrelay.switching._random import seeded
 
 __all__ = ["Factory", "hidden_tensors"]
 
@@ -70,13 +69,8 @@ class Factory:
             ModelError: it raised.
         """
         function = self._resolve()
-        with _seeded(self.seed):
-            try:
-                return function(**self.kwargs)
-            except (Exception, SystemExit) as error:
-                raise ModelError(
-                    f"{self.reference} failed: {type(error).__name__}: {error}"
-                ) from error
+        with self._calling():
+            return function(**self.kwargs)
 
     def build_module(self) -> torch.nn.Module:
         """Call the function and check that it returned a module."""
@@ -87,18 +81,23 @@ class Factory:
         from torchrelay.deferred import deferred_init  # noqa: PLC0415 - takes a moment to import
 
         function = self._resolve()
-        with _seeded(self.seed):
+        # Not every initialisation can be recorded; the eager one always can be run.
+        with self._calling(), contextlib.suppress(UnsupportedError, DeferredError):
+            module = self._checked(deferred_init(function, **self.kwargs))
+            if next(hidden_tensors(module), None) is None:
+                return module
+        return self.build_module()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Set the seed; turn what the function raises into a ModelError."""
+        with seeded(self.seed):
             try:
-                module = self._checked(deferred_init(function, **self.kwargs))
-                if next(hidden_tensors(module), None) is None:
-                    return module
-            except (UnsupportedError, DeferredError):
-                pass  # not every initialisation can be recorded; the eager one always can be run
+                yield
             except (Exception, SystemExit) as error:
                 raise ModelError(
                     f"{self.reference} failed: {type(error).__name__}: {error}"
                 ) from error
-        return self.build_module()
 
     def _checked(self, built: Any) -> torch.nn.Module:
         if not isinstance(built, torch.nn.Module):
@@ -116,9 +115,8 @@ class Factory:
     def _resolve(self) -> Callable[..., Any]:
         module_name, _, path = self.reference.rpartition(":")
         try:
-            found: Any = (
-                _load_file(module_name) if module_name.endswith(".py") else _load(module_name)
-            )
+            load = _load_file if module_name.endswith(".py") else importlib.import_module
+            found: Any = load(module_name)
             for name in path.split("."):
                 found = getattr(found, name)
         except (ImportError, OSError, AttributeError, SyntaxError) as error:
@@ -128,10 +126,6 @@ class Factory:
                 f"{self.reference} is a {type(found).__name__}, which cannot be called"
             )
         return found  # type: ignore[no-any-return]
-
-
-def _load(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 def _load_file(path: str) -> ModuleType:
@@ -158,8 +152,7 @@ def _reference_of(function: Callable[..., Any]) -> str:
             "of a module"
         )
     # A script's __main__, or a file loaded by path, is no module for another process.
-    importable = module != "__main__" and _is_findable(module)
-    if importable:
+    if module != "__main__" and _is_findable(module):
         return f"{module}:{path}"
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
@@ -174,21 +167,6 @@ def _is_findable(module: str) -> bool:
     """Return whether an import would find `module`'s package, without asking `sys.modules`."""
     top = module.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch, `random` and numpy, and restore their states."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % (1 << 32))
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

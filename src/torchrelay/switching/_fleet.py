@@ -2,27 +2,100 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from torchrelay._helper import HelperProcess
 from torchrelay.config import Switching
 from torchrelay.errors import PeerLostError, ProtocolError, SegmentError, UnavailableError
 from torchrelay.switching import _messages
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import align
 from torchrelay.switching._loop import Loop, seconds_until
-from torchrelay.switching._process import WorkerProcess
+from torchrelay.switching._request_buffer import BufferPool
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "WorkerProcess"]
 
 _log = logging.getLogger("torchrelay.switching")
 
+PROGRAM = HelperProcess.command("torchrelay.switching._worker")
 _FAILED_STARTS = 3  # in a row, from which on requests fail instead of waiting
 _BACKOFF_S = 0.5  # before the first retry; doubled for each further one
 _MAX_BACKOFF_S = 30.0
 _MAX_COUNTED = 100  # failures in a row that are counted
+
+
+class WorkerProcess:
+    """A started worker: its process and request buffers. Everything else is the daemon's state."""
+
+    def __init__(self, cache: SharedCache, options: Switching) -> None:
+        """Start a process, one of `options.workers` that share the device.
+
+        Raises:
+            OSError, SegmentError: no memory, descriptors or processes are left.
+        """
+        self.buffers = BufferPool(align(options.request_bytes))
+        described = json.dumps(cache.describe(read_only=True))
+        arena = cache.export(read_only=True)
+        try:
+            self.process = HelperProcess(
+                [*PROGRAM, described, str(options.threads), str(options.workers)],
+                [arena, self.buffers.current.descriptor],
+            )
+        finally:
+            os.close(arena)
+        self.channel = self.process.channel
+        self.pid = self.process.pid
+        self.started = time.monotonic()
+        self.ready = False
+        self.has_reader = False  # a caller's thread reads the channel
+        self.loading = ""  # the model whose module it is building
+        self.loading_since = 0.0
+        self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
+        self.unwanted: set[str] = set()  # unloaded models whose modules it may hold
+        self.last_model = ""
+        self.last_used = 0.0
+        self.request_id = 0  # of what it runs, or 0
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.request_id and not self.loading
+
+    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
+        """Send; a dead worker is noticed when its channel is read."""
+        try:
+            self.channel.send(message, descriptors)
+        except PeerLostError:
+            _log.warning("a message to worker %d could not be sent", self.pid)
+
+    def release(self) -> None:
+        """Mark the worker as idle."""
+        self.request_id = 0
+        self.last_used = time.monotonic()
+
+    def kill(self) -> None:
+        """Kill the process and reap it. Idempotent."""
+        self.process.kill()
+        if not self.has_reader:  # else the reader closes it
+            self.channel.close()
+
+    @property
+    def broke_memory(self) -> bool:
+        """Whether the ended process read or wrote where it has no memory, or its device did."""
+        code = self.process.exit_code
+        return code is not None and (code > 0 or -code in (signal.SIGSEGV, signal.SIGBUS))
+
+    def exit_reason(self) -> str:
+        """Describe how the process ended."""
+        reason = self.process.exit_reason()
+        if self.process.exit_code == -signal.SIGSEGV:
+            return f"{reason}; does the model write to its parameters or buffers?"
+        return reason
 
 
 class Fleet:
@@ -67,9 +140,8 @@ class Fleet:
         """Return the best idle worker for `model`: one that has its module, and ran it last, else
         the one longest unused.
         """
-        idle = [worker for worker in self.workers if worker.idle]
         return min(
-            idle,
+            (worker for worker in self.workers if worker.idle),
             key=lambda one: (model not in one.loaded, one.last_model != model, one.last_used),
             default=None,
         )
@@ -127,10 +199,7 @@ class Fleet:
         except ProtocolError as error:
             reason = f"sent a malformed message: {error}"
             return lambda: self.lose(worker, reason)
-        if received is None:
-            return None
-        message, descriptors = received
-        return lambda: self._on_message(worker, message, descriptors)
+        return None if received is None else lambda: self._on_message(worker, *received)
 
     def close(self, timeout_s: float) -> None:
         """Ask all workers to end, and kill those that have not after `timeout_s`."""
@@ -152,16 +221,14 @@ class Fleet:
 
         Only the loop's thread starts them: the kernel ends a worker with the thread that did.
         """
-        options = self._options
         if not self._loop.is_own_thread:
             return  # the next decision wakes it
-        while len(self.workers) < options.workers and not self.closing:
+        while len(self.workers) < self._options.workers and not self.closing:
             if time.monotonic() < self._next_start:
                 return
-            request_bytes = align(options.request_bytes)
             try:
-                worker = WorkerProcess(self._cache, request_bytes, options.threads, options.workers)
-            except (OSError, SegmentError) as error:  # no memory, descriptors or processes are left
+                worker = WorkerProcess(self._cache, self._options)
+            except (OSError, SegmentError) as error:
                 self._start_failed(str(error))
                 return
             self.workers.append(worker)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hmac
 import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,6 +17,7 @@ from torchrelay.config import Switching
 
 __all__ = ["Guard"]
 
+_HEADERS = (b"host", b"origin", b"content-type", b"authorization")
 _BODY_TYPES = ("application/json", "application/octet-stream")
 
 
@@ -36,10 +37,13 @@ class Guard:
         self._any_host = "*" in named
         own = {"localhost", settings.host.lower(), socket.gethostname().lower()}
         self._hosts = named | own | {socket.getfqdn().lower()}
+        self._problem = functools.lru_cache(maxsize=256)(self._checked)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            problem = self._problem(scope)
+            is_health = scope["path"].startswith("/v2/health/")
+            given = dict(scope["headers"])
+            problem = self._problem(scope["method"], is_health, *map(given.get, _HEADERS))
             if problem is not None:
                 code, sentence = problem
                 headers = {"WWW-Authenticate": 'Basic realm="torchrelay"'} if code == 401 else None
@@ -47,9 +51,14 @@ class Guard:
                 return
         await self._app(scope, receive, send)
 
-    def _problem(self, scope: Scope) -> tuple[int, str] | None:
-        headers = Headers(scope=scope)
-        host, origin = headers.get("host", ""), headers.get("origin")
+    def _checked(
+        self, method: str, is_health: bool, *headers: bytes | None
+    ) -> tuple[int, str] | None:
+        """Return the status and the error of a request that is refused."""
+        host, origin, kind, authorization = (
+            None if one is None else one.decode("latin-1") for one in headers
+        )
+        host = host or ""
         if not self._is_ours(host):
             return 421, (
                 f"this server is not addressed as {host!r}; name the host in "
@@ -57,11 +66,10 @@ class Guard:
             )
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return 403, f"requests of web pages from {origin} are refused"
-        kind = headers.get("content-type", _BODY_TYPES[0]).partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind not in _BODY_TYPES:
+        kind = (kind or _BODY_TYPES[0]).partition(";")[0].strip().lower()
+        if method == "POST" and kind not in _BODY_TYPES:
             return 415, f"the body's Content-Type is {kind}; it must be {' or '.join(_BODY_TYPES)}"
-        is_health = scope["path"].startswith("/v2/health/")
-        if self._key and not is_health and not self._has_key(headers.get("authorization", "")):
+        if self._key and not is_health and not self._has_key(authorization or ""):
             return 401, "send the server's key as 'Authorization: Bearer KEY'"
         return None
 

@@ -7,11 +7,10 @@ import json
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from torchrelay._helper import Channel, HelperProcess
-from torchrelay.errors import PeerLostError, TorchRelayError, from_json, to_json
-from torchrelay.switching._tensors import Body, decode, encode, parse_body
+from torchrelay.errors import PeerLostError, TorchRelayError
+from torchrelay.switching._tensors import Body, decode, dump, encode, parse_body
 
 __all__ = ["LARGE_BYTES", "JsonProcess"]
 
@@ -66,13 +65,13 @@ class JsonProcess:
             except BaseException:
                 await self.close()  # cancelled half-way: its next answer is for this body
                 raise
-        if isinstance(answer, dict):
-            raise from_json(answer)
+        if isinstance(answer, TorchRelayError):
+            raise answer
         return answer
 
 
-# The converted bytes with the length of their header, or an error as of to_json.
-_Answer = tuple[bytes, int] | dict[str, Any]
+# The converted bytes with the length of their header, or an error.
+_Answer = tuple[bytes, int] | TorchRelayError
 
 
 def _call(channel: Channel, message: tuple[str, bytes, int]) -> _Answer:
@@ -93,7 +92,7 @@ def _to_binary(body: bytes, _: int) -> tuple[bytes, int]:
 def _to_json(body: bytes, length: int) -> tuple[bytes, int]:
     header, raw = parse_body(body, str(length))
     header["outputs"], _ = encode(decode(header["outputs"], raw), binary=False)
-    return json.dumps(header).encode(), 0
+    return dump(header), 0
 
 
 _CONVERSIONS: dict[str, Callable[[bytes, int], tuple[bytes, int]]] = {
@@ -111,7 +110,7 @@ def main() -> None:
             try:
                 answer: _Answer = _CONVERSIONS[what](body, length)
             except TorchRelayError as error:
-                answer = to_json(error)
+                answer = error
             channel.send(answer)
     except PeerLostError:
         pass

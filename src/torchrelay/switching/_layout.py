@@ -6,9 +6,8 @@ storage then travel once and stay tied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ __all__ = [
     "layout_of",
     "named_tensors",
     "unique_storages",
+    "view_of",
 ]
 
 
@@ -43,8 +43,10 @@ class Storage:
     def rebind(self, data: torch.Tensor) -> None:
         """Make every tensor of the storage view `data`, which holds the same bytes."""
         for tensor in self.tensors:
-            offset = int(tensor.storage_offset())
-            tensor.data = _view(data, tensor.dtype, tensor.shape, tensor.stride(), offset)
+            # The offset of `data` in its storage is a multiple of 512.
+            offset = data.storage_offset() // tensor.dtype.itemsize + int(tensor.storage_offset())
+            storage = data.untyped_storage()
+            tensor.data = view_of(storage, tensor.dtype, offset, tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True)
@@ -129,20 +131,15 @@ def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
     return Layout(tuple(storage.size_bytes for storage in storages), tuple(specs)), storages
 
 
-def _view(
-    data: torch.Tensor, dtype: torch.dtype, shape: Any, stride: Any, offset: int
+def view_of(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
 ) -> torch.Tensor:
-    """Return a tensor over the bytes `data`, whose own offset in its storage is a multiple of
-    512.
-    """
-    start = data.storage_offset() // dtype.itemsize
-    storage = data.untyped_storage()
-    return torch.empty(0, dtype=dtype, device=data.device).set_(
-        storage,
-        start + offset,
-        shape,
-        stride,
-    )
+    """Return a tensor over `storage` from the element `offset`."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 def _storage_of(path: str, tensor: torch.Tensor) -> torch.UntypedStorage:

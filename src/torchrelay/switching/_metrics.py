@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,7 +61,7 @@ class Metrics:
     def __init__(self, switcher: Switcher) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Snapshot(switcher))
-        self._outputs: dict[str, list[dict[str, Any]]] = {}
+        self._outputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._histograms = {
             part: Histogram(
                 f"torchrelay_{part}_seconds",
@@ -75,20 +76,24 @@ class Metrics:
                 ("compute", "the forward pass, waiting for later groups included"),
             )
         }
+        self._labelled = functools.cache(
+            lambda *labels: [one.labels(*labels) for one in self._histograms.values()]
+        )
 
     def observe(self, reply: Reply) -> None:
         """Count one reply."""
-        kind = "cold" if reply.copied_bytes else "resident"
-        for part, histogram in self._histograms.items():
-            histogram.labels(reply.model, kind).observe(getattr(reply, f"{part}_s"))
-        self._outputs[reply.model] = [
-            {"name": name, "datatype": datatype_of(tensor.dtype), "shape": [-1] * tensor.dim()}
-            for name, tensor in reply.outputs.items()
-        ]
+        times = (reply.queue_s, reply.switch_s, reply.compute_s)
+        for histogram, seconds in zip(self._labelled(reply.model, reply.kind), times, strict=True):
+            histogram.observe(seconds)
+        if (reply.model, reply.version) not in self._outputs:
+            self._outputs[reply.model, reply.version] = [
+                {"name": name, "datatype": datatype_of(tensor.dtype), "shape": [-1] * tensor.dim()}
+                for name, tensor in reply.outputs.items()
+            ]
 
-    def outputs_of(self, model: str) -> list[dict[str, Any]]:
-        """Return the outputs of the last reply; empty before the first."""
-        return self._outputs.get(model, [])
+    def outputs_of(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Return the outputs of the model's first reply; empty before that."""
+        return self._outputs.get((model, version), [])
 
     def render(self) -> tuple[bytes, str]:
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ _KINDS: dict[str, type] = {
     "seed": int,
     "priority": int,
     "load": bool,
+    "max_batch_size": int,
+    "max_delay_us": int,
 }
 
 
@@ -31,26 +33,13 @@ class ModelEntry:
     """One table `[models.NAME]`."""
 
     name: str
-    factory: str
-    inputs: dict[str, InputLike]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    weights: Path | None = None
-    weights_prefix: str = ""
-    seed: int = 0
+    arguments: dict[str, Any]  # of ModelStore.add
     priority: int = 0
     load: bool = True
 
     def add_to(self, store: ModelStore) -> None:
         """Build the model into `store`."""
-        store.add(
-            self.name,
-            self.factory,
-            kwargs=self.kwargs,
-            inputs=self.inputs,
-            weights=self.weights,
-            weights_prefix=self.weights_prefix,
-            seed=self.seed,
-        )
+        store.add(self.name, **self.arguments)
 
 
 @dataclass(frozen=True)
@@ -124,13 +113,15 @@ def _model(path: Path, folder: Path, name: str, table: Any) -> ModelEntry:
         if type(value) is not _KINDS[key]:
             kind = _KINDS[key].__name__
             raise ConfigError(f"{path}: {where} {key} = {value!r}: must be a {kind}")
-    module, colon, function = table["factory"].rpartition(":")
+    given = dict(table)
+    own = {key: given.pop(key) for key in ("priority", "load") if key in given}
+    module, colon, function = given["factory"].rpartition(":")
     if module.endswith(".py"):
-        module = str(folder / module)
-    plain = {key: table[key] for key in table.keys() - {"factory", "inputs", "weights"}}
-    weights = folder / table["weights"] if "weights" in table else None
-    inputs = dict(_input(path, where, one) for one in table["inputs"])
-    return ModelEntry(name, f"{module}{colon}{function}", inputs, weights=weights, **plain)
+        given["factory"] = f"{folder / module}{colon}{function}"
+    if "weights" in given:
+        given["weights"] = folder / given["weights"]
+    given["inputs"] = dict(_input(path, where, one) for one in given["inputs"])
+    return ModelEntry(name, given, **own)
 
 
 def _input(path: Path, where: str, entry: Any) -> tuple[str, InputLike]:

@@ -9,11 +9,12 @@ from bisect import insort
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from torchrelay.errors import OperationTimeoutError, OverloadedError
-from torchrelay.switching._served import Served
 
 __all__ = ["Reply", "Request", "RequestQueue", "new_id"]
 
@@ -40,6 +41,11 @@ class Reply:
     compute_s: float
     copied_bytes: int  # 0 if the model was resident
 
+    @property
+    def kind(self) -> str:
+        """Whether the model was "resident" or "cold"."""
+        return "cold" if self.copied_bytes else "resident"
+
 
 @dataclass(eq=False)
 class Request:
@@ -47,24 +53,33 @@ class Request:
 
     model: str
     inputs: dict[str, torch.Tensor]
-    future: Future[Reply] = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=Future)  # of a Reply, or of a Profile
     priority: int = 0
     deadline: float = math.inf  # of time.monotonic()
     client: str = ""
-    profiled: Served | None = None  # what it profiles, if it is no caller's
+    is_profile: bool = False  # asks for the model's profile, and may run before it is ready
     request_id: int = field(default_factory=new_id)
     attempts: int = 0
     arrived: float = field(default_factory=time.monotonic)
-    started: float = 0.0
-    copied_bytes: int = 0
-    overlaps: bool = False  # it runs while its model is copied
-    first_group: float = 0.0  # when the first missing group was in place
+    parts: tuple[Request, ...] = ()  # of a batch: the requests in it
+    is_alone: bool = False  # runs in no batch (again)
 
     @property
     def rank(self) -> tuple[int, float, int]:
         """Its place in the queue: the least is served first."""
         due = min(self.deadline, self.arrived + _PATIENCE_S)
         return -self.priority, due, self.request_id
+
+    @cached_property
+    def rows(self) -> int:
+        """The first dimension of its inputs; 0 if they have none in common."""
+        sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in self.inputs.values()}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    @cached_property
+    def shape(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """What requests of one batch have in common."""
+        return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in self.inputs.items()}
 
 
 class RequestQueue:
@@ -74,6 +89,7 @@ class RequestQueue:
         self._limit = limit
         self._client_limit = client_limit
         self._waiting: list[Request] = []
+        self._limited: set[Request] = set()  # those with a deadline
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -105,19 +121,26 @@ class RequestQueue:
     def push_back(self, request: Request) -> None:
         """Queue a request again, ignoring the limits."""
         insort(self._waiting, request, key=lambda one: one.rank)
+        if request.deadline < math.inf:
+            self._limited.add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Request) -> bool:
+        """Take `request` off the queue, if it is there; return whether it was."""
+        if request not in self._waiting:
+            return False
         self._waiting.remove(request)
+        self._limited.discard(request)
+        return True
 
     def next_deadline(self) -> float:
-        return min((request.deadline for request in self._waiting), default=math.inf)
+        return min((request.deadline for request in self._limited), default=math.inf)
 
     def take_expired(self) -> list[tuple[Request, OperationTimeoutError]]:
-        """Remove and return the cancelled and expired requests, with the error of an expired
-        one.
-        """
+        """Remove and return the expired requests, with their errors."""
         now = time.monotonic()
-        expired = [one for one in self if one.deadline <= now or one.future.cancelled()]
+        if now < self.next_deadline():
+            return []
+        expired = [one for one in self._limited if one.deadline <= now]
         for request in expired:
             self.remove(request)
         text = "a request to {!r} waited {:.3f} s and missed its deadline"

@@ -8,7 +8,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -25,17 +24,9 @@ _LEND_BYTES = 256 << 10
 _MAX_BUFFERS = 4
 
 
-class Written(NamedTuple):
-    """Where a tensor lies in a buffer."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int  # bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+# Where a tensor lies in a buffer: its name, dtype, shape, and offset in bytes. A class, or torch's
+# dtypes, would take several times as long to pickle.
+Written = tuple[str, str, tuple[int, ...], int]
 
 
 class RequestBuffer:
@@ -87,17 +78,17 @@ class RequestBuffer:
         for name, tensor in tensors.items():
             plain = tensor.resolve_conj().resolve_neg().contiguous()
             ctypes.memmove(self._tensors + offset, plain.data_ptr(), plain.nbytes)
-            written.append(Written(name, tensor.dtype, tuple(tensor.shape), offset))
+            written.append((name, str(tensor.dtype), tuple(tensor.shape), offset))
             offset += align(plain.nbytes)
         return written
 
     def read(self, written: list[Written]) -> dict[str, torch.Tensor]:
         """Return copies of the tensors that :meth:`write` wrote."""
         tensors = {}
-        for one in written:
-            tensor = torch.empty(one.shape, dtype=one.dtype)
-            ctypes.memmove(tensor.data_ptr(), self._tensors + one.offset, tensor.nbytes)
-            tensors[one.name] = tensor
+        for name, dtype, shape, offset in written:
+            tensor = torch.empty(shape, dtype=_dtype(dtype))
+            ctypes.memmove(tensor.data_ptr(), self._tensors + offset, tensor.nbytes)
+            tensors[name] = tensor
         return tensors
 
     def lend(self, written: list[Written], ended: Callable[[], object]) -> dict[str, torch.Tensor]:
@@ -105,7 +96,7 @@ class RequestBuffer:
         # Each tensor's storage keeps the view, and the view the mapping.
         view = _view_of(self._segment)
         weakref.finalize(view, ended).atexit = False
-        return {one.name: _tensor_in(view, one) for one in written}
+        return {one[0]: _tensor_in(view, one) for one in written}
 
 
 class BufferPool:
@@ -129,7 +120,8 @@ class BufferPool:
 
         Large outputs are not copied: their buffer is used again when the caller has dropped them.
         """
-        is_large = sum(one.size_bytes for one in written) >= _LEND_BYTES
+        sizes = (math.prod(shape) * _dtype(dtype).itemsize for _, dtype, shape, _ in written)
+        is_large = sum(sizes) >= _LEND_BYTES
         spare = self._spare() if is_large else None
         if spare is None:
             return self.current.read(written)
@@ -153,7 +145,14 @@ def _view_of(segment: Segment) -> memoryview[int]:
 
 
 def _tensor_in(view: memoryview[int], one: Written) -> torch.Tensor:
-    count, offset = math.prod(one.shape), _HEADER_BYTES + one.offset
+    _, name, shape, offset = one
+    count, dtype = math.prod(shape), _dtype(name)
     if not count:
-        return torch.empty(one.shape, dtype=one.dtype)
-    return torch.frombuffer(view, dtype=one.dtype, count=count, offset=offset).view(one.shape)
+        return torch.empty(shape, dtype=dtype)
+    start = _HEADER_BYTES + offset
+    return torch.frombuffer(view, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype

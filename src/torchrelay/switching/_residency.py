@@ -1,21 +1,29 @@
-"""The models in the arena, and the copies in progress to it."""
+"""The models in the arena, and the thread that copies them there."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections import Counter
+import queue
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torchrelay.switching._arena import Arena
-from torchrelay.switching._contract import Link
-from torchrelay.switching._copier import Copier, CopyJob
+from torchrelay.switching._contract import Copy, Link
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._served import Served
 
 __all__ = ["Pinned", "Residency"]
 
 _log = logging.getLogger("torchrelay.switching")
+
+# Groups queued on a link ahead of the one waited for: enough to keep it busy, few enough to stop
+# soon.
+_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -27,28 +35,33 @@ class Pinned:
     copied_bytes: int  # that this request had to copy
 
 
+@dataclass
+class _CopyJob:
+    """Groups of one model to copy into the arena, in order."""
+
+    model: str
+    groups: dict[int, list[Copy]]
+    pending: list[int]  # groups that have not arrived
+    cancelled: bool = False
+
+
 class Residency:
     """Places models and copies what is missing. The loop's lock protects it."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        link: Link,
-        size_bytes: int,
-        counts: Counter[str],
-        *,
-        on_arrived: Callable[[str, int], None],
-        on_failed: Callable[[str, Exception], None],
-    ) -> None:
-        """`on_arrived` is called with model and group, `on_failed` when a copy did not succeed."""
+    # Called with a model and a group that is in place, and when a copy did not succeed.
+    on_arrived: Callable[[str, int], None]
+    on_failed: Callable[[str, Exception], None]
+
+    def __init__(self, loop: Loop, link: Link, size_bytes: int, counts: Counter[str]) -> None:
         self.arena = Arena(size_bytes)
-        self._loop = loop
-        self._counts = counts
-        self._on_group = on_arrived
-        self._on_failed = on_failed
-        self._copier = Copier(link)
-        self._copies: dict[str, CopyJob] = {}
         self.seconds_copying = 0.0
+        self._loop = loop
+        self._link = link
+        self._counts = counts
+        self._copies: dict[str, _CopyJob] = {}
+        self._jobs: queue.SimpleQueue[_CopyJob | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="torchrelay-copier", daemon=True)
+        self._thread.start()
 
     @property
     def is_copying(self) -> bool:
@@ -79,10 +92,12 @@ class Residency:
         copied_bytes = 0
         if job is None and placement.missing:
             self.arena.reserve(name, sizes, priority=served.priority)  # the copy's own pin
-            job = self._start_copy(served, placement.offsets, placement.missing)
-            copied_bytes = job.size_bytes
-        missing = [group for group, _ in job.groups if group in job.pending] if job else []
-        return Pinned(placement.offsets, missing, copied_bytes)
+            groups = {one: served.copies(one, placement.offsets[one]) for one in placement.missing}
+            job = self._copies[name] = _CopyJob(name, groups, list(groups))
+            copied_bytes = sum(copy.source.numel() for copies in groups.values() for copy in copies)
+            self._counts["copied_bytes"] += copied_bytes
+            self._jobs.put(job)
+        return Pinned(placement.offsets, list(job.pending) if job else [], copied_bytes)
 
     def unpin(self, name: str) -> None:
         """Undo one :meth:`pin`."""
@@ -97,8 +112,9 @@ class Residency:
 
     def cancel_copies(self, *, keep: str = "") -> None:
         """Stop the copies of every model but `keep` after the group on the link."""
-        for name, job in self._copies.items():
-            job.cancelled = job.cancelled or name != keep
+        for name in self._copies:
+            if name != keep:
+                self.cancel_copy(name)
 
     def cancel_copy(self, name: str) -> None:
         """Stop the copy of one model, if there is one."""
@@ -108,31 +124,55 @@ class Residency:
     def close(self) -> None:
         """Stop all copies and close the link, without the lock. Blocks for the group on it."""
         self.cancel_copies()
-        self._copier.close()
+        self._jobs.put(None)
+        self._thread.join()
+        self._link.close()
 
-    def _start_copy(
-        self, served: Served, offsets: tuple[int, ...], missing: tuple[int, ...]
-    ) -> CopyJob:
-        job = CopyJob(
-            served.name,
-            [(group, served.copies(group, offsets[group])) for group in missing],
-            arrived=lambda job, group: self._loop.post(lambda: self._on_arrived(job, group)),
-            ended=lambda job, error: self._loop.post(lambda: self._on_ended(job, error)),
-        )
-        self._copies[job.model] = job
-        self._counts["copied_bytes"] += job.size_bytes
-        self._copier.submit(job)
-        return job
+    # --- in the copier's thread
 
-    def _on_arrived(self, job: CopyJob, group: int) -> None:
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            error: Exception | None = None
+            start = time.perf_counter()
+            try:
+                self._copy(job)
+            except Exception as caught:  # the daemon reports it; this thread goes on
+                error = caught
+            seconds = time.perf_counter() - start
+            self._loop.post(partial(self._ended, job, error, seconds))
+
+    def _copy(self, job: _CopyJob) -> None:
+        started: deque[tuple[int, Callable[[], None]]] = deque()
+        groups = iter(job.groups.items())
+        try:
+            while True:
+                while not job.cancelled and len(started) < _AHEAD:
+                    following = next(groups, None)
+                    if following is None:
+                        break
+                    started.append((following[0], self._link.start(following[1])))
+                if not started:
+                    return
+                group, wait = started.popleft()
+                wait()
+                self._loop.post(partial(self._arrived, job, group))
+        finally:
+            # After an error others may get the space of a copy that is still on the link.
+            for _, wait in started:
+                with contextlib.suppress(Exception):
+                    wait()
+
+    # --- events
+
+    def _arrived(self, job: _CopyJob, group: int) -> None:
         self.arena.mark_ready(job.model, group)
-        job.pending.discard(group)
-        self._on_group(job.model, group)
+        job.pending.remove(group)
+        self.on_arrived(job.model, group)
 
-    def _on_ended(self, job: CopyJob, error: Exception | None) -> None:
+    def _ended(self, job: _CopyJob, error: Exception | None, seconds: float) -> None:
         del self._copies[job.model]
-        self.seconds_copying += job.seconds
+        self.seconds_copying += seconds
         self.arena.release(job.model)
         if error is not None:
             _log.warning("model %r could not be copied to the arena: %s", job.model, error)
-            self._on_failed(job.model, error)
+            self.on_failed(job.model, error)

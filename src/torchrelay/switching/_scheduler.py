@@ -12,8 +12,7 @@ from typing import Any
 from torchrelay.errors import ModelError, OperationTimeoutError, PeerLostError, from_json
 from torchrelay.switching import _messages
 from torchrelay.switching._factory import Factory
-from torchrelay.switching._fleet import Fleet
-from torchrelay.switching._process import WorkerProcess
+from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._queue import new_id
 from torchrelay.switching._training import read_state
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torchrelay.errors import TorchRelayError
 from torchrelay.switching._contract import Copy
-from torchrelay.switching._groups import Grouped
+from torchrelay.switching._planner import Grouped
 from torchrelay.switching._store import StoredModel
 
 __all__ = ["Served", "merged_copies"]
@@ -28,7 +28,7 @@ class Served:
     runs_whole: bool = False  # requests start when all groups have arrived
     error: TorchRelayError | None = None
     lost_builds: int = 0  # workers that died while they built its modules
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[str] = field(default_factory=Counter)
     _copies: dict[int, list[Copy]] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._process import WorkerProcess
+from torchrelay.switching._fleet import WorkerProcess
 from torchrelay.switching._scheduler import Task
 from torchrelay.switching._served import Served
 

@@ -102,6 +102,8 @@ class StoredModel:
     segment: Segment
     inputs: tuple[InputSpec, ...]
     version: int
+    max_batch_size: int = 0
+    max_delay_us: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -151,6 +153,8 @@ class ModelStore(Resource):
         weights: str | Path | None = None,
         weights_prefix: str = "",
         seed: int = 0,
+        max_batch_size: int = 0,
+        max_delay_us: int = 0,
     ) -> StoredModel:
         """Build a model and keep it, replacing one of the same name.
 
@@ -168,6 +172,9 @@ class ModelStore(Resource):
                 checkpoint's folder; None keeps them.
             weights_prefix: what the module's keys begin with there, such as ``"model."``.
             seed: for the factory's random numbers.
+            max_batch_size: requests that wait and whose inputs differ in their first dimension only
+                run as one, up to this size of that dimension; 0: each runs by itself.
+            max_delay_us: how long a request may wait for others to fill its batch.
 
         Raises:
             ArgumentError: an argument is wrong.
@@ -183,6 +190,7 @@ class ModelStore(Resource):
         if not inputs:
             raise ArgumentError(f"model {name!r} needs its inputs: a name and an example for each")
         specs = tuple(_input_spec(key, value) for key, value in inputs.items())
+        _check_batching(name, specs, max_batch_size, max_delay_us)
         made = Factory.of(factory, kwargs, seed)
         module = made.build_module().eval()
         if weights is not None:
@@ -199,7 +207,17 @@ class ModelStore(Resource):
         segment = Segment.create(max(end_bytes, 1), f"torchrelay-model-{name}"[:200])
         with self._lock:
             version = self._versions[name] = self._versions.get(name, 0) + 1
-            model = StoredModel(name, made, layout, tuple(offsets), segment, specs, version)
+            model = StoredModel(
+                name,
+                made,
+                layout,
+                tuple(offsets),
+                segment,
+                specs,
+                version,
+                max_batch_size,
+                max_delay_us,
+            )
             for index, storage in enumerate(storages):
                 model.storage(index).copy_(storage.bytes())
             self._models[name] = model
@@ -237,6 +255,18 @@ class ModelStore(Resource):
         """Forget all models. Idempotent."""
         with self._lock:
             self._models.clear()
+
+
+def _check_batching(
+    name: str, specs: tuple[InputSpec, ...], max_batch_size: int, max_delay_us: int
+) -> None:
+    if max_batch_size < 0 or max_delay_us < 0:
+        raise ArgumentError(f"model {name!r}: max_batch_size and max_delay_us must be at least 0")
+    if max_batch_size and any(spec.shape[:1] != (-1,) for spec in specs):
+        raise ArgumentError(
+            f"model {name!r} has max_batch_size = {max_batch_size}: the first size of each of its "
+            "inputs must be -1"
+        )
 
 
 def _check_hidden(name: str, module: torch.nn.Module, storages: list[Storage]) -> None:

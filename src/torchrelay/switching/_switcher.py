@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from torchrelay import _telemetry, _torch
 from torchrelay._resource import Resource
 from torchrelay.config import Switching, check_value
 from torchrelay.config import load as load_settings
 from torchrelay.errors import ArgumentError, CapacityError, OperationTimeoutError, UnavailableError
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import Link, align
-from torchrelay.switching._copier import measure_link
 from torchrelay.switching._daemon import Daemon
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._host import HostLink
+from torchrelay.switching._planner import measure_link
 from torchrelay.switching._queue import Reply, Request
 from torchrelay.switching._scheduler import Task, TrainingHandle
 from torchrelay.switching._statistics import status
 from torchrelay.switching._store import ModelStore
 
 __all__ = ["Switcher"]
+
+T = TypeVar("T")
 
 _MAX_PRIORITY = 1000
 _MEASURE_BYTES = 64 << 20  # more than most processors' caches
@@ -99,14 +102,16 @@ class Switcher(Resource):
         except BaseException:
             self._link.unregister(source)
             raise
-        try:
-            ready.result(timeout_s)
-        except TimeoutError as error:
-            if ready.done():
-                raise
-            raise OperationTimeoutError(
-                f"model {name!r} was not ready after {timeout_s:g} s"
-            ) from error
+        with _telemetry.event("switching", "load", name) as running:
+            running.size_bytes = model.size_bytes
+            try:
+                ready.result(timeout_s)
+            except TimeoutError as error:
+                if ready.done():
+                    raise
+                raise OperationTimeoutError(
+                    f"model {name!r} was not ready after {timeout_s:g} s"
+                ) from error
 
     def unload(self, name: str) -> None:
         """Stop serving `name`: waiting requests fail, the running one is finished.
@@ -140,9 +145,11 @@ class Switcher(Resource):
         """The error that ended the switcher before it was closed, if one did."""
         return self._daemon.failure
 
-    def wait_ended(self) -> None:
-        """Block until the switcher is closed or has failed."""
-        self._daemon.loop.join()
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `coroutine` in the event loop that reads the workers' answers: what it awaits there
+        passes through no other thread. The switcher ends after it.
+        """
+        return self._daemon.loop.run(coroutine)
 
     def submit(
         self,
@@ -152,15 +159,17 @@ class Switcher(Resource):
         priority: int = 0,
         deadline_s: float | None = None,
         client: str = "",
+        copy: bool = True,
     ) -> Future[Reply]:
-        """Queue a request with copies of `inputs` and return the future of its reply. Cancelling
-        the future takes it off the queue.
+        """Queue a request and return the future of its reply. Cancelling the future takes it off
+        the queue.
 
         Args:
             priority: from -1000 to 1000. Higher ones run first, however long lower ones wait.
             deadline_s: the most to wait for a worker; then the future raises OperationTimeoutError.
                 Of equal priority, earlier deadlines run first; none counts as 10 s.
             client: who asks, for `client_limit`.
+            copy: False if `inputs` do not change before the future is done.
 
         Raises:
             ArgumentError: the inputs are not the model's, or the priority is out of bounds.
@@ -170,8 +179,10 @@ class Switcher(Resource):
         The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError,
         NotFoundError or UnavailableError.
         """
-        request = self._request(name, inputs, priority, deadline_s, client, copies=True)
-        return self._submit(request)
+        request = self._request(name, inputs, priority, deadline_s, client, copies=copy)
+        self._daemon.loop.call(lambda: self._daemon.submit(request))
+        request.future.add_done_callback(lambda future: self._forget_cancelled(request))
+        return request.future
 
     def infer(
         self,
@@ -186,14 +197,8 @@ class Switcher(Resource):
         but blocks.
         """
         request = self._request(name, inputs, priority, deadline_s, client, copies=False)
-        return self._daemon.run(request).outputs
-
-    def submit_owned(
-        self, name: str, inputs: Mapping[str, torch.Tensor], **options: Any
-    ) -> Future[Reply]:
-        """As :meth:`submit`, for `inputs` that do not change any more: they are not copied."""
-        given = {"priority": 0, "deadline_s": None, "client": ""} | options
-        return self._submit(self._request(name, inputs, **given, copies=False))
+        with _torch.span("torchrelay.switching.infer"):
+            return self._daemon.run(request).outputs
 
     def train(
         self,
@@ -267,15 +272,10 @@ class Switcher(Resource):
         plain = {key: value.detach().to("cpu", copy=copies) for key, value in inputs.items()}
         return Request(name, plain, priority=priority, deadline=deadline, client=client)
 
-    def _submit(self, request: Request) -> Future[Reply]:
-        self._daemon.loop.call(lambda: self._daemon.submit(request))
-        request.future.add_done_callback(self._forget_cancelled)
-        return request.future
-
-    def _forget_cancelled(self, future: Future[Reply]) -> None:
+    def _forget_cancelled(self, request: Request) -> None:
         """Let the daemon remove a cancelled request from the queue and free its inputs."""
-        if future.cancelled():
-            self._daemon.loop.post(lambda: None)
+        if request.future.cancelled():
+            self._daemon.loop.post(lambda: self._daemon.forget(request))
 
     def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         served = self._daemon.catalog.models.get(name)

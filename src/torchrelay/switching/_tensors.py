@@ -25,6 +25,7 @@ __all__ = [
     "datatype_of",
     "decode",
     "dtype_of",
+    "dump",
     "encode",
     "parse_body",
 ]
@@ -68,7 +69,7 @@ def datatype_of(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def parse_body(body: bytes, header_length: str | None) -> Body:
+def parse_body(body: bytes, header_length: str | bytes | None) -> Body:
     """Split a request or response body into its JSON object and the bytes behind it.
 
     Raises:
@@ -81,7 +82,7 @@ def parse_body(body: bytes, header_length: str | None) -> Body:
     if not 0 <= length <= len(body):
         raise ArgumentError(f"{HEADER} is {header_length!r}, the body has {len(body)} bytes")
     try:
-        header = json.loads(body[:length], parse_constant=_no_constant)
+        header = _DECODER.decode(body[:length].decode())
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the body's JSON cannot be read: {error}") from error
     if not isinstance(header, dict):
@@ -91,6 +92,10 @@ def parse_body(body: bytes, header_length: str | None) -> Body:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"JSON has no {name}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
@@ -153,6 +158,21 @@ def encode(
     return entries, raw
 
 
+def dump(header: dict[str, Any]) -> bytes:
+    """Return the JSON of a response or request.
+
+    Raises:
+        UnsupportedError: a number in it is infinite or NaN.
+    """
+    try:
+        return _ENCODER.encode(header).encode()
+    except ValueError as error:
+        raise UnsupportedError(
+            "an output has infinite values or NaN, which JSON cannot represent; ask for it with "
+            "the parameter binary_data"
+        ) from error
+
+
 def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:
     name, shape = entry.get("name"), entry.get("shape")
     if not isinstance(name, str):
@@ -174,21 +194,19 @@ def _from_list(name: str, data: object, dtype: torch.dtype, shape: list[int]) ->
         raise ArgumentError(f"input {name!r} of shape {shape} comes with {values.size} values")
     if values.size == 0:
         return torch.empty(shape, dtype=dtype)
-    if values.dtype.kind not in _KINDS[_kind(dtype)]:
+    kind = _kind(dtype)
+    if values.dtype.kind not in _KINDS[kind]:
         raise ArgumentError(f"the data of input {name!r} is not {dtype}: it is {values.dtype}")
-    if _kind(dtype) == "i":
-        limits = torch.iinfo(dtype)
-        if values.min() < limits.min or values.max() > limits.max:
-            raise ArgumentError(
-                f"the data of input {name!r} is not {dtype}, which holds {limits.min} to "
-                f"{limits.max}"
-            )
     tensor = torch.from_numpy(values).to(dtype).reshape(shape)
-    if dtype.is_floating_point and not tensor.isfinite().all():
-        raise ArgumentError(
-            f"the data of input {name!r} is not {dtype}, which holds up to "
-            f"{torch.finfo(dtype).max:g}"
-        )
+    if kind != "b":
+        limits = torch.finfo(dtype) if kind == "f" else torch.iinfo(dtype)
+        fits = limits.min <= values.min() and values.max() <= limits.max
+        # What is a little larger is rounded to the limit.
+        if not fits and not (kind == "f" and tensor.isfinite().all()):
+            raise ArgumentError(
+                f"the data of input {name!r} is not {dtype}, which holds {limits.min:g} to "
+                f"{limits.max:g}"
+            )
     return tensor
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError
 from torchrelay.switching._messages import Saved, Stop, Train
+from torchrelay.switching._random import random_state, restore_random, seed_random
 
 __all__ = ["TrainingTask", "read_state", "run"]
 
@@ -50,10 +49,10 @@ def run(train: Train, descriptors: list[int], channel: Channel) -> None:
         saved = read_state(descriptors[0])
         os.close(descriptors[0])
         task.load_state_dict(saved["task"])
-        _restore_random(saved["random"])
+        restore_random(saved["random"])
         index = int(saved["step"])
     else:
-        _seed_random(train.factory.seed)
+        seed_random(train.factory.seed)
     written = index
     while index < train.steps:
         try:
@@ -94,43 +93,8 @@ def _send_state(channel: Channel, saved: Saved, task: TrainingTask) -> None:
     descriptor = os.memfd_create("torchrelay-training", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
-            state = {"task": task.state_dict(), "random": _random_state(), "step": saved.step}
+            state = {"task": task.state_dict(), "random": random_state(), "step": saved.step}
             torch.save(state, file)
         channel.send(saved, [descriptor])
     finally:
         os.close(descriptor)
-
-
-def _seed_random(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-
-
-def _random_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(words), gauss],
-        "numpy": [
-            str(kind),
-            [int(key) for key in keys],
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _restore_random(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])

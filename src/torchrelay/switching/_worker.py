@@ -26,7 +26,7 @@ from torchrelay.switching import _messages, _training
 from torchrelay.switching._binding import Arrivals, Binding
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import align
-from torchrelay.switching._groups import Grouped
+from torchrelay.switching._planner import Grouped
 from torchrelay.switching._profile import Profile, prepare, profile_module
 from torchrelay.switching._request_buffer import RequestBuffer, Written
 
@@ -154,7 +154,7 @@ class ModelRunner:
     def _profiled(self, loaded: _Loaded, buffer: RequestBuffer, run: _messages.Run) -> Profile:
         """Run a model that is in place again and again."""
         if loaded.is_plain:
-            return Profile(())  # one group
+            return ()  # one group
         module, inputs = loaded.binding.module, _to(buffer.read(run.inputs), self._device)
         synchronize = torch.cuda.synchronize if self._device.type == "cuda" else lambda: None
         with torch.inference_mode():
@@ -182,9 +182,11 @@ class ModelRunner:
         module, overlaps = loaded.binding.module, bool(loaded.missing)
         if not loaded.is_plain:
             group_of = loaded.grouped.group_of
-            arrivals = Arrivals(loaded.binding, lambda one: self._await(loaded, group_of[one]))
+            waiting: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if overlaps:
+                waiting = Arrivals(loaded.binding, lambda one: self._await(loaded, group_of[one]))
             try:
-                with torch.inference_mode(), arrivals if overlaps else contextlib.nullcontext():
+                with torch.inference_mode(), waiting:
                     return module(**inputs())
             except Exception as error:
                 if not overlaps and not isinstance(error, RuntimeError):

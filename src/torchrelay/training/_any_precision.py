@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from torchrelay.errors import ArgumentError
+from torchrelay.training._comm_hooks import check_setting
 
 __all__ = ["AnyPrecisionAdamW"]
 
@@ -87,7 +88,7 @@ class AnyPrecisionAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the constructor's arguments as defaults."""
-        _check_group({**self.defaults, **param_group})
+        self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -122,6 +123,15 @@ class AnyPrecisionAdamW(Optimizer):
                 if name != "differentiable":  # torch adds it to the defaults
                     group.setdefault(name, value)
 
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_setting(self, name, group[name], group[name] >= 0, "not be negative")
+        are_decays = all(0 <= beta < 1 for beta in group["betas"])
+        check_setting(self, "betas", group["betas"], are_decays, "be two numbers in [0, 1)")
+        for name in _STATE_DTYPES.values():
+            is_floating = group[name].is_floating_point
+            check_setting(self, name, group[name], is_floating, "be a floating-point type")
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict. State keeps the dtypes of its groups, not the parameters'."""
         super().load_state_dict(state_dict)
@@ -136,24 +146,6 @@ class AnyPrecisionAdamW(Optimizer):
                         self.state[param][name] = _real(value).to(
                             device=param.device, dtype=dtype, copy=True
                         )
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    if not group["lr"] >= 0:
-        raise ArgumentError(f"AnyPrecisionAdamW: lr = {group['lr']}; it must not be negative")
-    if not group["eps"] >= 0:
-        raise ArgumentError(f"AnyPrecisionAdamW: eps = {group['eps']}; it must not be negative")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ArgumentError(f"AnyPrecisionAdamW: betas = {group['betas']}; both must be in [0, 1)")
-    if not group["weight_decay"] >= 0:
-        raise ArgumentError(
-            f"AnyPrecisionAdamW: weight_decay = {group['weight_decay']}; it must not be negative"
-        )
-    for name in _STATE_DTYPES.values():
-        if not group[name].is_floating_point:
-            raise ArgumentError(
-                f"AnyPrecisionAdamW: {name} = {group[name]}; it must be a floating-point type"
-            )
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

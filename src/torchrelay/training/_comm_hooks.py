@@ -1,4 +1,4 @@
-"""What the communication hooks share: the ranks of a node, and the two callers of a hook.
+"""What this package shares: checks of settings, the ranks of a node, the two callers of a hook.
 
 DDP passes buckets, FSDP passes gradients.
 """
@@ -8,10 +8,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from torchrelay.errors import UnsupportedError
+from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import host_identity
 
-__all__ = ["finished", "ranks_by_host", "refuse_sharded", "subgroup_of"]
+__all__ = ["check_setting", "finished", "ranks_by_host", "refuse_sharded", "subgroup_of"]
+
+
+def check_setting(owner: object, name: str, value: object, holds: bool, condition: str) -> None:
+    """Raise :class:`ArgumentError` for a setting of ``owner`` that does not hold a condition."""
+    if not holds:
+        raise ArgumentError(f"{type(owner).__name__}: {name} = {value}; it must {condition}")
 
 
 def finished(gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -50,6 +56,5 @@ def subgroup_of(partition: list[list[int]]) -> dist.ProcessGroup:
     Collective over the default group.
     """
     group, _ = dist.new_subgroups_by_enumeration(partition)  # type: ignore[no-untyped-call]
-    if not isinstance(group, dist.ProcessGroup):
-        raise AssertionError(f"rank {dist.get_rank()} is in none of the groups {partition}")
+    assert isinstance(group, dist.ProcessGroup), "every rank is in a part"
     return group

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import GradBucket
 
 from torchrelay.errors import ArgumentError
-from torchrelay.training._comm_hooks import finished, ranks_by_host, refuse_sharded, subgroup_of
+from torchrelay.training import _comm_hooks as hooks
 
 __all__ = ["GossipGraDState", "GossipTopology", "get_num_modules", "gossip_grad_hook", "partners"]
 
@@ -87,17 +87,14 @@ class GossipGraDState:
         proc_per_node: int | None = None,
         random_seed: int = 2403,
     ) -> None:
-        if num_modules < 1:
-            raise ArgumentError(
-                f"GossipGraDState: num_modules = {num_modules}; it must be at least 1"
-            )
+        hooks.check_setting(self, "num_modules", num_modules, num_modules >= 1, "be at least 1")
         if (local_process_group is None) != (num_nodes is None):
             raise ArgumentError(
                 "GossipGraDState: give both local_process_group and num_nodes, or neither"
             )
         if local_process_group is None or num_nodes is None:
-            hosts = ranks_by_host()
-            local_process_group, num_nodes = subgroup_of(hosts), len(hosts)
+            hosts = hooks.ranks_by_host()
+            local_process_group, num_nodes = hooks.subgroup_of(hosts), len(hosts)
         self.num_modules = num_modules
         self.topology = topology or GossipTopology.DISSEMINATION
         self.local_process_group = local_process_group
@@ -176,11 +173,11 @@ def gossip_grad_hook(state: GossipGraDState, bucket, output=None):  # type: igno
     Raises:
         UnsupportedError: FSDP shards its gradients.
     """
-    refuse_sharded("gossip_grad_hook", output)
+    hooks.refuse_sharded("gossip_grad_hook", output)
     if isinstance(bucket, GradBucket):
         _gossip(state, bucket.buffer())
         state.count_call(bucket.is_last())
-        return finished(bucket.buffer())
+        return hooks.finished(bucket.buffer())
     _gossip(state, bucket)
     state.count_call(state.calls + 1 == state.num_modules)
     return None

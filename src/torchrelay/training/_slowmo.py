@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from torchrelay.errors import ArgumentError
-from torchrelay.training._comm_hooks import finished, ranks_by_host, refuse_sharded, subgroup_of
+from torchrelay.training import _comm_hooks as hooks
 
 __all__ = ["SlowMoState", "SlowMomentumOptimizer", "slowmo_hook"]
 
@@ -41,7 +41,7 @@ class SlowMoState:
         self.sync_grads = sync_grads
         self.subgroup = subgroup
         if sync_grads and subgroup is None:
-            self.subgroup = subgroup_of(ranks_by_host())
+            self.subgroup = hooks.subgroup_of(hooks.ranks_by_host())
 
 
 # DDP looks for the name bucket, and takes no annotation of it or of the result but its own.
@@ -61,7 +61,7 @@ def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-unt
     Raises:
         UnsupportedError: FSDP shards its gradients.
     """
-    refuse_sharded("slowmo_hook", output)
+    hooks.refuse_sharded("slowmo_hook", output)
     if isinstance(bucket, GradBucket):
         return _average_bucket(state, bucket.buffer())
     if state.sync_grads:
@@ -71,7 +71,7 @@ def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-unt
 
 def _average_bucket(state: SlowMoState, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     if not state.sync_grads:
-        return finished(buffer)
+        return hooks.finished(buffer)
     work = dist.all_reduce(_divide(buffer, state.subgroup), group=state.subgroup, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda sent: sent.value()[0]
@@ -137,18 +137,9 @@ class SlowMomentumOptimizer(Optimizer):
         return copied
 
     def _configure(self, slowmo_freq: int, slowmo_factor: float, slowmo_lr: float) -> None:
-        if slowmo_freq < 1:
-            raise ArgumentError(
-                f"SlowMomentumOptimizer: slowmo_freq = {slowmo_freq}; it must be at least 1"
-            )
-        if not slowmo_factor >= 0:
-            raise ArgumentError(
-                f"SlowMomentumOptimizer: slowmo_factor = {slowmo_factor}; it must not be negative"
-            )
-        if not slowmo_lr >= 0:
-            raise ArgumentError(
-                f"SlowMomentumOptimizer: slowmo_lr = {slowmo_lr}; it must not be negative"
-            )
+        hooks.check_setting(self, "slowmo_freq", slowmo_freq, slowmo_freq >= 1, "be at least 1")
+        for name, value in (("slowmo_factor", slowmo_factor), ("slowmo_lr", slowmo_lr)):
+            hooks.check_setting(self, name, value, value >= 0, "not be negative")
         self.slowmo_freq, self.slowmo_factor, self.slowmo_lr = slowmo_freq, slowmo_factor, slowmo_lr
 
     def _share_with_base(self) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from multi.mpi.runner import REPOSITORY, mpirun
+from multi.mpi.runner import REPOSITORY, SCRIPT_S, mpirun
+
+pytestmark = pytest.mark.timeout(SCRIPT_S + 60)
 
 # Ranks stay until both have ended, because the end of a connection ends a wait, too.
 FRAME = """
@@ -43,7 +45,7 @@ def test_rank_that_uses_one_of_two_results(which: str, tmp_path: Path) -> None:
         program = with_torch(program)
     script = tmp_path / "script.py"
     script.write_text(FRAME.format(program=textwrap.indent(program, "    ")))
-    job = mpirun("gloo", 2, str(script), timeout_s=100)
+    job = mpirun("gloo", 2, str(script))
     assert "rank 0 ended" in job.output, job.output
     if which == "ours":  # the derivative of the sum of both ranks' losses
         assert "rank 0 ended: [4.0, 4.0, 4.0]" in job.output, job.output

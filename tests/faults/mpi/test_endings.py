@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from multi.mpi.runner import GROUPS, LIBRARIES, mpirun, prefix, run_script
+from multi.mpi.runner import GROUPS, LIBRARIES, SCRIPT_S, mpirun, prefix, run_script
 
-pytestmark = pytest.mark.parametrize("library", [*LIBRARIES, *GROUPS])
+pytestmark = [
+    pytest.mark.parametrize("library", [*LIBRARIES, *GROUPS]),
+    pytest.mark.timeout(SCRIPT_S + 60),
+]
 
 
 def test_rank_that_exits_is_not_waited_for(library: str, tmp_path: Path) -> None:
@@ -272,7 +275,7 @@ def test_launcher_of_the_other_mpi_is_refused(library: str, tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=SCRIPT_S,
     )
     assert job.returncode != 0 and "must not get here" not in job.stdout, job.stdout
     assert "UnavailableError" in job.stderr and "mpirun -n 2" in job.stderr, job.stderr

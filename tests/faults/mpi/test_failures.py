@@ -10,7 +10,9 @@ from typing import Protocol
 
 import pytest
 
-from multi.mpi.runner import LIBRARIES, run_script
+from multi.mpi.runner import LIBRARIES, SCRIPT_S, run_script
+
+pytestmark = pytest.mark.timeout(SCRIPT_S + 60)
 
 
 class Run(Protocol):

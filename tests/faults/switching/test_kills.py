@@ -27,7 +27,7 @@ from torchrelay.errors import (
     SegmentError,
     UnavailableError,
 )
-from torchrelay.switching import ModelStore, Switcher, _process
+from torchrelay.switching import ModelStore, Switcher, _fleet
 from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others
@@ -182,7 +182,7 @@ def test_workers_that_do_not_start_are_tried_again(
     ) as made:
         made.load("slow", timeout_s=WAIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(_process, "PROGRAM", [sys.executable, "-c", "import sys; sys.exit(7)"])
+            patch.setattr(_fleet, "PROGRAM", [sys.executable, "-c", "import sys; sys.exit(7)"])
             os.kill(made.status()["workers"][0]["pid"], signal.SIGKILL)
             with pytest.raises(UnavailableError, match=r"3 workers did not start.*exit code 7"):
                 made.infer("slow", slow_inputs(0.0))
@@ -322,7 +322,7 @@ def test_an_error_in_the_daemon_ends_every_wait(
             switcher.load("slow", timeout_s=WAIT_S)
         with pytest.raises(UnavailableError, match=message):
             switcher.infer("slow", slow_inputs(0.0))
-        switcher.wait_ended()
+        eventually(lambda: bool(failures))
         assert "a mistake in the daemon" in str(switcher.failure)
         assert not switcher.is_ready("slow")
     assert [str(error) for error in failures] == ["a mistake in the daemon"]

@@ -221,7 +221,7 @@ def _die_while_saving(world: World, folder: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
             return 0
 
-        os.pwrite = write  # type: ignore[assignment]
+        os.pwrite = write
     try:
         save({"w": _rows(2.0)}, f"{folder}/good", fsync=False)
     except PeerLostError as error:
@@ -252,7 +252,7 @@ def test_all_ranks_read_the_same_checkpoint(
     import torch.distributed.checkpoint as dcp
 
     from torchrelay.checkpoint import Reader, _read, load, save
-    from torchrelay.checkpoint._foreign import open_checkpoint
+    from torchrelay.checkpoint._foreign import find_checkpoint
 
     _start(world)
 
@@ -278,15 +278,16 @@ def test_all_ranks_read_the_same_checkpoint(
     assert loaded(tmp_path) == 1.0  # one rank chooses
 
     # The checkpoint is replaced after rank 0 has opened it and before rank 1 does.
-    def opened(path: Any, *args: Any) -> Any:
+    def opened(path: Any) -> Any:
         monkeypatch.undo()
         if world.rank == 1:
             while not (tmp_path / "opened").exists():
                 time.sleep(0.01)
             save({"w": torch.full((3,), 7.0)}, path, no_dist=True, fsync=False)
-        found = open_checkpoint(path, *args)
+        folder, read = find_checkpoint(path)
+        manifest = read()
         (tmp_path / "opened").touch()
-        return found
+        return folder, lambda: manifest
 
-    monkeypatch.setattr(_read, "open_checkpoint", opened)
+    monkeypatch.setattr(_read, "find_checkpoint", opened)
     assert loaded(tmp_path / "step-1") == 7.0

@@ -9,14 +9,16 @@ import sys
 
 import pytest
 
-from multi.mpi.runner import REPOSITORY, mpirun
+from multi.mpi.runner import REPOSITORY, SCRIPT_S, mpirun
+
+pytestmark = pytest.mark.timeout(3 * SCRIPT_S)
 
 
 def run_example(name: str, launcher: str) -> str:
     """Return its output: by python alone, or as two ranks of MPI or of a process group."""
     script = str(REPOSITORY / "examples" / name)
     if launcher != "python":
-        job = mpirun(launcher, 2, script, timeout_s=180)
+        job = mpirun(launcher, 2, script)
         assert job.code == 0, job.output
         return job.output
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -25,7 +27,6 @@ def run_example(name: str, launcher: str) -> str:
     ).stdout
 
 
-@pytest.mark.timeout(600)
 def test_the_fit_of_a_heat_source_does_not_depend_on_the_ranks() -> None:
     """Its optimizer's parameters are spread over the ranks."""
     misfits = []
@@ -39,7 +40,6 @@ def test_the_fit_of_a_heat_source_does_not_depend_on_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "sml"])
-@pytest.mark.timeout(400)
 def test_tensor_parallel_layer_is_the_whole_one(launcher: str) -> None:
     output = run_example("mpi_tensor_parallel.py", launcher)
     assert output.count("holds 6 of 12 hidden units; the gradient agrees") == 2, output

@@ -164,7 +164,7 @@ def request(**more: object) -> bytes:
         (b"{}", {"Content-Type": "text/plain"}, 415, "must be application/json"),
         (b'{"inputs": NaN}', {}, 400, "JSON has no NaN"),
         (infer(data=[float(10**400 > 0)] * 63 + [10**400]), {}, 400, "is not torch.float32"),
-        (infer(data=[1e39] * 64), {}, 400, "is not torch.float32, which holds up to 3.4"),
+        (infer(data=[1e39] * 64), {}, 400, "is not torch.float32, which holds -3.40282e+38 to 3.4"),
         (infer(data=[True] * 64), {}, 400, "is not torch.float32: it is bool"),
         (infer(datatype="UINT8", data=[-1] * 64), {}, 400, "which holds 0 to 255"),
         (infer(datatype="INT64", data=[1.7] * 64), {}, 400, "is not torch.int64: it is float64"),

@@ -17,7 +17,7 @@ import torch
 
 import switching_models as models
 from torchrelay.errors import ArgumentError, ModelError, SegmentError
-from torchrelay.switching import ModelStore, Switcher, _process
+from torchrelay.switching import ModelStore, Switcher, _fleet
 
 driver_module = pytest.importorskip("cuda.bindings.driver", reason="needs the [cuda] extra")
 FOLDER = Path(__file__).parents[2] / "unit" / "switching"
@@ -41,7 +41,7 @@ WIDTH, DEPTH = 200, 6  # 0.96 MB: two of the three fit
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     fake = fake_driver.FakeDriver()
     fake_driver.install(fake, monkeypatch.setattr)
-    monkeypatch.setattr(_process, "PROGRAM", [sys.executable, str(FOLDER / "fake_cuda_worker.py")])
+    monkeypatch.setattr(_fleet, "PROGRAM", [sys.executable, str(FOLDER / "fake_cuda_worker.py")])
     yield fake
     gc.collect()
     fake.assert_nothing_left()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import load, save
+from torchrelay.checkpoint._tools import read_state
 from torchrelay.deferred import deferred_init, is_deferred, materialize_module
 from torchrelay.errors import ArgumentError, MismatchError
 
@@ -147,3 +148,20 @@ def test_a_state_that_cannot_be_changed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"b\.c: .* in a mappingproxy"):
         load(state, tmp_path / "c")
     assert not state["a"].any()  # type: ignore[attr-defined]
+
+
+def test_states_with_the_same_keys_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    """A save uses what it knows of the state that was saved last, if the layout is the same."""
+    tensor, other = torch.arange(6.0), torch.zeros(6)
+    states: list[dict[str, Any]] = [
+        {"x": {0: tensor, 1: other}},
+        {"x": [tensor, other]},
+        {"x": [tensor, tensor]},
+        {"x": [tensor.reshape(2, 3), other]},
+        {"x": [tensor.to(torch.int32), other]},
+        {"x": [torch.zeros(0), other]},
+        {"x": [tensor, 7]},
+    ]
+    for index, state in enumerate(states):
+        save(state, tmp_path / f"x{index}", fsync=False)
+        assert repr(read_state(str(tmp_path / f"x{index}"))) == repr(state)

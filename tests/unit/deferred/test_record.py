@@ -251,6 +251,18 @@ def test_draws_on_deferred_tensors(draw: Callable[[torch.Tensor], torch.Tensor])
     check(build)
 
 
+def test_draws_like_a_tensor_that_is_not_contiguous() -> None:
+    def build() -> nn.Module:
+        module = nn.Module()
+        like = torch.rand(2, 4, 8, 8).to(memory_format=torch.channels_last)
+        module.register_buffer("normal", torch.randn_like(like))
+        module.register_buffer("uniform", torch.rand_like(like))
+        module.register_buffer("after", torch.rand(5))
+        return module
+
+    check(build)
+
+
 def test_another_thread_draws_other_numbers() -> None:
     theirs: list[torch.Tensor] = []
 

@@ -8,13 +8,13 @@ import torch
 
 import switching_models as models
 from torchrelay.switching import ModelStore
-from torchrelay.switching._groups import Grouped
+from torchrelay.switching._planner import Grouped
 from torchrelay.switching._served import merged_copies
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
 
-def test_every_storage_arrives_whatever_the_groups() -> None:
+def test_every_storage_arrives_whatever_the_planner() -> None:
     draws = random.Random(5)
     with ModelStore() as store:
         model = store.add("mixed", models.mixed, inputs={"tokens": TOKENS})

@@ -9,7 +9,7 @@ import torch
 
 from torchrelay.errors import ConfigError
 from torchrelay.switching._models_file import ModelsFile
-from torchrelay.switching._profile import Layer, Profile, ProfileCache
+from torchrelay.switching._profile import Layer, load_profile, save_profile
 
 INPUT = 'inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]'
 MODEL = f'[models.m]\nfactory = "folder/file.py:make"\n{INPUT}\n'
@@ -22,19 +22,22 @@ def read(folder: Path, text: str) -> ModelsFile:
 
 
 def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
-    file = read(
-        tmp_path, f'[server]\nlink_gbps = 6\n{MODEL}weights = "w.safetensors"\npriority = 2\n'
-    )
+    keys = 'weights = "w.safetensors"\npriority = 2\nmax_batch_size = 8\n'
+    file = read(tmp_path, f"[server]\nlink_gbps = 6\n{MODEL}{keys}")
     entry = file.models["m"]
-    assert entry.factory == f"{tmp_path.resolve()}/folder/file.py:make"
-    assert entry.weights == tmp_path / "w.safetensors" and entry.priority == 2 and entry.load
-    assert entry.inputs == {"x": (torch.float32, (-1, 64))}
+    assert entry.priority == 2 and entry.load
+    assert entry.arguments == {
+        "factory": f"{tmp_path.resolve()}/folder/file.py:make",
+        "weights": tmp_path / "w.safetensors",
+        "max_batch_size": 8,
+        "inputs": {"x": (torch.float32, (-1, 64))},
+    }
     assert file.server.link_gbps == 6.0 and file.server.host == "127.0.0.1"
 
 
 def test_an_input_may_have_an_example(tmp_path: Path) -> None:
     file = read(tmp_path, MODEL.replace("[-1, 64]", "[-1, 64], example = [16, 64]"))
-    assert file.models["m"].inputs == {"x": (torch.float32, (-1, 64), (16, 64))}
+    assert file.models["m"].arguments["inputs"] == {"x": (torch.float32, (-1, 64), (16, 64))}
 
 
 @pytest.mark.parametrize(
@@ -71,14 +74,15 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_profiles_are_kept_between_runs_and_damaged_ones_taken_anew(tmp_path: Path) -> None:
-    profile = Profile((Layer((0, 2), 0.5), Layer((1,), 0.25)))
-    cache = ProfileCache(str(tmp_path / "cache"))
-    assert cache.load("key") is None
-    cache.save("key", profile)
-    assert ProfileCache(str(tmp_path / "cache")).load("key") == profile
-    for damage in ("", "{}", '{"layers": [{"module": 1}]}', "[]"):
-        (tmp_path / "cache" / "key.json").write_text(damage)
-        assert cache.load("key") is None
+    profile = (Layer((0, 2), 0.5), Layer((1,), 0.25))
+    file = tmp_path / "cache" / "key.json"
+    assert load_profile(file) is None
+    save_profile(file, profile)
+    assert load_profile(file) == profile
+    for damage in ("", "{}", '[{"module": 1}]', "[[1, 2]]", "[[[0], 1.0, 2]]"):
+        file.write_text(damage)
+        assert load_profile(file) is None
     (tmp_path / "file").write_text("")
-    ProfileCache(str(tmp_path / "file")).save("key", profile)  # cannot be kept: no error
-    assert ProfileCache("").load("key") is None
+    save_profile(tmp_path / "file" / "key.json", profile)  # cannot be kept: no error
+    save_profile(None, profile)
+    assert load_profile(None) is None
