@@ -4,7 +4,7 @@
 
 Writes ``results/parameters.md``. Training on two nodes: ``bench_parameters_wn18rr.py``. Two
 processes of this machine, or four, are the two nodes; they speak TCP over the loopback device, once
-over plain sockets and once through ZeroMQ (``transport.zeromq``). Rivals take turns within one run;
+without a key and once encrypted (``transport.key``). Rivals take turns within one run;
 each figure is the median of the rounds, with the smallest and the largest. The floors move the same
 bytes with nothing else to do: a copy in memory for what is local, a request and its answer over a
 bare TCP connection for what is remote.
@@ -33,7 +33,7 @@ from torch.distributed import rpc
 from torchrelay.parameters import Embedding, Table, optim
 
 KEYS, DIM, BATCH = 100_000, 64, 4096
-NETWORKS = {"plain sockets": "0", "ZeroMQ": "1"}
+NETWORKS = {"plain": "", "encrypted": "3a" * 32}  # their keys
 # What a batch takes on the wire: each key with its place and the age of what is known of it, and
 # its value.
 ASK_BYTES, VALUE_BYTES = 16, 4 * DIM
@@ -223,8 +223,8 @@ def node(rank: int, size: int, port: int, rounds: int, repeats: int, out: Simple
     }
     calls |= _bare_tcp(rank, other, sizes)
     tables = {}
-    for network, zeromq in NETWORKS.items():
-        os.environ["TORCHRELAY_TRANSPORT_ZEROMQ"] = zeromq
+    for network, key in NETWORKS.items():
+        os.environ["TORCHRELAY_TRANSPORT_KEY"] = key
         tables[network] = Table.create(
             KEYS, DIM, name=network, node_of_rank=lambda r: r // per_node
         )

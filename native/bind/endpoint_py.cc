@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <optional>
 
@@ -14,7 +15,7 @@
 #include "torchrelay/memory_network.h"
 #include "torchrelay/origin.h"
 #include "torchrelay/tcp_network.h"
-#include "torchrelay/zmq_network.h"
+#include "torchrelay/transport/tls.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -86,37 +87,27 @@ SessionToken token_of(const nb::bytes& token) {
   return result;
 }
 
-void set_common(NetworkOptions& options, const nb::bytes& token, const std::string& interface,
-                std::size_t max_message_bytes, bool local_sockets, double peer_timeout_s, double linger_s,
-                double spin_s) {
+void make_tcp_network(TcpNetwork* self, const nb::bytes& token, std::shared_ptr<transport::Tls> tls,
+                      const std::string& interface, std::size_t max_message_bytes, bool local_sockets,
+                      double peer_timeout_s, double linger_s) {
+  NetworkOptions options;
   options.token = token_of(token);
+  options.tls = std::move(tls);
   options.interface = interface;
   options.max_message_bytes = max_message_bytes;
   options.local_sockets = local_sockets;
   options.peer_timeout = from_seconds<milliseconds>(peer_timeout_s);
   options.linger = from_seconds<milliseconds>(linger_s);
-  options.spin = from_seconds<microseconds>(spin_s);
+  new (self) TcpNetwork(std::move(options));
 }
 
-void make_tcp_network(TcpNetwork* self, const nb::bytes& token, const std::string& interface,
-                      std::size_t max_message_bytes, bool local_sockets, double peer_timeout_s,
-                      double linger_s, double spin_s) {
-  NetworkOptions options;
-  set_common(options, token, interface, max_message_bytes, local_sockets, peer_timeout_s, linger_s, spin_s);
-  new (self) TcpNetwork(options);
-}
-
-void make_zmq_network(ZmqNetwork* self, const std::string& library_path, const nb::bytes& token,
-                      const std::string& interface, std::size_t max_message_bytes, bool local_sockets,
-                      double heartbeat_s, double peer_timeout_s, double linger_s, double spin_s,
-                      int io_threads, const std::string& curve_public_key,
-                      const std::string& curve_secret_key) {
-  ZmqOptions options;
-  set_common(options, token, interface, max_message_bytes, local_sockets, peer_timeout_s, linger_s, spin_s);
-  options.heartbeat = from_seconds<milliseconds>(heartbeat_s);
-  options.curve_public_key = curve_public_key;
-  options.curve_secret_key = curve_secret_key;
-  new (self) ZmqNetwork(std::make_shared<ZmqContext>(library_path, io_threads), options);
+void make_tls(transport::Tls* self, const std::string& library_path, const nb::bytes& key) {
+  transport::Key bytes;
+  if (key.size() != bytes.size())
+    throw Error(Code::kArgument,
+                "a key has " + std::to_string(bytes.size()) + " bytes, not " + std::to_string(key.size()));
+  std::memcpy(bytes.data(), key.c_str(), bytes.size());
+  new (self) transport::Tls(library_path, bytes);
 }
 
 }  // namespace
@@ -159,19 +150,14 @@ void register_endpoint(nb::module_& module) {
           },
           "network"_a, "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0);
 
-  nb::class_<TcpNetwork, Network>(module, "TcpNetwork",
-                                  "Endpoints over plain sockets; see transport.plain_network.")
-      .def("__init__", &make_tcp_network, nb::kw_only(), "token"_a, "interface"_a = "127.0.0.1",
-           "max_message_bytes"_a = NetworkOptions().max_message_bytes, "local_sockets"_a = true,
-           "peer_timeout_s"_a = 10.0, "linger_s"_a = 1.0, "spin_s"_a = 0.0)
-      .def_prop_ro("ignored_connections", &TcpNetwork::ignored_connections);
+  nb::class_<transport::Tls>(module, "Tls", "Encrypts connections with a key, by the libssl at a path.")
+      .def("__init__", &make_tls, "library_path"_a, "key"_a);
 
-  nb::class_<ZmqNetwork, Network>(module, "ZmqNetwork", "Endpoints over ZeroMQ; see transport.zmq_network.")
-      .def("__init__", &make_zmq_network, "library_path"_a, nb::kw_only(), "token"_a,
-           "interface"_a = "127.0.0.1", "max_message_bytes"_a = ZmqOptions().max_message_bytes,
-           "local_sockets"_a = true, "heartbeat_s"_a = 2.0, "peer_timeout_s"_a = 10.0, "linger_s"_a = 1.0,
-           "spin_s"_a = 0.0, "io_threads"_a = 1, "curve_public_key"_a = "", "curve_secret_key"_a = "")
-      .def_prop_ro("ignored_messages", &ZmqNetwork::ignored_messages);
+  nb::class_<TcpNetwork, Network>(module, "TcpNetwork", "Endpoints over sockets; see transport.network.")
+      .def("__init__", &make_tcp_network, nb::kw_only(), "token"_a, "tls"_a.none() = nb::none(),
+           "interface"_a = "127.0.0.1", "max_message_bytes"_a = NetworkOptions().max_message_bytes,
+           "local_sockets"_a = true, "peer_timeout_s"_a = 10.0, "linger_s"_a = 1.0)
+      .def_prop_ro("ignored_connections", &TcpNetwork::ignored_connections);
 }
 
 }  // namespace torchrelay

@@ -159,14 +159,16 @@ class HostCommunicator {
 
 void make_host_communicator(HostCommunicator* self, int rank, std::vector<int> names,
                             const Addresses& addresses, std::vector<std::vector<int>> hosts, int listener,
-                            const nb::bytes& token, std::size_t share_bytes, std::size_t piece_bytes,
-                            std::size_t inline_bytes, nb::object local, nb::callable on_failure) {
+                            const nb::bytes& token, std::shared_ptr<transport::Tls> tls,
+                            std::size_t share_bytes, std::size_t piece_bytes, std::size_t inline_bytes,
+                            nb::object local, nb::callable on_failure) {
   Descriptor owned(listener);
   MessengerOptions options;
   if (token.size() != options.token.size())
     throw Error(Code::kArgument, "a token has " + std::to_string(options.token.size()) + " bytes, not " +
                                      std::to_string(token.size()));
   std::memcpy(options.token.data(), token.c_str(), token.size());
+  options.tls = std::move(tls);
   options.rank = rank;
   options.names = names;
   options.hosts = hosts;
@@ -198,15 +200,18 @@ void register_transport(nb::module_& module) {
   nb::class_<HostCommunicator> type(module, "HostCommunicator",
                                     "One rank's part in a group of several hosts. Thread-safe.");
   type.def("__init__", &make_host_communicator, "rank"_a, "names"_a, "addresses"_a, "hosts"_a, "listener"_a,
-           "token"_a, "share_bytes"_a, "piece_bytes"_a, "inline_bytes"_a, "local"_a, "on_failure"_a,
-           nb::sig("def __init__(self, rank: int, names: collections.abc.Sequence[int], addresses: "
-                   "collections.abc.Sequence[tuple[str, int]], hosts: "
-                   "collections.abc.Sequence[collections.abc.Sequence[int]], listener: int, token: bytes, "
-                   "share_bytes: int, piece_bytes: int, inline_bytes: int, local: Communicator, "
-                   "on_failure: collections.abc.Callable[[Failure], None]) -> None"),
+           "token"_a, "tls"_a.none(), "share_bytes"_a, "piece_bytes"_a, "inline_bytes"_a, "local"_a,
+           "on_failure"_a,
+           nb::sig(
+               "def __init__(self, rank: int, names: collections.abc.Sequence[int], addresses: "
+               "collections.abc.Sequence[tuple[str, int]], hosts: "
+               "collections.abc.Sequence[collections.abc.Sequence[int]], listener: int, token: bytes, "
+               "tls: Tls | None, share_bytes: int, piece_bytes: int, inline_bytes: int, local: Communicator, "
+               "on_failure: collections.abc.Callable[[Failure], None]) -> None"),
            "`names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each "
            "host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` "
-           "the group's secret; `local` has the ranks of this host, and is used by this class alone. "
+           "the group's secret, and `tls` encrypts what leaves the host; `local` has the ranks of this host, "
+           "and is used by this class alone. "
            "`on_failure` is called once, when the group breaks here or a peer reports that it broke, in any "
            "thread. The sizes, equal on all ranks, are described in host_collectives.h.")
       .def("all_reduce_through", &HostCommunicator::all_reduce_through, "data"_a, "count"_a, "dtype"_a,

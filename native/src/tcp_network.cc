@@ -5,6 +5,7 @@
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 
 #include <algorithm>
@@ -13,7 +14,9 @@
 #include <cstddef>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <new>
+#include <random>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -34,6 +37,42 @@ using transport::resolve;
 using transport::SocketAddress;
 using transport::Stream;
 
+namespace {
+
+// Equal for processes that can reach each other's abstract Unix sockets; empty if that cannot be known.
+std::string network_namespace() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot_id;
+  file >> boot_id;
+  struct stat status{};
+  if (stat("/proc/self/ns/net", &status) != 0) return "";
+  return boot_id + "/" + std::to_string(status.st_ino);
+}
+
+// For an abstract Unix socket.
+std::string random_socket_name() {
+  std::random_device random;
+  std::string name = "torchrelay-";
+  for (int i = 0; i < 4; ++i) name += std::to_string(random());
+  return name;
+}
+
+// The Unix part of an "address|socket name|network namespace", if we are in that namespace; else the address.
+struct Reachable {
+  std::string address;
+  bool local;
+};
+
+Reachable reachable(const std::string& address, const std::string& namespace_id) {
+  const auto first = address.find('|'), last = address.rfind('|');
+  if (first == std::string::npos) return {address, false};
+  if (namespace_id.empty() || address.substr(last + 1) != namespace_id)
+    return {address.substr(0, first), false};
+  return {address.substr(first + 1, last - first - 1), true};
+}
+
+}  // namespace
+
 struct TcpNetwork::State {
   NetworkOptions options;
   std::string namespace_id = network_namespace();
@@ -49,7 +88,7 @@ constexpr std::size_t kBufferBytes = std::size_t{64} << 10;  // of a connection
 constexpr std::size_t kReadBudget = std::size_t{2} << 20;    // of one connection before the others' turn
 constexpr int kUnixBuffer = 4 << 20;  // the kernel takes what it allows; TCP's grow by themselves
 constexpr int kListenBacklog = 1024;
-constexpr std::string_view kScheme = "direct://";
+constexpr std::string_view kScheme = "tcp://";
 
 SocketAddress address_of_interface(const std::string& interface) {
   SocketAddress result;
@@ -68,13 +107,9 @@ SocketAddress unix_address(const std::string& abstract_name) {
   return result;
 }
 
-// From "direct://host:port" and back.
+// From "tcp://host:port" and back.
 SocketAddress parse_address(const std::string& text) {
   const auto colon = text.rfind(':');
-  if (text.starts_with("tcp://"))
-    throw Error(Code::kArgument, "connecting to '" + text +
-                                     "': that node speaks ZeroMQ, this one plain sockets; give all nodes the "
-                                     "same transport settings and, if any, the same key file");
   SocketAddress result;
   if (text.starts_with(kScheme) && colon >= kScheme.size()) {
     std::string host = text.substr(kScheme.size(), colon - kScheme.size());
@@ -119,6 +154,8 @@ class Inbound final : public transport::FrameSink {
       : stream_(std::move(stream)), max_message_bytes_(max_message_bytes), messages_(messages) {}
 
   int fd() const { return stream_->fd(); }
+  // Whether take() stopped before it took all, of which the socket has nothing.
+  bool has_buffered() const { return budget_ == 0 && stream_->has_buffered(); }
   bool is_garbled() const { return is_garbled_; }
 
   // Takes what is there, at most about one large message. False: the connection has ended.
@@ -163,10 +200,10 @@ class TcpEndpoint final : public Endpoint {
     bound.size = sizeof bound.storage;
     getsockname(tcp.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.size);
     address_ = address_text(bound);
-    listen(std::move(tcp));
+    listen(std::move(tcp), state_->options.tls);
     if (!state_->options.local_sockets || state_->namespace_id.empty()) return;
     const std::string name = random_socket_name();
-    listen(listen_at(unix_address(name), name));
+    listen(listen_at(unix_address(name), name), nullptr);
     address_ += "|" + name + "|" + state_->namespace_id;
   }
 
@@ -178,13 +215,18 @@ class TcpEndpoint final : public Endpoint {
   std::string address() const override { return address_; }
 
   void connect(std::uint32_t peer, const std::string& address) override {
-    const SocketAddress remote = parse_address(address.substr(0, address.find('|')));
+    const std::string name = address.substr(0, address.find('|'));
+    const SocketAddress remote = parse_address(name);
     const auto [text, local] = reachable(address, state_->options.local_sockets ? state_->namespace_id : "");
     disconnect(peer);
     const SocketAddress target = local ? unix_address(text) : remote;
     outbound_[peer] = std::make_shared<Outbound>(
         *state_->loop,
-        [target, timeout = state_->options.peer_timeout] { return start_connecting(target, timeout); },
+        [target, name, timeout = state_->options.peer_timeout,
+         tls = local ? nullptr : state_->options.tls]() -> std::unique_ptr<Stream> {
+          Descriptor socket = start_connecting(target, timeout);
+          return socket ? transport::open_stream(tls.get(), std::move(socket), true, name) : nullptr;
+        },
         Greeting{.token = state_->options.token});
   }
 
@@ -221,13 +263,14 @@ class TcpEndpoint final : public Endpoint {
   bool receive(Message& message, std::chrono::microseconds timeout) override {
     const auto start = Clock::now();
     const auto deadline = start + timeout;
-    const auto spin_end = start + std::min(timeout, state_->options.spin);
     Clock::duration longest{0};
-    for (auto now = start; messages_.empty(); now = Clock::now()) {
+    for (auto now = start;; now = Clock::now()) {
+      for (const auto& [inbound, id] : std::exchange(unread_, {})) take(inbound, id);
+      if (!messages_.empty()) break;
       if (now >= deadline && now != start) return false;
       loop_.run_for(longest);
       if (error_) throw Error(*std::exchange(error_, nullptr));
-      longest = now < spin_end ? Clock::duration(0) : deadline - now;
+      longest = unread_.empty() ? deadline - now : Clock::duration(0);
     }
     message = std::move(messages_.front());
     messages_.pop_front();
@@ -235,10 +278,12 @@ class TcpEndpoint final : public Endpoint {
   }
 
  private:
-  void listen(Descriptor socket) {
+  void listen(Descriptor socket, std::shared_ptr<const transport::Tls> tls) {
     listeners_.push_back(
         std::make_unique<Listener>(loop_, std::move(socket),
                                    transport::ListenerOptions{.token = state_->options.token,
+                                                              .tls = std::move(tls),
+                                                              .name = address_,
                                                               .turned_away = &state_->ignored_connections},
                                    [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
                                      return admit(std::move(stream), greeting);
@@ -257,14 +302,17 @@ class TcpEndpoint final : public Endpoint {
     const auto inbound =
         std::make_shared<Inbound>(std::move(stream), state_->options.max_message_bytes, messages_);
     const auto id = std::make_shared<EventLoop::Id>();
-    *id = loop_.watch(inbound->fd(), EPOLLIN, [this, inbound, id](std::uint32_t) { take(*inbound, *id); });
-    take(*inbound, *id);  // a stream may have read ahead
+    *id = loop_.watch(inbound->fd(), EPOLLIN, [this, inbound, id](std::uint32_t) { take(inbound, *id); });
+    take(inbound, *id);  // a stream may have read ahead
     return true;
   }
 
-  void take(Inbound& inbound, EventLoop::Id id) {
-    if (inbound.take()) return;
-    if (inbound.is_garbled()) state_->ignored_connections.fetch_add(1, std::memory_order_relaxed);
+  void take(const std::shared_ptr<Inbound>& inbound, EventLoop::Id id) {
+    if (inbound->take()) {
+      if (inbound->has_buffered()) unread_.emplace_back(inbound, id);
+      return;
+    }
+    if (inbound->is_garbled()) state_->ignored_connections.fetch_add(1, std::memory_order_relaxed);
     loop_.forget(id);
   }
 
@@ -273,6 +321,7 @@ class TcpEndpoint final : public Endpoint {
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::string address_;
   std::deque<Message> messages_;
+  std::vector<std::pair<std::shared_ptr<Inbound>, EventLoop::Id>> unread_;  // they make no event
   std::unique_ptr<Error> error_;
   std::unordered_map<std::uint32_t, std::shared_ptr<Outbound>> outbound_;
   std::vector<std::shared_ptr<Outbound>> closing_;

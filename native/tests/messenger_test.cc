@@ -1,20 +1,20 @@
-// Ranks are messengers in one process, and plain sockets where a rank does what it should not. The program's
-// environment may name libssl (TORCHRELAY_LIBSSL).
+// Ranks are messengers in one process, and plain sockets where a rank does what it should not.
 #include "torchrelay/transport/messenger.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <thread>
 
 #include "check.h"
+#include "keys.h"
 
 using namespace torchrelay;
 using namespace torchrelay::transport;
+using torchrelay::testing::encryption;
 
 namespace {
 
@@ -146,13 +146,6 @@ std::string text_of(Messenger& messenger, const std::shared_ptr<Transfer>& trans
     return error.what();
   }
   return "";
-}
-
-std::shared_ptr<const Tls> key(unsigned char fill) {
-  Key key;
-  key.fill(fill);
-  const char* path = std::getenv("TORCHRELAY_LIBSSL");
-  return std::make_shared<const Tls>(path == nullptr ? "libssl.so.3" : path, key);
 }
 
 bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
@@ -442,7 +435,7 @@ TEST(strangers_have_little_time_and_need_the_token) {
 }
 
 TEST(encrypted_messages_of_all_sizes_arrive) {
-  World world({1, 1, 1}, {}, [](MessengerOptions& options) { options.tls = key(1); });
+  World world({1, 1, 1}, {}, [](MessengerOptions& options) { options.tls = encryption(1); });
   for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{70000}, 4 * kLarge})
     for (int round = 0; round < 3; ++round) {
       std::vector<Bytes> out, in(6, Bytes(size));
@@ -475,8 +468,8 @@ TEST(ranks_with_different_keys_learn_that_from_each_other) {
   options.rank = 1;
   options.names = {0, 1};
   options.hosts = {{0}, {1}};
-  for (const auto& other : {key(2), std::shared_ptr<const Tls>()}) {
-    World world({1, 1}, {0}, [&](MessengerOptions& each) { each.tls = key(1); });
+  for (const auto& other : {encryption(2), std::shared_ptr<const Tls>()}) {
+    World world({1, 1}, {0}, [&](MessengerOptions& each) { each.tls = encryption(1); });
     options.addresses = {world.address(0), world.address(1)};
     options.token = world.token;
     options.tls = other;
@@ -492,7 +485,7 @@ TEST(ranks_with_different_keys_learn_that_from_each_other) {
 
 TEST(garbage_and_slow_handshakes_stop_no_encrypted_rank) {
   World world({1, 1}, {}, [](MessengerOptions& options) {
-    options.tls = key(1);
+    options.tls = encryption(1);
     options.greeting_timeout = std::chrono::milliseconds(100);
   });
   const char hello[] = "\x16\x03\x01\x01\x00\x01\x00\x00\xfc\x03\x03";  // the begin of a handshake

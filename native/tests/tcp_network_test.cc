@@ -8,20 +8,29 @@
 
 #include "check.h"
 #include "endpoints.h"
+#include "keys.h"
 
 using namespace std::chrono_literals;
 using torchrelay::Code;
 using torchrelay::Message;
 using torchrelay::NetworkOptions;
 using torchrelay::TcpNetwork;
+using torchrelay::testing::encryption;
 using torchrelay::testing::message;
 using torchrelay::testing::receive;
 using torchrelay::testing::stranger_socket;
 
+// TCP, Unix sockets, and TCP with a key.
+std::vector<NetworkOptions> all_kinds() {
+  std::vector<NetworkOptions> kinds(3);
+  kinds[0].local_sockets = kinds[2].local_sockets = false;
+  kinds[2].tls = encryption(1);
+  return kinds;
+}
+
 TEST(messages_arrive_in_order_over_tcp_and_unix_sockets) {
-  for (const bool local : {false, true}) {
-    NetworkOptions options;
-    options.local_sockets = local;
+  for (const NetworkOptions& options : all_kinds()) {
+    const bool local = options.local_sockets;
     TcpNetwork net(options);
     auto a = net.open("a"), b = net.open("b");
     CHECK((b->address().find('|') != std::string::npos) == local);
@@ -37,9 +46,7 @@ TEST(messages_arrive_in_order_over_tcp_and_unix_sockets) {
 
 // The receiver is slower than the sender, whose sockets fill up.
 TEST(what_a_socket_does_not_take_at_once_arrives_in_order) {
-  for (const bool local : {false, true}) {
-    NetworkOptions options;
-    options.local_sockets = local;
+  for (const NetworkOptions& options : all_kinds()) {
     TcpNetwork net(options);
     auto a = net.open("a"), b = net.open("b");
     a->connect(0, b->address());
@@ -53,15 +60,39 @@ TEST(what_a_socket_does_not_take_at_once_arrives_in_order) {
 }
 
 TEST(an_endpoint_that_closes_sends_what_it_has) {
-  TcpNetwork net(NetworkOptions{});
-  auto b = net.open("b");
-  std::thread sender([&] {
-    auto a = net.open("a");
+  for (const NetworkOptions& options : all_kinds()) {
+    TcpNetwork net(options);
+    auto b = net.open("b");
+    std::thread sender([&] {
+      auto a = net.open("a");
+      a->connect(0, b->address());
+      for (int i = 0; i < 5; ++i) a->send(0, message(std::string(4'000'000, static_cast<char>('a' + i))));
+    });
+    for (int i = 0; i < 5; ++i) CHECK(receive(*b) == std::string(4'000'000, static_cast<char>('a' + i)));
+    sender.join();
+  }
+}
+
+// With the token, but another key or none, while a member sends.
+TEST(who_lacks_the_key_gets_nothing_and_reaches_nobody) {
+  for (const auto& other : {encryption(2), std::shared_ptr<const torchrelay::transport::Tls>()}) {
+    NetworkOptions options = all_kinds()[2], foreign = options;
+    foreign.tls = other;
+    TcpNetwork net(options), strangers(foreign);
+    auto a = net.open("a"), b = net.open("b"), stranger = strangers.open("s");
+    stranger->connect(0, b->address());
+    stranger->send(0, message("let me in"));
     a->connect(0, b->address());
-    for (int i = 0; i < 5; ++i) a->send(0, message(std::string(4'000'000, static_cast<char>('a' + i))));
-  });
-  for (int i = 0; i < 5; ++i) CHECK(receive(*b) == std::string(4'000'000, static_cast<char>('a' + i)));
-  sender.join();
+    a->connect(1, stranger->address());
+    a->send(1, message("these are the gradients of a model"));
+    for (int i = 0; i < 1000 && net.ignored_connections() == 0; ++i) {
+      CHECK(receive(*b, 10ms) == "(nothing)");
+      CHECK(receive(*stranger, 0ms) == "(nothing)");
+    }
+    CHECK(net.ignored_connections() >= 1);
+    a->send(0, message("friend"));
+    CHECK(receive(*b) == "friend");
+  }
 }
 
 TEST(a_message_to_nobody_is_given_up_when_its_sender_closes) {
@@ -137,7 +168,7 @@ TEST(peers_can_be_replaced_and_disconnected) {
   a->disconnect(0);
   CHECK_THROWS(Code::kArgument, a->send(0, message("to nobody")));
   CHECK_THROWS(Code::kArgument, a->connect(0, "nonsense"));
-  CHECK_THROWS(Code::kArgument, a->connect(0, "tcp://127.0.0.1:1"));
+  CHECK_THROWS(Code::kArgument, a->connect(0, "udp://127.0.0.1:1"));
 }
 
 TEST(another_token_is_a_stranger) {
@@ -154,8 +185,8 @@ TEST(another_token_is_a_stranger) {
   CHECK(receive(*b) == "friend");
 }
 
-TEST(hostile_bytes_and_silent_strangers_do_nothing) {
-  TcpNetwork net(NetworkOptions{});
+void be_hostile(const NetworkOptions& options) {
+  TcpNetwork net(options);
   auto a = net.open("a"), b = net.open("b");
   std::vector<int> silent;
   for (unsigned seed = 0; seed < 100; ++seed) {
@@ -172,6 +203,10 @@ TEST(hostile_bytes_and_silent_strangers_do_nothing) {
   a->send(0, message("still here"));
   CHECK(receive(*b) == "still here");
   for (const int fd : silent) ::close(fd);
+}
+
+TEST(hostile_bytes_and_silent_strangers_do_nothing) {
+  for (const NetworkOptions& options : all_kinds()) be_hostile(options);
 }
 
 TEST(many_senders_reach_one_receiver) {

@@ -1,28 +1,24 @@
-// Encrypted streams over socket pairs. The program's environment names libssl (TORCHRELAY_LIBSSL).
+// Encrypted streams over socket pairs.
 #include "torchrelay/transport/tls.h"
 
 #include <fcntl.h>
 #include <sys/socket.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "keys.h"
 
 using namespace torchrelay;
 using namespace torchrelay::transport;
+using torchrelay::testing::libssl;
 
 namespace {
 
 using Bytes = std::vector<std::byte>;
-
-const char* library() {
-  const char* path = std::getenv("TORCHRELAY_LIBSSL");
-  return path == nullptr ? "libssl.so.3" : path;
-}
 
 Key key_of(unsigned char first) {
   Key key;
@@ -44,8 +40,8 @@ Bytes pattern(std::size_t size) {
 
 // Two ends that have a key and the name of the one that accepts.
 struct Pair {
-  explicit Pair(const Tls& connecting = Tls(library(), key_of(1)),
-                const Tls& accepting = Tls(library(), key_of(1)), const char* named = "1",
+  explicit Pair(const Tls& connecting = Tls(libssl(), key_of(1)),
+                const Tls& accepting = Tls(libssl(), key_of(1)), const char* named = "1",
                 const char* name = "1") {
     auto both = sockets();
     from = connecting.open(std::move(both.first), true, named);
@@ -111,7 +107,7 @@ TEST(bytes_arrive_in_both_directions) {
 }
 
 TEST(the_socket_gets_no_plain_bytes) {
-  const Tls tls(library(), key_of(1));
+  const Tls tls(libssl(), key_of(1));
   auto [wire, a] = sockets();
   auto [other, b] = sockets();
   const auto from = tls.open(std::move(a), true, "1"), to = tls.open(std::move(b), false, "1");
@@ -133,20 +129,20 @@ TEST(the_socket_gets_no_plain_bytes) {
 }
 
 TEST(another_key_is_named_by_both_ends) {
-  Pair pair(Tls(library(), key_of(1)), Tls(library(), key_of(2)));
+  Pair pair(Tls(libssl(), key_of(1)), Tls(libssl(), key_of(2)));
   CHECK(pair.negotiate() == kBothFailed);
   CHECK(contains(pair.from->failure(), "has another key"));
   CHECK(contains(pair.to->failure(), "has another key"));
 }
 
 TEST(a_connection_to_another_process_than_wanted_is_refused) {
-  Pair pair(Tls(library(), key_of(1)), Tls(library(), key_of(1)), "1", "2");
+  Pair pair(Tls(libssl(), key_of(1)), Tls(libssl(), key_of(1)), "1", "2");
   CHECK(pair.negotiate() == kBothFailed);
   CHECK(contains(pair.from->failure(), "did not agree"));
 }
 
 TEST(keys_are_replaced_while_bytes_move) {
-  const Tls tls(library(), key_of(1), 100'000);
+  const Tls tls(libssl(), key_of(1), 100'000);
   Pair pair(tls, tls);
   CHECK(pair.negotiate() == kBothDone);
   const Bytes data = pattern(3'000'000);
@@ -155,7 +151,7 @@ TEST(keys_are_replaced_while_bytes_move) {
 }
 
 TEST(strangers_get_nowhere) {
-  const Tls tls(library(), key_of(1));
+  const Tls tls(libssl(), key_of(1));
   for (const std::string& words : {std::string("TRLA"), std::string(40, '\0'), std::string(9000, 'x'),
                                    std::string("\x16\x03\x01\x40\x00\x01\x00\x3f\xfc", 9)}) {
     auto [stranger, accepted] = sockets();
@@ -184,7 +180,7 @@ TEST(a_handshake_that_ends_early_fails) {
 TEST(changed_bytes_end_the_connection_and_those_before_are_received) {
   auto [wire, a] = sockets();
   auto [other, b] = sockets();
-  const Tls tls(library(), key_of(1));
+  const Tls tls(libssl(), key_of(1));
   const auto from = tls.open(std::move(a), true, "1"), to = tls.open(std::move(b), false, "1");
   const auto pass = [&](bool is_changed) {
     std::string there = receive_raw(wire.get());

@@ -66,21 +66,18 @@ class DelayedNetwork(Network):
 
     def __init__(self, network: Network, max_delay_s: float = 0.0, duplicate_probability: float = 0.0, seed: int = 0) -> None: ...
 
-class TcpNetwork(Network):
-    """Endpoints over plain sockets; see transport.plain_network."""
+class Tls:
+    """Encrypts connections with a key, by the libssl at a path."""
 
-    def __init__(self, *, token: bytes, interface: str = '127.0.0.1', max_message_bytes: int = 1073741824, local_sockets: bool = True, peer_timeout_s: float = 10.0, linger_s: float = 1.0, spin_s: float = 0.0) -> None: ...
+    def __init__(self, library_path: str, key: bytes) -> None: ...
+
+class TcpNetwork(Network):
+    """Endpoints over sockets; see transport.network."""
+
+    def __init__(self, *, token: bytes, tls: Tls | None = None, interface: str = '127.0.0.1', max_message_bytes: int = 1073741824, local_sockets: bool = True, peer_timeout_s: float = 10.0, linger_s: float = 1.0) -> None: ...
 
     @property
     def ignored_connections(self) -> int: ...
-
-class ZmqNetwork(Network):
-    """Endpoints over ZeroMQ; see transport.zmq_network."""
-
-    def __init__(self, library_path: str, *, token: bytes, interface: str = '127.0.0.1', max_message_bytes: int = 1073741824, local_sockets: bool = True, heartbeat_s: float = 2.0, peer_timeout_s: float = 10.0, linger_s: float = 1.0, spin_s: float = 0.0, io_threads: int = 1, curve_public_key: str = '', curve_secret_key: str = '') -> None: ...
-
-    @property
-    def ignored_messages(self) -> int: ...
 
 def twister_polynomial(distance: int) -> bytes:
     """
@@ -742,9 +739,9 @@ class Failure:
 class HostCommunicator:
     """One rank's part in a group of several hosts. Thread-safe."""
 
-    def __init__(self, rank: int, names: Sequence[int], addresses: Sequence[tuple[str, int]], hosts: Sequence[Sequence[int]], listener: int, token: bytes, share_bytes: int, piece_bytes: int, inline_bytes: int, local: Communicator, on_failure: Callable[[Failure], None]) -> None:
+    def __init__(self, rank: int, names: Sequence[int], addresses: Sequence[tuple[str, int]], hosts: Sequence[Sequence[int]], listener: int, token: bytes, tls: Tls | None, share_bytes: int, piece_bytes: int, inline_bytes: int, local: Communicator, on_failure: Callable[[Failure], None]) -> None:
         """
-        `names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` the group's secret; `local` has the ranks of this host, and is used by this class alone. `on_failure` is called once, when the group breaks here or a peer reports that it broke, in any thread. The sizes, equal on all ranks, are described in host_collectives.h.
+        `names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` the group's secret, and `tls` encrypts what leaves the host; `local` has the ranks of this host, and is used by this class alone. `on_failure` is called once, when the group breaks here or a peer reports that it broke, in any thread. The sizes, equal on all ranks, are described in host_collectives.h.
         """
 
     def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None], timeout_s: float, block: bool) -> Ticket | None:

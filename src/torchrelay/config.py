@@ -43,6 +43,7 @@ def setting(
     unit: str = "",
     allowed: Collection[Any] = (),
     minimum: float = 0,
+    secret: bool = False,
 ) -> Any:
     """Define a field of a :class:`Section`.
 
@@ -52,9 +53,10 @@ def setting(
         unit: such as ``requests``; not needed where the name ends with it (:data:`_UNITS`).
         allowed: the only values that are valid; empty: all.
         minimum: the smallest valid number.
+        secret: it is not shown in the section's ``repr``.
     """
     metadata = {"doc": doc, "unit": unit, "allowed": tuple(allowed), "minimum": minimum}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 SECTIONS: dict[str, type[Section]] = {}
@@ -268,6 +270,11 @@ class Aggregation(Section, name="aggregation"):
         "host of a switch's controller, which returns the switch's address (gRPC)",
     )
     controller_port: int = setting(50099, "port of the controller", minimum=1)
+    unencrypted_switch: bool = setting(
+        False,
+        "use the switch, and its controller, also if there is a key: what goes through them is not "
+        "encrypted, because a switch adds integers that it must read",
+    )
     exact: bool = setting(
         False,
         "whether floating-point sums, which a switch quantizes, use TCP even if there is a switch",
@@ -425,6 +432,7 @@ class Switching(Section, name="switching"):
     api_key: str = setting(
         "",
         "a secret that every request except health checks must carry; empty: none",
+        secret=True,
     )
     repository_control: bool = setting(False, "clients may load and unload the models of the file")
 
@@ -454,8 +462,11 @@ class TransportSettings(Section, name="transport"):
 
     key_file: str = setting(
         "",
-        "file with the CURVE keys of the job, from transport.create_key_file; empty: no encryption",
+        "file with the job's key, from `torchrelay key create`: what leaves a host is encrypted. "
+        "Only its owner may read it, or, if that is root, also its group. Empty: no encryption, "
+        "unless there is TORCHRELAY_TRANSPORT_KEY",
     )
+    key: str = setting("", "the key itself, instead of its file", secret=True)
     connect_timeout_s: float = setting(60.0, "how long nodes wait for each other to connect")
     heartbeat_s: float = setting(1.0, "interval between the heartbeats of a node", minimum=0.01)
     peer_timeout_s: float = setting(
@@ -466,11 +477,6 @@ class TransportSettings(Section, name="transport"):
     )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", minimum=1)
     linger_s: float = setting(1.0, "how long closing waits for unsent messages")
-    zeromq: bool = setting(
-        False,
-        "the parameter manager uses ZeroMQ, as it always does with a key file; otherwise plain "
-        "sockets, which wake fewer threads per request",
-    )
     interface: str = setting(
         "",
         "address or network device at which other hosts reach this one, or several, separated by "
@@ -480,13 +486,6 @@ class TransportSettings(Section, name="transport"):
     local_sockets: bool = setting(
         True, "use Unix sockets instead of TCP between processes of one host"
     )
-    spin_s: float = setting(0.0, "how long a receiver spins before it sleeps")
-    io_threads: int = setting(1, "I/O threads of ZeroMQ", unit="threads", minimum=1)
-
-    @property
-    def uses_zeromq(self) -> bool:
-        """Whether the parameter manager uses ZeroMQ."""
-        return self.zeromq or bool(self.key_file)
 
     def __post_init__(self) -> None:
         if self.peer_timeout_s < 2 * self.heartbeat_s:

@@ -1,170 +1,131 @@
-"""Networks between the nodes of a job: plain sockets, or ZeroMQ with encryption.
+"""The key of a job, which encrypts what leaves a host, and the network of the parameter manager.
 
-The native core opens endpoints on these networks; messages never pass through Python.
+The native core opens connections; messages never pass through Python.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes.util
+import hashlib
 import os
+import re
 import secrets
+import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from torchrelay import _native, config
-from torchrelay._waiting import read_key
+from torchrelay import _native
 from torchrelay.config import TransportSettings
-from torchrelay.errors import ConfigError, UnavailableError
+from torchrelay.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+__all__ = ["TransportSettings", "create_key", "network", "read_key"]
 
-__all__ = [
-    "TOKEN_BYTES",
-    "TransportSettings",
-    "create_key_file",
-    "network",
-    "plain_network",
-    "read_key_file",
-    "session_token",
-    "zmq_library_path",
-    "zmq_network",
-]
-
+KEY_VARIABLES = "TORCHRELAY_TRANSPORT_KEY_FILE or TORCHRELAY_TRANSPORT_KEY"
 TOKEN_BYTES = 16
+_KEY_BYTES = 32
+_NAME_BYTES = 6
 
 
-def zmq_library_path() -> str:
-    """Return the path of the libzmq in the pyzmq wheel.
-
-    Raises:
-        UnavailableError: pyzmq was built against the system's libzmq.
-    """
-    import zmq  # noqa: PLC0415 - costs 30 ms, and only networks need it
-
-    package = Path(zmq.__file__).parent
-    for folder in (package.parent / "pyzmq.libs", package / ".libs", package):
-        for path in sorted(folder.glob("libzmq*.so*")):
-            return str(path)
-    raise UnavailableError(
-        f"there is no libzmq beside {package}; install pyzmq as a wheel, not from source"
-    )
-
-
-def create_key_file(path: str | Path) -> None:
-    """Write a new CURVE key pair that only its owner can read. All nodes use the same file.
+def create_key(path: str | Path) -> None:
+    """Write a new key, 64 hexadecimal digits, to a file that only its owner can read.
 
     Raises:
         FileExistsError: the file exists; keys are never overwritten.
     """
-    import zmq  # noqa: PLC0415
-
-    public, secret = zmq.curve_keypair()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(public + b"\n" + secret + b"\n")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(_KEY_BYTES) + "\n")
 
 
-def read_key_file(path: str | Path) -> tuple[str, str]:
-    """Return the public and the secret key in ``path``.
+def read_key(settings: TransportSettings) -> bytes | None:
+    """Return the key that ``settings`` have, 32 bytes; None if they have none.
 
     Raises:
-        ConfigError: it cannot be read, others may read it, or it contains no key pair.
+        ConfigError: it is no key, its file cannot be read, or others may read or change it.
+    """
+    text, origin = settings.key, "TORCHRELAY_TRANSPORT_KEY"
+    if not (text or settings.key_file):
+        return None
+    if text and settings.key_file:
+        raise ConfigError(f"set {KEY_VARIABLES}, not both")
+    if settings.key_file:
+        text, origin = _read_private(settings.key_file), f"the key file {settings.key_file}"
+    if not re.fullmatch(rf"[0-9a-fA-F]{{{2 * _KEY_BYTES}}}", text.strip()):
+        raise ConfigError(
+            f"{origin} does not contain a key, which is {2 * _KEY_BYTES} hexadecimal digits; make "
+            "one with `torchrelay key create PATH`"
+        )
+    return bytes.fromhex(text)
+
+
+def _read_private(path: str) -> str:
+    """Return the text of a file that only its owner may read, or, if that is root, also its group,
+    as the files of a Kubernetes Secret are.
     """
     try:
-        others_may_read = Path(path).stat().st_mode & 0o077
-        keys = Path(path).read_text().split()
+        with open(path, encoding="ascii") as file:
+            about, text = os.fstat(file.fileno()), file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {path} cannot be read: {error}") from error
-    if others_may_read:
-        raise ConfigError(f"other users may access the key file {path}; use chmod 600")
-    if [len(key) for key in keys] != [40, 40]:
+    refused = stat.S_IRWXO | stat.S_IWGRP | (stat.S_IRGRP if about.st_uid else 0)
+    if stat.S_IMODE(about.st_mode) & refused:
         raise ConfigError(
-            f"{path} is no key file; make one with torchrelay.transport.create_key_file"
+            f"other users may access the key file {path}; use `chmod 600`, or `defaultMode: 0440` "
+            "for the volume of a Kubernetes Secret"
         )
-    return keys[0], keys[1]
+    return text
 
 
-def session_token(store: Store, node: int, name: str = "", timeout_s: float = 60.0) -> bytes:
-    """Return the secret that authenticates the nodes of this job.
+def key_name(key: bytes | None) -> str:
+    """Return a name that processes compare to see whether they have the same key, which cannot be
+    computed from it.
+    """
+    if key is None:
+        return "none"
+    return hashlib.blake2b(key, digest_size=_NAME_BYTES, person=b"torchrelay key").hexdigest()
 
-    Node 0 draws it; the others wait for it in ``store``.
+
+def encryption(key: bytes | None) -> _native.Tls | None:
+    """Return what encrypts connections with ``key``; None without a key.
 
     Raises:
-        OperationTimeoutError: node 0 did not write it within ``timeout_s``.
+        UnavailableError: there is no libssl 3.
     """
-    key = f"torchrelay/transport/{name}/token"
-    if node == 0:
-        store.set(key, secrets.token_hex(TOKEN_BYTES))
-    message = (
-        f"node {node}: node 0 did not write the job's token to the store within {{elapsed_s}} s; "
-        "is it running?"
-    )
-    return bytes.fromhex(read_key(store, key, 0, message, timeout_s))
+    return None if key is None else _native.Tls(libssl_path(), key)
+
+
+def libssl_path() -> str:
+    """Return the libssl that Python's own module ``ssl`` uses, else the system's."""
+    with contextlib.suppress(ImportError):
+        import _ssl  # noqa: F401, PLC0415 - it loads the library, and only keys need it
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if re.fullmatch(r"libssl[^/]*\.so[.\d]*", os.path.basename(path)):
+            return f"/{path}"
+    return ctypes.util.find_library("ssl") or "libssl.so.3"
 
 
 def network(
     settings: TransportSettings, *, token: bytes, interface: str = "127.0.0.1"
-) -> _native.ZmqNetwork | _native.TcpNetwork:
-    """Create the network that ``settings`` choose; see :func:`zmq_network` and
-    :func:`plain_network`.
-    """
-    make = zmq_network if settings.uses_zeromq else plain_network
-    return make(settings, token=token, interface=interface)
+) -> _native.TcpNetwork:
+    """Create this process's network for nodes of the parameter manager.
 
-
-def zmq_network(
-    settings: TransportSettings | None = None, *, token: bytes, interface: str = "127.0.0.1"
-) -> _native.ZmqNetwork:
-    """Create a ZeroMQ network for this process.
+    With a key, its TCP connections are encrypted; local ones, through Unix sockets, are not.
 
     Args:
-        token: the same 16 bytes on all nodes; see :func:`session_token`.
+        token: the same 16 bytes on all nodes.
         interface: the address at which other hosts reach this one; default: none can.
 
     Raises:
-        ConfigError: the key file is invalid.
-        UnavailableError: libzmq is missing.
+        ConfigError: the key is invalid.
+        UnavailableError: there is a key, but no libssl 3.
     """
-    settings = settings or config.load(TransportSettings)
-    public, secret = read_key_file(settings.key_file) if settings.key_file else ("", "")
-    return _native.ZmqNetwork(
-        zmq_library_path(),
-        token=token,
-        interface=interface,
-        max_message_bytes=settings.max_message_bytes,
-        local_sockets=settings.local_sockets,
-        heartbeat_s=settings.heartbeat_s,
-        peer_timeout_s=settings.peer_timeout_s,
-        linger_s=settings.linger_s,
-        spin_s=settings.spin_s,
-        io_threads=settings.io_threads,
-        curve_public_key=public,
-        curve_secret_key=secret,
-    )
-
-
-def plain_network(
-    settings: TransportSettings | None = None, *, token: bytes, interface: str = "127.0.0.1"
-) -> _native.TcpNetwork:
-    """Create a network of plain sockets: faster than :func:`zmq_network`, and not encrypted.
-
-    Arguments as for :func:`zmq_network`.
-
-    Raises:
-        ConfigError: a key file is set, but plain sockets do not encrypt.
-    """
-    settings = settings or config.load(TransportSettings)
-    if settings.key_file:
-        raise ConfigError(
-            "TORCHRELAY_TRANSPORT_KEY_FILE is set, but plain sockets do not encrypt: use "
-            "zmq_network, or unset it"
-        )
     return _native.TcpNetwork(
         token=token,
+        tls=encryption(read_key(settings)),
         interface=interface,
         max_message_bytes=settings.max_message_bytes,
         local_sockets=settings.local_sockets,
         peer_timeout_s=settings.peer_timeout_s,
         linger_s=settings.linger_s,
-        spin_s=settings.spin_s,
     )

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import Self
+
 from torchrelay import config
 from torchrelay._addresses import boot_id
 from torchrelay._waiting import listed, nothing_to_check, wait_for_others
@@ -423,6 +425,18 @@ class Ranks:
                 ranks=(0,),
             ) from error
 
+    def among(self, ranks: Sequence[int]) -> Self:
+        """Return the group of ``ranks``, for groups that have no rank in common. Does not block."""
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        part = copy.copy(self)
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part.names = [self.names[rank] for rank in ranks]
+        part._barriers = Counter()
+        if self.store is not None:
+            part.store = dist.PrefixStore(f"among/{ranks[0]}", self.store)
+        return part
+
     @property
     def name(self) -> str:
         """This rank, for messages."""
@@ -477,19 +491,10 @@ class Meeting(Ranks):
         self.store = dist.PrefixStore(self.attempt, self._whole)
         self._check_jobs()
 
-    def among(self, ranks: Sequence[int]) -> Meeting:
-        """Return the rendezvous of ``ranks``, for groups that have no rank in common. Does not
-        block.
-        """
-        import torch.distributed as dist  # noqa: PLC0415 - as above
-
-        part = copy.copy(self)
-        part.rank, part.size = ranks.index(self.rank), len(ranks)
-        part.names = [self.names[rank] for rank in ranks]
+    def among(self, ranks: Sequence[int]) -> Self:
+        part = super().among(ranks)
         part._places = [self._places[rank] for rank in ranks]
         part._present = [self._present[rank] for rank in ranks]
-        part._barriers = Counter()
-        part.store = dist.PrefixStore(f"among/{ranks[0]}", self.store)
         return part
 
     @property

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend
 from namespaces import Hosts, enter, missing, switched
-from torchrelay import transport
 from torchrelay._addresses import address_for_peers
-from torchrelay.errors import UnavailableError, UnsupportedError
+from torchrelay.errors import UnavailableError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
 
@@ -106,33 +105,6 @@ def test_a_wrong_interface_is_named_by_every_rank(
     for result in results:
         assert result.ok, result.error
         assert f"rank 1: TORCHRELAY_TRANSPORT_INTERFACE='{interface}'" in result.value
-
-
-def _refuse_key(world: World, hosts: Hosts, key_file: str) -> tuple[str, str]:
-    enter(hosts.pids[world.rank])
-    os.environ["TORCHRELAY_TRANSPORT_KEY_FILE"] = key_file
-    os.environ["TORCHRELAY_HOST_ID"] = str(world.rank)
-    world = dataclasses.replace(world, master_addr=hosts.addresses[0])
-    with pytest.raises(UnsupportedError) as sml:
-        dist.init_process_group("sml", store=world.connect(), rank=world.rank, world_size=2)
-    os.environ["MASTER_ADDR"] = hosts.addresses[0]
-    with Table.create(8, 2, optimizer=optim.sgd(1.0)) as table:
-        with pytest.raises(UnsupportedError) as step:
-            table.optimizer()
-        table.push(torch.arange(8), torch.ones(8, 2))
-    return str(sml.value), str(step.value)
-
-
-def test_with_a_key_nothing_leaves_a_host_in_clear(
-    tmp_path: Path, run_processes: RunProcesses
-) -> None:
-    key_file = tmp_path / "key"
-    transport.create_key_file(key_file)
-    with switched(2) as hosts:
-        results = run_processes(_refuse_key, 2, hosts=hosts, key_file=str(key_file))
-    for result in results:
-        assert result.ok, result.error
-        assert all("TORCHRELAY_TRANSPORT_KEY_FILE" in message for message in result.value)
 
 
 def test_one_host_needs_no_address() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.transport import zmq_library_path
+from torchrelay.transport import libssl_path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "native" / "tests").glob("*_test.cc"))
@@ -56,7 +56,7 @@ def build(sanitizer: str) -> Path:
 def test_native(build: Path, source: Path) -> None:
     environ = {
         **os.environ,
-        "TORCHRELAY_LIBZMQ": zmq_library_path(),
+        "TORCHRELAY_LIBSSL": libssl_path(),
         "TSAN_OPTIONS": f"suppressions={ROOT / 'native' / 'tests' / 'tsan.supp'}",
     }
     result = subprocess.run(

@@ -17,7 +17,7 @@ def _waiting_endpoint() -> Any:
     """An endpoint whose network has a thread, since its peer does not answer, and the network."""
     network = _native.TcpNetwork(token=bytes(16), local_sockets=False)
     endpoint = network.open("one")
-    endpoint.connect(1, "direct://127.0.0.1:1")
+    endpoint.connect(1, "tcp://127.0.0.1:1")
     endpoint.send(1, b"message")
     return endpoint, network
 

@@ -4,65 +4,89 @@ import os
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
 
-from torchrelay import _native
-from torchrelay.errors import (
-    ArgumentError,
-    ConfigError,
-    OperationTimeoutError,
-    UnavailableError,
-)
-from torchrelay.transport import (
-    TransportSettings,
-    create_key_file,
-    plain_network,
-    read_key_file,
-    session_token,
-    zmq_library_path,
-)
+from torchrelay import _native, transport
+from torchrelay.config import TransportSettings
+from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
 
-SETTINGS = TransportSettings(heartbeat_s=0.2, peer_timeout_s=30)
 TOKEN = bytes(16)
+KEY = "0123456789abcdefABCDEF9876543210" * 2
 
 
-def test_key_files(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    create_key_file(path)
-    public, secret = read_key_file(path)
-    assert len(public) == len(secret) == 40 and public != secret
+def _read(path: Path) -> bytes | None:
+    return transport.read_key(TransportSettings(key_file=str(path)))
+
+
+def test_a_key_comes_from_a_file_or_a_variable(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    transport.create_key(path)
+    key = _read(path)
+    assert key is not None and len(key) == 32 and key.hex() == path.read_text().strip()
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        create_key_file(path)
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_key_file(path)
-    for content in ("", "a b", "\xff\xfe"):
-        bad = tmp_path / "bad"
-        bad.write_text(content)
-        bad.chmod(0o600)
-        with pytest.raises(ConfigError):
-            read_key_file(bad)
+        transport.create_key(path)
+    assert transport.read_key(TransportSettings()) is None
+    assert transport.read_key(TransportSettings(key=KEY)) == bytes.fromhex(KEY)
+    with pytest.raises(ConfigError, match="not both"):
+        transport.read_key(TransportSettings(key=KEY, key_file=str(path)))
+
+
+def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    for text in ("", "secret", KEY[:-1], KEY + "0", "\xff\xfe"):
+        path.write_text(text, encoding="latin-1")
+        path.chmod(0o600)
+        if text:
+            with pytest.raises(ConfigError) as variable:
+                transport.read_key(TransportSettings(key=text))
+            assert text not in str(variable.value)
+        with pytest.raises(ConfigError, match=str(path)) as file:
+            _read(path)
+        assert not text or text not in str(file.value)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_key_file(tmp_path / "missing")
+        _read(tmp_path / "missing")
+    assert KEY not in repr(TransportSettings(key=KEY))
 
 
-def test_plain_sockets_and_keys_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="do not encrypt"):
-        plain_network(TransportSettings(key_file="keys"), token=TOKEN)
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o600, 0o604, 0o620, 0o640, 0o660, 0o644, 0o602])
+@pytest.mark.parametrize("owner", ["root", "user"])
+def test_a_key_file_is_its_owners_alone_or_roots_with_a_group_that_reads_it(
+    tmp_path: Path, mode: int, owner: str
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to change the owner of a file")
+    path = tmp_path / "key"
+    transport.create_key(path)
+    os.chown(path, 0 if owner == "root" else 1000, -1)
+    path.chmod(mode)
+    if not mode & (0o027 if owner == "root" else 0o077):
+        assert _read(path)
+    else:
+        with pytest.raises(ConfigError, match=r"chmod 600.*defaultMode: 0440"):
+            _read(path)
 
 
-def test_the_token_is_drawn_by_node_0() -> None:
-    store = HashStore()
-    token = session_token(store, 0)
-    assert len(token) == 16 and session_token(store, 1) == token
-    with pytest.raises(OperationTimeoutError, match="node 0 did not write"):
-        session_token(store, 1, "another name", timeout_s=0.01)
-    with pytest.raises(ArgumentError, match="16 bytes"):
-        _native.ZmqNetwork(zmq_library_path(), token=b"short")
+def test_keys_are_compared_without_being_shown() -> None:
+    one, other = transport.key_name(bytes(32)), transport.key_name(bytes([1] * 32))
+    assert one != other and len(one) == len(other) == 12
+    assert transport.key_name(None) == "none"
 
 
 def test_the_library_is_found_and_a_foreign_one_refused() -> None:
-    assert os.path.exists(zmq_library_path())
-    with pytest.raises(UnavailableError):
-        _native.ZmqNetwork("libm.so.6", token=TOKEN)
+    _native.Tls(transport.libssl_path(), bytes(32))
+    for path in ("libm.so.6", "libno-such-library.so"):
+        with pytest.raises(UnavailableError, match="apt install libssl3"):
+            _native.Tls(path, bytes(32))
+    with pytest.raises(ArgumentError, match="32 bytes"):
+        _native.Tls(transport.libssl_path(), b"short")
+    with pytest.raises(ArgumentError, match="16 bytes"):
+        _native.TcpNetwork(token=b"short")
+
+
+def test_messages_of_endpoints_with_a_key() -> None:
+    settings = TransportSettings(key=KEY, local_sockets=False)
+    network = transport.network(settings, token=TOKEN)
+    receiver, sender = network.open("receiver"), network.open("sender")
+    sender.connect(0, receiver.address)
+    sender.send(0, b"hello")
+    assert receiver.receive(30) == b"hello"

@@ -1,4 +1,5 @@
-// Endpoints over plain sockets: TCP between hosts, abstract Unix sockets within one network namespace.
+// Endpoints over sockets: TCP, encrypted if there is a key, and abstract Unix sockets within one network
+// namespace.
 //
 // The thread that sends writes into the socket, and the thread that receives reads from it, so that a request
 // and its answer wake two threads. What a socket does not accept at once is sent by the process's event loop.
@@ -10,14 +11,28 @@
 // a new connection; ReliableEndpoint detects the gap.
 #pragma once
 
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 
 #include "torchrelay/endpoint.h"
 #include "torchrelay/session.h"
+#include "torchrelay/transport/tls.h"
 
 namespace torchrelay {
+
+struct NetworkOptions {
+  std::string interface = "127.0.0.1";  // an address that peers can reach
+  bool local_sockets = true;            // use Unix sockets to peers of the same network namespace
+  SessionToken token{};
+  std::shared_ptr<const transport::Tls> tls{};  // of TCP connections; null: they are not encrypted
+  std::size_t max_message_bytes = std::size_t{1} << 30;
+  std::chrono::milliseconds linger{1000};  // how long closing waits for unsent messages
+  // A connection whose peer sends nothing for this long is closed.
+  std::chrono::milliseconds peer_timeout{10000};
+};
 
 class TcpNetwork final : public Network {
  public:

@@ -52,18 +52,16 @@ void Outbound::end() {
 bool Outbound::connect() {
   if (stream_) return is_connected_;
   if (timer_ != 0) return false;
-  Descriptor socket = connect_();
-  if (!socket) {
+  stream_ = connect_();
+  if (!stream_) {
     is_refused_ = errno == ECONNREFUSED;
     retry_later();
     return false;
   }
-  const int fd = socket.get();
-  stream_ = std::make_unique<PlainStream>(std::move(socket));
   is_connected_ = write_ended_ = false;
   wants_space_ = true;
   greeted_ = 0;
-  watch_ = loop_.watch(fd, EPOLLIN | EPOLLOUT, [weak = weak_from_this()](std::uint32_t events) {
+  watch_ = loop_.watch(stream_->fd(), EPOLLIN | EPOLLOUT, [weak = weak_from_this()](std::uint32_t events) {
     if (const auto self = weak.lock()) self->ready(events);
   });
   return false;
@@ -113,7 +111,10 @@ void Outbound::ready(std::uint32_t events) {
     const int error = connect_error(stream_->fd());
     is_refused_ = error == ECONNREFUSED;
     if (error != 0) return disconnect();
-    is_connected_ = true;
+    const Negotiation result = stream_->negotiate();
+    if (result == Negotiation::kFailed) return disconnect();
+    is_connected_ = result == Negotiation::kDone;
+    if (!is_connected_) return watch_for_space(stream_->has_unsent());
   }
   std::array<std::byte, 64> nothing;
   const bool may_have_ended = (events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0;

@@ -18,8 +18,8 @@ namespace torchrelay::transport {
 class Outbound : public std::enable_shared_from_this<Outbound> {
  public:
   using Clock = EventLoop::Clock;
-  // A socket that is being connected; empty, with errno set, if that failed at once.
-  using Connect = std::function<Descriptor()>;
+  // A stream whose socket is being connected; null, with errno set, if that failed at once.
+  using Connect = std::function<std::unique_ptr<Stream>()>;
 
   // The loop must outlive it.
   Outbound(EventLoop& loop, Connect connect, const Greeting& greeting)
@@ -59,7 +59,7 @@ class Outbound : public std::enable_shared_from_this<Outbound> {
   std::condition_variable idle_;
   std::unique_ptr<Stream> stream_;
   EventLoop::Id watch_ = 0, timer_ = 0;
-  bool is_connected_ = false;
+  bool is_connected_ = false;  // and negotiated
   bool is_refused_ = false;
   bool wants_space_ = false;
   bool write_ended_ = false;

@@ -54,7 +54,9 @@ constexpr const char* kEnded =
     "ended the connection before it was encrypted; do all ranks have the same key "
     "(TORCHRELAY_TRANSPORT_KEY_FILE or TORCHRELAY_TRANSPORT_KEY)?";
 constexpr const char* kRefused = "did not agree on encryption (";
-constexpr const char* kNeeded = "encryption needs libssl 3 (OpenSSL)";
+constexpr const char* kNeeded =
+    "encryption needs libssl 3, of OpenSSL (apt install libssl3, dnf install openssl-libs, conda install "
+    "openssl)";
 constexpr const char* kTampered = "sent bytes that its key did not encrypt: they were changed on their way";
 
 struct Library {

@@ -24,7 +24,6 @@ __all__ = [
     "backends_asked",
     "callback_error",
     "find_torchdistx",
-    "gloo_group",
     "group_store",
     "has_fsdp2",
     "meet_without_variables",
@@ -183,7 +182,7 @@ def premul_factor(op: Any) -> float:
     return float(op.__getstate__()[1])
 
 
-def gloo_group(store: Any, rank: int, size: int, timeout_s: float, address: str) -> Any:
+def _gloo_group(store: Any, rank: int, size: int, timeout_s: float, address: str) -> Any:
     """Return a private Gloo group that listens at ``address``; its collectives take lists of
     tensors.
     """
@@ -210,7 +209,7 @@ def private_backend(
     if name == "gloo":
         # Gloo waits for its peers inside the store, whose connection serves one thread at a time:
         # threads that make two backends in different orders would wait for each other.
-        return gloo_group(store.clone(), rank, size, timeout_s, address)
+        return _gloo_group(store.clone(), rank, size, timeout_s, address)
     if name == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

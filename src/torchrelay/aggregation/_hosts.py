@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchrelay import _native, _torch, config
-from torchrelay._addresses import address_for_peers, is_loopback, listen_at
+from torchrelay._addresses import address_for_peers
+from torchrelay._communicators import open_between
 from torchrelay.aggregation._dtypes import NATIVE
 from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op, PlaneStats
@@ -26,8 +27,8 @@ from torchrelay.aggregation._switch_transport import (
     terms,
 )
 from torchrelay.config import Aggregation
-from torchrelay.errors import UnsupportedError
-from torchrelay.transport import TOKEN_BYTES
+from torchrelay.errors import ConfigError
+from torchrelay.transport import read_key
 from torchrelay.world import Meeting
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["HostsPlane"]
 
 _logger = logging.getLogger("torchrelay.aggregation")
-_LINE_BYTES = 64  # two ranks do not write to one cache line
 # The payload in each rank's record: of all ranks' together, at least and at most.
 _TABLE_BYTES = 16384
 _LEAST_INLINE_BYTES, _MOST_INLINE_BYTES = 256, 2048
@@ -58,8 +58,9 @@ class HostsPlane(NativePlane):
         PeerLostError: a rank died meanwhile.
         UnavailableError: a rank cannot be reached from other hosts, or the switch does not answer;
             on every rank.
-        UnsupportedError: there is a key file, but bytes between hosts are not encrypted.
-        ConfigError: the ranks have different settings for the switch; on every rank.
+        ConfigError: the ranks have different settings for the switch, or there is a key, which does
+            not encrypt what goes through a switch; on every rank.
+        MismatchError: the ranks have different keys; on every rank.
     """
 
     name = "hosts"
@@ -70,36 +71,31 @@ class HostsPlane(NativePlane):
     ) -> None:
         self._rank, self._names = meeting.rank, meeting.names
         self._at = Placement.of(meeting.rank, [process.host for process in meeting.processes])
-        listener = listen_at(self._address(meeting, store, timeout_s))
+        sockets = config.load(config.TransportSettings)
+        address = self._address(meeting, store, timeout_s, sockets.interface)
         self._shm = ShmPlane(meeting.among(self._at.local), timeout_s, settings)
         self._origin, self._closing = _native.Origin(), threading.Lock()
         self._switch: SwitchTransport | None = None
-        host, port = listener.getsockname()[:2]
-        about = {
-            "address": [host, port],
-            "token": secrets.token_hex(TOKEN_BYTES),
-            "session_id": secrets.randbits(64),
-            "chunk_bytes": settings.chunk_bytes,
-            "share_bytes": min(settings.chunk_bytes, settings.slot_bytes // len(self._at.local)),
-            "terms": terms(settings),
-        }
-        abouts = meeting.gather("hosts", about, timeout_s)
-        share_bytes = min(each["share_bytes"] for each in abouts) // _LINE_BYTES * _LINE_BYTES
-        self.native = _native.HostCommunicator(
-            meeting.rank,
-            meeting.names,
-            [(each["address"][0], each["address"][1]) for each in abouts],
+        self.native, abouts = open_between(
+            meeting,
             self._at.hosts,
-            listener.detach(),
-            bytes.fromhex(abouts[0]["token"]),
-            max(share_bytes, _LINE_BYTES),
-            abouts[0]["chunk_bytes"],
-            _inline_bytes(meeting.size, is_used(settings)),
             self._shm.native,
-            self._report,
+            sockets,
+            address,
+            timeout_s,
+            settings,
+            inline_bytes=_inline_bytes(meeting.size, is_used(settings)),
+            on_failure=self._wake,
+            more={"session_id": secrets.randbits(64), "terms": terms(settings)},
         )
         try:
             check_agreement([each["terms"] for each in abouts], self._rank, self._names)
+            if is_used(settings) and read_key(sockets) and not settings.unencrypted_switch:
+                raise ConfigError(
+                    f"{meeting.name}, sml: there is a key, but a switch adds integers that it must "
+                    "read, so what goes through it is not encrypted; use none, or allow it with "
+                    "TORCHRELAY_AGGREGATION_UNENCRYPTED_SWITCH=1"
+                )
             if is_used(settings):
                 client = join(meeting, self._at, settings, abouts[0]["session_id"], timeout_s)
                 check = functools.partial(self._shm.native.check, "waiting for other hosts")
@@ -112,21 +108,13 @@ class HostsPlane(NativePlane):
             raise
         self._log()
 
-    def _address(self, meeting: Meeting, store: Store, timeout_s: float) -> str:
-        settings = config.load(config.TransportSettings)
-        me = f"sml, rank {self._names[self._rank]}"
-        address = address_for_peers(
+    def _address(self, meeting: Meeting, store: Store, timeout_s: float, interface: str) -> str:
+        return address_for_peers(
             lambda step, mine: meeting.gather(step, mine, timeout_s),
-            me,
+            f"sml, rank {self._names[self._rank]}",
             _torch.store_host(store),
-            settings.interface,
+            interface,
         )
-        if settings.key_file and not is_loopback(address):
-            raise UnsupportedError(
-                f"{me}: TORCHRELAY_TRANSPORT_KEY_FILE is set, but sml does not encrypt what it "
-                "sends to other hosts; unset it, or use another backend"
-            )
-        return address
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
@@ -168,9 +156,8 @@ class HostsPlane(NativePlane):
                 self._switch.close()
             self._shm.close()
 
-    def _report(self, failure: _native.Failure) -> None:
-        """Wake waiting ranks: those of this host in shared memory, this one at the switch."""
-        self._shm.native.report(failure.message, failure.ranks, failure.timed_out)
+    def _wake(self) -> None:
+        """Wake this rank where it waits for the switch."""
         if self._switch is not None:
             self._switch.close()
 

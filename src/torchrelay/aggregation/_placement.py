@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchrelay._communicators import hosts_of
+
 __all__ = ["Placement"]
 
 
@@ -21,10 +23,7 @@ class Placement:
     @classmethod
     def of(cls, rank: int, identities: Sequence[str]) -> Placement:
         """Return the placement of ranks whose hosts have these ``identities``."""
-        hosts: dict[str, list[int]] = {}
-        for each, identity in enumerate(identities):
-            hosts.setdefault(identity, []).append(each)
-        return cls(rank, tuple(map(tuple, hosts.values())))
+        return cls(rank, hosts_of(identities))
 
     @property
     def size(self) -> int:

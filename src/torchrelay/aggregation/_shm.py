@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrelay import _native
+from torchrelay._communicators import open_local
 from torchrelay._native import Op
 from torchrelay.aggregation._dtypes import NATIVE, code
 from torchrelay.aggregation._plane import PlaneStats, Tensors
-from torchrelay.buffers import Segment
 from torchrelay.config import Aggregation
 from torchrelay.world import Meeting
 
@@ -109,33 +108,17 @@ class NativePlane:
 class ShmPlane(NativePlane):
     """The :class:`_plane.Plane` of a rank in a group whose ranks all run on this host.
 
-    Creation is collective: the first rank creates the segment, the others attach it by its address
-    in the store, and all wait for each other.
+    Creation is collective; see :func:`open_local`, also for its errors.
 
     Args:
         meeting: of the group's ranks.
-
-    Raises:
-        OperationTimeoutError: a rank did not join within ``timeout_s``.
-        PeerLostError: a rank died before it joined.
-        SegmentError: the segment cannot be created or attached.
     """
 
     name = "shm"
     native: Communicator
 
     def __init__(self, meeting: Meeting, timeout_s: float, settings: Aggregation) -> None:
-        self._segment = _open_segment(meeting, timeout_s, settings)
-        self.native = _native.Communicator(
-            self._segment.memory,
-            meeting.rank,
-            meeting.names,
-            spin_s=settings.spin_us * 1e-6,
-            yield_s=settings.oversubscribed_yield_us * 1e-6,
-        )
-        meeting.announce("joined")
-        meeting.wait("joined", timeout_s)  # from here on the native core detects deaths
-        self.native.join(timeout_s)
+        self.native = open_local(meeting, timeout_s, settings)
 
     def stats(self) -> PlaneStats:
         native = self.native
@@ -147,15 +130,3 @@ class ShmPlane(NativePlane):
 
 def _blocks(tensors: Tensors) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-
-
-def _open_segment(meeting: Meeting, timeout_s: float, settings: Aggregation) -> Segment:
-    if meeting.rank == 0:
-        memory = _native.Communicator.create_segment(
-            meeting.size, settings.slot_bytes, settings.one_shot_bytes, settings.mailbox_bytes
-        )
-        segment = Segment(memory)
-        meeting.announce("segment", segment.address)
-        return segment
-    (address,) = meeting.wait("segment", timeout_s, [0])
-    return Segment.attach(address)

@@ -45,7 +45,13 @@ def terms(settings: Aggregation) -> dict[str, object]:
     """
     if not is_used(settings):
         return {"switch": False}
-    names = ("exact", "num_worker_threads", "max_outstanding_packets", "packet_numel")
+    names = (
+        "exact",
+        "num_worker_threads",
+        "max_outstanding_packets",
+        "packet_numel",
+        "unencrypted_switch",
+    )
     return {"switch": True, **{name: getattr(settings, name) for name in names}}
 
 

@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"torchrelay: the command needs {error.name}: pip install typer rich (extra [cli])")
 
 from torchrelay import __version__
-from torchrelay.cli import checkpoint
+from torchrelay.cli import checkpoint, key
 from torchrelay.cli.demo import demo
 from torchrelay.cli.doctor import doctor
 from torchrelay.cli.serve import serve
@@ -33,6 +33,7 @@ app = typer.Typer(
 app.command(rich_help_panel="First steps")(doctor)
 app.command(rich_help_panel="First steps")(demo)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Tools")
+app.add_typer(key.app, name="key", rich_help_panel="Tools")
 app.command(rich_help_panel="Serving")(serve)
 app.command(rich_help_panel="Services")(switch)
 

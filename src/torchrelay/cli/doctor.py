@@ -35,7 +35,7 @@ _MARKS = {
     "absent": "[dim]absent[/dim]",
 }
 _CAP_NET_ADMIN, _CAP_BPF = 12, 39
-_OPTIONAL = ("MPI", "CUDA", "XDP", "huge pages")
+_OPTIONAL = ("encryption", "MPI", "CUDA", "XDP", "huge pages")
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,17 @@ def _training() -> Finding:
     return Finding("training", "ok", "an optimizer steps")
 
 
+def _encryption() -> Finding:
+    from torchrelay import transport  # noqa: PLC0415
+    from torchrelay.errors import UnavailableError  # noqa: PLC0415
+
+    try:
+        transport.encryption(bytes(32))
+    except UnavailableError as error:
+        return Finding("encryption", "missing", "no libssl 3", str(error))
+    return Finding("encryption", "ok", transport.libssl_path())
+
+
 def _mpi() -> Finding:
     import torch  # noqa: PLC0415
 
@@ -268,6 +279,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _mpi,
     _parameters,
     _switching,
+    _encryption,
     _cores,
     _mpi_library,
     _cuda,

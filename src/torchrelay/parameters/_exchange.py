@@ -6,22 +6,20 @@ the number of processes.
 
 from __future__ import annotations
 
-import time
+import itertools
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from torchrelay import _torch
-from torchrelay._waiting import listed
+from torchrelay._native import Communicator, HostCommunicator
 from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError
 from torchrelay.world import Ranks
 
 __all__ = ["GradientExchange", "sum_by_key"]
 
-# After a failed exchange, each process announces that it failed; after this time, processes that
-# have not are reported.
-_ANNOUNCEMENTS_S = 1.0
+
+_ROWS = 0  # the type of messages, which is the same in all calls
 
 
 class _Call(IntEnum):
@@ -51,7 +49,7 @@ def sum_by_key(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GradientExchange:
-    """Sums sparse gradients over ``ranks``. Creation and all methods are collective, and block.
+    """Sums sparse gradients over ``ranks``. All methods are collective, and block.
 
     All methods raise:
         OperationTimeoutError: processes did not make the call in time; ``ranks`` names them.
@@ -59,22 +57,17 @@ class GradientExchange:
         MismatchError: processes make different calls.
 
     Args:
-        interface: the address at which other processes reach this one.
+        group: of the same ranks.
 
     Attributes:
         sent_bytes: what this process has sent to others.
     """
 
-    def __init__(self, ranks: Ranks, timeout_s: float, interface: str = "127.0.0.1") -> None:
-        self._ranks, self._timeout_s, self._interface = ranks, timeout_s, interface
-        self._calls = 0
+    def __init__(
+        self, ranks: Ranks, group: Communicator | HostCommunicator, timeout_s: float
+    ) -> None:
+        self._ranks, self._group, self._timeout_s = ranks, group, timeout_s
         self.sent_bytes = 0
-        try:
-            self._group = _torch.gloo_group(
-                ranks.store, ranks.rank, ranks.size, timeout_s, interface
-            )
-        except RuntimeError as error:
-            raise self._failure(error, time.monotonic()) from error
 
     def sum(self, keys: Tensor, values: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys that this process owns, ascending, and the sums of all processes' rows.
@@ -118,7 +111,6 @@ class GradientExchange:
 
     def _headers(self, call: _Call, mine: Tensor) -> Tensor:
         """Send row ``i`` of ``mine`` to rank ``i``; return those received, after their call."""
-        self._calls += 1
         size = self._ranks.size
         mine = torch.cat([torch.full((size, 1), int(call)), mine.reshape(size, -1)], dim=1)
         width = max(3, mine.shape[1])  # the same in all calls, so that different ones are noticed
@@ -138,45 +130,35 @@ class GradientExchange:
         self, rows: tuple[Tensor, ...], sent: list[int], received: list[int]
     ) -> list[Tensor]:
         """Send ``sent[i]`` rows to rank ``i``, in order; return the rows received, in order."""
-        started_s = time.monotonic()
+        rows = tuple(part.contiguous() for part in rows)
         outs = [part.new_empty(sum(received), *part.shape[1:]) for part in rows]
         try:
-            works = [
-                self._group.alltoall_base(out, part.contiguous(), received, sent)
-                for out, part in zip(outs, rows, strict=True)
-            ]
-            for work in works:
-                work.wait()
-        except RuntimeError as error:  # what Gloo raises
-            raise self._failure(error, started_s) from error
+            for out, part in zip(outs, rows, strict=True):
+                self._group.all_to_all(
+                    _blocks(part, sent),
+                    _blocks(out, received),
+                    _ROWS,
+                    self._timeout_s,
+                    True,
+                )
+        except (OperationTimeoutError, PeerLostError) as error:
+            cause = str(error).partition("; ")[0]
+            raise type(error)(
+                f"{cause}, in the sum of row gradients; every process must run the same "
+                "backward passes with a lookup in the table. The timeout is "
+                "TORCHRELAY_PARAMETERS_TIMEOUT_S",
+                ranks=error.ranks,
+            ) from error
         others = sum(sent) - sent[self._ranks.rank]
         self.sent_bytes += others * sum(part[:1].nbytes for part in rows)
         return outs
 
-    def _failure(self, error: RuntimeError, started_s: float) -> Exception:
-        """Return the error to raise; it names the processes that did not fail in this call."""
-        name, elapsed_s = self._ranks.name, time.monotonic() - started_s
-        step = f"gradients/{self._calls}"
-        try:
-            self._ranks.announce(step)
-            time.sleep(_ANNOUNCEMENTS_S)
-            missing = [self._ranks.names[rank] for rank in self._ranks.missing(step)]
-        except (RuntimeError, PeerLostError):
-            return PeerLostError(
-                f"{name}: the store where processes meet is gone after {elapsed_s:.1f} s in the "
-                f"exchange of row gradients; has its process exited? ({error})"
-            )
-        if not missing:
-            return PeerLostError(
-                f"{name}: exchange {self._calls} of row gradients, which all ranks have joined, "
-                f"failed after {elapsed_s:.1f} s ({error}); is a process exiting, or does a "
-                f"firewall keep other hosts from {self._interface}, where this process listens "
-                "(TORCHRELAY_TRANSPORT_INTERFACE)?"
-            )
-        kind = OperationTimeoutError if elapsed_s >= self._timeout_s else PeerLostError
-        return kind(
-            f"{name}: {listed('rank', missing)} did not join exchange {self._calls} of row "
-            f"gradients within {elapsed_s:.1f} s; every process must run the same backward passes "
-            f"with a lookup in the table ({error})",
-            ranks=missing,
-        )
+
+def _blocks(rows: Tensor, counts: list[int]) -> list[tuple[int, int]]:
+    """Return address and size of consecutive blocks of so many ``rows``, which are contiguous."""
+    ends = itertools.accumulate(counts, initial=0)
+    row_bytes = rows[:1].nbytes
+    return [
+        (rows.data_ptr() + start * row_bytes, count * row_bytes)
+        for start, count in zip(ends, counts, strict=False)
+    ]

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from torchrelay import _torch
-from torchrelay._addresses import is_loopback
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.parameters._arrays import check_finite
 from torchrelay.parameters._exchange import GradientExchange, sum_by_key
@@ -174,16 +173,7 @@ class Gradients:
 
         Raises:
             ArgumentError: gradients are applied in the backward pass.
-            UnsupportedError: they would be sent to other hosts, and there is a key file.
         """
-        topology = self._server.topology
-        if topology.transport.key_file and not is_loopback(topology.interface):
-            raise UnsupportedError(
-                f"table {self.name!r}: TORCHRELAY_TRANSPORT_KEY_FILE is set, but gradients that "
-                "wait for an optimizer are summed over all hosts without encryption: make no "
-                "optimizer and pass apply_gradients='backward', which sends them encrypted, or "
-                "unset the key file"
-            )
         if self._apply == "backward":
             raise ArgumentError(
                 f"table {self.name!r} applies gradients in the backward pass, so there is "
@@ -303,7 +293,7 @@ class Gradients:
         if self._exchange is None and self._ranks.size > 1:
             topology = self._server.topology
             self._exchange = GradientExchange(
-                self._ranks, topology.settings.timeout_s, topology.interface
+                self._ranks, topology.group, topology.settings.timeout_s
             )
         return self._exchange
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrelay import _native, _telemetry
+from torchrelay import _native, _telemetry, transport
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
@@ -155,7 +155,7 @@ class Server(Resource):
         return self.store, addresses
 
     def _make_service(self, network: _native.Network) -> _native.NodeService:
-        settings, transport = self.topology.settings, self.topology.transport
+        settings, messages = self.topology.settings, self.topology.transport
         return _native.NodeService(
             self.store,
             network,
@@ -164,13 +164,13 @@ class Server(Resource):
                 max_rounds_per_s=settings.max_rounds_per_s,
                 sync_threshold=settings.sync_threshold,
                 hysteresis_rounds=settings.hysteresis_rounds,
-                heartbeat_interval_s=transport.heartbeat_s,
-                heartbeat_timeout_s=transport.peer_timeout_s,
+                heartbeat_interval_s=messages.heartbeat_s,
+                heartbeat_timeout_s=messages.peer_timeout_s,
             ),
         )
 
     def _greet(self) -> None:
-        """Wait for a message of every other node, which shows that it has our key file."""
+        """Wait for a message of every other node, which shows that it has our key, if any."""
         timeout_s = self.topology.transport.connect_timeout_s
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_nodes)) - {self.node}
@@ -179,16 +179,14 @@ class Server(Resource):
                 self.abort()
                 raise OperationTimeoutError(
                     f"node {self.node}: nodes {sorted(missing)} did not answer within "
-                    f"{timeout_s:g} s, though they reached the store; can they be reached, and do "
-                    "all nodes have the same key file?",
+                    f"{timeout_s:g} s, though they reached the store; can they be reached?",
                     ranks=sorted(missing),
                 )
             time.sleep(_POLL_S)
 
     def _describe(self, more: Mapping[str, Any]) -> dict[str, str]:
         """Return what must be equal on every process, in a readable form."""
-        settings, transport = self.topology.settings, self.topology.transport
-        zeromq = "ZeroMQ with a key file" if transport.key_file else "ZeroMQ"
+        settings = self.topology.settings
         table = {
             "keys": self._num_keys,
             "dim": _describe_lengths(self._lengths),
@@ -197,7 +195,7 @@ class Server(Resource):
             "init": self.init,
             "techniques": self.topology.techniques,
             "parameters.num_channels": settings.num_channels,
-            "the network": zeromq if transport.uses_zeromq else "plain sockets",
+            f"the key ({transport.KEY_VARIABLES})": self.topology.key_name,
         }
         return {name: str(value) for name, value in (table | dict(more)).items()}
 
@@ -346,6 +344,7 @@ class Server(Resource):
 
     def _stop_service(self) -> None:
         self._is_stopped = True
+        self.topology.close()
         if self._service is not None:
             self._service.stop()
             self._service = None

@@ -16,6 +16,7 @@ from typing import Any
 
 from torchrelay import _native, config, transport
 from torchrelay._addresses import address_for_peers
+from torchrelay._communicators import open_group
 from torchrelay._waiting import nothing_to_check
 from torchrelay.errors import ArgumentError
 from torchrelay.world import Ranks, host_identity
@@ -37,6 +38,7 @@ class Topology:
         workers_per_node: the workers of each node, over all its processes; barriers wait for all.
         network: creates this process's network; called once.
         interface: the address at which the other processes reach this one.
+        hosts: the identity of each rank's host; default: they share one.
     """
 
     ranks: Ranks = field(default_factory=Ranks)
@@ -45,6 +47,7 @@ class Topology:
     techniques: str = "all"
     network: Callable[[], _native.Network] | None = None
     interface: str = "127.0.0.1"
+    hosts: Sequence[str] = ()
     settings: config.Parameters = field(default_factory=lambda: config.load(config.Parameters))
     transport: config.TransportSettings = field(
         default_factory=lambda: config.load(config.TransportSettings)
@@ -98,6 +101,28 @@ class Topology:
         if self.network is None:
             raise ArgumentError(f"a topology of {self.num_nodes} nodes needs a network")
         return self.network()
+
+    @cached_property
+    def key_name(self) -> str:
+        return transport.key_name(transport.read_key(self.transport))
+
+    @cached_property
+    def group(self) -> _native.Communicator | _native.HostCommunicator:
+        """The processes' group for collectives. Creation is collective, and blocks."""
+        return open_group(
+            self.ranks,
+            self.hosts or [""] * self.ranks.size,
+            self.transport,
+            self.interface,
+            self.settings.timeout_s,
+            config.load(config.Aggregation),
+        )
+
+    def close(self) -> None:
+        """Leave the group: processes that wait for this one raise PeerLostError. Idempotent."""
+        group = self.__dict__.get("group")
+        if group is not None:
+            group.close()
 
     def next_table(self) -> str:
         """Return a name for the next table; processes create tables in the same order."""
@@ -173,6 +198,7 @@ def topology_of(
         techniques=techniques,
         network=partial(transport.network, messages, token=token, interface=interface),
         interface=interface,
+        hosts=hosts,
         settings=settings,
         transport=messages,
     )

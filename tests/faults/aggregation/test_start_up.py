@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchrelay.aggregation import _shm
+from torchrelay.buffers import Segment
 from torchrelay.errors import UnavailableError
 from torchrelay.world import World
 
@@ -45,7 +45,7 @@ def die(*_: object) -> None:
 def _die_while_joining(world: World) -> str:
     if world.rank == 1:
         # After it has reported, before it takes its place in the segment.
-        _shm._open_segment = die  # type: ignore[assignment]
+        Segment.attach = die  # type: ignore[assignment,method-assign]
     return heard(lambda: start(world))
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from torchrelay.errors import OperationTimeoutError, PeerLostError
-from torchrelay.parameters import Table, optim
+from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -170,3 +173,43 @@ def test_a_process_that_ends_without_closing_is_named(
                 "node 1 is lost" in message
                 and f"process {process} has left, or shut down" in message
             )
+
+
+def _step_alone(world: World, hosts: str, is_killed: bool) -> tuple[str, str, tuple[int, ...]]:
+    """Rank 2 does not take part in the second backward pass, or has died."""
+    store = world.connect()
+    os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
+    table = Table.create(KEYS, DIM, optimizer=optim.sgd(1.0), node_of_rank=lambda rank: rank)
+    module, optimizer = Embedding(KEYS, DIM, table=table), table.optimizer()
+    keys = torch.arange(KEYS)
+    module(keys).sum().backward()
+    optimizer.step()
+    if world.rank == 2:
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.wait(["reported/0", "reported/1"], timedelta(seconds=100))
+        return "", "", ()
+    try:
+        module(keys).sum().backward()
+    except (OperationTimeoutError, PeerLostError) as error:
+        return type(error).__name__, str(error), error.ranks
+    finally:
+        store.set(f"reported/{world.rank}", "")
+        table.server.abort()
+    return "", "", ()
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba", "abc"])
+@pytest.mark.parametrize("is_killed", [False, True], ids=["absent", "killed"])
+def test_who_takes_no_part_in_a_sum_of_gradients_is_named(
+    run_processes: RunProcesses, hosts: str, is_killed: bool
+) -> None:
+    environ = {"TORCHRELAY_PARAMETERS_TIMEOUT_S": "10"}
+    results = run_processes(_step_alone, 3, environ=environ, hosts=hosts, is_killed=is_killed)
+    for result in results[:2]:
+        assert result.ok, result.error
+        kind, message, ranks = result.value
+        assert kind == ("PeerLostError" if is_killed else "OperationTimeoutError"), message
+        assert ranks == (2,)
+        if not is_killed or "node 2 is lost" not in message:  # who looks rows up may notice first
+            assert "rank 2" in message and "sum of row gradients" in message

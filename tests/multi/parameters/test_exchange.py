@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrelay.errors import MismatchError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.parameters._exchange import GradientExchange, sum_by_key
+from torchrelay.parameters._topology import topology_of
 from torchrelay.world import Ranks, World
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def _gradient(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _exchange(world: World) -> int:
-    exchange = GradientExchange(Ranks(world.connect(), world.rank, world.size), 60.0)
+    topology = topology_of(Ranks(world.connect(), world.rank, world.size), world.master_addr)
+    exchange = GradientExchange(topology.ranks, topology.group, 60.0)
     parts = [_gradient(rank) for rank in range(world.size)]
     expected_keys, expected = sum_by_key(*(torch.cat(each) for each in zip(*parts, strict=True)))
     mine = expected_keys % world.size == world.rank

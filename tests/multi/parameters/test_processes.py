@@ -1,4 +1,4 @@
-"""Nodes as processes over ZeroMQ or plain sockets; several processes of a node on one slab."""
+"""Nodes as processes, with and without encryption; several processes of a node on one slab."""
 
 from __future__ import annotations
 
@@ -52,11 +52,14 @@ def _push_and_count(world: World) -> None:
     table.close()
 
 
-@pytest.mark.parametrize("zeromq", ["0", "1"])
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"TORCHRELAY_TRANSPORT_KEY": "3a" * 32, "TORCHRELAY_TRANSPORT_LOCAL_SOCKETS": "0"}],
+    ids=["plain", "encrypted"],
+)
 def test_asynchronous_pushes_of_three_nodes_with_two_processes_each_are_all_counted_once(
-    run_processes: RunProcesses, zeromq: str
+    run_processes: RunProcesses, environ: dict[str, str]
 ) -> None:
-    environ = {"TORCHRELAY_TRANSPORT_ZEROMQ": zeromq}
     for result in run_processes(_push_and_count, 6, environ=environ):
         assert result.ok, result.error
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from torchrelay import __version__
+from torchrelay import __version__, transport
 
 
 def torchrelay(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,6 +47,7 @@ def test_doctor_looks_at_everything_and_leaves_nothing() -> None:
         "checkpoint",
         "parameters",
         "switching",
+        "encryption",
         "MPI",
         "CUDA",
         "XDP",
@@ -55,6 +57,17 @@ def test_doctor_looks_at_everything_and_leaves_nothing() -> None:
         "extra serve",
     ):
         assert subject in done.stdout
+
+
+def test_a_key_is_made_once(tmp_path: Path) -> None:
+    path = tmp_path / "job.key"
+    done = torchrelay("key", "create", str(path))
+    assert done.returncode == 0 and f"TORCHRELAY_TRANSPORT_KEY_FILE={path}" in done.stdout
+    key = transport.read_key(transport.TransportSettings(key_file=str(path)))
+    again = torchrelay("key", "create", str(path))
+    assert again.returncode == 1 and "never overwritten" in again.stderr
+    assert key == transport.read_key(transport.TransportSettings(key_file=str(path)))
+    assert "No such file" in torchrelay("key", "create", str(tmp_path / "no" / "key")).stderr
 
 
 def test_doctor_for_programs() -> None:

@@ -37,7 +37,7 @@ def _garbage() -> list[bytes]:
         b"short",
         noise.randbytes(1000),
         _message(_HELLO, worker | 77, b"\xff\xfe is no address"),
-        _message(_HELLO, worker | 78, b"direct://\xff\xfe"),
+        _message(_HELLO, worker | 78, b"tcp://\xff\xfe"),
         _message(_HELLO, worker | 79, b"x" * 2000),
         _message(_UNKNOWN, worker | 80, b""),
         _message(_BUNDLE, worker | 81, noise.randbytes(24), count=2**32 - 1),
@@ -83,7 +83,7 @@ def test_a_peer_of_another_version_is_a_protocol_error_of_every_operation() -> N
     def body(server: Server, worker: Worker) -> None:
         worker.barrier()
         if server.node == 0:
-            host, port = server.addresses[0].removeprefix("direct://").split(":")
+            host, port = server.addresses[0].removeprefix("tcp://").split(":")
             with socket.create_connection((host, int(port))) as old:
                 old.sendall(b"TRLA" + struct.pack("<HHI", 99, 0, 0) + TOKEN)
                 with pytest.raises(ProtocolError, match="version 99"):

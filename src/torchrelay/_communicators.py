@@ -1,0 +1,148 @@
+"""The native communicators of a group: shared memory within a host, TCP between hosts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchrelay import _native, transport
+from torchrelay._addresses import listen_at
+from torchrelay._native import Communicator, HostCommunicator
+from torchrelay.buffers import Segment
+from torchrelay.config import Aggregation, TransportSettings
+from torchrelay.world import Ranks
+
+__all__ = ["hosts_of", "open_between", "open_group", "open_local"]
+
+_LINE_BYTES = 64  # two ranks do not write to one cache line
+_INLINE_BYTES = 256
+
+
+def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, in order; the hosts in the order of their lowest ranks.
+
+    Args:
+        identities: of each rank's host.
+    """
+    hosts: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(rank)
+    return tuple(map(tuple, hosts.values()))
+
+
+def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> Communicator:
+    """Return the communicator of ranks that all run on this host. Collective.
+
+    The first rank creates the segment, the others attach it by its address in the store, and all
+    wait for each other.
+
+    Raises:
+        OperationTimeoutError: a rank did not join within ``timeout_s``.
+        PeerLostError: a rank died before it joined.
+        SegmentError: the segment cannot be created or attached.
+    """
+    if ranks.rank == 0:
+        memory = _native.Communicator.create_segment(
+            ranks.size, settings.slot_bytes, settings.one_shot_bytes, settings.mailbox_bytes
+        )
+        segment = Segment(memory)
+        ranks.announce("segment", segment.address)
+    else:
+        (address,) = ranks.wait("segment", timeout_s, [0])
+        segment = Segment.attach(address)
+    communicator = _native.Communicator(
+        segment.memory,
+        ranks.rank,
+        ranks.names,
+        spin_s=settings.spin_us * 1e-6,
+        yield_s=settings.oversubscribed_yield_us * 1e-6,
+    )
+    ranks.announce("joined")
+    ranks.wait("joined", timeout_s)  # from here on the native core detects deaths
+    communicator.join(timeout_s)
+    return communicator
+
+
+def open_between(
+    ranks: Ranks,
+    hosts: Sequence[Sequence[int]],
+    local: Communicator,
+    sockets: TransportSettings,
+    address: str,
+    timeout_s: float,
+    settings: Aggregation,
+    *,
+    inline_bytes: int = _INLINE_BYTES,
+    on_failure: Callable[[], None] = lambda: None,
+    more: Mapping[str, Any] | None = None,
+) -> tuple[HostCommunicator, list[dict[str, Any]]]:
+    """Return the communicator of the ranks of several hosts, and ``more`` of each. Collective.
+
+    Args:
+        local: of the ranks of this host; used by the result alone from now on.
+        address: at which the other hosts reach this one.
+        inline_bytes: of the payload in each rank's record; see ``host_collectives.h``.
+        on_failure: called once if the group breaks, in any thread.
+        more: what the ranks exchange beside; anything that JSON can hold.
+
+    Raises:
+        MismatchError: the ranks have different keys; on every rank.
+        OperationTimeoutError: a rank did not join within ``timeout_s``.
+        UnavailableError: there is a key, but no libssl.
+    """
+    key = transport.read_key(sockets)
+    encryption = transport.encryption(key)
+    here = next(len(each) for each in hosts if ranks.rank in each)
+    names = {f"the key ({transport.KEY_VARIABLES})": transport.key_name(key)}
+    ranks.agree("key", names, timeout_s, "groups")
+    with listen_at(address) as listener:
+        about = {
+            "address": listener.getsockname()[:2],
+            "token": secrets.token_hex(transport.TOKEN_BYTES),
+            "chunk_bytes": settings.chunk_bytes,
+            "share_bytes": min(settings.chunk_bytes, settings.slot_bytes // here),
+            **(more or {}),
+        }
+        abouts = ranks.gather("hosts", about, timeout_s)
+        share_bytes = min(each["share_bytes"] for each in abouts) // _LINE_BYTES * _LINE_BYTES
+
+        def report(failure: _native.Failure) -> None:
+            local.report(failure.message, failure.ranks, failure.timed_out)
+            on_failure()
+
+        communicator = _native.HostCommunicator(
+            ranks.rank,
+            ranks.names,
+            [(each["address"][0], each["address"][1]) for each in abouts],
+            hosts,
+            listener.detach(),
+            bytes.fromhex(abouts[0]["token"]),
+            encryption,
+            max(share_bytes, _LINE_BYTES),
+            abouts[0]["chunk_bytes"],
+            inline_bytes,
+            local,
+            report,
+        )
+    return communicator, abouts
+
+
+def open_group(
+    ranks: Ranks,
+    identities: Sequence[str],
+    sockets: TransportSettings,
+    address: str,
+    timeout_s: float,
+    settings: Aggregation,
+) -> Communicator | HostCommunicator:
+    """Return the communicator of ``ranks``, whose hosts have these ``identities``. Collective.
+
+    Arguments and errors as for :func:`open_local` and :func:`open_between`.
+    """
+    hosts = hosts_of(identities)
+    here = next(each for each in hosts if ranks.rank in each)
+    local = open_local(ranks.among(here), timeout_s, settings)
+    if len(hosts) == 1:
+        return local
+    return open_between(ranks, hosts, local, sockets, address, timeout_s, settings)[0]
