@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
-from torchrelay import _torch
+from torchrelay import _telemetry, _torch
+from torchrelay._progress import Progress, tracking
 from torchrelay.deferred import _escapes
 from torchrelay.deferred._graph import Storage
 from torchrelay.deferred._modules import PLAIN, children_first, fakes_inside, own_tensors
@@ -84,6 +86,7 @@ def materialize_module(
     shard: Shard | None = None,
     uninitialized: Collection[str] = (),
     leave_deferred: Collection[str] = (),
+    progress: Progress = False,
 ) -> None:
     """Compute the deferred tensors of ``module``, children first, one tensor at a time.
 
@@ -104,6 +107,7 @@ def materialize_module(
         uninitialized: qualified names of tensors that get memory but no values, because the caller
             will fill them. Values that depend on them are computed from the recorded ones.
         leave_deferred: qualified names of tensors that stay deferred; of a tied tensor, all names.
+        progress: True for a progress bar, or a function (bytes done, bytes in all).
 
     Raises:
         ArgumentError: an argument has the wrong type, or slices do not fit.
@@ -117,12 +121,30 @@ def materialize_module(
     replay = Replay(None if device is None else torch.device(device))
     materialization = _Materialization(replay, device, dtype, shard, frozenset(leave_deferred))
     materialization.leave_uninitialized(places, uninitialized)
-    with _torch.span("torchrelay.deferred.materialize_module"):
+    sizes = _deferred_bytes(places) if progress else {}
+    with (
+        _telemetry.event("deferred", "materialize_module", type(module).__name__),
+        tracking(progress, sum(sizes.values()), "materializing") as advance,
+    ):
         for prefix, submodule in places:
             if check_fn is None or check_fn(submodule):
                 materialization.run(submodule, prefix, buffers_only)
+            if advance is not None:
+                advance(sizes[prefix])
     if check_fn is None and not buffers_only:
         _materialize_escaped()
+
+
+def _deferred_bytes(places: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, int]:
+    """Return the bytes of each submodule's own deferred tensors, by prefix; of tied ones once."""
+    seen: set[int] = set()
+    sizes = {}
+    for prefix, module in places:
+        fakes = {id(t): t for t in own_tensors(module).values() if isinstance(t, FakeTensor)}
+        new = [fake for key, fake in fakes.items() if key not in seen]
+        sizes[prefix] = sum(math.prod(fake.shape) * fake.dtype.itemsize for fake in new)
+        seen |= fakes.keys()
+    return sizes
 
 
 def _materialize_escaped() -> None:
