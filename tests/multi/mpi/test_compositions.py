@@ -223,6 +223,8 @@ def test_functional_gradients_refuse_to_drop_messages(comm: Communicator) -> Non
 
     with pytest.raises(GraphError, match=r"last messages \("):
         torch.func.grad(function)(leaf(1).detach())
+    with pytest.raises(GraphError, match=r"last messages \("):
+        torch.func.vjp(function, leaf(1).detach())[1](torch.ones(()).double())
 
 
 @mpi_test(SIZES)

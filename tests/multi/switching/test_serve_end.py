@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,6 +87,23 @@ def in_background(url: str, path: str, body: bytes) -> None:
             post(url, path, body)
 
     threading.Thread(target=run, daemon=True).start()
+
+
+def test_a_port_in_use_is_refused_before_models_are_built(tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text("def slow():\n    raise SystemExit('a model was built')\n")
+    file = tmp_path / "models.toml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file.write_text(FILE.format(grace_s=1.0).replace("port = 0", f"port = {port}"))
+        ended = subprocess.run(
+            [sys.executable, "-c", "from torchrelay.cli import main; main()", "serve", str(file)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert f"cannot serve on 127.0.0.1, port {port}" in " ".join(ended.stderr.split()), ended.stderr
+    assert "a model was built" not in ended.stderr
 
 
 def test_a_signal_ends_the_server_though_a_load_hangs(tmp_path: Path) -> None:
