@@ -343,8 +343,9 @@ class Server(Resource):
             self.abort()
 
     def _stop_service(self) -> None:
+        if not self._is_stopped:
+            self.topology.close()
         self._is_stopped = True
-        self.topology.close()
         if self._service is not None:
             self._service.stop()
             self._service = None

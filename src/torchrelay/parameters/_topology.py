@@ -53,6 +53,7 @@ class Topology:
         default_factory=lambda: config.load(config.TransportSettings)
     )
     _tables: itertools.count[int] = field(default_factory=itertools.count)
+    _open_tables: int = 0
 
     def __post_init__(self) -> None:
         if self.techniques not in TECHNIQUES:
@@ -119,13 +120,19 @@ class Topology:
         )
 
     def close(self) -> None:
-        """Leave the group: processes that wait for this one raise PeerLostError. Idempotent."""
+        """Close a table. The last one leaves the group: processes that wait for this one raise
+        PeerLostError.
+        """
+        self._open_tables -= 1
         group = self.__dict__.get("group")
-        if group is not None:
+        if group is not None and self._open_tables == 0:
             group.close()
 
     def next_table(self) -> str:
-        """Return a name for the next table; processes create tables in the same order."""
+        """Return a name for the next table; processes create tables in the same order. Each is
+        followed by one :meth:`close`.
+        """
+        self._open_tables += 1
         return f"table/{next(self._tables)}"
 
     def gather(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.errors import MismatchError
-from torchrelay.parameters import Embedding, Table, optim
+from torchrelay.parameters import Embedding, Server, Table, optim
 from torchrelay.parameters._exchange import GradientExchange, sum_by_key
 from torchrelay.parameters._topology import topology_of
 from torchrelay.world import Ranks, World
@@ -89,3 +89,18 @@ def test_a_process_that_looks_at_the_gradient_alone_is_named(world: World) -> No
         with pytest.raises(MismatchError, match=r"weight\.grad"):
             use()
         table.sync()
+
+
+@pytest.mark.processes(2)
+def test_a_table_that_is_closed_leaves_its_topology_to_the_others(world: World) -> None:
+    with Table.create(8, 2, optimizer=optim.sgd(1.0)) as table:
+        other = Server(4, topology=table.server.topology)
+        module, optimizer = Embedding(8, 2, table=table), table.optimizer()
+        keys = torch.arange(4)
+        for step in (1, 2):
+            optimizer.zero_grad()
+            module(keys).sum().backward()
+            optimizer.step()
+            table.sync()
+            assert table.pull(keys).eq(-step).all()
+            other.close()
