@@ -267,6 +267,8 @@ void register_collectives(nanobind::class_<Group>& type) {
            Released(), "Receives from `source`; from any rank if it is -1.")
       .def("wait_transfer", &Group::wait_transfer, "transfer"_a, "timeout_s"_a, Released(),
            "Waits for a send or receive; False: it is not done yet.")
+      .def("report", &Group::report, "message"_a, "names"_a, "timed_out"_a, Released(),
+           "Breaks the group for all ranks; the first failure counts.")
       .def("close", &Group::close, Released())
       .def_prop_ro("jobs", &Group::jobs);
 }

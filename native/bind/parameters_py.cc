@@ -148,6 +148,12 @@ void register_store(nb::module_& module) {
       .def(
           "lose_worker", [](Store& store, std::uint32_t worker) { store.membership().lose_worker(worker); },
           "worker"_a)
+      .def(
+          "lose_node",
+          [](Store& store, std::uint16_t node) {
+            store.membership().lose({.how = Loss::kUnreachable, .node = node});
+          },
+          "node"_a)
       .def("dead_workers", [](Store& store) { return store.membership().dead_workers(); })
       .def("stats", &stats);
 }

@@ -100,8 +100,6 @@ void register_shared_group(nb::module_& module) {
       .def(nb::init<SharedMemory&, int, std::vector<int>, double, double>(), "memory"_a, "rank"_a, "names"_a,
            "spin_s"_a, "yield_s"_a)
       .def("join", &Communicator::join, "timeout_s"_a, Released())
-      .def("report", &Communicator::report, "message"_a, "names"_a, "timed_out"_a, Released(),
-           "Breaks the group for all ranks; the first failure counts.")
       .def("check", &Communicator::check, "operation"_a, Released(),
            "Raises if the group has failed or one of its ranks has died.")
       .def_prop_ro("waiting_ns", [](Communicator& self) { return self.group().waiting_ns(); });

@@ -67,6 +67,12 @@ class HostCommunicator {
     close();
   }
 
+  // Breaks the group, as PeerLostError or OperationTimeoutError on all ranks.
+  void report(const std::string& message, const std::vector<int>& names, bool timed_out) {
+    if (origin_.is_forked() || closed_.load()) return;
+    messenger_->fail({timed_out ? Code::kTimeout : Code::kPeerLost, message, names});
+  }
+
   void close() {
     if (origin_.is_forked() || closed_.exchange(true)) return;
     const int me = group_->name();

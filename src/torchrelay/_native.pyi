@@ -205,9 +205,6 @@ class Communicator:
 
     def join(self, timeout_s: float) -> None: ...
 
-    def report(self, message: str, names: Sequence[int], timed_out: bool) -> None:
-        """Breaks the group for all ranks; the first failure counts."""
-
     def check(self, operation: str) -> None:
         """Raises if the group has failed or one of its ranks has died."""
 
@@ -239,6 +236,9 @@ class Communicator:
 
     def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
         """Waits for a send or receive; False: it is not done yet."""
+
+    def report(self, message: str, names: Sequence[int], timed_out: bool) -> None:
+        """Breaks the group for all ranks; the first failure counts."""
 
     def close(self) -> None: ...
 
@@ -441,6 +441,8 @@ class ParameterStore:
     def leave_in_need(self) -> None: ...
 
     def lose_worker(self, worker: int) -> None: ...
+
+    def lose_node(self, node: int) -> None: ...
 
     def dead_workers(self) -> list[int]: ...
 
@@ -796,6 +798,9 @@ class HostCommunicator:
 
     def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
         """Waits for a send or receive; False: it is not done yet."""
+
+    def report(self, message: str, names: Sequence[int], timed_out: bool) -> None:
+        """Breaks the group for all ranks; the first failure counts."""
 
     def close(self) -> None: ...
 

@@ -7,6 +7,7 @@ the number of processes.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
@@ -58,15 +59,21 @@ class GradientExchange:
 
     Args:
         group: of the same ranks.
+        on_loss: called with the ranks that have exited, before PeerLostError is raised.
 
     Attributes:
         sent_bytes: what this process has sent to others.
     """
 
     def __init__(
-        self, ranks: Ranks, group: Communicator | HostCommunicator, timeout_s: float
+        self,
+        ranks: Ranks,
+        group: Communicator | HostCommunicator,
+        timeout_s: float,
+        on_loss: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
         self._ranks, self._group, self._timeout_s = ranks, group, timeout_s
+        self._on_loss = on_loss
         self.sent_bytes = 0
 
     def sum(self, keys: Tensor, values: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +149,8 @@ class GradientExchange:
                     True,
                 )
         except (OperationTimeoutError, PeerLostError) as error:
+            if isinstance(error, PeerLostError):
+                self._on_loss([self._ranks.names.index(name) for name in error.ranks])
             cause = str(error).partition("; ")[0]
             raise type(error)(
                 f"{cause}, in the sum of row gradients; every process must run the same "

@@ -293,7 +293,7 @@ class Gradients:
         if self._exchange is None and self._ranks.size > 1:
             topology = self._server.topology
             self._exchange = GradientExchange(
-                self._ranks, topology.group, topology.settings.timeout_s
+                self._ranks, topology.group, topology.settings.timeout_s, self._server.lose
             )
         return self._exchange
 

@@ -6,7 +6,7 @@ import itertools
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -323,6 +323,14 @@ class Server(Resource):
         finally:
             self._stop_service()
 
+    def lose(self, ranks: Sequence[int]) -> None:
+        """Record that these processes were found to have exited, so that it is what other nodes
+        learn of this one.
+        """
+        for node, members in enumerate(self.topology.nodes):
+            if not set(ranks).isdisjoint(members):
+                self.store.lose_node(node)
+
     def abort(self) -> None:
         """Leave the table at once. Processes that still use it raise PeerLostError. Idempotent.
 
@@ -330,10 +338,15 @@ class Server(Resource):
         """
         if self._origin.is_forked:
             return
+        cause = None
         if not self._down and self.topology.ranks.size > 1:
+            try:
+                self.store.check_leader()
+            except (PeerLostError, UnavailableError, ProtocolError) as error:
+                cause = error if isinstance(error, PeerLostError) else None
             self.store.leave_in_need()
         self._down = self.ending.is_over = True
-        self._stop_service()
+        self._stop_service(cause)
 
     def _end_block(self, error: BaseException | None) -> None:
         """Close the server; after an error, abort: the others may not close theirs."""
@@ -342,9 +355,9 @@ class Server(Resource):
         else:
             self.abort()
 
-    def _stop_service(self) -> None:
+    def _stop_service(self, cause: PeerLostError | None = None) -> None:
         if not self._is_stopped:
-            self.topology.close()
+            self.topology.close(cause)
         self._is_stopped = True
         if self._service is not None:
             self._service.stop()

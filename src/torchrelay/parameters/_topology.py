@@ -18,7 +18,7 @@ from torchrelay import _native, config, transport
 from torchrelay._addresses import address_for_peers
 from torchrelay._communicators import open_group
 from torchrelay._waiting import nothing_to_check
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, PeerLostError
 from torchrelay.world import Ranks, host_identity
 
 __all__ = ["Topology", "topology_of"]
@@ -119,12 +119,15 @@ class Topology:
             config.load(config.Aggregation),
         )
 
-    def close(self) -> None:
+    def close(self, cause: PeerLostError | None = None) -> None:
         """Close a table. The last one leaves the group: processes that wait for this one raise
-        PeerLostError.
+        PeerLostError, with the ``cause``, if there is one.
         """
         self._open_tables -= 1
         group = self.__dict__.get("group")
+        if group is not None and cause is not None:
+            lost = [self.ranks.names[rank] for node in cause.ranks for rank in self.nodes[node]]
+            group.report(str(cause), lost, False)
         if group is not None and self._open_tables == 0:
             group.close()
 
