@@ -269,7 +269,10 @@ def test_torchrun_adds_the_hosts_that_come_later(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_mpirun_starts_the_ranks_of_several_hosts(tmp_path: Path) -> None:
-    """Two network namespaces are the hosts; in the place of ssh is a script that enters them."""
+    """Two network namespaces are the hosts; in the place of ssh is a script that enters them.
+
+    The second host also has a name and a /dev/shm of its own, where Open MPI shares memory.
+    """
     launcher = shutil.which("mpirun", path=str(Path(sys.executable).parent))
     if launcher is None:
         pytest.skip("needs Open MPI")
@@ -283,7 +286,8 @@ def test_mpirun_starts_the_ranks_of_several_hosts(tmp_path: Path) -> None:
         )
         remote.write_text(
             f'#!/bin/sh\ncase $1 in\n{entered}\nesac\nexport TORCHRELAY_HOST_ID="$1"\nshift\n'
-            'exec nsenter --net="$namespace" sh -c "$*"\n'
+            'exec nsenter --net="$namespace" unshare --uts --mount '
+            'sh -c "hostname second && mount -t tmpfs none /dev/shm && $*"\n'
         )
         remote.chmod(0o755)
         hosts_file.write_text(f"{first} slots=2\n{second} slots=2\n")
