@@ -5,14 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torchrelay.errors import OperationTimeoutError
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-__all__ = ["listed", "nothing_to_check", "read_key", "wait_for_others"]
+__all__ = ["listed", "nothing_to_check", "wait_for_others"]
 
 _logger = logging.getLogger("torchrelay")
 _POLL_FIRST_S, _POLL_LAST_S = 0.0005, 0.01
@@ -65,20 +61,3 @@ def wait_for_others(
                 next_report_s = 4 * elapsed_s
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _POLL_LAST_S)
-
-
-def read_key(store: Store, key: str, owner: int, message: str, timeout_s: float) -> str:
-    """Return the value of ``key``, which the rank ``owner`` writes. Blocks until it has.
-
-    Raises:
-        OperationTimeoutError: it did not within ``timeout_s``; the text is ``message`` with
-            ``{elapsed_s}`` filled in.
-    """
-    wait_for_others(
-        lambda: bool(store.check([key])),
-        lambda: [owner],
-        lambda _, elapsed_s: message.format(elapsed_s=f"{elapsed_s:.1f}"),
-        nothing_to_check,
-        timeout_s,
-    )
-    return str(store.get(key).decode())
