@@ -187,7 +187,7 @@ class Gradients:
         """Add the gradient of one lookup.
 
         Args:
-            keys: integers, ``(n,)``, may repeat.
+            keys: distinct integers, ascending, ``(n,)``.
             values: ``(n, dim)`` in the table's dtype.
         """
         if not self.anchor.requires_grad:  # frozen since the forward pass
@@ -208,7 +208,9 @@ class Gradients:
         pending = self._pending.pop(_torch.backward_id(), [])
         if not pending:
             return
-        keys, values = sum_by_key(*(torch.cat(parts) for parts in zip(*pending, strict=True)))
+        keys, values = pending[0]
+        if len(pending) > 1:
+            keys, values = sum_by_key(*(torch.cat(parts) for parts in zip(*pending, strict=True)))
         device = values.device
         exchange = self._shared_exchange()
         if exchange is not None:
@@ -238,7 +240,7 @@ class Gradients:
         values = self._values
         if values is None or (isinstance(values, RowGradient) and values.share is not None):
             return values is None
-        return not (values.any() or values.signbit().any())
+        return not (_has_nonzero(values) or values.signbit().any())
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ArgumentError if another optimizer was made for the table since ``optimizer``, or
@@ -337,7 +339,12 @@ def _collector(gradients: weakref.ref[Gradients]) -> Callable[[Tensor], None]:
 
 def _marked(values: Tensor) -> Tensor:
     """Return ``values``; -0.0 instead of 0.0 if all are zero. See :attr:`Gradients.is_cleared`."""
-    return values if values.any() else torch.full_like(values, -0.0)
+    return values if _has_nonzero(values) else torch.full_like(values, -0.0)
+
+
+def _has_nonzero(values: Tensor) -> bool:
+    """Return ``bool(values.any())``. Of a usual gradient the first row is enough to tell."""
+    return bool(values[:1].any()) or bool(values.any())
 
 
 def _gradient_scaler_exists() -> bool:
