@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrelay import _torch
-from torchrelay.errors import UnsupportedError
+from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.parameters._gradients import Gradients
 
 __all__ = ["TableWeight"]
@@ -107,7 +107,13 @@ class TableWeight(nn.Parameter):
     ) -> Any:
         if func is torch.autograd.backward and kwargs and kwargs.get("inputs") is not None:
             inputs = kwargs["inputs"]
-            inputs = [inputs] if isinstance(inputs, Tensor) else inputs  # before torch 2.13
+            # Before torch 2.13 it may be a tensor, or an iterator that torch has read to its end.
+            inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+            if not inputs:
+                raise ArgumentError(
+                    "backward(inputs=...): this version of torch lets a table's weight be in a "
+                    "list only; pass inputs=list(...)"
+                )
             kwargs = kwargs | {"inputs": tuple(map(_anchor_of, inputs))}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")

@@ -391,6 +391,15 @@ def test_gradients_of_chosen_inputs() -> None:
         gradient = module.weight.grad
         assert gradient is not None
         assert torch.equal(gradient, torch.tensor([[4.0], [2.0]]).expand(2, DIM))
+        one_use = (weight for weight in [module.weight])
+        if torch.__version__ >= "2.13":
+            (module(keys) * factor).sum().backward(inputs=one_use)
+            gradient = module.weight.grad
+            assert gradient is not None
+            assert torch.equal(gradient[:, 0], torch.tensor([6.0, 3.0]))
+        else:
+            with pytest.raises(ArgumentError, match=r"inputs=list\(...\)"):
+                (module(keys) * factor).sum().backward(inputs=one_use)
         module.weight.requires_grad_(False)
         with pytest.raises(RuntimeError, match="requir"):
             factor.sum().backward(inputs=[module.weight])
