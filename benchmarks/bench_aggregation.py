@@ -1,8 +1,12 @@
 """all_reduce of float32 on one host: ``sml`` through c10d and as an operator (``all_reduce_``),
-Gloo and Open MPI, interleaved in the same processes; and DDP.
+Gloo, Open MPI and DeepSpeed's shared memory, interleaved in the same processes; and DDP.
 
     python benchmarks/bench_aggregation.py        # 8 B to 256 MiB, 2 and 4 ranks: about 3 minutes
     python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
+
+DeepSpeed is a rival where it is installed and compiles its operator (``pip install deepspeed``).
+``c10d`` is what a call costs over torch's backend ``fake``, which does nothing: the floor of
+``dist.all_reduce``.
 
 The floor is what the memory allows: each rank must read the message's bytes and write as many,
 which is what one copy of them does; all ranks copy at the same time. A result is checked before it
@@ -13,6 +17,8 @@ as long to pass bytes to each other, for all rivals.
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -154,12 +160,36 @@ def mpi_version() -> str | None:
     return str(MPI.Get_library_version().split(",")[0]).strip() if MPI.COMM_WORLD.size > 1 else None
 
 
+@functools.cache
+def deepspeed_is_ready() -> bool:
+    """Compile and start DeepSpeed's operator for the ranks of one host, where it is installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return False
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=str(dist.get_world_size()))
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder  # noqa: PLC0415
+
+    for rank in range(dist.get_world_size()):  # one after another: the first compiles it
+        if rank == dist.get_rank():
+            operator = ShareMemCommBuilder().load(verbose=False)
+        dist.barrier()
+    operator.initialize(dist.get_world_size(), dist.get_rank())
+    return True
+
+
+@functools.cache
+def fake_group() -> Any:
+    """A group of torch's backend that does nothing."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415
+
+    return dist.new_group(backend="fake")
+
+
 def make_rivals(size: int, gloo: Any) -> dict[str, tuple[torch.Tensor, Callable[[], object]]]:
     """Each with a tensor of its own, of ``size`` bytes."""
     from torchrelay.aggregation import all_reduce_  # noqa: PLC0415
 
-    tensors = [torch.ones(size // 4) for _ in range(5)]
-    ours, direct, theirs, mpis, source = tensors
+    tensors = [torch.ones(size // 4) for _ in range(7)]
+    ours, direct, theirs, mpis, source, shared, nothing = tensors
     rivals: dict[str, tuple[torch.Tensor, Callable[[], object]]] = {
         "sml": (ours, lambda: dist.all_reduce(ours)),
         "all_reduce_": (direct, lambda: all_reduce_(direct)),
@@ -170,6 +200,11 @@ def make_rivals(size: int, gloo: Any) -> dict[str, tuple[torch.Tensor, Callable[
 
         array = mpis.numpy()
         rivals["Open MPI"] = (mpis, lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array))
+    if deepspeed_is_ready():
+        reduce_ = torch.ops.deepspeed.inference_all_reduce_
+        rivals["DeepSpeed"] = (shared, lambda: reduce_(shared))
+    fake = fake_group()
+    rivals["c10d"] = (nothing, lambda: dist.all_reduce(nothing, group=fake))
     copy = torch.empty_like(source)
     rivals["floor"] = (copy, lambda: copy.copy_(source))
     return rivals
@@ -178,7 +213,7 @@ def make_rivals(size: int, gloo: Any) -> dict[str, tuple[torch.Tensor, Callable[
 def check(rivals: dict[str, tuple[torch.Tensor, Callable[[], object]]], ranks: int) -> None:
     for name, (tensor, call) in rivals.items():
         call()
-        want = 1 if name == "floor" else ranks
+        want = 1 if name in ("floor", "c10d") else ranks
         if not tensor.eq(want).all():
             raise SystemExit(f"{name} gives a wrong sum")
         tensor.zero_()
@@ -309,13 +344,14 @@ def ddp(
 
 def report(ranks: int, result: dict[str, Any]) -> list[str]:
     names = list(next(iter(result["sizes"].values())))
-    rivals = [name for name in names if name not in ("sml", "floor")]
+    rivals = [name for name in names if name not in ("sml", "c10d", "floor")]
     header = [
         "bytes",
         "sml",
         "spread",
         *rivals,
         *(f"{name} / sml" for name in rivals),
+        "c10d",
         "floor",
         "floor / sml",
     ]
@@ -329,6 +365,7 @@ def report(ranks: int, result: dict[str, Any]) -> list[str]:
                 f"{micro(min(seconds['sml']))} to {micro(max(seconds['sml']))}",
                 *(micro(median[name]) for name in rivals),
                 *(f"{median[name] / median['sml']:.1f}" for name in rivals),
+                micro(median["c10d"]),
                 micro(median["floor"]),
                 f"{median['floor'] / median['sml']:.2f}",
             ]

@@ -47,6 +47,8 @@ class Case:
     switch: bool = False  # whether sml sums through an aggregation switch
     loss: float = 0.0  # of packets to the switch, and of packets from it
     window: int = 256  # packets; a window must pass the link within the packet timeout of 10 ms
+    size_bytes: int = SIZE_BYTES
+    messages: int = 1  # all are asynchronous, as DDP's buckets
 
 
 CASES = (
@@ -54,6 +56,8 @@ CASES = (
     Case("2 x 2, round-robin", "abab", 1000),
     Case("2 x 4, block-wise", "aaaabbbb", 1000),
     Case("2 x 2, block-wise", "aabb", 0),
+    Case("2 x 2, block-wise, 4 x 25 MB", "aabb", 0, size_bytes=25_000_000, messages=4),
+    Case("2 x 2, block-wise, switch", "aabb", 0, True),
     Case("2 x 2, block-wise, switch", "aabb", 1000, True),
     Case("8 x 1, switch", "abcdefgh", 100, True, window=64),
     Case("8 x 1, switch, 1 % lost each way", "abcdefgh", 100, True, 0.01, window=64),
@@ -104,15 +108,15 @@ def time_collectives(gloo: Any, rounds: int) -> dict[str, dict[str, list[float]]
 
 def rank_main(
     rank: int,
-    placement: str,
+    case: Case,
     hosts: namespaces.Hosts,
     path: str,
     rounds: int,
     switch: str,
-    window: int,
     all_collectives: bool,
 ) -> None:
     """Time both backends in turn; rank 0 writes the seconds to ``path``.times."""
+    placement = case.placement
     namespaces.enter(hosts.pids["abcdefgh".index(placement[rank])])
     os.environ.update(
         TORCHRELAY_HOST_ID=placement[rank],
@@ -121,27 +125,31 @@ def rank_main(
     )
     if switch:
         os.environ["TORCHRELAY_AGGREGATION_SWITCH"] = switch
-        os.environ["TORCHRELAY_AGGREGATION_MAX_OUTSTANDING_PACKETS"] = str(window)
+        os.environ["TORCHRELAY_AGGREGATION_MAX_OUTSTANDING_PACKETS"] = str(case.window)
     import torchrelay.aggregation  # noqa: F401, PLC0415 - registers the backend
 
     torch.set_num_threads(1)
     store = dist.FileStore(path, len(placement))
     dist.init_process_group("sml", store=store, rank=rank, world_size=len(placement))
     gloo = dist.new_group(backend="gloo")
-    tensor = torch.ones(SIZE_BYTES // 4)
+    tensors = [torch.ones(case.size_bytes // 4) for _ in range(case.messages)]
     times: dict[str, Any] = {"sml": [], "gloo": []}
     if all_collectives:
         times = time_collectives(gloo, rounds)
     for round_ in range(0 if all_collectives else rounds + 1):
         for name, group in (("sml", None), ("gloo", gloo)):
-            tensor.fill_(1.0)
+            for tensor in tensors:
+                tensor.fill_(1.0)
             dist.barrier()
             started = time.perf_counter()
-            dist.all_reduce(tensor, group=group)
+            works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+            for work in works:
+                work.wait()
             dist.barrier()
             if round_ > 0:
                 times[name].append(time.perf_counter() - started)
-            assert torch.allclose(tensor, torch.tensor(float(len(placement))))  # quantized sums too
+            for tensor in tensors:  # sums of a switch are quantized
+                assert torch.allclose(tensor, torch.tensor(float(len(placement))))
     if rank == 0:
         Path(f"{path}.times").write_text(json.dumps(times))
     dist.destroy_process_group()
@@ -164,7 +172,7 @@ def run(case: Case, rounds: int, all_collectives: bool = False) -> dict[str, Any
         if case.mbit:
             hosts.limit(case.mbit)
         path = f"{folder}/store"
-        arguments = (case.placement, hosts, path, rounds, switch, case.window, all_collectives)
+        arguments = (case, hosts, path, rounds, switch, all_collectives)
         mp.spawn(rank_main, arguments, len(case.placement))  # type: ignore[no-untyped-call]
         return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]
 
@@ -193,7 +201,7 @@ def plot(found: list[tuple[Case, float, float]], path: Path) -> None:
 
 def floor_s(case: Case) -> float:
     """The time of the message at the link's rate; 0 where that is not limited."""
-    return SIZE_BYTES * 8 / (case.mbit * 1e6) if case.mbit else 0.0
+    return case.messages * case.size_bytes * 8 / (case.mbit * 1e6) if case.mbit else 0.0
 
 
 def main() -> None:
@@ -236,8 +244,9 @@ def main() -> None:
         "of it",
     ]
     notes = (
-        f"all_reduce of {SIZE_BYTES >> 20} MiB float32, median of {rounds}, backends in turn, "
-        "a barrier at the end."
+        f"all_reduce of {SIZE_BYTES >> 20} MiB float32, where nothing else is said, median of "
+        f"{rounds}, backends in turn, a barrier at the end. 4 x 25 MB are four at once, as DDP's "
+        "buckets."
     )
     others = []
     for key, times in run(Case("2 x 2", "aabb", 0), rounds, True).items():
