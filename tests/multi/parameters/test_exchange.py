@@ -48,7 +48,7 @@ def _exchange(world: World) -> int:
     return sent_bytes
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_sums_are_exact_and_each_row_is_sent_once(run_processes: RunProcesses, size: int) -> None:
     for result in run_processes(_exchange, size):
         assert result.ok, result.error
