@@ -157,12 +157,12 @@ class _TableModule(nn.Module):
 
         return super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
 
-    def _rows(self, keys: Tensor) -> Tensor:
-        """Return the rows of ``keys``: ``(*keys.shape, embedding_dim)``."""
+    def _look_up(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return rows, and where those of ``keys`` are among them; see :func:`look_up`."""
         if not torch.compiler.is_compiling():  # which cannot replace a weight either
             weight = self._parameters.get("weight")
             if not isinstance(weight, TableWeight):
-                return self._rows_of(weight, keys)
+                return self._rows_of(weight, keys), None
             if _torch.transforms_active():
                 raise UnsupportedError(
                     "torch.func does not differentiate lookups in a table; use backward()"
@@ -312,7 +312,10 @@ class Embedding(_TableModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``(*input.shape, embedding_dim)`` on the device of ``input``, integer keys."""
-        return self._rows(input)
+        rows, index = self._look_up(input)
+        if index is None:
+            return rows
+        return rows.index_select(0, index.flatten()).view(*input.shape, self.embedding_dim)
 
 
 class EmbeddingBag(_TableModule):
@@ -389,8 +392,10 @@ class EmbeddingBag(_TableModule):
             offsets: ``(bags,)``, the start of each bag.
             per_sample_weights: of the shape of ``input``, for mode ``sum``; receives a gradient.
         """
-        rows = self._rows(input).reshape(-1, self.embedding_dim)
-        index = torch.arange(len(rows), device=input.device).view(input.shape)
+        rows, index = self._look_up(input)
+        rows = rows.reshape(-1, self.embedding_dim)
+        if index is None:
+            index = torch.arange(len(rows), device=input.device).view(input.shape)
         padding = None
         if self.padding_idx is not None:
             # Padding has no place in a bag: all of it becomes one row to skip.

@@ -40,14 +40,14 @@ class Lookup:
 
     def rows(self, keys: Tensor) -> Tensor:
         """Return the rows of ``keys``, ``(*keys.shape, dim)`` on their device."""
-        return self.rows_of(keys, *_distinct(keys))
+        unique, inverse = _distinct(keys, self.table.num_keys)
+        return self.distinct_rows(unique).index_select(0, inverse).reshape(*keys.shape, -1)
 
-    def rows_of(self, keys: Tensor, unique: Tensor, inverse: Tensor) -> Tensor:
-        """Return the rows of ``keys``. Each distinct key is pulled once."""
+    def distinct_rows(self, unique: Tensor) -> Tensor:
+        """Return the rows of distinct keys, ``(m, dim)`` on their device."""
         if self.max_norm is not None:
             self._renormalize(unique, self.max_norm)
-        rows = self.table.pull(unique).to(keys.device)
-        return rows.index_select(0, inverse).reshape(*keys.shape, self.table.dim)
+        return self.table.pull(unique).to(unique.device)
 
     def _renormalize(self, keys: Tensor, max_norm: float) -> None:
         """Scale rows in the table down to ``max_norm``, as torch does before each lookup."""
@@ -62,32 +62,51 @@ class Lookup:
             self.table.set(keys.cpu()[long], (values[long] * scale.unsqueeze(1)).to(values.dtype))
 
     def add_gradient(self, unique: Tensor, inverse: Tensor, gradient: Tensor) -> None:
-        """Add a gradient of the rows of ``unique[inverse]``, ``(n, dim)``, to that of the table.
+        """Add the gradient of the rows of distinct keys to that of the table.
 
         Args:
-            unique: distinct keys, ascending, ``(m,)``.
-            inverse: indices into ``unique``, ``(n,)``.
+            unique: the keys, ascending, ``(m,)``.
+            inverse: indices of the keys that were looked up among them, ``(n,)``.
+            gradient: of each distinct row, the sum, ``(m, dim)``.
         """
-        gradient = gradient.reshape(-1, self.table.dim).to(self.table.dtype)
+        gradient = gradient.to(self.table.dtype)
         if self.scale_grad_by_freq:
-            gradient = gradient / inverse.bincount()[inverse].unsqueeze(1)
-        rows = gradient.new_zeros(len(unique), self.table.dim).index_add_(0, inverse, gradient)
+            gradient = gradient / inverse.bincount().unsqueeze(1)
         if self.padding_idx is not None:
             kept = unique != self.padding_idx
-            unique, rows = unique[kept], rows[kept]
-        self.table.gradients.add(unique, rows)
+            unique, gradient = unique[kept], gradient[kept]
+        self.table.gradients.add(unique, gradient)
 
 
-def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
+# From so many keys on, in a table of at most so many times as many, marking is faster than sorting.
+_MARKED_KEYS, _MARKED_SHARE = 2048, 16
+
+
+def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the distinct keys, ascending, and the index of each key among them, ``(n,)``."""
     if keys.is_floating_point() or keys.dtype is torch.bool:
         raise ArgumentError(f"keys are {keys.dtype}; they must be integers")
+    if keys.is_cpu and keys.numel() >= max(_MARKED_KEYS, num_keys // _MARKED_SHARE):
+        flat = keys.reshape(-1).to(torch.int64)
+        least, most = flat.aminmax()
+        if least >= 0 and most < num_keys:  # others are reported by the table
+            is_used = torch.zeros(num_keys, dtype=torch.bool).index_fill_(0, flat, True)
+            unique = is_used.nonzero().flatten()
+            place = torch.empty(num_keys, dtype=torch.int64)
+            place.index_copy_(0, unique, torch.arange(len(unique)))
+            return unique, place.index_select(0, flat)
     unique, inverse = torch.unique(keys, return_inverse=True)
     return unique, inverse.reshape(-1)
 
 
-def look_up(lookup: Lookup, keys: Tensor) -> Tensor:
-    """Return the rows of ``keys``, whose gradient goes to the table's weight."""
+def look_up(lookup: Lookup, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return rows, whose gradient goes to the table's weight, and where those of ``keys`` are.
+
+    Returns:
+        The distinct rows, ``(m, dim)``, and the index of each key's row, of the shape of ``keys``;
+        or the rows of all keys, ``(*keys.shape, dim)``, and None, where something else runs or
+        records operators: ``torch.compile``, a profiler, a dispatch mode.
+    """
     # is_compiling() comes first: torch.compile does not trace the rest.
     if (
         torch.compiler.is_compiling()
@@ -95,27 +114,26 @@ def look_up(lookup: Lookup, keys: Tensor) -> Tensor:
         or keys.is_meta
         or _torch.dispatches_itself(keys)
     ):
-        rows: Tensor = _rows(keys, lookup.anchor, lookup.number)
-    else:
-        rows = _EagerRows.apply(keys, lookup.anchor, lookup)  # type: ignore[no-untyped-call]
-    return rows
+        return _rows(keys, lookup.anchor, lookup.number), None
+    unique, inverse = _distinct(keys, lookup.table.num_keys)
+    rows: Tensor = _DistinctRows.apply(unique, inverse, lookup.anchor, lookup)  # type: ignore[no-untyped-call]
+    return rows, inverse.view(keys.shape)
 
 
-class _EagerRows(torch.autograd.Function):
-    """The same as the operator. The backward pass reuses the distinct keys of the forward pass."""
-
+class _DistinctRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, keys: Tensor, anchor: Tensor, lookup: Lookup) -> Tensor:
-        unique, inverse = _distinct(keys)
+    def forward(
+        ctx: Any, unique: Tensor, inverse: Tensor, anchor: Tensor, lookup: Lookup
+    ) -> Tensor:
         ctx.lookup = lookup
         ctx.save_for_backward(unique, inverse)
-        return lookup.rows_of(keys, unique, inverse)
+        return lookup.distinct_rows(unique)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, None]:
         _refuse_graph()
         ctx.lookup.add_gradient(*ctx.saved_tensors, gradient)
-        return None, torch.empty(0), None
+        return None, None, torch.empty(0), None
 
 
 def _lookup(number: int) -> Lookup:
@@ -138,7 +156,10 @@ def _(keys: Tensor, anchor: Tensor, lookup: int) -> Tensor:
 
 @torch.library.custom_op("torchrelay::table_gradient", mutates_args=())
 def _gradient(keys: Tensor, gradient: Tensor, lookup: int) -> Tensor:
-    _lookup(lookup).add_gradient(*_distinct(keys), gradient)
+    unique, inverse = _distinct(keys, _lookup(lookup).table.num_keys)
+    rows = gradient.new_zeros(len(unique), gradient.shape[-1])
+    rows.index_add_(0, inverse, gradient.reshape(len(inverse), -1))
+    _lookup(lookup).add_gradient(unique, inverse, rows)
     return torch.empty(0)
 
 

@@ -311,3 +311,26 @@ def test_metrics_are_a_line(create: Callable[..., Table]) -> None:
     after = table.metrics() - before
     assert after.local_pulls == 10 and after.locality == 1 and after.sent_bytes == 0
     assert "100.000% local" in str(after)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_many_keys_of_a_small_table(dtype: torch.dtype) -> None:
+    rows = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    keys = torch.arange(5000).square().remainder(97).to(dtype).reshape(50, 100)
+    theirs = torch.nn.Embedding(100, 4, _weight=rows.clone())
+    with Table.create(100, 4, optimizer=optim.sgd(1.0)) as table:
+        module, optimizer = Embedding(100, 4, _weight=rows, table=table), table.optimizer()
+        ours = module(keys)
+        assert torch.equal(ours, theirs(keys))
+        factor = torch.arange(400.0).view(100, 4)
+        (ours * factor).sum().backward()
+        (theirs(keys) * factor).sum().backward()
+        used = keys.unique().to(torch.int64)
+        gradient = module.weight.grad
+        assert gradient is not None and theirs.weight.grad is not None
+        assert module.weight.keys is not None and torch.equal(module.weight.keys, used)
+        torch.testing.assert_close(gradient, theirs.weight.grad[used])
+        optimizer.step()
+        for bad in (-1, 100):
+            with pytest.raises(ArgumentError, match="out of range"):
+                module(torch.cat([keys.flatten(), torch.tensor([bad], dtype=dtype)]))
