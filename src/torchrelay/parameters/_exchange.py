@@ -87,16 +87,15 @@ class GradientExchange:
             owners: the rank that owns each key, ``(n,)``.
         """
         order = owners.argsort(stable=True)
-        keys, values = keys.cpu()[order], values.cpu()[order]
-        counts = torch.bincount(owners, minlength=self._ranks.size)
-        received = self._headers(_Call.SUM, counts)[:, 1]
-        return sum_by_key(*self._exchange((keys, values), counts.tolist(), received.tolist()))
+        rows = _packed(keys.cpu(), values.cpu(), order)
+        counts = torch.bincount(owners, minlength=self._ranks.size).tolist()
+        received = [row[0] for row in self._headers(_Call.SUM, [[count] for count in counts])]
+        return sum_by_key(*_unpacked(self._exchange(rows, counts, received)))
 
     def sizes(self, count: int, is_finite: bool) -> tuple[list[int], bool]:
         """Return the ``count`` of each process, and whether all are finite."""
-        mine = torch.tensor([count, int(is_finite)]).expand(self._ranks.size, 2)
-        headers = self._headers(_Call.SIZES, mine)
-        return headers[:, 1].tolist(), bool(headers[:, 2].all())
+        headers = self._headers(_Call.SIZES, [[count, int(is_finite)]] * self._ranks.size)
+        return [row[0] for row in headers], all(row[1] for row in headers)
 
     def gather(self, keys: Tensor, values: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
         """Return the rows of all processes, in the order of their keys, ``(n,)`` and ``(n, dim)``.
@@ -106,48 +105,39 @@ class GradientExchange:
             sizes: the number of rows of each process.
         """
         size = self._ranks.size
-        self._headers(_Call.GATHER, torch.zeros(size, dtype=torch.int64))
-        repeated = keys.repeat(size), values.repeat(size, 1)
-        keys, values = self._exchange(repeated, [len(keys)] * size, sizes)
+        self._headers(_Call.GATHER, [[]] * size)
+        rows = _packed(keys, values, torch.arange(len(keys)).repeat(size))
+        keys, values = _unpacked(self._exchange(rows, [len(keys)] * size, sizes))
         order = keys.argsort()
         return keys[order], values[order]
 
     def barrier(self) -> None:
         """Wait for all processes."""
-        self._headers(_Call.BARRIER, torch.zeros(self._ranks.size, dtype=torch.int64))
+        self._headers(_Call.BARRIER, [[]] * self._ranks.size)
 
-    def _headers(self, call: _Call, mine: Tensor) -> Tensor:
-        """Send row ``i`` of ``mine`` to rank ``i``; return those received, after their call."""
-        size = self._ranks.size
-        mine = torch.cat([torch.full((size, 1), int(call)), mine.reshape(size, -1)], dim=1)
-        width = max(3, mine.shape[1])  # the same in all calls, so that different ones are noticed
-        mine = torch.nn.functional.pad(mine, (0, width - mine.shape[1]))
-        (received,) = self._exchange((mine,), [1] * size, [1] * size)
-        other = (received[:, 0] != int(call)).nonzero().flatten().tolist()
+    def _headers(self, call: _Call, mine: list[list[int]]) -> list[list[int]]:
+        """Send ``mine[i]``, at most two numbers, to rank ``i``; return those received."""
+        ones = [1] * self._ranks.size
+        # Headers of all calls have one size, so that different calls are noticed.
+        headers = torch.tensor([[call, *row, 0, 0][:3] for row in mine])
+        received = self._exchange(headers, ones, ones).tolist()
+        other = [rank for rank, row in enumerate(received) if row[0] != call]
         if other:
-            there = _CALLS[_Call(int(received[other[0], 0]))]
+            there = _CALLS[_Call(received[other[0]][0])]
             raise MismatchError(
                 f"{self._ranks.name} is in {_CALLS[call]}, and rank "
                 f"{self._ranks.names[other[0]]} in {there}: all processes of a table must run the "
                 "same backward passes and steps, and look at weight.grad and weight.keys together"
             )
-        return received
+        return [row[1:] for row in received]
 
-    def _exchange(
-        self, rows: tuple[Tensor, ...], sent: list[int], received: list[int]
-    ) -> list[Tensor]:
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[i]`` rows to rank ``i``, in order; return the rows received, in order."""
-        rows = tuple(part.contiguous() for part in rows)
-        outs = [part.new_empty(sum(received), *part.shape[1:]) for part in rows]
+        out = rows.new_empty(sum(received), rows.shape[1])
         try:
-            for out, part in zip(outs, rows, strict=True):
-                self._group.all_to_all(
-                    _blocks(part, sent),
-                    _blocks(out, received),
-                    _ROWS,
-                    self._timeout_s,
-                    True,
-                )
+            self._group.all_to_all(
+                _blocks(rows, sent), _blocks(out, received), _ROWS, self._timeout_s, True
+            )
         except (OperationTimeoutError, PeerLostError) as error:
             if isinstance(error, PeerLostError):
                 self._on_loss([self._ranks.names.index(name) for name in error.ranks])
@@ -158,9 +148,23 @@ class GradientExchange:
                 "TORCHRELAY_PARAMETERS_TIMEOUT_S",
                 ranks=error.ranks,
             ) from error
-        others = sum(sent) - sent[self._ranks.rank]
-        self.sent_bytes += others * sum(part[:1].nbytes for part in rows)
-        return outs
+        self.sent_bytes += (sum(sent) - sent[self._ranks.rank]) * rows[:1].nbytes
+        return out
+
+
+def _packed(keys: Tensor, values: Tensor, order: Tensor) -> Tensor:
+    """Return the rows of ``order``, ``(n, key and values)`` in the dtype of ``values``."""
+    width = keys.itemsize // values.itemsize
+    rows = values.new_empty(len(order), width + values.shape[1])
+    rows[:, :width] = keys[order].view(values.dtype).view(len(order), width)
+    rows[:, width:] = values[order]
+    return rows
+
+
+def _unpacked(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values of packed rows."""
+    width = torch.int64.itemsize // rows.itemsize
+    return rows[:, :width].reshape(-1).view(torch.int64), rows[:, width:]
 
 
 def _blocks(rows: Tensor, counts: list[int]) -> list[tuple[int, int]]:

@@ -304,7 +304,7 @@ class Gradients:
             return
         self._server.set_learning_rate(lr)
         self._server.store.set_step(step)
-        if self._exchange is not None:
+        if self._exchange is not None and self._server.topology.num_nodes > 1:
             # An owner must have the rate before another node's push.
             self._exchange.barrier()
         self._configured = (lr, step)
