@@ -211,8 +211,7 @@ void register_worker(nb::module_& module) {
           "keys"_a, "count"_a, "start"_a, "end"_a, Released())
       .def("advance_clock", &Worker::advance_clock)
       .def_prop_ro("clock", &Worker::clock)
-      .def("flush_updates", &Worker::flush_updates, Released())
-      .def("flush_refreshes", &Worker::flush_refreshes, Released())
+      .def("wait_sync", &Worker::wait_sync, Released())
       .def("finalize", &Worker::finalize, Released());
 }
 

@@ -276,9 +276,7 @@ void random_load(Techniques techniques, const FaultInjection& faults, std::uint3
         worker->wait_all();
         reads.check_finished(*worker);
         failures[w] = reads.failure();
-        worker->flush_updates();
-        all.arrive_and_wait();
-        worker->flush_refreshes();
+        worker->wait_sync();
         all.arrive_and_wait();
         std::vector<std::int64_t> keys(num_keys);
         for (std::size_t i = 0; i < num_keys; ++i) keys[i] = static_cast<std::int64_t>(i);
@@ -488,7 +486,7 @@ TEST(a_round_leaves_the_keys_of_other_channels_alone) {
   CHECK(cluster.state(1, cluster.stores[1]->index().find(kKey)) == State::kReplica);
   CHECK(!cluster.stores[1]->entry(cluster.stores[1]->index().find(kKey)).has(kLeaving));
   access(*worker, Op::kPush, key, value);
-  worker->flush_updates();
+  worker->wait_sync();
   access(*cluster.worker(0, 0), Op::kPull, key, value);
   CHECK(value[0] == 1);
   for (const auto& store : cluster.stores) CHECK(store->total(kProtocolErrors) == 0);
@@ -551,8 +549,7 @@ TEST(sums_are_exact_when_updates_pile_up) {
           worker->advance_clock();
         }
         worker->wait_all();
-        worker->flush_updates();
-        worker->flush_refreshes();
+        worker->wait_sync();
         all.arrive_and_wait();
       });
     for (auto& thread : threads) thread.join();

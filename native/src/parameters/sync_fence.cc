@@ -6,26 +6,28 @@
 namespace torchrelay::parameters {
 
 void SyncFence::serve() {
-  serve_updates();
-  serve_refreshes();
+  Flush& flush = state_.store->header().boards[state_.channel_id].sync;
+  if (target_ == 0 && flush.requested.load() != flush.done.load()) {
+    target_ = flush.requested.load();
+    begin_updates();
+  }
+  if (target_ != 0 && !is_refreshing_) {
+    std::erase_if(unsent_, [this](UnsentReplica& replica) { return has_arrived(replica); });
+    if (unsent_.empty()) begin_refreshes();
+  }
+  serve_fences();
+  if (!is_refreshing_ || !own_fence_passed_ || flush_acks_missing_ != 0) return;
+  flush.done.store(target_);
+  target_ = 0;
+  is_refreshing_ = false;
 }
 
 // Every replica that has something to send, or has sent something, when the flush begins: sent once more, and
 // acknowledged.
-void SyncFence::serve_updates() {
-  Flush& flush = state_.store->header().boards[state_.channel_id].updates;
-  if (updates_target_ == 0) {
-    const std::uint64_t requested = flush.requested.load();
-    if (requested == flush.done.load()) return;
-    updates_target_ = requested;
-    unsent_.clear();
-    for (const std::int64_t entry_index : replicas_.replicas())
-      unsent_.push_back({.entry_index = entry_index, .sent = false});
-  }
-  std::erase_if(unsent_, [this](UnsentReplica& replica) { return has_arrived(replica); });
-  if (!unsent_.empty()) return;
-  flush.done.store(updates_target_);
-  updates_target_ = 0;
+void SyncFence::begin_updates() {
+  unsent_.clear();
+  for (const std::int64_t entry_index : replicas_.replicas())
+    unsent_.push_back({.entry_index = entry_index, .sent = false});
 }
 
 bool SyncFence::has_arrived(UnsentReplica& replica) {
@@ -53,22 +55,12 @@ void SyncFence::handle(const Header& header, const Message& message) {
   }
 }
 
-// A worker's wait_sync: every node refreshes the replicas of its keys, this one too.
-void SyncFence::serve_refreshes() {
-  Flush& flush = state_.store->header().boards[state_.channel_id].refreshes;
-  if (refreshes_target_ == 0) {
-    const std::uint64_t requested = flush.requested.load();
-    if (requested != flush.done.load()) {
-      refreshes_target_ = requested;
-      own_fence_passed_ = false;
-      flush_acks_missing_ = send_to_all(Kind::kFlush, ++flush_id_);
-      waiting_for_next_fence_.push_back({.endpoint = state_.endpoint.id(), .round_id = 0});
-    }
-  }
-  serve_fences();
-  if (refreshes_target_ == 0 || !own_fence_passed_ || flush_acks_missing_ != 0) return;
-  flush.done.store(refreshes_target_);
-  refreshes_target_ = 0;
+// Every node refreshes the replicas of its keys, this one too.
+void SyncFence::begin_refreshes() {
+  is_refreshing_ = true;
+  own_fence_passed_ = false;
+  flush_acks_missing_ = send_to_all(Kind::kFlush, ++flush_id_);
+  waiting_for_next_fence_.push_back({.endpoint = state_.endpoint.id(), .round_id = 0});
 }
 
 // Refreshes are followed by a fence; once every node has answered it, they have all arrived.

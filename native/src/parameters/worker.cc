@@ -13,7 +13,7 @@ namespace {
 constexpr auto kSlice = std::chrono::milliseconds(50);  // between two looks at peers and interrupts
 constexpr auto kLook = std::chrono::milliseconds(500);  // between two looks at the leader, while busy
 constexpr std::size_t kKeysPerTrial = 64;               // pulled if local before the next are tried
-constexpr auto kFlushPoll = std::chrono::microseconds(100);
+constexpr auto kSyncPoll = std::chrono::microseconds(20);
 constexpr auto kReplicaPoll = std::chrono::microseconds(100);
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
@@ -251,38 +251,35 @@ std::int64_t Worker::advance_clock() {
 
 std::int64_t Worker::clock() const { return store_->users()[user_id_].clock.load(std::memory_order_relaxed); }
 
-void Worker::flush(Flush ChannelBoard::* which, const char* what) {
+void Worker::wait_sync() {
+  wait_all();
   if (!endpoint_) return;
   SlabHeader& header = store_->header();
   std::vector<std::uint64_t> wanted(header.num_channels);
-  for (std::uint32_t c = 0; c < header.num_channels; ++c)
-    wanted[c] = (header.boards[c].*which).requested.fetch_add(1) + 1;
+  for (std::uint32_t c = 0; c < header.num_channels; ++c) {
+    wanted[c] = header.boards[c].sync.requested.fetch_add(1) + 1;
+    // An idle channel sleeps until a message comes.
+    endpoint_->send(channel_endpoint(header.node, c), Kind::kHeartbeat, 0, Writer(0).finish());
+  }
   const auto all_done = [&] {
     for (std::uint32_t c = 0; c < header.num_channels; ++c)
-      if ((header.boards[c].*which).done.load() < wanted[c]) return false;
+      if (header.boards[c].sync.done.load() < wanted[c]) return false;
     return true;
   };
   const auto start = std::chrono::steady_clock::now();
   for (auto next_look = start + kSlice; !all_done();) {
-    std::this_thread::sleep_for(kFlushPoll);
+    std::this_thread::sleep_for(kSyncPoll);
     const auto now = std::chrono::steady_clock::now();
     if (now < next_look) continue;
     next_look = now + kSlice;
     store_->membership().check_leader();
     if (interrupt_) interrupt_();
     if (now - start > options_.timeout)
-      throw Error(Code::kTimeout, "parameters: node " + std::to_string(header.node) + ": " + what +
-                                      " did not end within " + with_seconds(seconds_since(start)));
+      throw Error(Code::kTimeout, "parameters: node " + std::to_string(header.node) +
+                                      ": wait_sync (send this node's updates, refresh all replicas) did not "
+                                      "end within " +
+                                      with_seconds(seconds_since(start)));
   }
-}
-
-void Worker::flush_updates() {
-  wait_all();
-  flush(&ChannelBoard::updates, "sending this node's updates (wait_sync)");
-}
-
-void Worker::flush_refreshes() {
-  flush(&ChannelBoard::refreshes, "refreshing other nodes' replicas (wait_sync)");
 }
 
 void Worker::finalize() {

@@ -7,7 +7,8 @@ the number of processes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 
 import torch
@@ -20,7 +21,7 @@ from torchrelay.world import Ranks
 __all__ = ["GradientExchange", "sum_by_key"]
 
 
-_ROWS = 0  # the type of messages, which is the same in all calls
+_ROWS, _HEADER = 0, 1  # types of messages
 
 
 class _Call(IntEnum):
@@ -89,12 +90,13 @@ class GradientExchange:
         order = owners.argsort(stable=True)
         rows = _packed(keys.cpu(), values.cpu(), order)
         counts = torch.bincount(owners, minlength=self._ranks.size).tolist()
-        received = [row[0] for row in self._headers(_Call.SUM, [[count] for count in counts])]
+        me = self._ranks.rank
+        received = [theirs[me] for theirs in self._headers(_Call.SUM, counts)]
         return sum_by_key(*_unpacked(self._exchange(rows, counts, received)))
 
     def sizes(self, count: int, is_finite: bool) -> tuple[list[int], bool]:
         """Return the ``count`` of each process, and whether all are finite."""
-        headers = self._headers(_Call.SIZES, [[count, int(is_finite)]] * self._ranks.size)
+        headers = self._headers(_Call.SIZES, [count, int(is_finite)])
         return [row[0] for row in headers], all(row[1] for row in headers)
 
     def gather(self, keys: Tensor, values: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
@@ -105,7 +107,7 @@ class GradientExchange:
             sizes: the number of rows of each process.
         """
         size = self._ranks.size
-        self._headers(_Call.GATHER, [[]] * size)
+        self._headers(_Call.GATHER)
         rows = _packed(keys, values, torch.arange(len(keys)).repeat(size))
         keys, values = _unpacked(self._exchange(rows, [len(keys)] * size, sizes))
         order = keys.argsort()
@@ -113,14 +115,25 @@ class GradientExchange:
 
     def barrier(self) -> None:
         """Wait for all processes."""
-        self._headers(_Call.BARRIER, [[]] * self._ranks.size)
+        self._headers(_Call.BARRIER)
 
-    def _headers(self, call: _Call, mine: list[list[int]]) -> list[list[int]]:
-        """Send ``mine[i]``, at most two numbers, to rank ``i``; return those received."""
-        ones = [1] * self._ranks.size
-        # Headers of all calls have one size, so that different calls are noticed.
-        headers = torch.tensor([[call, *row, 0, 0][:3] for row in mine])
-        received = self._exchange(headers, ones, ones).tolist()
+    def _headers(self, call: _Call, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Return the numbers of all ranks: two, or one for each rank; all ranks make ``call``."""
+        size = self._ranks.size
+        width = 1 + max(2, size)  # in all calls, so that different calls are noticed
+        mine = torch.tensor([call, *numbers] + [0] * (width - 1 - len(numbers)))
+        headers = mine.new_empty(size, width)
+        with self._named_failures():
+            self._group.all_gather(
+                mine.data_ptr(),
+                mine.nbytes,
+                _blocks(headers, [1] * size),
+                _HEADER,
+                self._timeout_s,
+                True,
+            )
+        self.sent_bytes += (size - 1) * mine.nbytes
+        received = headers.tolist()
         other = [rank for rank, row in enumerate(received) if row[0] != call]
         if other:
             there = _CALLS[_Call(received[other[0]][0])]
@@ -134,10 +147,17 @@ class GradientExchange:
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[i]`` rows to rank ``i``, in order; return the rows received, in order."""
         out = rows.new_empty(sum(received), rows.shape[1])
-        try:
+        with self._named_failures():
             self._group.all_to_all(
                 _blocks(rows, sent), _blocks(out, received), _ROWS, self._timeout_s, True
             )
+        self.sent_bytes += (sum(sent) - sent[self._ranks.rank]) * rows[:1].nbytes
+        return out
+
+    @contextmanager
+    def _named_failures(self) -> Iterator[None]:
+        try:
+            yield
         except (OperationTimeoutError, PeerLostError) as error:
             if isinstance(error, PeerLostError):
                 self._on_loss([self._ranks.names.index(name) for name in error.ranks])
@@ -148,8 +168,6 @@ class GradientExchange:
                 "TORCHRELAY_PARAMETERS_TIMEOUT_S",
                 ranks=error.ranks,
             ) from error
-        self.sent_bytes += (sum(sent) - sent[self._ranks.rank]) * rows[:1].nbytes
-        return out
 
 
 def _packed(keys: Tensor, values: Tensor, order: Tensor) -> Tensor:

@@ -259,8 +259,7 @@ class Worker(Resource):
     def wait_sync(self) -> None:
         """Wait until every node sees this node's earlier pushes. Not collective."""
         self._check_open()
-        self._native.flush_updates()
-        self._native.flush_refreshes()
+        self._native.wait_sync()
 
     def barrier(self) -> None:
         """Wait for all workers of all nodes.

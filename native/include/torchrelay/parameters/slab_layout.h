@@ -104,8 +104,7 @@ struct Flush {
 };
 
 struct ChannelBoard {
-  Flush updates;    // all updates of this node have reached their owners
-  Flush refreshes;  // all replicas of this node's keys have what the owner has
+  Flush sync;  // all updates of this node have reached their owners, and then all replicas are fresh
 };
 
 enum Stat : std::uint32_t {

@@ -33,9 +33,9 @@ class SyncFence {
     bool sent;
   };
 
-  void serve_updates();
   bool has_arrived(UnsentReplica& replica);
-  void serve_refreshes();
+  void begin_updates();
+  void begin_refreshes();
   void serve_fences();
   void send(std::uint32_t endpoint, Kind kind, std::uint64_t round_id);
   // To the same channel of all other nodes that have not departed; returns how many.
@@ -45,8 +45,8 @@ class SyncFence {
   OwnerSide& owner_;
   ReplicaSide& replicas_;
   std::vector<UnsentReplica> unsent_;
-  std::uint64_t updates_target_ = 0;    // of our workers; 0: none asks
-  std::uint64_t refreshes_target_ = 0;  // the same
+  std::uint64_t target_ = 0;    // what our workers have asked for; 0: nothing
+  bool is_refreshing_ = false;  // their updates have arrived
   std::uint64_t flush_id_ = 0;
   std::uint32_t flush_acks_missing_ = 0;
   bool own_fence_passed_ = false;

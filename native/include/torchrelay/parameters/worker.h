@@ -59,10 +59,9 @@ class Worker {
   std::int64_t advance_clock();
   std::int64_t clock() const;
 
-  // wait_sync: this node's updates reach their owners; then all replicas of all nodes get what the owners
-  // have.
-  void flush_updates();
-  void flush_refreshes();
+  // Until this node's updates have reached their owners, and then all replicas of all nodes have what the
+  // owners have.
+  void wait_sync();
 
   // No more accesses; intents end. Finishes what is unfinished first. Nothing in a forked child.
   void finalize();
@@ -101,7 +100,6 @@ class Worker {
   void settle(Op op, const std::int64_t* keys, std::size_t count);
   void count_unfinished_keys();
   void finish(std::int64_t request_id);
-  void flush(Flush ChannelBoard::* which, const char* what);
   void look_at_leader();
   void count_traffic();
 
