@@ -393,8 +393,10 @@ class EmbeddingBag(_TableModule):
             per_sample_weights: of the shape of ``input``, for mode ``sum``; receives a gradient.
         """
         rows, index = self._look_up(input)
-        rows = rows.reshape(-1, self.embedding_dim)
+        # For a dense gradient, torch sorts the index.
+        sparse = index is not None and self.mode != "max" and self.padding_idx is None
         if index is None:
+            rows = rows.reshape(-1, self.embedding_dim)
             index = torch.arange(len(rows), device=input.device).view(input.shape)
         padding = None
         if self.padding_idx is not None:
@@ -407,6 +409,7 @@ class EmbeddingBag(_TableModule):
             rows,
             None if offsets is None else offsets.to(index.dtype),
             mode=self.mode,
+            sparse=sparse,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
             padding_idx=padding,

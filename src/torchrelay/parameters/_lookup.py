@@ -132,6 +132,9 @@ class _DistinctRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, None]:
         _refuse_graph()
+        if gradient.is_sparse:  # of embedding_bag; to_dense() would sort its rows
+            rows = gradient.new_zeros(gradient.shape, layout=torch.strided)
+            gradient = rows.index_add_(0, gradient._indices()[0], gradient._values())
         ctx.lookup.add_gradient(*ctx.saved_tensors, gradient)
         return None, None, torch.empty(0), None
 
