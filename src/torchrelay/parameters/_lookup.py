@@ -41,7 +41,8 @@ class Lookup:
     def rows(self, keys: Tensor) -> Tensor:
         """Return the rows of ``keys``, ``(*keys.shape, dim)`` on their device."""
         unique, inverse = _distinct(keys, self.table.num_keys)
-        return self.distinct_rows(unique).index_select(0, inverse).reshape(*keys.shape, -1)
+        rows = self.distinct_rows(unique).index_select(0, inverse)
+        return rows.view(*keys.shape, self.table.dim)
 
     def distinct_rows(self, unique: Tensor) -> Tensor:
         """Return the rows of distinct keys, ``(m, dim)`` on their device."""
@@ -159,9 +160,10 @@ def _(keys: Tensor, anchor: Tensor, lookup: int) -> Tensor:
 
 @torch.library.custom_op("torchrelay::table_gradient", mutates_args=())
 def _gradient(keys: Tensor, gradient: Tensor, lookup: int) -> Tensor:
-    unique, inverse = _distinct(keys, _lookup(lookup).table.num_keys)
-    rows = gradient.new_zeros(len(unique), gradient.shape[-1])
-    rows.index_add_(0, inverse, gradient.reshape(len(inverse), -1))
+    table = _lookup(lookup).table
+    unique, inverse = _distinct(keys, table.num_keys)
+    rows = gradient.new_zeros(len(unique), table.dim)
+    rows.index_add_(0, inverse, gradient.reshape(-1, table.dim))
     _lookup(lookup).add_gradient(unique, inverse, rows)
     return torch.empty(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -334,3 +335,20 @@ def test_many_keys_of_a_small_table(dtype: torch.dtype) -> None:
         for bad in (-1, 100):
             with pytest.raises(ArgumentError, match="out of range"):
                 module(torch.cat([keys.flatten(), torch.tensor([bad], dtype=dtype)]))
+
+
+@pytest.mark.parametrize("profiled", [False, True])  # where lookups are operators
+def test_no_keys(profiled: bool) -> None:
+    with (
+        Table.create(4, 2, optimizer=optim.sgd(1.0)) as table,
+        torch.profiler.profile() if profiled else contextlib.nullcontext(),
+    ):
+        table.optimizer()
+        module, bags = Embedding(4, 2, table=table), EmbeddingBag(4, 2, mode="sum", table=table)
+        rows = module(torch.empty(3, 0, dtype=torch.int64))
+        assert rows.shape == (3, 0, 2)
+        sums = bags(torch.empty(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+        assert torch.equal(sums, torch.zeros(2, 2))
+        (rows.sum() + sums.sum()).backward()
+        gradient = module.weight.grad
+        assert gradient is None or gradient.shape == (0, 2)
