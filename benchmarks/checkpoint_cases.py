@@ -217,6 +217,9 @@ def load_ways(
     before = functools.partial(_evict, folder) if cold else lambda: None
     ways = {
         "torchrelay": Way(lambda: load(state, f"{folder}/ours"), before),
+        "torchrelay, overwrite=True": Way(
+            lambda: load(state, f"{folder}/ours", overwrite=True), before
+        ),
         'torchrelay, verify="header"': Way(
             lambda: load(state, f"{folder}/ours", verify="header"), before
         ),
@@ -319,19 +322,20 @@ def stall_ways(folder: str, rows: int, shapes: Shapes = even_shapes) -> dict[str
         """Keeps its memory from one save to the next."""
         return DefaultStager(StagingOptions(False, shared, False, False))
 
-    process = AsyncCheckpointerType.PROCESS
     path = f"{folder}/async"
-    return {
+    ways = {
         "torchrelay": Way(
             lambda: async_save(state, path), lambda: _fresh(path), lambda saving: saving.result()
         ),
         "DCP async_save, thread": by_dcp("thread"),
         "DCP async_save, thread, cached staging": by_dcp("cached", async_stager=stager(False)),
-        "DCP async_save, process, cached staging": by_dcp(
-            "process", async_stager=stager(True), async_checkpointer_type=process
-        ),
-        "floor: one memcpy": Way(memcpy),
     }
+    if shapes is not small_shapes:  # it needs a file descriptor for each tensor
+        process = AsyncCheckpointerType.PROCESS
+        ways["DCP async_save, process, cached staging"] = by_dcp(
+            "process", async_stager=stager(True), async_checkpointer_type=process
+        )
+    return {**ways, "floor: one memcpy": Way(memcpy)}
 
 
 # --- Object stores

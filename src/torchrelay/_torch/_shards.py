@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 Block = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
 
 
-def local_blocks(tensor: Any) -> list[Block]:
+def local_blocks(shape: torch.Size, mesh: Any, placements: Sequence[Any]) -> list[Block]:
     """Return the blocks of the global tensor that form this rank's part of a DTensor.
 
     One, unless a strided shard (FSDP over tensor parallelism, with uneven sizes) interleaves: then
@@ -142,11 +143,11 @@ def local_blocks(tensor: Any) -> list[Block]:
     """
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
-    sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    strided = {p.dim for p in tensor.placements if isinstance(p, _StridedShard)}
+    sizes, offsets = local_shape_and_offset(shape, mesh, placements)
+    strided = {p.dim for p in placements if isinstance(p, _StridedShard)}
     blocks: list[Block] = [(tuple(offsets), tuple(sizes), tuple(slice(0, size) for size in sizes))]
     for dim in sorted(strided):
-        runs = _runs(_indices_along(tensor, dim))
+        runs = _runs(_indices_along(shape[dim], mesh, placements, dim))
         blocks = [
             (
                 (*offsets[:dim], start, *offsets[dim + 1 :]),
@@ -159,11 +160,11 @@ def local_blocks(tensor: Any) -> list[Block]:
     return blocks
 
 
-def _indices_along(tensor: Any, dim: int) -> list[int]:
+def _indices_along(size: int, mesh: Any, placements: Sequence[Any], dim: int) -> list[int]:
     """Which indices of dimension ``dim`` this rank has, in the order in which it has them."""
-    held = torch.arange(tensor.shape[dim])
-    coordinate = tensor.device_mesh.get_coordinate()
-    for mesh_dim, placement in enumerate(tensor.placements):
+    held = torch.arange(size)
+    coordinate = mesh.get_coordinate()
+    for mesh_dim, placement in enumerate(placements):
         if getattr(placement, "dim", None) == dim:
             strided = (
                 {"split_factor": placement.split_factor}
@@ -171,9 +172,7 @@ def _indices_along(tensor: Any, dim: int) -> list[int]:
                 else {}
             )
             along = type(placement)(0, **strided)
-            pieces, _ = along._split_tensor(
-                held, tensor.device_mesh.size(mesh_dim), with_padding=False
-            )
+            pieces, _ = along._split_tensor(held, mesh.size(mesh_dim), with_padding=False)
             held = pieces[coordinate[mesh_dim]]
     return held.tolist()
 

@@ -84,6 +84,7 @@ def load(
     strict: bool = True,
     initialize_missing: bool = False,
     verify: str = "data",
+    overwrite: bool = False,
     threads: int | None = None,
     max_buffer_bytes: int = MAX_BUFFER_BYTES,
     progress: Progress = False,
@@ -97,7 +98,8 @@ def load(
     Each rank reads the byte ranges of its own shards, straight into the tensors, which may be cut
     otherwise than the saved ones. All that this rank needs is verified, and all its tensors are
     checked, before the first one is changed: a checkpoint that is damaged or does not fit leaves
-    the state as it was, on every rank.
+    the state as it was, on every rank. Only with ``overwrite`` the tensors of a damaged checkpoint
+    may be read before the error is raised.
 
     Args:
         state: as for :func:`save`. Tensors are filled in place; other values of a dictionary are
@@ -117,6 +119,9 @@ def load(
         verify: ``"data"``: the checksums of all that is read (files of other libraries have none;
             for a checkpoint saved with ``checksum=False`` a warning says so); ``"header"``: the
             headers of the files; ``"none"``.
+        overwrite: whether data are verified while they are read, which is faster, but leaves
+            damaged or incomplete values in the tensors of ``state`` after a
+            :class:`~torchrelay.CorruptionError`. For a state that is given up in that case.
         threads: how many read at once; by default the usable cores, at most 4.
         max_buffer_bytes: memory for what cannot be read straight into its tensor.
         progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in
@@ -146,12 +151,20 @@ def load(
     check_count("max_buffer_bytes", max_buffer_bytes)
     ranks = group_of(group, no_dist)
     options = _Options(
-        prefix, strict, initialize_missing, verify, threads, max_buffer_bytes, device, shard
+        prefix,
+        strict,
+        initialize_missing,
+        verify,
+        overwrite,
+        threads,
+        max_buffer_bytes,
+        device,
+        shard,
     )
     loading = _Loading(state, options, ranks)
     with _telemetry.event("checkpoint", "load", text_of(path)) as running, closing(loading):
         loading.open(path)
-        if verify == "data":
+        if verify == "data" and not overwrite:
             loading.verify()
         running.size_bytes = loading.size_bytes
         with tracking(
@@ -169,6 +182,7 @@ class _Options:
     strict: bool
     initialize_missing: bool
     verify: str
+    overwrite: bool
     threads: int | None
     max_buffer_bytes: int
     device: torch.device | str | None
@@ -276,6 +290,8 @@ class _Loading:
             if len({fingerprint for _, fingerprint in opened}) > 1 and may_be_replaced:
                 continue
             check_same(self._ranks.ranks, opened)
+            if self._options.verify == "data" and self._ranks.is_coordinator:
+                warn_without_checksums(self._manifest, self._location)
             return
 
     def _open(self, path: str) -> tuple[str, str]:
@@ -443,8 +459,6 @@ class _Loading:
     def verify(self) -> None:
         """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
         ranks = self._ranks
-        if ranks.is_coordinator:
-            warn_without_checksums(self._manifest, self._location)
         wanted = ranks.together(
             lambda: (self._reader.folder.identity, self._reader.blocks_of(self._segments))
         )
@@ -465,7 +479,12 @@ class _Loading:
         targets = (
             target.tensor() if isinstance(target, _Deferred) else target for target in self._targets
         )
-        self._reader.fill(zip(self._segments, targets, strict=True), advance)
+        options = self._options
+        self._reader.fill(
+            zip(self._segments, targets, strict=True),
+            advance,
+            verify=options.verify == "data" and options.overwrite,
+        )
         for part, leaf, value in self._objects:
             put(part.state, leaf.path, value)
         for part in self._parts:

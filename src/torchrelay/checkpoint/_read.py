@@ -49,6 +49,7 @@ MAX_BUFFER_BYTES = 256 << 20
 _VERIFY = ("data", "header", "none")
 _ATTEMPTS = 10  # for a checkpoint that savers replace again and again
 _PIECE_BYTES = 16 << 20
+_READ_BYTES = 4 << 20  # by one call; what was read is in the cache when it is compared
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
 
 
@@ -91,8 +92,11 @@ class Segment(NamedTuple):
 
 def segments_of(key: str, entry: TensorEntry, box: Box) -> list[Segment]:
     """Return the segments that cover a box of a tensor exactly once. Pure."""
-    if len(entry.chunks) == 1:
-        return [Segment(key, entry, entry.chunks[0], box)] if box.numel else []
+    if not box.numel:
+        return []
+    for chunk in entry.chunks:
+        if len(entry.chunks) == 1 or chunk.box == box:
+            return [Segment(key, entry, chunk, box)]
     index = BoxIndex([chunk.box for chunk in entry.chunks])
     return [Segment(key, entry, entry.chunks[i], common) for i, common in index.meeting(box)]
 
@@ -300,8 +304,19 @@ class ChunkReader:
     def _verify_piece(self, name: str, numbers: NDArray[np.intp], progress: Progress) -> None:
         file = self._blocks(name)
         starts, sizes = file.starts[numbers], file.sizes[numbers]
-        found = np.frombuffer(self.folder.checksums(name, starts, sizes), "<u4")
-        differs = found != file.expected[numbers]
+        self._compare(name, numbers, self.folder.checksums(name, starts, sizes))
+        if progress is not None:
+            progress(int(sizes.sum()))
+
+    def _compare(self, name: str, numbers: NDArray[np.intp], checksums: bytes) -> None:
+        """Compare the checksums of blocks with those in the manifest.
+
+        Raises:
+            CorruptionError: one does not match.
+        """
+        file = self._blocks(name)
+        starts, sizes = file.starts[numbers], file.sizes[numbers]
+        differs = np.frombuffer(checksums, "<u4") != file.expected[numbers]
         if differs.any():
             place = int(differs.argmax())
             chunks, index = self.manifest.by_file[name], file.chunk_of[numbers[place]]
@@ -310,8 +325,6 @@ class ChunkReader:
                 f"bytes {starts[place]} and {starts[place] + sizes[place]} (chunk at "
                 f"{list(chunks.chunks[index].box.offsets)}): the checksum does not match"
             )
-        if progress is not None:
-            progress(int(sizes.sum()))
 
     def _verify_gaps(self, name: str) -> None:
         file, chunks = self.manifest.files[name], self.manifest.by_file[name]
@@ -332,67 +345,93 @@ class ChunkReader:
             start += size
 
     def fill(
-        self, targets: Iterable[tuple[Segment, torch.Tensor]], progress: Progress = None
+        self,
+        targets: Iterable[tuple[Segment, torch.Tensor]],
+        progress: Progress = None,
+        *,
+        verify: bool = False,
     ) -> None:
         """Read each segment into its tensor, which has the segment's shape. Blocks.
 
+        Args:
+            targets: segments, and their tensors.
+            progress: called with the bytes read since the last call, from several threads.
+            verify: whether to compare what is read with its checksums: whole chunks while they are
+                in the cache, and the rest before anything is read. Some tensors then have damaged
+                values after an error.
+
         Raises:
-            CorruptionError, StorageError: a file cannot be read. Some tensors may then have new
-                values.
+            CorruptionError, StorageError: a file cannot be read, or is damaged. Some tensors may
+                then have new values.
         """
-        run_tasks(self._read_tasks(targets, progress), self._threads)
+        run_tasks(self._read_tasks(targets, progress, verify), self._threads)
 
     @no_collection()
     def _read_tasks(
-        self, targets: Iterable[tuple[Segment, torch.Tensor]], progress: Progress
+        self, targets: Iterable[tuple[Segment, torch.Tensor]], progress: Progress, verify: bool
     ) -> list[Task]:
-        direct: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        direct: dict[tuple[str, bool], list[tuple[int, int, int]]] = defaultdict(list)
         changed: list[torch.Tensor] = []
+        unverified: list[Segment] = []
         tasks: list[Task] = []
         for segment, target in targets:
             chunk, address = segment.chunk, address_of(target)
-            if address and segment.is_contiguous:
+            is_direct = address and segment.is_contiguous
+            compares = bool(verify and is_direct and segment.is_whole and chunk.checksums)
+            if verify and not compares:
+                unverified.append(segment)
+            if is_direct:
                 start = chunk.start
                 if not segment.is_whole:
                     start += _span(segment.entry, chunk, segment.inner)[0]
-                direct[chunk.file].append((start, target.nbytes, address))
+                direct[chunk.file, compares].append((start, target.nbytes, address))
                 changed.append(target)
             else:
                 tasks += [
                     partial(self._copy, segment, part, target, progress)
                     for part in _parts(segment, self._limit_bytes)
                 ]
+        self.verify(unverified)
         # Tensors made in inference mode have no version.
         torch.autograd.graph.increment_version(
             [target for target in changed if not target.is_inference()]
         )
-        for name, rows in direct.items():
+        block_bytes = self.manifest.block_bytes
+        limit_bytes = min(self.folder.request_bytes, self._limit_bytes)
+        for (name, compares), rows in direct.items():
             starts, sizes, addresses = (
                 np.array(column, np.uint64) for column in zip(*rows, strict=True)
             )
-            index, offsets, sizes = _divided(sizes, _PIECE_BYTES)
+            step = -(-_READ_BYTES // block_bytes) * block_bytes if compares else _READ_BYTES
+            index, offsets, sizes = _divided(sizes, step)
             ranges = np.stack([starts[index] + offsets, sizes, addresses[index] + offsets])
             ranges = ranges[:, np.argsort(ranges[0], kind="stable")]
-            limit_bytes = min(self.folder.request_bytes, self._limit_bytes)
             tasks += [
-                partial(self._read, name, ranges[:, piece], progress)
+                partial(self._read, name, ranges[:, piece], compares, progress)
                 for piece in _pieces(ranges[0], ranges[1], limit_bytes)
             ]
         return tasks
 
-    def _read(self, name: str, ranges: Sizes, progress: Progress) -> None:
+    def _read(self, name: str, ranges: Sizes, compares: bool, progress: Progress) -> None:
         """Read byte ranges that are close together to memory: one straight, several through a
         buffer. ``ranges`` has rows of starts, sizes and addresses.
         """
         starts, sizes, addresses = np.ascontiguousarray(ranges)
-        first, size_bytes = int(starts[0]), int((starts + sizes).max() - starts[0])
-        if len(starts) == 1:
-            self.folder.read(name, first, memory_at(int(addresses[0]), size_bytes))
-        else:
-            buffer = np.empty(size_bytes, np.uint8)
-            self.folder.read(name, first, buffer.data)
-            sources = starts - starts[0] + np.uint64(buffer.ctypes.data)
-            _native.copy_memory(addresses, sources, sizes)
+        ends = starts + sizes
+        first, size_bytes = int(starts[0]), int(ends.max() - starts[0])
+        buffer = None if len(starts) == 1 else np.empty(size_bytes, np.uint8)
+        address = int(addresses[0]) if buffer is None else buffer.ctypes.data
+        self.folder.read(name, first, memory_at(address, size_bytes))
+        base = np.uint64(address) - starts[0]  # modulo 2^64, as what is added to it
+        if compares:
+            file = self._blocks(name)
+            numbers = np.arange(*np.searchsorted(file.starts, [starts[0], ends[-1]]))
+            within_range = np.searchsorted(starts, file.starts[numbers], "right") - 1
+            numbers = numbers[file.starts[numbers] < ends[within_range]]
+            found = _native.crc32c_of_memory(file.starts[numbers] + base, file.sizes[numbers])
+            self._compare(name, numbers, found)
+        if buffer is not None:
+            _native.copy_memory(addresses, starts + base, sizes)
         if progress is not None:
             progress(int(sizes.sum()))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from torchrelay.checkpoint._types import DTYPES, Box, Dtype, TensorDescription
 from torchrelay.checkpoint._write import Data
 from torchrelay.deferred import fake, is_deferred
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 __all__ = [
     "Block",
@@ -220,25 +223,44 @@ def _distributed(key: str, tensor: Any, dtype: Dtype) -> TensorState:
             f"{key}: {tensor.placements} has partial sums; redistribute it to Replicate or Shard "
             "first"
         )
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    members = tuple(mesh.mesh.flatten().tolist())
-    layout = f"mesh {tuple(mesh.shape)} {tensor.placements}"
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return TensorState(_layout(dtype, shape, (), layout, members), ())
-    same = tuple(
-        slice(None) if placement.is_replicate() else place
-        for placement, place in zip(tensor.placements, coordinate, strict=True)
+    coordinate = tensor.device_mesh.get_coordinate()
+    layout, parts = _placed(
+        dtype,
+        tensor.shape,
+        tensor.device_mesh,
+        tensor.placements,
+        None if coordinate is None else tuple(coordinate),
     )
-    grid = torch.arange(len(members)).reshape(tuple(mesh.shape))
-    positions = tuple(grid[same].flatten().tolist())
     with torch.no_grad():
         local = tensor.to_local()
-    found = _torch.local_blocks(tensor)
-    blocks = [(Box(offsets, sizes), positions) for offsets, sizes, _ in found]
-    return TensorState(
-        _layout(dtype, shape, blocks, layout, members), tuple(local[part] for *_, part in found)
+    return TensorState(layout, tuple(local[part] for part in parts))
+
+
+@lru_cache(1 << 12)
+def _placed(
+    dtype: Dtype,
+    size: torch.Size,
+    mesh: DeviceMesh,
+    placements: tuple[Any, ...],
+    coordinate: tuple[int, ...] | None,
+) -> tuple[TensorLayout, tuple[tuple[slice, ...], ...]]:
+    """Return the layout of a DTensor, and the place of each block in its local tensor.
+
+    ``coordinate`` is that of this process in the mesh; None if it is not there.
+    """
+    shape, grid = tuple(size), tuple(mesh.shape)
+    members = tuple(mesh.mesh.flatten().tolist())
+    layout = f"mesh {grid} {placements}"
+    if coordinate is None:
+        return _layout(dtype, shape, (), layout, members), ()
+    same = tuple(
+        slice(None) if placement.is_replicate() else place
+        for placement, place in zip(placements, coordinate, strict=True)
     )
+    positions = tuple(torch.arange(len(members)).reshape(grid)[same].flatten().tolist())
+    found = _torch.local_blocks(size, mesh, placements)
+    blocks = [(Box(offsets, sizes), positions) for offsets, sizes, _ in found]
+    return _layout(dtype, shape, blocks, layout, members), tuple(part for *_, part in found)
 
 
 def is_waiting(value: Any) -> bool:

@@ -17,15 +17,28 @@ def usable_threads(threads: int | None) -> int:
 
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run all tasks; the first error, in their order, cancels the rest."""
+    """Run all tasks; after an error, start no more, and raise the first in the order of tasks."""
     if len(tasks) == 1:
         tasks[0]()
         return
+    todo = iter(enumerate(tasks))  # which all threads take from
+    errors: dict[int, BaseException] = {}
+
+    def work() -> None:
+        for index, task in todo:
+            try:
+                task()
+            except BaseException as error:
+                errors[index] = error
+            if errors:
+                return
+
     with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
-        futures = [pool.submit(task) for task in tasks]
+        futures = [pool.submit(work) for _ in tasks[:threads]]
         try:
             for future in futures:
                 future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        except BaseException as error:  # of this thread, such as KeyboardInterrupt
+            errors[-1] = error
+    if errors:
+        raise errors[min(errors)]

@@ -51,19 +51,17 @@ def read_state(path: str, wanted: Callable[[str], bool] = lambda key: True) -> d
         objects, tensors = reader.manifest.objects, reader.manifest.tensors
         values = {key: decode(key, value) for key, value in objects.items() if wanted(key)}
         entries = {key: entry for key, entry in tensors.items() if wanted(key)}
-        segments = [
-            segment
-            for key, entry in entries.items()
-            for segment in segments_of(key, entry, Box.whole(entry.shape))
-        ]
-        reader.verify(segments)
         values |= {
             key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
             for key, entry in entries.items()
         }
         reader.fill(
-            (segment, values[segment.key][within(segment.inner, Box.whole(segment.entry.shape))])
-            for segment in segments
+            (
+                (segment, values[key][within(segment.inner, Box.whole(entry.shape))])
+                for key, entry in entries.items()
+                for segment in segments_of(key, entry, Box.whole(entry.shape))
+            ),
+            verify=True,
         )
         for key, value in values.items():
             insert(state, leaf_path(reader.manifest.paths.get(key, (key,))), value)
