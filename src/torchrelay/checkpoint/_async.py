@@ -230,7 +230,12 @@ def async_save(
             chunks = plan_chunks(mine, everyone, ranks)
             plan = _writer.plan(chunks, everyone if ranks.is_coordinator else ())
             running.size_bytes = int(plan.sizes.sum())
-            _check_size(running.size_bytes, max_staging_bytes, ranks.global_rank)
+            if max_staging_bytes is not None and running.size_bytes > max_staging_bytes:
+                raise ArgumentError(
+                    f"rank {ranks.global_rank}: the copy of its part needs {running.size_bytes} "
+                    f"bytes, and max_staging_bytes is {max_staging_bytes}; allow more, or use "
+                    "save()"
+                )
             blocks = [mine.blocks[chunk.block] for chunk in chunks]
             _writer.staging.copy(blocks, plan.starts, plan.sizes)
             plans.append(plan)
@@ -255,11 +260,3 @@ def async_save(
         _writer.submit(handle, job, plans[0], fds)
         transaction.release()
         return handle
-
-
-def _check_size(size_bytes: int, max_staging_bytes: int | None, rank: int) -> None:
-    if max_staging_bytes is not None and size_bytes > max_staging_bytes:
-        raise ArgumentError(
-            f"rank {rank}: the copy of its part needs {size_bytes} bytes, and max_staging_bytes is "
-            f"{max_staging_bytes}; allow more, or use save()"
-        )

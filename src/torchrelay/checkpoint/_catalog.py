@@ -128,17 +128,12 @@ def _newest_first(heads: dict[str, Head]) -> list[str]:
 
 def _is_whole(path: str) -> bool:
     """Return whether the manifest at ``path`` is undamaged."""
-    while True:
-        folder = open_folder(path)
-        try:
-            _manifest.check_whole(*_manifest.all_bytes(folder))
-        except (CorruptionError, StorageError):
-            if not folder.replaced:
-                return False
-        else:
-            return True
-        finally:
-            folder.close()
+    try:
+        data, where = _local.read_again(lambda: open_folder(path), _manifest.all_bytes)
+        _manifest.check_whole(data, where)
+    except (CorruptionError, StorageError):
+        return False
+    return True
 
 
 def retain(path: Path, keep: Keep) -> None:

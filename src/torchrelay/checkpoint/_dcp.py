@@ -41,8 +41,8 @@ from torchrelay.checkpoint._group import check_same
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
+    ReadOptions,
     Segment,
-    check_verify,
     warn_without_checksums,
 )
 from torchrelay.checkpoint._saving import Description, Saving, StateLayout
@@ -60,7 +60,6 @@ from torchrelay.checkpoint._write import (
     MAX_STAGING_BYTES,
     PlannedChunk,
     SaveOptions,
-    check_count,
 )
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
@@ -274,13 +273,8 @@ class Reader(_AtPath, StorageReader):
         max_buffer_bytes: int = MAX_BUFFER_BYTES,
     ) -> None:
         super().__init__()
-        check_verify(verify)
         self._path = None if path is None else text_of(path)
-        self._verify = verify
-        check_count("threads", threads)
-        check_count("max_buffer_bytes", max_buffer_bytes)
-        self._threads = threads
-        self._max_buffer_bytes = max_buffer_bytes
+        self._options = ReadOptions(verify, threads, max_buffer_bytes)
         self._opened: ChunkReader | None = None
         self._failure: Exception | None = None
 
@@ -302,9 +296,7 @@ class Reader(_AtPath, StorageReader):
                 raise ArgumentError(
                     "Reader() has no path: give it one, or dcp.load() a checkpoint_id"
                 )
-            self._opened = ChunkReader.open(
-                self._path, threads=self._threads, max_buffer_bytes=self._max_buffer_bytes
-            )
+            self._opened = ChunkReader.open(self._path, self._options)
         return self._opened
 
     def read_metadata(self, *args: Any) -> Metadata:
@@ -343,9 +335,9 @@ class Reader(_AtPath, StorageReader):
         """
         segments = [self._segment(item) for item in plan.items if item.type == LoadItemType.TENSOR]
         reader = self._open()
-        if self._verify != "none":
+        if self._options.verify != "none":
             reader.check_files(segment.chunk.file for segment in segments)
-        if self._verify == "data":
+        if self._options.verify == "data":
             warn_without_checksums(reader.manifest, str(self._path))
             reader.verify(segments)
         opened = (str(self._path), reader.manifest.fingerprint)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,7 +25,6 @@ __all__ = ["METADATA", "manifest_of_dcp"]
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
-T = TypeVar("T")
 
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": {
@@ -98,17 +96,11 @@ def manifest_of_dcp(folder: LocalFolder) -> Manifest:
         raise CorruptionError(f"{where}: {size} bytes are more than metadata may have")
     data = bytearray(size)
     folder.read(METADATA, 0, memoryview(data))
-    metadata = _guarded(where, lambda: _MetadataUnpickler(io.BytesIO(data)).load())
-    return _guarded(where, lambda: _manifest(folder, metadata))
-
-
-def _guarded(where: str, read: Callable[[], T]) -> T:
-    """Call ``read``; convert whatever damaged input makes it raise."""
     try:
-        return read()
+        return _manifest(folder, _MetadataUnpickler(io.BytesIO(data)).load())
     except (CorruptionError, UnsupportedError):
         raise
-    except Exception as error:
+    except Exception as error:  # whatever damaged input makes it raise
         raise CorruptionError(f"{where}: not the metadata of a DCP checkpoint ({error})") from error
 
 

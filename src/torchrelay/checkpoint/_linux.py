@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 
@@ -22,8 +21,6 @@ def exchange(one: str, other: str) -> None:
     Raises:
         OSError: not possible; ``errno`` is EINVAL or ENOSYS if the file system cannot do it at all.
     """
-    if not hasattr(_libc, "renameat2"):  # glibc before 2.28
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), one)
     if _libc.renameat2(
         _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
     ):
@@ -33,10 +30,9 @@ def exchange(one: str, other: str) -> None:
 
 def start_writeback(fd: int, offset: int, size_bytes: int) -> None:
     """Ask the kernel to start writing a range to the disk, so that fsync waits less."""
-    if hasattr(_libc, "sync_file_range"):
-        _libc.sync_file_range(
-            fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE
-        )
+    _libc.sync_file_range(
+        fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE
+    )
 
 
 def populate(mapped: mmap.mmap) -> None:

@@ -22,8 +22,8 @@ from torchrelay.checkpoint._plan import deal_blocks, no_collection
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
+    ReadOptions,
     Segment,
-    check_verify,
     segments_of,
     warn_without_checksums,
     within,
@@ -48,7 +48,6 @@ from torchrelay.checkpoint._tensors import (
 )
 from torchrelay.checkpoint._types import Box
 from torchrelay.checkpoint._values import decode
-from torchrelay.checkpoint._write import check_count
 from torchrelay.deferred import is_deferred, materialize_module
 from torchrelay.deferred._shards import Shard as DeferredShard
 from torchrelay.deferred._shards import local_slices
@@ -146,21 +145,9 @@ def load(
         StorageError: it is not there or cannot be read.
         UnsupportedError: another version of the format.
     """
-    check_verify(verify)
-    check_count("threads", threads)
-    check_count("max_buffer_bytes", max_buffer_bytes)
+    reading = ReadOptions(verify, threads, max_buffer_bytes)
     ranks = group_of(group, no_dist)
-    options = _Options(
-        prefix,
-        strict,
-        initialize_missing,
-        verify,
-        overwrite,
-        threads,
-        max_buffer_bytes,
-        device,
-        shard,
-    )
+    options = _Options(prefix, strict, initialize_missing, overwrite, reading, device, shard)
     loading = _Loading(state, options, ranks)
     with _telemetry.event("checkpoint", "load", text_of(path)) as running, closing(loading):
         loading.open(path)
@@ -181,10 +168,8 @@ class _Options:
     prefix: str
     strict: bool
     initialize_missing: bool
-    verify: str
     overwrite: bool
-    threads: int | None
-    max_buffer_bytes: int
+    reading: ReadOptions
     device: torch.device | str | None
     shard: DeferredShard | None
 
@@ -290,7 +275,7 @@ class _Loading:
             if len({fingerprint for _, fingerprint in opened}) > 1 and may_be_replaced:
                 continue
             check_same(self._ranks.ranks, opened)
-            if self._options.verify == "data" and self._ranks.is_coordinator:
+            if self._options.reading.verify == "data" and self._ranks.is_coordinator:
                 warn_without_checksums(self._manifest, self._location)
             return
 
@@ -306,15 +291,10 @@ class _Loading:
             self._segments: list[Segment] = []
             self._targets: list[torch.Tensor | _Deferred] = []
             self._match()
-            if self._options.verify != "none":
+            if self._options.reading.verify != "none":
                 reader.check_files(segment.chunk.file for segment in self._segments)
 
-        ChunkReader.open(
-            path,
-            check,
-            threads=self._options.threads,
-            max_buffer_bytes=self._options.max_buffer_bytes,
-        )
+        ChunkReader.open(path, self._options.reading, check)
         return path, self._manifest.fingerprint
 
     def close(self) -> None:
@@ -483,7 +463,7 @@ class _Loading:
         self._reader.fill(
             zip(self._segments, targets, strict=True),
             advance,
-            verify=options.verify == "data" and options.overwrite,
+            verify=options.reading.verify == "data" and options.overwrite,
         )
         for part, leaf, value in self._objects:
             put(part.state, leaf.path, value)
@@ -544,10 +524,8 @@ def verify(path: Path, *, threads: int | None = None, progress: Progress = False
         CorruptionError: the first damage found; the message names file, tensor and byte.
         StorageError: the checkpoint is not there or cannot be read.
     """
-    check_count("threads", threads)
-    reader = ChunkReader.open(
-        path, lambda reader: reader.check_files(reader.manifest.files), threads=threads
-    )
+    options = ReadOptions(threads=threads)
+    reader = ChunkReader.open(path, options, lambda one: one.check_files(one.manifest.files))
     with closing(reader):
         size_bytes = sum(file.size_bytes for file in reader.manifest.files.values())
         with tracking(progress, size_bytes, "verifying") as advance:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torchrelay import _native
 from torchrelay._addresses import boot_id
@@ -32,12 +32,16 @@ from torchrelay.checkpoint._manifest import Head
 from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
 from torchrelay.errors import CorruptionError, PeerLostError, StorageError, UnsupportedError
 
-__all__ = ["LocalFolder", "LocalTransaction", "heads", "linked", "remove", "sweep"]
+if TYPE_CHECKING:
+    from torchrelay.checkpoint._storage import Folder
+
+__all__ = ["LocalFolder", "LocalTransaction", "heads", "linked", "read_again", "remove", "sweep"]
 
 _LOCK, _SAVING, _TRASH = "torchrelay-lock", "torchrelay-saving", "torchrelay-trash"
 _UNFINISHED = re.compile(rf"\.(.+)\.(?:{_LOCK}|{_SAVING})", re.DOTALL)
 _REMOVED = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}\.{_TRASH}", re.DOTALL)
 _NOTE = re.compile(rf"{NOTE_NAME.pattern}(\.new)?")
+F = TypeVar("F", bound="Folder")
 T = TypeVar("T")
 
 _NOTE_END = b"\n"
@@ -215,22 +219,6 @@ class _LocalSink:
             os.close(fd)
 
 
-class _LocalNote:
-    """A file that is locked until it is finished, or until its writer dies."""
-
-    def __init__(self, path: str) -> None:
-        with storage_errors(
-            f"creating {path} (is the path on a file system that all ranks share?)"
-        ):
-            self._file = open(f"{path}.new", "xb")  # noqa: SIM115 - open until finish()
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            os.rename(f"{path}.new", path)  # never visible without its lock
-
-    def finish(self, content: bytes) -> None:
-        with storage_errors(f"writing {self._file.name}"), self._file:
-            self._file.write(content + _NOTE_END)
-
-
 def _lock(path: Path) -> int | None:
     """Lock a file, creating it; return its descriptor, or None if another process has locked it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -245,12 +233,6 @@ def _lock(path: Path) -> int | None:
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
         os.close(fd)  # its last owner has removed it meanwhile
-
-
-def _unlock(path: Path, fd: int) -> None:
-    """Remove a file that this process has locked."""
-    _unlink(path)
-    os.close(fd)
 
 
 def _is_locked(fd: int) -> bool:
@@ -286,8 +268,20 @@ class LocalTransaction:
     def take_over(self, save_id: str, fds: Sequence[int]) -> None:
         (self._lock_fd,) = fds
 
-    def open_note(self, name: str) -> _LocalNote:
-        return _LocalNote(str(self._saving / name))
+    def open_note(self, name: str) -> Callable[[bytes], None]:
+        path = self._saving / name
+        with storage_errors(
+            f"creating {path} (is the path on a file system that all ranks share?)"
+        ):
+            file = open(f"{path}.new", "xb")  # noqa: SIM115 - open until it is finished
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.rename(f"{path}.new", path)  # never visible without its lock
+
+        def finish(content: bytes) -> None:
+            with storage_errors(f"writing {path}"), file:
+                file.write(content + _NOTE_END)
+
+        return finish
 
     def read_note(self, name: str) -> bytes | None:
         try:
@@ -441,12 +435,10 @@ def _unfinished(parent: Path, name: str) -> tuple[Path, Path]:
 
 def _remove_unfinished(lock: Path, saving: Path, fd: int) -> None:
     """Remove the folder of a save whose lock this process has, and the lock."""
-    try:
+    with contextlib.suppress(OSError):  # the next save tries again
         _clear(saving)
-    except OSError:  # the next save tries again
-        os.close(fd)
-    else:
-        _unlock(lock, fd)
+        _unlink(lock)
+    os.close(fd)
 
 
 def heads(parent: str) -> dict[str, Head]:
@@ -493,9 +485,13 @@ def _claims(path: Path) -> tuple[frozenset[str], list[str]]:
 
 
 def _read(path: Path, read: Callable[[LocalFolder], T]) -> T:
+    return read_again(lambda: LocalFolder(str(path)), read)
+
+
+def read_again(open_folder: Callable[[], F], read: Callable[[F], T]) -> T:
     """Return what ``read`` finds in a folder; again if another has replaced it meanwhile."""
     while True:
-        with contextlib.closing(LocalFolder(str(path))) as folder:
+        with contextlib.closing(open_folder()) as folder:
             try:
                 return read(folder)
             except (CorruptionError, StorageError):

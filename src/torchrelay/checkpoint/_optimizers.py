@@ -10,7 +10,7 @@ import torch
 
 from torchrelay.checkpoint._state import SUBCLASS, flatten, insert, key_of, leaf_path
 from torchrelay.checkpoint._tensors import is_waiting
-from torchrelay.checkpoint._types import Manifest, TensorEntry
+from torchrelay.checkpoint._types import Manifest
 from torchrelay.errors import DeferredError, MismatchError, UnsupportedError
 
 __all__ = ["fitted", "may_lack"]
@@ -176,10 +176,6 @@ def _blank(key: str, manifest: Manifest, parameter: torch.Tensor | None) -> Any:
             f"{key}: the parameter of the optimizer is deferred; load the module first, then make "
             "and load the optimizer"
         )
-    return _made(entry, parameter)
-
-
-def _made(entry: TensorEntry, parameter: torch.Tensor | None) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, entry.dtype.name)
     if parameter is None or not entry.shape:
         return torch.empty(entry.shape, dtype=dtype)  # load_state_dict() moves it to its device

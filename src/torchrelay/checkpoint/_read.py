@@ -7,10 +7,10 @@ cache. Ranges that lie side by side in a file are verified and read together.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -28,14 +28,15 @@ from torchrelay.checkpoint._storage import Folder, Path
 from torchrelay.checkpoint._tensors import address_of, byte_view
 from torchrelay.checkpoint._threads import run_tasks, usable_threads
 from torchrelay.checkpoint._types import Box, Chunk, FileChunks, Manifest, Sizes, TensorEntry
+from torchrelay.checkpoint._write import check_count
 from torchrelay.errors import ArgumentError, CorruptionError
 
 __all__ = [
     "MAX_BUFFER_BYTES",
     "Blocks",
     "ChunkReader",
+    "ReadOptions",
     "Segment",
-    "check_verify",
     "segments_of",
     "warn_without_checksums",
     "within",
@@ -51,6 +52,25 @@ _ATTEMPTS = 10  # for a checkpoint that savers replace again and again
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20  # by one call; what was read is in the cache when it is compared
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Arguments of every way to load; see :func:`torchrelay.checkpoint.load`.
+
+    Raises:
+        ArgumentError: one is out of range.
+    """
+
+    verify: str = "data"
+    threads: int | None = None
+    max_buffer_bytes: int = MAX_BUFFER_BYTES
+
+    def __post_init__(self) -> None:
+        if self.verify not in _VERIFY:
+            raise ArgumentError(f"verify = {self.verify!r}: it must be one of {', '.join(_VERIFY)}")
+        check_count("threads", self.threads)
+        check_count("max_buffer_bytes", self.max_buffer_bytes)
 
 
 class Segment(NamedTuple):
@@ -171,29 +191,23 @@ class ChunkReader:
     Args:
         folder: where its files are.
         manifest: what they hold.
-        threads: how many read at once.
-        max_buffer_bytes: memory of all threads together, for what cannot be read straight into its
-            tensor.
+        options: its threads together take ``max_buffer_bytes``.
     """
 
-    def __init__(
-        self, folder: Folder, manifest: Manifest, *, threads: int, max_buffer_bytes: int
-    ) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest, options: ReadOptions) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._threads = threads
-        self._limit_bytes = max(1 << 16, min(_PIECE_BYTES, max_buffer_bytes // threads))
-        self._local = threading.local()
+        self._threads = usable_threads(options.threads)
+        limit_bytes = options.max_buffer_bytes // self._threads
+        self._limit_bytes = max(1 << 16, min(_PIECE_BYTES, limit_bytes))
         self._files: dict[str, _FileBlocks] = {}
 
     @classmethod
     def open(
         cls,
         path: Path,
+        options: ReadOptions,
         check: Callable[[ChunkReader], None] = lambda reader: None,
-        *,
-        threads: int | None = None,
-        max_buffer_bytes: int = MAX_BUFFER_BYTES,
     ) -> ChunkReader:
         """Open a checkpoint of any format. ``check`` is called with the reader that is returned,
         and again with another if a save has replaced the checkpoint in the middle of it.
@@ -204,12 +218,7 @@ class ChunkReader:
         for left in reversed(range(_ATTEMPTS)):
             folder, read = find_checkpoint(path)
             try:
-                reader = cls(
-                    folder,
-                    read(),
-                    threads=usable_threads(threads),
-                    max_buffer_bytes=max_buffer_bytes,
-                )
+                reader = cls(folder, read(), options)
                 check(reader)
                 return reader
             except BaseException as error:
@@ -448,18 +457,14 @@ class ChunkReader:
             progress(part.numel * segment.entry.dtype.itemsize)
 
     def _bytes(self, name: str, offset: int, size: int, itemsize: int) -> torch.Tensor:
-        """Return bytes of a file: mapped from the page cache or, where that is impossible, read
-        into this thread's buffer.
-        """
+        """Return bytes of a file, mapped from the page cache or, where that is impossible, read."""
         if offset % itemsize == 0:
             mapped = self.folder.map(name, offset, size)
             if mapped is not None:
                 return torch.frombuffer(mapped, dtype=torch.uint8)
-        buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8)
-        self.folder.read(name, offset, byte_view(buffer)[:size])
-        return buffer[:size]
+        buffer = torch.empty(size, dtype=torch.uint8)
+        self.folder.read(name, offset, byte_view(buffer))
+        return buffer
 
 
 def _divided(sizes: Sizes, limit_bytes: int) -> tuple[NDArray[np.intp], Sizes, Sizes]:
@@ -501,9 +506,3 @@ def warn_without_checksums(manifest: Manifest, location: str) -> None:
             "only; to silence this warning, load it with verify='header'",
             stacklevel=4,
         )
-
-
-def check_verify(verify: str) -> None:
-    """Raise ArgumentError unless ``verify`` is one of the ways to verify a load."""
-    if verify not in _VERIFY:
-        raise ArgumentError(f"verify = {verify!r}: it must be one of {', '.join(_VERIFY)}")

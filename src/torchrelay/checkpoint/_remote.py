@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -112,11 +112,8 @@ class RemoteFolder:
         return memoryview(data)
 
     def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
-        first = int(starts[0])
-        data = self._read(name, first, int(starts[-1] + sizes[-1]))
-        ranges = zip((starts - first).tolist(), sizes.tolist(), strict=True)
-        found = [_native.crc32c(data[start : start + size]) for start, size in ranges]
-        return np.array(found, "<u4").tobytes()
+        data = np.frombuffer(self._read(name, int(starts[0]), int(starts[-1] + sizes[-1])), "u1")
+        return _native.crc32c_of_memory(starts - starts[0] + np.uint64(data.ctypes.data), sizes)
 
     def map(self, name: str, offset: int, size_bytes: int) -> None:
         return None
@@ -212,7 +209,7 @@ class RemoteTransaction:
                     errno.EIO, f"{self.location}/{name}: not the {size_bytes} bytes written"
                 )
         with remote_errors(f"committing {self.location}"):
-            if not self._is_ours():
+            if not self._is_marked(self._id):
                 self._id = ""
                 raise StorageError(
                     errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
@@ -222,17 +219,14 @@ class RemoteTransaction:
             working = [name for name in _names(self._fs, self._root) if _is_working(name)]
             _remove_objects(self._fs, self._root, working)
 
-    def _is_ours(self) -> bool:
-        """Return whether no other save to this path has begun."""
-        return self._is_marked(self._id)
-
     def _is_marked(self, save_id: str) -> bool:
+        """Return whether no other save to this path has begun since ``save_id``."""
         return _content(self._fs, f"{self._root}/{_MARKER}") == save_id.encode()
 
     def discard(self) -> None:
         if self._id:
             with remote_errors(f"discarding {self.location}"):
-                if self._is_ours():
+                if self._is_marked(self._id):
                     left = _of_a_save(_names(self._fs, self._root))
                     _remove_objects(self._fs, self._root, left)
             self._id = ""
@@ -246,8 +240,12 @@ class RemoteTransaction:
     def take_over(self, save_id: str, fds: Sequence[int]) -> None:
         self._id = save_id
 
-    def open_note(self, name: str) -> _RemoteNote:
-        return _RemoteNote(self._fs, f"{self._root}/{name}", f"{self.location}/{name}")
+    def open_note(self, name: str) -> Callable[[bytes], None]:
+        def finish(content: bytes) -> None:
+            with remote_errors(f"writing {self.location}/{name}"):
+                self._fs.pipe_file(f"{self._root}/{name}", content)
+
+        return finish
 
     def read_note(self, name: str) -> bytes | None:
         with remote_errors(f"reading {self.location}/{name}"):
@@ -261,17 +259,6 @@ class RemoteTransaction:
         with remote_errors(f"reading {self.location}/{MANIFEST}"):
             head = _head(self._fs, self._root)
         return head and head.id
-
-
-class _RemoteNote:
-    """A note that exists once it is finished."""
-
-    def __init__(self, fs: Any, path: str, where: str) -> None:
-        self._fs, self._path, self._where = fs, path, where
-
-    def finish(self, content: bytes) -> None:
-        with remote_errors(f"writing {self._where}"):
-            self._fs.pipe_file(self._path, content)
 
 
 def heads(url: str) -> dict[str, Head]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torchrelay.checkpoint._local import LocalFolder, LocalTransaction
@@ -13,7 +13,6 @@ from torchrelay.errors import ArgumentError
 
 __all__ = [
     "Folder",
-    "Note",
     "Path",
     "Sink",
     "Transaction",
@@ -97,15 +96,6 @@ class Sink(Protocol):
         """Close without waiting; what was written may be lost."""
 
 
-class Note(Protocol):
-    """A message from one rank's writer to the coordinator's, in the folder that is being
-    written.
-    """
-
-    def finish(self, content: bytes) -> None:
-        """Make the note visible to the coordinator. It is broken if its writer dies before this."""
-
-
 class Transaction(Protocol):
     """One save. The coordinator starts and ends it; every rank creates files in between."""
 
@@ -152,8 +142,12 @@ class Transaction(Protocol):
     def take_over(self, save_id: str, fds: Sequence[int]) -> None:
         """Continue a save that another process has started. Takes ownership of the descriptors."""
 
-    def open_note(self, name: str) -> Note:
-        """Start a note; the coordinator can see whether its writer lives."""
+    def open_note(self, name: str) -> Callable[[bytes], None]:
+        """Start a note, a message to the coordinator's writer in the folder that is being written;
+        return what finishes it with its content.
+
+        The coordinator can see whether the writer of an unfinished note lives.
+        """
 
     def read_note(self, name: str) -> bytes | None:
         """Return a finished note; None if it does not exist yet.

@@ -14,7 +14,7 @@ import torch
 
 from torchrelay._torch import flat_bytes
 from torchrelay.checkpoint._local import storage_errors
-from torchrelay.checkpoint._read import ChunkReader, segments_of, within
+from torchrelay.checkpoint._read import ChunkReader, ReadOptions, segments_of, within
 from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
 from torchrelay.checkpoint._types import Box
@@ -46,7 +46,9 @@ def read_state(path: str, wanted: Callable[[str], bool] = lambda key: True) -> d
             if wanted(key):
                 insert(state, leaf.path, leaf.value)
         return state
-    reader = ChunkReader.open(path, lambda reader: reader.check_files(reader.manifest.files))
+    reader = ChunkReader.open(
+        path, ReadOptions(), lambda reader: reader.check_files(reader.manifest.files)
+    )
     with closing(reader):
         objects, tensors = reader.manifest.objects, reader.manifest.tensors
         values = {key: decode(key, value) for key, value in objects.items() if wanted(key)}
@@ -190,16 +192,15 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
     groups = grouped(tensors, (tensor.nbytes for tensor in tensors.values()), max_file_bytes)
     with storage_errors(f"writing {target}"):
         os.makedirs(target)
-        if len(groups) == 1:
-            save_file(tensors, os.path.join(target, "model.safetensors"), {"format": "pt"})
-            return left_out
         weights: dict[str, str] = {}
         for number, keys in enumerate(groups, 1):
-            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            save_file(
-                {key: tensors[key] for key in keys}, os.path.join(target, name), {"format": "pt"}
-            )
+            part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+            name = f"model{part}.safetensors"
+            found = {key: tensors[key] for key in keys}
+            save_file(found, os.path.join(target, name), {"format": "pt"})
             weights.update(dict.fromkeys(keys, name))
+        if len(groups) == 1:
+            return left_out
         total = sum(tensor.nbytes for tensor in tensors.values())
         with open(os.path.join(target, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": {"total_size": total}, "weight_map": weights}, file, indent=2)

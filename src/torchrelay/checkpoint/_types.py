@@ -57,36 +57,32 @@ class Dtype:
     width: int = 1
 
 
-def _dtypes() -> dict[str, Dtype]:
-    table = [
-        Dtype("bool", "BOOL", 1),
-        Dtype("uint8", "U8", 1),
-        Dtype("int8", "I8", 1),
-        Dtype("uint16", "U16", 2),
-        Dtype("int16", "I16", 2),
-        Dtype("uint32", "U32", 4),
-        Dtype("int32", "I32", 4),
-        Dtype("uint64", "U64", 8),
-        Dtype("int64", "I64", 8),
-        Dtype("float8_e4m3fn", "F8_E4M3", 1),
-        Dtype("float8_e5m2", "F8_E5M2", 1),
-        Dtype("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
-        Dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
-        Dtype("float8_e8m0fnu", "U8", 1),
-        Dtype("float16", "F16", 2),
-        Dtype("bfloat16", "BF16", 2),
-        Dtype("float32", "F32", 4),
-        Dtype("float64", "F64", 8),
-        Dtype("complex32", "F16", 4, width=2),
-        Dtype("complex64", "C64", 8),
-        # safetensors has no such type: a last dimension of real and imaginary part takes its place.
-        Dtype("complex128", "F64", 16, width=2),
-    ]
-    return {dtype.name: dtype for dtype in table}
-
-
+_TABLE = [
+    Dtype("bool", "BOOL", 1),
+    Dtype("uint8", "U8", 1),
+    Dtype("int8", "I8", 1),
+    Dtype("uint16", "U16", 2),
+    Dtype("int16", "I16", 2),
+    Dtype("uint32", "U32", 4),
+    Dtype("int32", "I32", 4),
+    Dtype("uint64", "U64", 8),
+    Dtype("int64", "I64", 8),
+    Dtype("float8_e4m3fn", "F8_E4M3", 1),
+    Dtype("float8_e5m2", "F8_E5M2", 1),
+    Dtype("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
+    Dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
+    Dtype("float8_e8m0fnu", "U8", 1),
+    Dtype("float16", "F16", 2),
+    Dtype("bfloat16", "BF16", 2),
+    Dtype("float32", "F32", 4),
+    Dtype("float64", "F64", 8),
+    Dtype("complex32", "F16", 4, width=2),
+    Dtype("complex64", "C64", 8),
+    # safetensors has no such type: a last dimension of real and imaginary part takes its place.
+    Dtype("complex128", "F64", 16, width=2),
+]
 # By torch's name without "torch.".
-DTYPES: Mapping[str, Dtype] = _dtypes()
+DTYPES: Mapping[str, Dtype] = {dtype.name: dtype for dtype in _TABLE}
 
 
 class Box(NamedTuple):

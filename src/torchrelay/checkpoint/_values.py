@@ -209,16 +209,12 @@ def _decode_float(key: str, text: str) -> float:
     return float(text)
 
 
-def _decode_bytes(key: str, text: str) -> bytes:
-    return binascii.a2b_base64(text.encode())
-
-
 def _decode_array(key: str, content: Any) -> np.ndarray[Any, Any]:
     dtype, shape, text = content
     found = np.dtype(str(dtype))
     if found.kind not in _ARRAY_KINDS:
         raise ValueError(dtype)
-    array: np.ndarray[Any, Any] = np.frombuffer(_decode_bytes(key, text), found)
+    array: np.ndarray[Any, Any] = np.frombuffer(binascii.a2b_base64(text), found)
     shaped: np.ndarray[Any, Any] = array.reshape(shape).copy()
     return shaped
 
@@ -249,7 +245,7 @@ _DECODERS: Mapping[str, Callable[[str, Any], Any]] = {
     "$counter": lambda key, pairs: Counter(dict(_decode_pairs(key, pairs))),
     "$int": lambda key, text: int(text, 16),
     "$float": _decode_float,
-    "$bytes": _decode_bytes,
+    "$bytes": lambda key, text: binascii.a2b_base64(text),
     "$array": _decode_array,
     "$scalar": _decode_scalar,
     "$dtype": _decode_dtype,

@@ -260,17 +260,9 @@ class _FileWriter:
         """Write small chunks that follow one another, from a copy of them."""
         data = [self._data[index] for index in indices]
         sizes = np.array([self._chunks[index].size_bytes for index in indices], np.uint64)
-        copied = [
-            0 if isinstance(one, int) else int(size) for one, size in zip(data, sizes, strict=True)
-        ]
-        with self._budget.spent(sum(copied)):
-            copies = [
-                None if isinstance(one, int) else np.frombuffer(one(), np.uint8) for one in data
-            ]
-            sources = [
-                one if copy is None else copy.ctypes.data
-                for one, copy in zip(data, copies, strict=True)
-            ]
+        with self._budget.spent(int(sizes.sum())):
+            copies = [one if isinstance(one, int) else np.frombuffer(one(), "u1") for one in data]
+            sources = [one if isinstance(one, int) else one.ctypes.data for one in copies]
             first = self._layout.starts[indices[0]]
             packed = np.zeros(self._layout.ends[indices[-1]] - first, np.uint8)
             targets = (packed.ctypes.data + self._layout.starts[indices] - first).astype(np.uint64)

@@ -131,8 +131,8 @@ class _Writing:
                 self._transaction.discard()  # does nothing after a commit
             self._saving.retain()
             return
-        note = self._transaction.open_note(self._note(self._job.index))
-        note.finish(json.dumps(self._outcome()).encode())
+        finish = self._transaction.open_note(self._note(self._job.index))
+        finish(json.dumps(self._outcome()).encode())
         self._await_commit()
 
     @staticmethod

@@ -151,6 +151,8 @@ def test_damage_is_found_whoever_verifies_it(tmp_path: Path, world: World) -> No
         ):
             load(state, tmp_path / "whole")
         assert not state["w"].to_local().any()
+        with pytest.raises(CorruptionError, match="tensor 'w' is damaged"):
+            load(state, tmp_path / "whole", overwrite=True)
         dist.barrier()
         if world.rank == 0:
             with path.open("r+b") as file:

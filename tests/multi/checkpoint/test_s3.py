@@ -168,7 +168,7 @@ def test_objects_of_others_are_left_alone(store: str, monkeypatch: pytest.Monkey
     failing, overtaken = (open_transaction(f"{store}/exp/step-{step}") for step in (4, 5))
     for transaction in (failing, overtaken):
         transaction.begin()
-        transaction.open_note("torchrelay-part-00001.json").finish(b"{}")
+        transaction.open_note("torchrelay-part-00001.json")(b"{}")
     _put(f"{store}/exp/step-4/notes.txt")
     failing.discard()
     _put(f"{store}/exp/step-5/torchrelay-saving.json", b"of a later save")
