@@ -18,7 +18,7 @@ from torchrelay.errors import ArgumentError
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, NATIVE, Op, is_differentiable
-from torchrelay.mpi._headers import PAYLOAD_BYTES, exchange_values
+from torchrelay.mpi._headers import exchange_values, payload_bytes
 from torchrelay.mpi._memory import fresh, packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
 from torchrelay.mpi._replicate import own_use
@@ -36,7 +36,8 @@ class Allreduce(Call):
     def forward(self, x: Tensor) -> Tensor:
         """Exchange small tensors with the headers, and reduce them here."""
         native = NATIVE.get((x.dtype, self.op))
-        if native is None or x.numel() * x.itemsize > PAYLOAD_BYTES or self.comm.size == 1:
+        size = self.comm.size
+        if native is None or size == 1 or x.numel() * x.itemsize > payload_bytes(size):
             return Call.forward(self, x)
         source = packed(x)  # the header travels through this host
         result = torch.empty_like(source)

@@ -5,6 +5,7 @@ With equal axes, parts move between ranks. The derivative exchanges the axes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from torch import Tensor
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._headers import Fields
-from torchrelay.mpi._layout import Blocks, any_length, axis_of, layout, with_length
+from torchrelay.mpi._layout import Blocks, Layout, any_length, axis_of, layout, with_length
 from torchrelay.mpi._record import Adjoint, Call, Started, record
 
 __all__ = ["alltoall"]
@@ -34,36 +35,19 @@ class Alltoall(Call):
         return (self.numelem, x.shape[self.gatheraxis])
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        wanted, held = [each for each, _ in numbers], [each for _, each in numbers]
-        sending, receiving = self._plan(wanted, held, x.shape[self.scatteraxis])
-        blocks = Blocks.cut(x, sending, self.scatteraxis)
-        shapes = []
-        for length, own in zip(held, receiving, strict=True):
-            theirs = with_length(x.shape, self.gatheraxis, length)
-            shapes.append(tuple(with_length(theirs, self.scatteraxis, own)))
-        total = math.prod(with_length(x.shape, self.gatheraxis, sum(held)))
-        parts = layout(tuple(shapes), self.gatheraxis)
+        wanted, held = zip(*numbers, strict=True)
+        g, s = self.gatheraxis, self.scatteraxis
+        there = sum(held) if g == s else x.shape[s]
+        if min(wanted) < 0 or sum(wanted) != there:
+            raise ArgumentError(
+                f"{self.describe()}: the ranks ask for {list(wanted)}, together {sum(wanted)}, but "
+                f"there are {there} along axis {s}"
+            )
+        sending, parts, total = _plan(tuple(x.shape), g, s, wanted, held, self.comm.rank)
+        blocks = Blocks.cut(x, sending, s)
         received = Blocks.empty(x.dtype, parts, x.device)
         requests = self.comm.transport.alltoall(blocks, received, total, arrived)
         return Started(requests, received.joined, blocks)
-
-    def _plan(self, wanted: list[int], held: list[int], length: int) -> tuple[list[int], list[int]]:
-        """How much along ``scatteraxis`` goes to each rank, and how much comes from each."""
-        rank, equal = self.comm.rank, self.gatheraxis == self.scatteraxis
-        there = sum(held) if equal else length
-        if min(wanted) < 0 or sum(wanted) != there:
-            raise ArgumentError(
-                f"{self.describe()}: the ranks ask for {wanted}, together {sum(wanted)}, but there "
-                f"are {there} along axis {self.scatteraxis}"
-            )
-        if not equal:
-            return wanted, [self.numelem] * len(wanted)
-        old, new = _borders(held), _borders(wanted)
-        peers = range(len(wanted))
-        return (
-            [_overlap(old[rank : rank + 2], new[peer : peer + 2]) for peer in peers],
-            [_overlap(old[peer : peer + 2], new[rank : rank + 2]) for peer in peers],
-        )
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         gatheraxis, scatteraxis = self.scatteraxis, self.gatheraxis
@@ -96,7 +80,31 @@ class Alltoall(Call):
         return f"gatheraxis={self.gatheraxis}, scatteraxis={self.scatteraxis}"
 
 
-def _borders(lengths: list[int]) -> list[int]:
+@functools.lru_cache(maxsize=128)
+def _plan(
+    shape: tuple[int, ...],
+    gatheraxis: int,
+    scatteraxis: int,
+    wanted: tuple[int, ...],
+    held: tuple[int, ...],
+    rank: int,
+) -> tuple[list[int], Layout, int]:
+    """Return what ``rank`` sends, as lengths, what it receives, and how many elements all hold."""
+    if gatheraxis == scatteraxis:
+        old, new, peers = _borders(held), _borders(wanted), range(len(wanted))
+        sending = [_overlap(old[rank : rank + 2], new[peer : peer + 2]) for peer in peers]
+        lengths = [_overlap(old[peer : peer + 2], new[rank : rank + 2]) for peer in peers]
+    else:
+        sending, lengths = list(wanted), [wanted[rank]] * len(wanted)
+    shapes = []
+    for length, own in zip(held, lengths, strict=True):
+        theirs = with_length(shape, gatheraxis, length)
+        shapes.append(tuple(with_length(theirs, scatteraxis, own)))
+    total = math.prod(with_length(shape, gatheraxis, sum(held)))
+    return sending, layout(tuple(shapes), gatheraxis), total
+
+
+def _borders(lengths: Sequence[int]) -> list[int]:
     return [0, *accumulate(lengths)]
 
 

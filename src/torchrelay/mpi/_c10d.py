@@ -27,6 +27,7 @@ from torchrelay.errors import (
     ArgumentError,
     PeerLostError,
     TorchRelayError,
+    UnsupportedError,
 )
 from torchrelay.mpi import _wait
 from torchrelay.mpi._dtypes import KERNELS, LOGICAL, NATIVE, Op, check_dtype, check_op
@@ -206,13 +207,6 @@ class _Incoming(Incoming):
         return super().Test()
 
 
-class _Done:
-    """A request that was done when it was made."""
-
-    def Test(self) -> bool:
-        return True
-
-
 class _Blocking:
     """A request that ``run``, which blocks, completes."""
 
@@ -248,6 +242,7 @@ class C10dTransport:
         self._ranks, self._mailbox, self._peers = ranks, mailbox, peers
         self._kinds, self._path = kinds, path
         self._backends: dict[str, _Making] = {}
+        self._sml: Any = None  # the backend of this host's memory, once it is made
         self._children = itertools.count()
         self._order = _Order()
         self._channel = _channel(path)
@@ -265,9 +260,18 @@ class C10dTransport:
             self._mailbox.address,
         )
 
-    def _has_backend(self, device: str) -> bool:
-        making = self._backends.get(device)
-        return making is not None and making.made.done()
+    def _direct(self, arrived: bool) -> Any:
+        """Return the ``sml`` group of this host's memory if a call can go to it at once, or None.
+
+        It then blocks, but can be interrupted and ends in time.
+        """
+        if not arrived or _Order.busy:
+            return None
+        if self._sml is None and self._kinds.get(HOST) == "sml":
+            making = self._backends.get(HOST)
+            if making is not None and making.made.done():
+                self._sml = making.made.result()
+        return self._sml
 
     def _start(
         self,
@@ -298,17 +302,15 @@ class C10dTransport:
 
     def row_exchange(self, sent: Tensor, received: Tensor) -> Callable[[bool], Testable]:
         options = {arrived: _options(_c10d.AllgatherOptions, arrived) for arrived in (True, False)}
-        direct: _Blocking | None = None
+        blocking: _Blocking | None = None
 
         def start(may_block: bool) -> Testable:
-            nonlocal direct
-            if may_block and not _Order.busy:
-                if direct is not None:
-                    return direct
-                if self._kinds[HOST] == "sml" and self._has_backend(HOST):
-                    backend = self._backends[HOST].made.result()
-                    direct = _Blocking(backend.row_gather(sent, received))
-                    return direct
+            nonlocal blocking
+            direct = self._direct(may_block)
+            if direct is not None:
+                if blocking is None:
+                    blocking = _Blocking(direct.row_gather(sent, received))
+                return blocking
             (request,) = self._start(
                 lambda backend: backend._allgather_base(
                     received, sent, options[may_block and not _Order.busy]
@@ -379,6 +381,14 @@ class C10dTransport:
             )
         if result is not source:
             total.copy_(ours)
+        direct = self._direct(arrived) if op is Op.SUM and total.is_cpu else None
+        if direct is not None:
+
+            def reduce() -> None:
+                if not direct.sum_now(total):
+                    raise UnsupportedError(f"sml does not sum {total.dtype}")
+
+            return [_Blocking(reduce)]
         options = _options(dist.AllreduceOptions, arrived)
         options.reduceOp = _OPS[op]
         return self._start(lambda backend: backend.allreduce([total], options), total, None, ours)
@@ -473,7 +483,7 @@ class C10dTransport:
         if dest != PROC_NULL:
             contents = flat_bytes(memory).numpy().data
             self._mailbox.send(self._channel, self.rank, self._peers[dest], tag, contents)
-        return _Done()
+        return _Blocking(lambda: None)
 
     def irecv(self, memory: Tensor, source: int, tag: int) -> Incoming:
         incoming = _Incoming(self._mailbox, memory, source, tag)
@@ -521,6 +531,7 @@ class C10dTransport:
     def free(self) -> None:
         self.idle_headers.clear()
         self._backends.clear()
+        self._sml = None
 
 
 def _channel(path: str) -> bytes:

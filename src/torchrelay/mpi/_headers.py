@@ -30,7 +30,6 @@ from torchrelay.mpi._transport import Transport
 
 __all__ = [
     "MAX_NUMBERS",
-    "PAYLOAD_BYTES",
     "Comparison",
     "Fields",
     "Headers",
@@ -39,10 +38,13 @@ __all__ = [
     "described",
     "exchange_numbers",
     "exchange_values",
+    "payload_bytes",
 ]
 
 MAX_NUMBERS = 31
-PAYLOAD_BYTES = 8 * MAX_NUMBERS
+NUMBERS_BYTES = 8 * MAX_NUMBERS
+LARGE_PAYLOAD_BYTES = 1 << 10  # among few ranks; all ranks receive the headers of all
+FEW_RANKS = 8
 STARTED = 1  # bit of a digest: the data follows without waiting for the headers
 
 Fields = tuple[Any, ...]
@@ -56,20 +58,25 @@ class Compared(_wait.Waiting, Protocol):
     def numbers(self, x: Tensor) -> Sequence[int]: ...
 
 
+def payload_bytes(size: int) -> int:
+    """Return how long the payload of a header among ``size`` ranks is."""
+    return LARGE_PAYLOAD_BYTES if size <= FEW_RANKS else NUMBERS_BYTES
+
+
 class Headers:
     """Memory for the headers of one collective, and how to exchange them."""
 
     __slots__ = ("rows", "start")
 
     def __init__(self, transport: Transport) -> None:
-        self.rows = rows = _native.CallRows(transport.size, PAYLOAD_BYTES)
+        self.rows = rows = _native.CallRows(transport.size, payload_bytes(transport.size))
         self.start = transport.row_exchange(
             _memory_at(rows.sent, rows.row_bytes),
             _memory_at(rows.received, rows.row_bytes * transport.size),
         )
 
     def exchange(self, call: _wait.Waiting, fields: Fields) -> None:
-        """Send this rank's header and wait for those of the others.
+        """Send this rank's header and wait for those of the others. Then the headers are idle.
 
         Raises:
             MismatchError: their digests differ; on all ranks.
@@ -77,6 +84,7 @@ class Headers:
         _wait.finish(self.start(True), call, self)
         if self.rows.first_difference() >= 0:
             raise self.mismatch(call, fields)
+        call.comm.transport.idle_headers.append(self)
 
     def mismatch(self, call: _wait.Waiting, fields: Fields) -> MismatchError:
         """Exchange descriptions and return the error that contains them.
@@ -112,7 +120,7 @@ class Headers:
 
 
 def idle_headers(comm: Comm) -> Headers:
-    """Take headers that no exchange uses. Append them again after an exchange that succeeded."""
+    """Take headers that no exchange uses."""
     idle = comm.transport.idle_headers
     return idle.pop() if idle else Headers(comm.transport)
 
@@ -132,7 +140,7 @@ def digest(*fields: Any) -> int:
 @functools.lru_cache(maxsize=4096)
 def description_numbers(*fields: Any) -> list[int]:
     """Return the description of a call as the numbers of a header, cut to their size."""
-    text = described(*fields).encode()[:PAYLOAD_BYTES].ljust(PAYLOAD_BYTES, b"\0")
+    text = described(*fields).encode()[:NUMBERS_BYTES].ljust(NUMBERS_BYTES, b"\0")
     numbers: list[int] = np.frombuffer(text, np.int64).tolist()
     return numbers
 
@@ -172,15 +180,13 @@ def exchange_numbers(call: Compared, x: Tensor) -> Sequence[Sequence[int]]:
     fields, headers = call.fields(x), idle_headers(comm)
     headers.rows.write_numbers(digest(*fields), numbers)
     headers.exchange(call, fields)
-    everyone = headers.rows.numbers(len(numbers))
-    comm.transport.idle_headers.append(headers)
-    return everyone
+    return headers.rows.numbers(len(numbers))
 
 
 def exchange_values(
     call: Compared, x: Tensor, result: Tensor, dtype: _native.Dtype, op: _native.Op
 ) -> None:
-    """Reduce contiguous ``x``, at most ``PAYLOAD_BYTES``, into ``result``, in the order of ranks.
+    """Reduce contiguous ``x``, which fits into a payload, into ``result``, in the order of ranks.
 
     Collective; blocks until all ranks have arrived.
 
@@ -192,7 +198,6 @@ def exchange_values(
     headers.rows.write_bytes(digest(*fields), x.data_ptr(), x.nbytes)
     headers.exchange(call, fields)
     headers.rows.reduce(dtype, op, result.data_ptr(), x.numel())
-    comm.transport.idle_headers.append(headers)
 
 
 @_compiled.eager_only
@@ -207,7 +212,6 @@ def agree(call: _wait.Waiting, *fields: Any) -> None:
         headers = idle_headers(comm)
         headers.rows.write_numbers(digest(*fields), ())
         headers.exchange(call, fields)
-        comm.transport.idle_headers.append(headers)
 
 
 def barrier(comm: Comm) -> None:

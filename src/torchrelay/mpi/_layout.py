@@ -46,7 +46,9 @@ def with_length(shape: Sequence[int], axis: int, length: int) -> list[int]:
 
 def any_length(x: Tensor, axis: int, known: Sequence[int] | None = None) -> tuple[object, ...]:
     """Return the shape of ``x`` with "any", or the ``known`` lengths of all ranks, at ``axis``."""
-    return (*x.shape[:axis], tuple(known) if known else "any", *x.shape[axis + 1 :])
+    shape: list[object] = list(x.shape)
+    shape[axis] = tuple(known) if known else "any"
+    return tuple(shape)
 
 
 def equal_part(x: Tensor, axis: int, size: int) -> int:

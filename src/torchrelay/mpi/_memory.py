@@ -46,8 +46,7 @@ def packed(x: Tensor, transport: Transport | None = None) -> Tensor:
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Allocate memory; large blocks by numpy, with huge pages, whose first touch is cheaper."""
     size_bytes = math.prod(shape) * dtype.itemsize
-    is_on_host = device is None or device.type == "cpu"
-    if size_bytes < HUGE_BYTES or not is_on_host:
+    if size_bytes < HUGE_BYTES or not (device is None or device.type == "cpu"):
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(size_bytes, np.uint8)).view(dtype).view(*shape)
 
@@ -59,10 +58,10 @@ def placed(y: Tensor, x: Tensor) -> Tensor:
 
 def pieces(*tensors: Tensor, most_bytes: int = 1 << 62) -> Sequence[tuple[Tensor, ...]]:
     """Split flat tensors of equal length into parts of ``max_count`` elements and so many bytes."""
-    count = tensors[0].numel()
-    most = min(settings.max_count, most_bytes // tensors[0].itemsize)
-    if count <= most:
+    count, itemsize = tensors[0].numel(), tensors[0].itemsize
+    if count <= settings.max_count and count * itemsize <= most_bytes:
         return (tensors,)
+    most = min(settings.max_count, most_bytes // itemsize)
     flat = [tensor.view(-1) for tensor in tensors]
     return [
         tuple(tensor[start : start + most] for tensor in flat) for start in range(0, count, most)

@@ -155,14 +155,16 @@ class MpiTransport:
         return [getattr(mpi, f"I{name.lower()}")(*arguments)]
 
     def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
-        kind, requests = _op(source.dtype, op), list[Testable]()
+        kind = _op(source.dtype, op)
+        requests: list[Testable] = []
         for ours, total in pieces(source, result):
             sent = MPI.IN_PLACE if source is result else _buffer(ours)
             requests += self._run("Allreduce", arrived, sent, _buffer(total), kind)
         return requests
 
     def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
-        kind, requests = _op(source.dtype, op), list[Testable]()
+        kind = _op(source.dtype, op)
+        requests: list[Testable] = []
         for ours, total in pieces(source, result):
             sent: object = _buffer(ours)
             into = None
@@ -181,7 +183,7 @@ class MpiTransport:
         arrived: bool,
     ) -> Requests:
         kind, name = _op(source.dtype, op), "Exscan" if exclusive else "Scan"
-        requests = list[Testable]()
+        requests: list[Testable] = []
         mpi = self._reversed() if descending else self.mpi
         for ours, total in pieces(source, result):
             requests += self._run(name, arrived, _buffer(ours), _buffer(total), kind, mpi=mpi)
@@ -199,7 +201,7 @@ class MpiTransport:
         return self._run("Reduce_scatter", arrived, *arguments, _op(result.dtype, op))
 
     def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
-        requests = list[Testable]()
+        requests: list[Testable] = []
         for (piece,) in pieces(memory):
             requests += self._run("Bcast", arrived, _buffer(piece), root)
         return requests
@@ -238,7 +240,7 @@ class MpiTransport:
 
     def _move_pieces(self, sending: Iterable[Tensor], received: Iterable[Tensor]) -> Requests:
         """Send ``sending[r]`` to rank r and receive ``received[r]`` from it, in pieces."""
-        requests = list[Testable]()
+        requests: list[Testable] = []
         for blocks, start in ((received, self.mpi.Irecv), (sending, self.mpi.Isend)):
             for rank, tensor in enumerate(blocks):
                 if tensor.numel():

@@ -104,7 +104,8 @@ class _Start(Call):
     operation: _Operation
 
     def forward(self, x: Tensor) -> Tensor:
-        call, requests = self.operation.call, list[Testable]()
+        call = self.operation.call
+        requests: list[Testable] = []
         source = packed(x, self.comm.transport)
         if self.comm.size > 1:
             requests.append(Comparison(self, self.fields(source)))

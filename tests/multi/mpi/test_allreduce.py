@@ -3,6 +3,8 @@
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -38,6 +40,19 @@ def test_values(comm: Communicator, dtype: torch.dtype) -> None:
             given,
             comm.rank,
         )
+
+
+@mpi_test(SIZES)
+def test_up_to_1_kib_travels_with_the_check(comm: Communicator) -> None:
+    transport = comm.transport
+    with mock.patch.object(transport, "allreduce", side_effect=transport.allreduce) as moved:
+        for count in (1, 31, 32, 128, 129, 5000, 20000):
+            x = torch.arange(count, dtype=torch.float64)
+            assert torch.equal(
+                comm.Allreduce(x + comm.rank, mpi.MPI_SUM), x * comm.size + sum(range(comm.size))
+            )
+    if comm.size > 1:
+        assert [len(each.args[0]) for each in moved.mock_calls] == [129, 5000, 20000]
 
 
 @mpi_test(SIZES, op=(mpi.MPI_MAX, mpi.MPI_MIN, mpi.MPI_PROD))
