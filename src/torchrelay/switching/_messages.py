@@ -31,7 +31,9 @@ class Unload(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Run a model; answered by :class:`Result`, :class:`Failed` or :class:`Cancelled`."""
+    """Run a model, once for each of `inputs`; answered by :class:`Result`, :class:`Failed` or
+    :class:`Cancelled`.
+    """
 
     request_id: int
     model: str
@@ -39,7 +41,7 @@ class Run(NamedTuple):
     missing: list[int]  # groups that have not arrived
     whole: bool  # start when all have
     buffer: int  # the index of the request buffer; a descriptor comes along if it is new
-    inputs: list[Written]
+    inputs: list[list[Written]]
     outputs_at: int
     is_profile: bool
 
@@ -90,7 +92,7 @@ class Result(NamedTuple):
     """Outputs of a request; those of a profiling run are its profile."""
 
     request_id: int
-    outputs: list[Written]
+    outputs: list[list[Written]]  # of each run
     bind_s: float
     compute_s: float
     profile: Profile | None
