@@ -6,8 +6,8 @@ With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch does not call it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import logging
 import os
 import sys
 import warnings
@@ -25,14 +25,30 @@ def register() -> None:
             "sml", _create_group, extended_api=True, devices=["cpu", "cuda"]
         )
         _load_before_failing(handlers)
-    except Exception as error:  # no warning: it may be an error, and sml was not asked for
-        logging.getLogger("torchrelay.aggregation").info(
-            "torch cannot register sml by itself; import torchrelay.aggregation", exc_info=error
-        )
+    except Exception as error:
+        with contextlib.suppress(Exception):  # without torch.distributed, nobody asks for sml
+            _warn_when_asked(sys.modules["torch.distributed"].Backend, error)
 
 
 def _create_group(given: Any, options: Any = None) -> Any:
     return _aggregation()._create_group(given, options)
+
+
+def _warn_when_asked(backend: Any, cause: Exception) -> None:
+    """Warn of ``cause`` when torch is given the name ``sml``, which it does not know."""
+    create = backend.__new__
+
+    def warn_first(cls: Any, name: Any) -> Any:
+        asked = "sml" in str(name).lower().replace(",", ":").split(":")
+        if asked and "torchrelay.aggregation" not in sys.modules:
+            warnings.warn(
+                f"sml could not be registered when torch was imported ({cause!r}); "
+                "import torchrelay.aggregation first, which registers it or says what is wrong",
+                stacklevel=3,
+            )
+        return create(cls, name)
+
+    backend.__new__ = warn_first
 
 
 def _load_before_failing(handlers: dict[str, Any]) -> None:

@@ -8,8 +8,6 @@ import sys
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from torch.distributed import rendezvous  # noqa: F401 - the module is looked up by its name
 
 from torchrelay import _autoload
 
@@ -54,16 +52,42 @@ def test_torchs_variable_turns_it_off() -> None:
     assert off == ["False False"]
 
 
-def test_a_torch_that_cannot_register_backends_is_imported_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise TypeError("not in this torch")
+BROKEN = """
+import warnings
+import torch.distributed as dist
+from torchrelay import _autoload
 
-    monkeypatch.setattr(dist.Backend, "register_backend", refuse)
-    with caplog.at_level("INFO"):
-        _autoload.register()
-    assert "import torchrelay.aggregation" in caplog.text and "not in this torch" in caplog.text
+def refuse(*_, **__):
+    raise TypeError("not in this torch")
+
+works, dist.Backend.register_backend = dist.Backend.register_backend, refuse
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    _autoload.register()
+    for backend in ("gloo", "cpu:sml,cuda:nccl"):
+        print(backend, len(caught))
+        try:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.destroy_process_group()
+        except Exception:
+            pass
+    print(caught[0].message)
+    dist.Backend.register_backend = works
+    before = len(caught)
+    import torchrelay.aggregation
+    dist.init_process_group("sml", store=dist.HashStore(), rank=0, world_size=1)
+    print(type(dist.group.WORLD).__name__, len(caught) - before)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_failed_registration_is_a_warning_when_sml_is_asked_for() -> None:
+    gloo, sml, warning, group = python(BROKEN, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert gloo == "gloo 0" and sml == "cpu:sml,cuda:nccl 0"  # silent until sml is asked for
+    assert "TypeError('not in this torch')" in warning
+    assert "import torchrelay.aggregation" in warning
+    assert group == "SmlGroup 0"
 
 
 def test_what_fails_when_sml_is_loaded_is_a_warning_and_torch_goes_on(
