@@ -45,7 +45,7 @@ theirs = mpi.COMM_WORLD.Allreduce(rank, mpi.MPI_SUM)
 links = [link.transport for link in dist.group.WORLD.stats().links]
 host = os.environ["TORCHRELAY_HOST_ID"]
 sums = f"{mine.item()} {theirs.item()}"
-print(f"rank {dist.get_rank()} of host {host}: {sums} {links[-1]}", flush=True)
+print(f"rank {dist.get_rank()} of host {host}: {sums}", *links[-1:], flush=True)
 dist.destroy_process_group()
 """
 
@@ -229,6 +229,36 @@ def test_slurm_starts_the_ranks(tmp_path: Path) -> None:
         printed = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
     for number, output in enumerate(printed):
         assert f"{number} [2.0, 2.0]" in output, printed
+
+
+def test_srun_with_pmix_starts_mpi(tmp_path: Path) -> None:
+    """What ``srun --mpi=pmix`` gives a rank: PMIx, here from Open MPI's runtime, and Slurm's
+    variables; nothing of mpirun's.
+    """
+    launcher = shutil.which("prterun", path=str(Path(sys.executable).parent))
+    if launcher is None:
+        pytest.skip("needs Open MPI")
+    script = tmp_path / "job.py"
+    script.write_text(MPIRUN + "print(__import__('sys').modules['mpi4py.MPI'].COMM_WORLD.size)")
+    step = "SLURM_PROCID=$PMIX_RANK SLURM_LOCALID=$PMIX_RANK SLURM_STEP_ID=0 SLURM_NTASKS=2"
+    options = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-n", "2"]
+    result = subprocess.run(
+        [launcher, *options, "sh", "-c", f'{step} exec "$0" "$1"', sys.executable, str(script)],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(tmp_path),
+            "TORCHRELAY_HOST_ID": "first",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        },
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    printed = result.stdout + result.stderr
+    assert result.returncode == 0, printed
+    for rank in range(2):
+        assert f"rank {rank} of host first: 1.0 1.0" in printed, printed
+    assert re.findall(r"^\d+$", printed, re.MULTILINE) == ["2", "2"], printed
 
 
 def test_torchrun_adds_the_hosts_that_come_later(tmp_path: Path) -> None:

@@ -61,6 +61,50 @@ def test_configuration_parses(code: str, request: pytest.FixtureRequest) -> None
         assert all(list(yaml.safe_load_all(code)))
 
 
+def test_manifests_of_kubernetes_are_what_the_code_needs() -> None:
+    yaml = pytest.importorskip("yaml")
+    page = (ROOT / "docs" / "launching.md").read_text()
+    documents = [
+        document
+        for _, language, text in FENCE.findall(page)
+        if language == "yaml"
+        for document in yaml.safe_load_all(text)
+    ]
+    of_kind = {document.get("kind"): document for document in documents}
+    assert {kind: one["apiVersion"] for kind, one in of_kind.items() if kind} == {
+        "PyTorchJob": "kubeflow.org/v1",
+        "TrainJob": "trainer.kubeflow.org/v1alpha1",
+        "NetworkPolicy": "networking.k8s.io/v1",
+        "Service": "v1",
+    }
+    replicas = of_kind["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    assert replicas["Master"]["replicas"] == 1  # it has the store, at MASTER_ADDR
+    assert replicas["Worker"]["template"] == replicas["Master"]["template"]
+    assert of_kind["Service"]["spec"]["clusterIP"] == "None"  # a name for each pod
+    policy = of_kind["NetworkPolicy"]
+    (rule,) = policy["spec"]["ingress"]
+    assert rule == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}  # and thus all ports
+
+    pod = of_kind[None]
+    (container,), (volume,) = pod["containers"], pod["volumes"]
+    (variable,), (mount,) = container["env"], container["volumeMounts"]
+    assert variable["name"] in (ROOT / "docs" / "settings.md").read_text()
+    assert Path(variable["value"]).parent == Path(mount["mountPath"])
+    assert volume["secret"]["defaultMode"] == 0o440  # with fsGroup: tests/unit/test_transport.py
+    assert pod["securityContext"]["fsGroup"] and mount["name"] == volume["name"]
+
+
+def test_what_is_installed_by_name_is_what_the_extras_bring() -> None:
+    """torchrelay itself is installed from a clone: it is on no index."""
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = project[project.index("[project.optional-dependencies]") : project.index("dev = [")]
+    for page in PAGES:
+        for line in re.findall(r"pip install ([^`#;|\n]+)", page.read_text()):
+            for name in re.findall(r"(?<![\w'-])[a-z][\w-]*", line):
+                known = name != "torchrelay" and re.search(rf"\b{name}\b", extras)
+                assert known, f"{page.name}: pip install {line}"
+
+
 def test_every_fence_has_a_language() -> None:
     bare = [
         f"{page.name}: {text[:40]!r}"
