@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from torchrelay import mpi
+from torchrelay._torch import apply_of
 
 __all__ = ["GROUP_RIVALS", "Case", "cases", "group_cases"]
 
@@ -29,6 +30,7 @@ GROUP_RIVALS = (
     "torch.distributed.nn (gloo)",
     "functional collectives (gloo)",
     "torchrelay (MPI)",
+    "no communication, a node in Python",
     "no communication",
 )
 
@@ -101,6 +103,19 @@ def _both_ways(leaf: Tensor, cotangent: Tensor, function: Callable[[Tensor], Ten
     return run
 
 
+class _Node(torch.autograd.Function):
+    """A node in Python with a token, as a communication has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(x), torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _token: None) -> tuple[Tensor, None]:
+        return grad * mpi.COMM_WORLD.size, None
+
+
 def group_cases(sizes: Sequence[int]) -> Iterator[Case]:
     """Allreduce, forward and backward, over process groups and MPI."""
     import torchrelay.aggregation  # noqa: F401, PLC0415 - registers sml
@@ -119,6 +134,11 @@ def group_cases(sizes: Sequence[int]) -> Iterator[Case]:
     def functionally(group: dist.ProcessGroup, t: Tensor) -> Tensor:
         return functional.all_reduce(t, "sum", group)  # type: ignore[no-any-return]
 
+    node, token = apply_of(_Node), torch.zeros((), requires_grad=True)
+
+    def alone(t: Tensor) -> Tensor:
+        return node(t, token)[0]  # type: ignore[no-any-return]
+
     for size_bytes in sizes:
         leaf = torch.rand(size_bytes // 4, requires_grad=True)
         ones = torch.ones_like(leaf)
@@ -128,6 +148,7 @@ def group_cases(sizes: Sequence[int]) -> Iterator[Case]:
             runs[f"torch.distributed.nn ({name})"] = partial(theirs, group)
             runs[f"functional collectives ({name})"] = partial(functionally, group)
         runs["torchrelay (MPI)"] = partial(ours, mpi.COMM_WORLD)
+        runs["no communication, a node in Python"] = alone
         runs["no communication"] = lambda t: t * mpi.COMM_WORLD.size
         yield Case(
             "Allreduce, forward and backward",
