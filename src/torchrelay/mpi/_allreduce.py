@@ -19,7 +19,7 @@ from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, NATIVE, Op, is_differentiable
 from torchrelay.mpi._headers import exchange_values, payload_bytes
-from torchrelay.mpi._memory import fresh, packed, placed
+from torchrelay.mpi._memory import fresh_like, packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
 from torchrelay.mpi._replicate import own_use
 
@@ -45,7 +45,7 @@ class Allreduce(Call):
         return result if source is x else placed(result, x)
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        result = fresh(x.shape, x.dtype, x.device)
+        result = fresh_like(x)
         requests = self.comm.transport.allreduce(x, result, self.op, arrived)
         return Started(requests, lambda: result, x)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._inplace import overwrite
-from torchrelay.mpi._memory import fresh
+from torchrelay.mpi._memory import fresh_like
 from torchrelay.mpi._record import (
     Adjoint,
     Call,
@@ -35,7 +35,7 @@ class Bcast(Call):
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root
-        result = x.clone() if is_root else fresh(x.shape, x.dtype, x.device)
+        result = x.clone() if is_root else fresh_like(x)
         requests = self.comm.transport.broadcast(result, self.root, arrived)
         return Started(requests, lambda: result)
 

@@ -17,7 +17,7 @@ from torchrelay.mpi._settings import settings
 if TYPE_CHECKING:
     from torchrelay.mpi._transport import Transport
 
-__all__ = ["fresh", "packed", "pieces", "placed"]
+__all__ = ["fresh", "fresh_like", "packed", "pieces", "placed"]
 
 HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
 
@@ -49,6 +49,11 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
     if size_bytes < HUGE_BYTES or not (device is None or device.type == "cpu"):
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(size_bytes, np.uint8)).view(dtype).view(*shape)
+
+
+def fresh_like(x: Tensor) -> Tensor:
+    """Allocate memory like contiguous ``x``."""
+    return torch.empty_like(x) if x.nbytes < HUGE_BYTES else fresh(x.shape, x.dtype, x.device)
 
 
 def placed(y: Tensor, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torchrelay.mpi._bcast import Bcast
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op, is_differentiable
 from torchrelay.mpi._inplace import overwrite
-from torchrelay.mpi._memory import fresh
+from torchrelay.mpi._memory import fresh_like
 from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 
 __all__ = ["reduce", "reduce_"]
@@ -30,7 +30,7 @@ class Reduce(Call):
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root
-        result = fresh(x.shape, x.dtype, x.device) if is_root else torch.zeros_like(x)
+        result = fresh_like(x) if is_root else torch.zeros_like(x)
         requests = self.comm.transport.reduce(x, result, self.op, self.root, arrived)
         return Started(requests, lambda: result, x)
 

@@ -17,7 +17,7 @@ from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, is_differentiable
 from torchrelay.mpi._headers import Fields
 from torchrelay.mpi._layout import Blocks, any_length, axis_of, with_length
-from torchrelay.mpi._memory import fresh
+from torchrelay.mpi._memory import fresh, fresh_like
 from torchrelay.mpi._record import Adjoint, AlongAxis, Started, conjugate, record
 from torchrelay.mpi._settings import settings
 
@@ -43,7 +43,7 @@ class ReduceScatter(AlongAxis):
                 f"tensors have {x.shape[self.axis]} along axis {self.axis}"
             )
         if x.numel() > settings.max_count:
-            total, before = fresh(x.shape, x.dtype, x.device), sum(lengths[: self.comm.rank])
+            total, before = fresh_like(x), sum(lengths[: self.comm.rank])
             requests = self.comm.transport.allreduce(x, total, self.op, arrived)
             return Started(
                 requests, lambda: total.narrow(self.axis, before, self.length).clone(), x

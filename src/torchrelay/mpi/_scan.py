@@ -16,7 +16,7 @@ from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, is_gathered, reduce_locally
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import LOGICAL, Op, is_differentiable
-from torchrelay.mpi._memory import fresh
+from torchrelay.mpi._memory import fresh_like
 from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 
 __all__ = ["exscan", "scan"]
@@ -30,7 +30,7 @@ class Scan(Call):
     descending: int = False  # from the last rank to the first: the derivative
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        result = fresh(x.shape, x.dtype, x.device)
+        result = fresh_like(x)
         requests = self.comm.transport.scan(
             x, result, self.op, self.exclusive, bool(self.descending), arrived
         )
