@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
-from torchrelay import _telemetry, metrics
+from torchrelay import _telemetry, metrics, mpi
 from torchrelay.checkpoint import async_save, load, save
 from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.errors import StorageError, UnavailableError
 from torchrelay.parameters import Table
+from torchrelay.switching import ModelStore, Switcher
 
 
 def _values(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -120,15 +122,56 @@ def test_progress_of_a_materialization_counts_all_bytes_once(is_sharded: bool) -
     assert seen[-1][0] == 192 and [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_torch_profiler_shows_the_components(tmp_path: Path) -> None:
-    with torch.profiler.profile() as profile, Table.create(4, 2) as table:
-        materialize_module(deferred_init(torch.nn.Linear, 4, 2))
+def _use_checkpoint(path: Path) -> None:
+    save({"x": torch.ones(4)}, path / "step-1")
+    load({"x": torch.zeros(4)}, path / "step-1")
+    async_save({"x": torch.ones(4)}, path / "step-2").result()
+
+
+def _use_deferred(_: Path) -> None:
+    materialize_module(deferred_init(torch.nn.Linear, 4, 2))
+
+
+def _use_mpi(_: Path) -> None:
+    mpi.COMM_WORLD.Allreduce(torch.ones(2, requires_grad=True), mpi.MPI_SUM).sum().backward()
+
+
+def _use_sml(_: Path) -> None:
+    dist.init_process_group("sml", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(8))
+    dist.destroy_process_group()
+
+
+def _use_switching(_: Path) -> None:
+    size, x = {"in_features": 4, "out_features": 2}, torch.ones(1, 4)
+    with ModelStore() as store, Switcher(store, arena_bytes=1 << 20) as switcher:
+        store.add("small", torch.nn.Linear, kwargs=size, inputs={"input": x})
+        switcher.load("small")
+        switcher.infer("small", {"input": x})
+
+
+def _use_tables(_: Path) -> None:
+    with Table.create(4, 2) as table:
         table.pull(torch.arange(2))
-        save({"x": torch.ones(4)}, tmp_path / "step-1")
-    names = {event.key for event in profile.key_averages()}
-    assert {
-        "torchrelay.deferred.materialize_module",
-        "torchrelay.parameters.open",
-        "torchrelay.parameters.pull",
-        "torchrelay.checkpoint.save",
-    } <= names
+        table.push(torch.arange(2), torch.ones(2, 2))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("use", "spans"),
+    [
+        (_use_checkpoint, ["checkpoint.save", "checkpoint.load", "checkpoint.async_save"]),
+        (_use_deferred, ["deferred.materialize_module"]),
+        (_use_mpi, ["mpi.Allreduce"]),
+        (_use_sml, ["sml:all_reduce"]),
+        (_use_switching, ["switching.infer"]),
+        (_use_tables, ["parameters.open", "parameters.pull", "parameters.push"]),
+    ],
+)
+def test_torch_profiler_shows_each_component(
+    use: Callable[[Path], None], spans: list[str], tmp_path: Path
+) -> None:
+    with torch.profiler.profile() as profile:
+        use(tmp_path)
+    names = {event.key.removeprefix("torchrelay.") for event in profile.key_averages()}
+    assert set(spans) <= names
