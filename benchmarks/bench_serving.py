@@ -155,6 +155,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def processor_s(pid: int) -> float:
+    """The processor time that a process and its children have used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = [Path(one, "children").read_text() for one in Path(f"/proc/{pid}/task").iterdir()]
+    own_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own_s + sum(processor_s(int(child)) for child in " ".join(children).split())
+
+
 class Server:
     """A server process, and what it is asked."""
 
@@ -185,15 +193,18 @@ class Server:
         length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
         return await reader.readexactly(length)
 
-    def rate(self, clients: int, seconds: float) -> tuple[float, list[float]]:
-        """Return answers a second, and the times of each."""
+    def rate(self, clients: int, seconds: float) -> tuple[float, list[float], float]:
+        """Return answers a second, the times of each, and the processor time that the server and
+        its workers took for one.
+        """
 
         async def run() -> list[list[float]]:
             return await asyncio.gather(*(self.ask(seconds) for _ in range(clients)))
 
-        start = time.perf_counter()
+        start, used_s = time.perf_counter(), processor_s(self.process.pid)
         times = [one for each in asyncio.run(run()) for one in each]
-        return len(times) / (time.perf_counter() - start), times
+        rate = len(times) / (time.perf_counter() - start)
+        return rate, times, (processor_s(self.process.pid) - used_s) / len(times)
 
     def answer(self) -> torch.Tensor:
         async def run() -> bytes:
@@ -247,10 +258,10 @@ def servers(name: str, threads: int, ways: dict[str, str]) -> Iterator[dict[str,
 
 def rates(
     name: str, threads: int, ways: dict[str, str], clients: tuple[int, ...], turns: int, s: float
-) -> dict[int, dict[str, list[tuple[float, list[float]]]]]:
+) -> dict[int, dict[str, list[tuple[float, list[float], float]]]]:
     """Ask the servers in turns, so that all see the same machine."""
     with servers(name, threads, ways) as found:
-        measured: dict[int, dict[str, list[tuple[float, list[float]]]]] = {}
+        measured: dict[int, dict[str, list[tuple[float, list[float], float]]]] = {}
         for count in clients:
             for way, server in found.items():
                 server.rate(count, s / 2)
@@ -262,20 +273,24 @@ def rates(
 
 
 def rate_rows(
-    measured: dict[int, dict[str, list[tuple[float, list[float]]]]],
+    measured: dict[int, dict[str, list[tuple[float, list[float], float]]]],
 ) -> list[list[str]]:
     rows = []
     for count, by_way in measured.items():
-        medians = {way: statistics.median(rate for rate, _ in runs) for way, runs in by_way.items()}
+        medians = {
+            way: statistics.median(rate for rate, *_ in runs) for way, runs in by_way.items()
+        }
         for way, runs in by_way.items():
-            times = sorted(1e3 * one for _, each in runs for one in each)
-            spread = [rate for rate, _ in runs]
+            times = sorted(1e3 * one for _, each, _ in runs for one in each)
+            spread = [rate for rate, *_ in runs]
+            used_us = 1e6 * statistics.median(used_s for _, _, used_s in runs)
             rows.append(
                 [
                     str(count),
                     way,
                     f"{medians[way]:.0f} ({min(spread):.0f} to {max(spread):.0f})",
                     f"{times[len(times) // 2]:.2f} / {times[int(0.99 * len(times))]:.2f}",
+                    f"{used_us:.0f}",
                     f"{medians[way] / next(iter(medians.values())):.2f}",
                 ]
             )
@@ -353,8 +368,9 @@ HTTP = f"""## A tiny model by JSON over HTTP
 The same layer, requests of the Open Inference Protocol over keep-alive connections, one thread.
 FastAPI has the model in its process: on uvicorn as `pip install fastapi uvicorn` installs it, with
 h11 and asyncio, and as `fastapi[standard]` does, with httptools and uvloop. Answers a second, the
-median of {TURNS} turns (least to most), and times of an answer, p50 / p99, in ms. The ratio is to
-the first row. *batches*: `max_batch_size = {CLIENTS[-1]}`."""
+median of {TURNS} turns (least to most); times of an answer, p50 / p99, in ms; the processor time of
+the server and its workers for an answer, in us. The ratio is of rates, to the first row. Requests
+that wait for this model run in series. *batches*: `max_batch_size = {CLIENTS[-1]}`."""
 
 BERT = f"""## BERT-base, {TOKENS} tokens, {BERT_CLIENTS} clients
 
@@ -369,7 +385,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="one short turn, nothing written")
     given = parser.parse_args()
     turns, seconds = (1, 0.2) if given.smoke else (TURNS, TURN_S)
-    heads = ["clients", "server", "answers a second", "p50 / p99 ms", "ratio"]
+    heads = ["clients", "server", "answers a second", "p50 / p99 ms", "us", "ratio"]
     sections = []
     if given.part in (None, "pipe"):
         times = calls(20 if given.smoke else 3000)
