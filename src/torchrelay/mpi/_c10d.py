@@ -27,7 +27,6 @@ from torchrelay.errors import (
     ArgumentError,
     PeerLostError,
     TorchRelayError,
-    UnsupportedError,
 )
 from torchrelay.mpi import _wait
 from torchrelay.mpi._dtypes import KERNELS, LOGICAL, NATIVE, Op, check_dtype, check_op
@@ -385,8 +384,8 @@ class C10dTransport:
         if direct is not None:
 
             def reduce() -> None:
-                if not direct.sum_now(total):
-                    raise UnsupportedError(f"sml does not sum {total.dtype}")
+                if not direct.sum_now(total):  # it is not contiguous, for example
+                    direct.allreduce([total]).wait()
 
             return [_Blocking(reduce)]
         options = _options(dist.AllreduceOptions, arrived)

@@ -76,7 +76,7 @@ class Headers:
         )
 
     def exchange(self, call: _wait.Waiting, fields: Fields) -> None:
-        """Send this rank's header and wait for those of the others. Then the headers are idle.
+        """Send this rank's header and wait for those of the others.
 
         Raises:
             MismatchError: their digests differ; on all ranks.
@@ -84,7 +84,6 @@ class Headers:
         _wait.finish(self.start(True), call, self)
         if self.rows.first_difference() >= 0:
             raise self.mismatch(call, fields)
-        call.comm.transport.idle_headers.append(self)
 
     def mismatch(self, call: _wait.Waiting, fields: Fields) -> MismatchError:
         """Exchange descriptions and return the error that contains them.
@@ -120,7 +119,7 @@ class Headers:
 
 
 def idle_headers(comm: Comm) -> Headers:
-    """Take headers that no exchange uses."""
+    """Take headers that no exchange uses. Append them again once their rows have been read."""
     idle = comm.transport.idle_headers
     return idle.pop() if idle else Headers(comm.transport)
 
@@ -180,7 +179,9 @@ def exchange_numbers(call: Compared, x: Tensor) -> Sequence[Sequence[int]]:
     fields, headers = call.fields(x), idle_headers(comm)
     headers.rows.write_numbers(digest(*fields), numbers)
     headers.exchange(call, fields)
-    return headers.rows.numbers(len(numbers))
+    everyone = headers.rows.numbers(len(numbers))
+    comm.transport.idle_headers.append(headers)
+    return everyone
 
 
 def exchange_values(
@@ -198,6 +199,7 @@ def exchange_values(
     headers.rows.write_bytes(digest(*fields), x.data_ptr(), x.nbytes)
     headers.exchange(call, fields)
     headers.rows.reduce(dtype, op, result.data_ptr(), x.numel())
+    comm.transport.idle_headers.append(headers)
 
 
 @_compiled.eager_only
@@ -212,6 +214,7 @@ def agree(call: _wait.Waiting, *fields: Any) -> None:
         headers = idle_headers(comm)
         headers.rows.write_numbers(digest(*fields), ())
         headers.exchange(call, fields)
+        comm.transport.idle_headers.append(headers)
 
 
 def barrier(comm: Comm) -> None:
