@@ -158,7 +158,7 @@ class ModelRunner:
         self._channel.send(_messages.Result(run.request_id, written, bound_s, compute_s, profile))
 
     def _read(self, buffer: RequestBuffer, written: list[Written]) -> dict[str, torch.Tensor]:
-        return _to(buffer.read(written), self._device)
+        return {name: value.to(self._device) for name, value in buffer.read(written).items()}
 
     def _profiled(self, loaded: _Loaded, inputs: dict[str, torch.Tensor]) -> Profile:
         """Run a model that is in place again and again."""
@@ -282,10 +282,6 @@ def _named(results: Any) -> dict[str, torch.Tensor]:
             "tuple, dict or dataclass of tensors"
         )
     return named
-
-
-def _to(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def _prepare_cuda(device: torch.device, arena_bytes: int, workers: int) -> None:
