@@ -1,8 +1,4 @@
-"""Requests to a model that reach the worker together: as a batch, or one after the other.
-
-In a batch their inputs, which differ in the first dimension only, are concatenated. In a series,
-for models that take less time than a message, the model runs once for each.
-"""
+"""Dynamic batching: requests to a model that differ in their first dimension only run as one."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from torchrelay.switching._contract import align
 from torchrelay.switching._queue import Reply, Request
 from torchrelay.switching._store import StoredModel
 
-__all__ = ["gather", "gather_series", "join", "merge", "split", "waits_until"]
+__all__ = ["gather", "merge", "split", "waits_until"]
 
 
 def gather(
@@ -43,26 +39,6 @@ def gather(
     return batch
 
 
-def gather_series(
-    first: Request, waiting: Iterable[Request], count: int, limit_bytes: int
-) -> list[Request]:
-    """Return `first` and those `waiting` behind it, up to `count` in all, until one is for another
-    model. Their inputs take `limit_bytes` at most.
-    """
-    series, size_bytes = [first], _size_bytes(first)
-    if first.is_alone or first.is_profile:
-        return series
-    for one in waiting:
-        if one is first:
-            continue
-        size_bytes += _size_bytes(one)
-        is_last = len(series) >= count or size_bytes > limit_bytes
-        if is_last or one.model != first.model or one.is_alone or one.is_profile:
-            break
-        series.append(one)
-    return series
-
-
 def waits_until(batch: Sequence[Request], model: StoredModel) -> float:
     """Return when `batch` starts at the latest, for more requests to join it; at once if it is
     full, or if one would miss its deadline.
@@ -78,11 +54,6 @@ def merge(parts: Sequence[Request]) -> Request:
     """Return one request for all of `parts`."""
     inputs = {name: torch.cat([one.inputs[name] for one in parts]) for name in parts[0].inputs}
     return Request(parts[0].model, inputs, priority=parts[0].priority, parts=tuple(parts))
-
-
-def join(parts: Sequence[Request]) -> Request:
-    """Return one request that runs the model for each of `parts`."""
-    return Request(parts[0].model, {}, priority=parts[0].priority, parts=tuple(parts))
 
 
 def split(reply: Reply, parts: Sequence[Request]) -> list[Reply]:

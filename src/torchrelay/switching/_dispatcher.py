@@ -22,21 +22,14 @@ from torchrelay.errors import (
     from_json,
 )
 from torchrelay.switching import _messages
-from torchrelay.switching._batching import (
-    gather,
-    gather_series,
-    join,
-    merge,
-    split,
-    waits_until,
-)
+from torchrelay.switching._batching import gather, merge, split, waits_until
 from torchrelay.switching._catalog import Catalog
 from torchrelay.switching._contract import align
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._queue import Reply, Request, RequestQueue
 from torchrelay.switching._residency import Pinned, Residency
-from torchrelay.switching._served import SERIES_S, Served
+from torchrelay.switching._served import Served
 
 __all__ = ["Dispatcher"]
 
@@ -126,7 +119,7 @@ class Dispatcher:
                 if one.future.running() or one.future.set_running_or_notify_cancel():
                     running.append(one)
             if running:
-                self._start(self._joined(running, served), served, worker, pinned)
+                self._start(self._merged(running), served, worker, pinned)
                 return
             self._residency.unpin(request.model)
 
@@ -175,12 +168,10 @@ class Dispatcher:
         run.worker.release()
         if isinstance(message, _messages.Failed):
             self._counts["failed"] += not (run.request.is_profile or run.request.parts)
-            if run.request.parts:
-                run.served.took(10 * SERIES_S)  # perhaps their outputs do not fit together
             self.fail(run.request, from_json(message.error, ModelError))
         elif isinstance(message, _messages.Result):
             try:
-                result = message.profile if run.request.is_profile else self._replies(run, message)
+                result = message.profile if run.request.is_profile else self._reply(run, message)
             except Exception as error:  # a failure of one request must not end the others
                 text = f"the reply of model {run.request.model!r} could not be read: {error}"
                 self.fail(run.request, UnavailableError(text))
@@ -211,10 +202,7 @@ class Dispatcher:
     def _gather(self, request: Request, served: Served) -> list[Request]:
         """Return the requests to run with `request`; none while more may join them."""
         if served.model.max_batch_size < 2:
-            if not self._residency.is_resident(served):
-                return [request]
-            limit_bytes = self._options.request_bytes // 2  # as much is left for the outputs
-            return gather_series(request, self._queue, served.series, limit_bytes)
+            return [request]
         batch = gather(request, self._queue, served.model, self._options.request_bytes)
         until = waits_until(batch, served.model)
         if time.monotonic() >= until or not self.fills_batches:
@@ -222,23 +210,20 @@ class Dispatcher:
         self._waits_until = min(self._waits_until, until)
         return []
 
-    def _joined(self, requests: list[Request], served: Served) -> Request:
+    def _merged(self, requests: list[Request]) -> Request:
         if len(requests) == 1:
             return requests[0]
-        joined = (join if served.model.max_batch_size < 2 else merge)(requests)
-        joined.future.set_running_or_notify_cancel()
-        joined.future.add_done_callback(lambda future: self._split(joined.parts, future))
-        return joined
+        batch = merge(requests)
+        batch.future.set_running_or_notify_cancel()
+        batch.future.add_done_callback(lambda future: self._split(batch.parts, future))
+        return batch
 
-    def _split(self, parts: tuple[Request, ...], future: Future[list[Reply]]) -> None:
-        """Answer the requests of a batch or series; if it failed, run each alone. Needs no lock."""
+    def _split(self, parts: tuple[Request, ...], future: Future[Reply]) -> None:
+        """Answer the requests of a batch; if it failed, run each alone. Needs no lock."""
         error = future.exception()
         try:
             if error is None:
-                replies = future.result()
-                if len(replies) == 1:
-                    replies = split(replies[0], parts)
-                for part, reply in zip(parts, replies, strict=True):
+                for part, reply in zip(parts, split(future.result(), parts), strict=True):
                     _set_result(part.future, reply)
             elif isinstance(error, UnavailableError | NotFoundError):
                 raise error
@@ -264,10 +249,6 @@ class Dispatcher:
         if worker.loaded.get(request.model) != served.key:
             self._catalog.send_build(worker, served)
         buffer, descriptors = worker.buffers.announce()
-        inputs, outputs_at = [], 0
-        for tensors in request.runs:
-            inputs.append(worker.buffers.current.write(tensors, outputs_at))
-            outputs_at += sum(align(tensor.nbytes) for tensor in tensors.values())
         message = _messages.Run(
             request.request_id,
             request.model,
@@ -275,8 +256,8 @@ class Dispatcher:
             pinned.missing,
             whole=served.runs_whole or request.is_profile,
             buffer=buffer,
-            inputs=inputs,
-            outputs_at=outputs_at,
+            inputs=worker.buffers.current.write(request.inputs, 0),
+            outputs_at=sum(align(tensor.nbytes) for tensor in request.inputs.values()),
             is_profile=request.is_profile,
         )
         worker.send(message, descriptors)
@@ -287,24 +268,16 @@ class Dispatcher:
         self._residency.unpin(run.request.model)
         return run
 
-    def _replies(self, run: _Run, result: _messages.Result) -> Reply | list[Reply]:
-        """Return the reply; for a batch a list of its only one, for a series one for each part."""
-        outputs = run.worker.buffers.take(result.outputs)
-        compute_s = result.compute_s / len(outputs)
-        run.served.took(compute_s)
-        replies = [
-            Reply(
-                run.request.model,
-                run.served.model.version,
-                one,
-                queue_s=run.started - request.arrived,
-                switch_s=run.first_group - run.started + result.bind_s,
-                compute_s=compute_s,
-                copied_bytes=run.copied_bytes,
-            )
-            for one, request in zip(outputs, run.request.parts or [run.request], strict=False)
-        ]
-        reply = replies[0]
+    def _reply(self, run: _Run, result: _messages.Result) -> Reply:
+        reply = Reply(
+            run.request.model,
+            run.served.model.version,
+            run.worker.buffers.take(result.outputs),
+            queue_s=run.started - run.request.arrived,
+            switch_s=run.first_group - run.started + result.bind_s,
+            compute_s=result.compute_s,
+            copied_bytes=run.copied_bytes,
+        )
         total_s = time.monotonic() - run.started
         requests = len(run.request.parts) or 1
         run.served.counts[reply.kind] += requests
@@ -324,7 +297,7 @@ class Dispatcher:
                 "copied_bytes": reply.copied_bytes,
             }
         )
-        return replies if run.request.parts else reply
+        return reply
 
 
 def _set_result(future: Future[Any], result: object) -> None:

@@ -238,8 +238,10 @@ class Fleet:
         self._loop.watch(worker.channel.fileno(), lambda: self._read(worker))
 
     def _read(self, worker: WorkerProcess) -> None:
-        event = self.receive(worker, 0)
-        if event is not None:
+        while worker in self.workers and not worker.has_reader:
+            event = self.receive(worker, 0)
+            if event is None:
+                return
             event()
 
     def _start_failed(self, reason: str) -> None:

@@ -31,9 +31,7 @@ class Unload(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Run a model, once for each of `inputs`; answered by :class:`Result`, :class:`Failed` or
-    :class:`Cancelled`.
-    """
+    """Run a model; answered by :class:`Result`, :class:`Failed` or :class:`Cancelled`."""
 
     request_id: int
     model: str
@@ -41,7 +39,7 @@ class Run(NamedTuple):
     missing: list[int]  # groups that have not arrived
     whole: bool  # start when all have
     buffer: int  # the index of the request buffer; a descriptor comes along if it is new
-    inputs: list[list[Written]]
+    inputs: list[Written]
     outputs_at: int
     is_profile: bool
 
@@ -92,7 +90,7 @@ class Result(NamedTuple):
     """Outputs of a request; those of a profiling run are its profile."""
 
     request_id: int
-    outputs: list[list[Written]]  # of each run
+    outputs: list[Written]
     bind_s: float
     compute_s: float
     profile: Profile | None

@@ -61,19 +61,14 @@ class Request:
     request_id: int = field(default_factory=new_id)
     attempts: int = 0
     arrived: float = field(default_factory=time.monotonic)
-    parts: tuple[Request, ...] = ()  # of a batch or a series: the requests in it
-    is_alone: bool = False  # runs in no batch or series (again)
+    parts: tuple[Request, ...] = ()  # of a batch: the requests in it
+    is_alone: bool = False  # runs in no batch (again)
 
     @property
     def rank(self) -> tuple[int, float, int]:
         """Its place in the queue: the least is served first."""
         due = min(self.deadline, self.arrived + _PATIENCE_S)
         return -self.priority, due, self.request_id
-
-    @property
-    def runs(self) -> list[dict[str, torch.Tensor]]:
-        """The inputs of each run of the model; only a series of requests has several."""
-        return [self.inputs] if self.inputs else [part.inputs for part in self.parts] or [{}]
 
     @cached_property
     def rows(self) -> int:

@@ -91,14 +91,12 @@ class RequestBuffer:
             tensors[name] = tensor
         return tensors
 
-    def lend(
-        self, runs: list[list[Written]], ended: Callable[[], object]
-    ) -> list[dict[str, torch.Tensor]]:
+    def lend(self, written: list[Written], ended: Callable[[], object]) -> dict[str, torch.Tensor]:
         """Return the tensors themselves; `ended` is called, in any thread, when all are gone."""
         # Each tensor's storage keeps the view, and the view the mapping.
         view = _view_of(self._segment)
         weakref.finalize(view, ended).atexit = False
-        return [{one[0]: _tensor_in(view, one) for one in written} for written in runs]
+        return {one[0]: _tensor_in(view, one) for one in written}
 
 
 class BufferPool:
@@ -117,22 +115,18 @@ class BufferPool:
         self._announced = max(self._announced, index + 1)
         return index, [self.current.descriptor] if is_new else []
 
-    def take(self, runs: list[list[Written]]) -> list[dict[str, torch.Tensor]]:
-        """Return each run's outputs in the current buffer; the next request may use another one.
+    def take(self, written: list[Written]) -> dict[str, torch.Tensor]:
+        """Return the outputs in the current buffer; the next request may use another buffer.
 
         Large outputs are not copied: their buffer is used again when the caller has dropped them.
         """
-        sizes = (
-            math.prod(shape) * _dtype(dtype).itemsize
-            for written in runs
-            for _, dtype, shape, _ in written
-        )
+        sizes = (math.prod(shape) * _dtype(dtype).itemsize for _, dtype, shape, _ in written)
         is_large = sum(sizes) >= _LEND_BYTES
         spare = self._spare() if is_large else None
         if spare is None:
-            return [self.current.read(written) for written in runs]
+            return self.current.read(written)
         lent, self.current, free = self.current, spare, self._free
-        return lent.lend(runs, lambda: free.append(lent))
+        return lent.lend(written, lambda: free.append(lent))
 
     def _spare(self) -> RequestBuffer | None:
         if self._free:

@@ -11,11 +11,7 @@ from torchrelay.switching._contract import Copy
 from torchrelay.switching._planner import Grouped
 from torchrelay.switching._store import StoredModel
 
-__all__ = ["SERIES_S", "Served", "merged_copies"]
-
-#: How long the requests of a series may take in all.
-SERIES_S = 2e-3
-_FADING = 0.9
+__all__ = ["Served", "merged_copies"]
 
 
 @dataclass(eq=False)
@@ -34,7 +30,6 @@ class Served:
     lost_builds: int = 0  # workers that died while they built its modules
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[str] = field(default_factory=Counter)
-    run_s: float = SERIES_S  # how long a run took: what fades of the longest
     _copies: dict[int, list[Copy]] = field(default_factory=dict)
 
     @property
@@ -45,15 +40,6 @@ class Served:
     def key(self) -> tuple[int, int]:
         """The version and plan that a worker must have loaded."""
         return self.model.version, self.plan
-
-    @property
-    def series(self) -> int:
-        """How many requests may run one after the other before the first is answered."""
-        return int(SERIES_S / self.run_s)
-
-    def took(self, run_s: float) -> None:
-        """Note how long a run took: a model that was slow runs alone for a while."""
-        self.run_s = max(run_s, _FADING * self.run_s)
 
     def apply_regroup(self) -> None:
         """Use the groups of `regroup` from now on; requests can run."""

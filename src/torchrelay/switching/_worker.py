@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -143,28 +142,20 @@ class ModelRunner:
         start = time.perf_counter()
         loaded = self._bound(run)
         bound_s = time.perf_counter() - start
-        profile: Profile | None = None
-        written: list[list[Written]] = []
-        outputs_at = run.outputs_at
-        for inputs in run.inputs:
-            results = self._forward(loaded, partial(self._read, buffer, inputs))
-            if run.is_profile:
-                profile = self._profiled(loaded, self._read(buffer, inputs))
-                break
+        results = self._forward(loaded, lambda: _to(buffer.read(run.inputs), self._device))
+        if run.is_profile:
+            profile, written = self._profiled(loaded, buffer, run), []
+        else:
             outputs = {name: value.cpu() for name, value in _named(results).items()}
-            written.append(_store(buffer, outputs, outputs_at))
-            outputs_at += sum(align(value.nbytes) for value in outputs.values())
+            profile, written = None, _store(buffer, outputs, run.outputs_at)
         compute_s = time.perf_counter() - start - bound_s
         self._channel.send(_messages.Result(run.request_id, written, bound_s, compute_s, profile))
 
-    def _read(self, buffer: RequestBuffer, written: list[Written]) -> dict[str, torch.Tensor]:
-        return {name: value.to(self._device) for name, value in buffer.read(written).items()}
-
-    def _profiled(self, loaded: _Loaded, inputs: dict[str, torch.Tensor]) -> Profile:
+    def _profiled(self, loaded: _Loaded, buffer: RequestBuffer, run: _messages.Run) -> Profile:
         """Run a model that is in place again and again."""
         if loaded.is_plain:
             return ()  # one group
-        module = loaded.binding.module
+        module, inputs = loaded.binding.module, _to(buffer.read(run.inputs), self._device)
         synchronize = torch.cuda.synchronize if self._device.type == "cuda" else lambda: None
         with torch.inference_mode():
             return profile_module(
@@ -282,6 +273,10 @@ def _named(results: Any) -> dict[str, torch.Tensor]:
             "tuple, dict or dataclass of tensors"
         )
     return named
+
+
+def _to(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def _prepare_cuda(device: torch.device, arena_bytes: int, workers: int) -> None:

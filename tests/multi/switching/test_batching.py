@@ -1,4 +1,4 @@
-"""Requests that run as one, or reach the worker together: each gets its own rows and error."""
+"""Requests that run as one: each gets its own rows, and its own error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import switching_models as models
 from torchrelay.errors import ArgumentError, ModelError, PeerLostError
-from torchrelay.switching import ModelStore, Reply, Switcher, _served
+from torchrelay.switching import ModelStore, Reply, Switcher
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
@@ -27,11 +27,6 @@ def switcher() -> Iterator[Switcher]:
         store.add("rows", models.rows, inputs=INPUTS, **batches)  # type: ignore[arg-type]
         store.add("eager", models.rows, inputs=INPUTS, max_batch_size=4)
         store.add("single", models.rows, inputs=INPUTS)
-        # 128 kB of outputs from 32 bytes: eight requests of a series fill the request buffer.
-        kwargs = {"in_channels": 1, "out_channels": 1, "kernel_size": 4000, "stride": 4000}
-        wide = {"input": torch.ones(1, 1, 8)}
-        store.add("wide", "torch.nn:ConvTranspose1d", kwargs=kwargs, inputs=wide)
-        store.add("slow", models.slow, inputs={"x": torch.ones(1, 8), "seconds": torch.tensor(0.0)})
         with Switcher(store, arena_bytes=1 << 20, request_bytes=1 << 20, threads=1) as made:
             for name in store.names():
                 made.load(name, timeout_s=WAIT_S)
@@ -122,57 +117,6 @@ def test_without_a_delay_only_what_waits_anyway_is_joined(switcher: Switcher) ->
     assert all(size in ([1], [2], [3], [4]) for size in sizes)
     futures = [switcher.submit("single", {"x": x}) for _ in range(20)]
     assert all(future.result(WAIT_S).outputs["rows"].tolist() == [1] for future in futures)
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every model counts as short, however loaded the machine is."""
-    monkeypatch.setattr(_served, "SERIES_S", 1000.0)
-
-
-def series(
-    switcher: Switcher, inputs: list[torch.Tensor], name: str = "single"
-) -> list[Future[Reply]]:
-    """Requests behind one that computes while they are queued."""
-    slow = {"x": torch.ones(1, 8), "seconds": torch.tensor(0.5)}
-    busy = switcher.submit("slow", slow)
-    key = "input" if name == "wide" else "x"
-    made = [switcher.submit(name, {key: one}) for one in inputs]
-    busy.result(WAIT_S)
-    return made
-
-
-@pytest.mark.usefixtures("short")
-def test_requests_to_a_short_model_reach_the_worker_together(switcher: Switcher) -> None:
-    def are_together() -> bool:
-        inputs = [torch.full((1, 8), float(index)) for index in range(12)]
-        for index, future in enumerate(series(switcher, inputs)):
-            check(future, index, 1)
-        switches = switcher.status()["switches"]
-        return any(one["requests"] > 1 for one in switches if one["model"] == "single")
-
-    eventually(are_together)
-
-
-@pytest.mark.usefixtures("short")
-def test_each_request_of_a_series_has_its_own_error(switcher: Switcher) -> None:
-    futures = series(switcher, [torch.full((1, 8), first) for first in (1.0, -1.0, 2.0, -2.0, 3.0)])
-    with pytest.raises(ModelError, match="asked to fail"):
-        futures[1].result(WAIT_S)
-    with pytest.raises(PeerLostError, match="while it ran model 'single'"):
-        futures[3].result(WAIT_S)
-    for index, first in ((0, 1.0), (2, 2.0), (4, 3.0)):
-        check(futures[index], first, 1)
-
-
-@pytest.mark.usefixtures("short")
-def test_a_series_whose_outputs_do_not_fit_together_runs_one_by_one(switcher: Switcher) -> None:
-    inputs = [torch.full((1, 1, 8), float(index)) for index in range(10)]
-    alone = [switcher.infer("wide", {"input": one})["output"] for one in inputs]
-    for future, expected in zip(series(switcher, inputs, "wide"), alone, strict=True):
-        assert torch.equal(future.result(WAIT_S).outputs["output"], expected)
-    switches = switcher.status()["switches"]
-    assert {one["requests"] for one in switches if one["model"] == "wide"} == {1}
 
 
 def test_what_cannot_be_batched_is_refused() -> None:

@@ -20,8 +20,7 @@ def filled(value: float, count: int = LARGE) -> dict[str, torch.Tensor]:
 
 def answer(pool: BufferPool, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the daemon returns after a worker has written `tensors` as outputs."""
-    (outputs,) = pool.take([pool.current.write(tensors, 512)])
-    return outputs
+    return pool.take(pool.current.write(tensors, 512))
 
 
 @pytest.mark.parametrize("lent", [False, True])
@@ -43,7 +42,7 @@ def test_every_kind_of_tensor_crosses_with_its_bits(lent: bool) -> None:
         "float64": torch.randn(2, 3, 4, dtype=torch.float64),
     }
     described = theirs.write(tensors, 1024)
-    read = ours.lend([described], lambda: None)[0] if lent else ours.read(described)
+    read = ours.lend(described, lambda: None) if lent else ours.read(described)
     assert list(read) == list(tensors)
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
