@@ -125,7 +125,8 @@ def _broken(device: object = None) -> None:
 
 class Rows(nn.Module):
     """Scales each row, and says with how many it was called; a row that begins with -1 raises, one
-    that begins with -2 kills the process, and one that begins with -3 gives a scalar.
+    that begins with -2 kills the process, one that begins with -3 gives a scalar, and one that
+    begins with -4 raises after a second.
     """
 
     def __init__(self) -> None:
@@ -134,7 +135,9 @@ class Rows(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         first = x[:, 0].tolist()
-        if -1.0 in first:
+        if -4.0 in first:
+            time.sleep(1.0)
+        if -1.0 in first or -4.0 in first:
             raise ValueError("asked to fail")
         if -2.0 in first:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchrelay.config import Switching
@@ -137,14 +138,26 @@ class Dispatcher:
             f"computed for more than {self._options.run_timeout_s:g} s",
         )
         request.attempts = _MAX_ATTEMPTS
-        text = f"model {request.model!r} {reason}; its worker was ended"
-        self.fail(request, OperationTimeoutError(text))
+        if not request.parts:
+            text = f"model {request.model!r} {reason}; its worker was ended"
+            self.fail(request, OperationTimeoutError(text))
         self._fleet.lose(self._run.worker, reason)
         return 0.0
 
     def fail(self, request: Request, error: TorchRelayError) -> None:
-        """Set the request's error, unless it has a result or was cancelled."""
-        self._loop.later(lambda: _set_error(request.future, error))
+        """Set the request's error, unless it has a result or was cancelled.
+
+        The requests of a batch run again, each alone.
+        """
+        ends = isinstance(error, UnavailableError | NotFoundError)
+        if request.parts and not ends and request.model in self._catalog.models:
+            for part in request.parts:
+                if not part.is_alone:  # of two failures of one run, the first counts
+                    part.is_alone = True
+                    self._queue.push_back(part)
+            return
+        for one in request.parts or (request,):
+            self._loop.later(partial(_set_error, one.future, error))
 
     # --- events
 
@@ -215,28 +228,8 @@ class Dispatcher:
             return requests[0]
         batch = merge(requests)
         batch.future.set_running_or_notify_cancel()
-        batch.future.add_done_callback(lambda future: self._split(batch.parts, future))
+        batch.future.add_done_callback(lambda future: _split(batch.parts, future))
         return batch
-
-    def _split(self, parts: tuple[Request, ...], future: Future[Reply]) -> None:
-        """Answer the requests of a batch; if it failed, run each alone. Needs no lock."""
-        error = future.exception()
-        try:
-            if error is None:
-                for part, reply in zip(parts, split(future.result(), parts), strict=True):
-                    _set_result(part.future, reply)
-            elif isinstance(error, UnavailableError | NotFoundError):
-                raise error
-            else:
-                self._loop.call(lambda: self._run_alone(parts))
-        except TorchRelayError as caught:
-            for part in parts:
-                _set_error(part.future, caught)
-
-    def _run_alone(self, parts: tuple[Request, ...]) -> None:
-        for part in parts:
-            part.is_alone = True
-            self._queue.push_back(part)
 
     def _start(
         self, request: Request, served: Served, worker: WorkerProcess, pinned: Pinned
@@ -308,3 +301,13 @@ def _set_result(future: Future[Any], result: object) -> None:
 def _set_error(future: Future[Any], error: TorchRelayError) -> None:
     if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
         future.set_exception(error)
+
+
+def _split(parts: tuple[Request, ...], future: Future[Reply]) -> None:
+    """Answer the requests of a batch."""
+    try:
+        for part, reply in zip(parts, split(future.result(), parts), strict=True):
+            _set_result(part.future, reply)
+    except TorchRelayError as error:
+        for part in parts:
+            _set_error(part.future, error)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import switching_models as models
-from torchrelay.errors import ArgumentError, ModelError, PeerLostError
+from torchrelay.errors import ArgumentError, ModelError, NotFoundError, PeerLostError
 from torchrelay.switching import ModelStore, Reply, Switcher
 from waiting import eventually
 
@@ -128,7 +128,8 @@ def test_what_cannot_be_batched_is_refused() -> None:
                 store.add("x", models.rows, inputs=INPUTS, **wrong)  # type: ignore[arg-type]
 
 
-def test_batches_that_wait_are_answered_when_the_switcher_closes() -> None:
+@pytest.fixture
+def closing() -> Iterator[Switcher]:
     with ModelStore() as store:
         batches = {"max_batch_size": 4, "max_delay_us": 3600 * 10**6}
         store.add("rows", models.rows, inputs=INPUTS, **batches)  # type: ignore[arg-type]
@@ -136,7 +137,32 @@ def test_batches_that_wait_are_answered_when_the_switcher_closes() -> None:
             store, arena_bytes=1 << 20, request_bytes=1 << 20, threads=1, workers=1
         ) as made:
             made.load("rows", timeout_s=WAIT_S)
-            futures = [ask(made, 1.0), ask(made, 2.0)]
-            made.close(grace_s=WAIT_S)
-        check(futures[0], 1.0, 2)
-        check(futures[1], 2.0, 2)
+            yield made
+
+
+def test_batches_that_wait_are_answered_when_the_switcher_closes(closing: Switcher) -> None:
+    futures = [ask(closing, 1.0), ask(closing, 2.0)]
+    closing.close(grace_s=WAIT_S)
+    check(futures[0], 1.0, 2)
+    check(futures[1], 2.0, 2)
+
+
+def test_requests_of_a_failed_batch_are_answered_when_the_switcher_closes(
+    closing: Switcher,
+) -> None:
+    futures = [ask(closing, first) for first in (1.0, -1.0, 2.0)]
+    closing.close(grace_s=WAIT_S)
+    check(futures[0], 1.0, 1)
+    check(futures[2], 2.0, 1)
+    with pytest.raises(ModelError, match="asked to fail"):
+        futures[1].result(WAIT_S)
+
+
+def test_a_model_that_is_unloaded_while_its_batch_fails_ends_alone(closing: Switcher) -> None:
+    futures = [ask(closing, first) for first in (1.0, -4.0, 2.0, 3.0)]
+    eventually(lambda: not closing.status()["queue"])
+    closing.unload("rows")
+    errors = [future.exception(WAIT_S) for future in futures]
+    assert isinstance(errors[1], ModelError | NotFoundError)
+    closing.load("rows", timeout_s=WAIT_S)
+    check(ask(closing, 1.0, 4), 1.0, 4, rows=4)
