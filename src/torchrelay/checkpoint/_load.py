@@ -97,8 +97,8 @@ def load(
     Each rank reads the byte ranges of its own shards, straight into the tensors, which may be cut
     otherwise than the saved ones. All that this rank needs is verified, and all its tensors are
     checked, before the first one is changed: a checkpoint that is damaged or does not fit leaves
-    the state as it was, on every rank. Only with ``overwrite`` the tensors of a damaged checkpoint
-    may be read before the error is raised.
+    the state as it was, on every rank. With ``overwrite``, tensors may hold damaged values when the
+    error is raised.
 
     Args:
         state: as for :func:`save`. Tensors are filled in place; other values of a dictionary are

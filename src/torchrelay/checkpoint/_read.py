@@ -1,8 +1,9 @@
 """Reads byte ranges of chunks straight into tensors, in threads, after verification.
 
 Verification is a pass of its own, before the first byte is written to a tensor, so that a damaged
-checkpoint changes nothing. On a local file system it also brings what is read next into the page
-cache. Ranges that lie side by side in a file are verified and read together.
+checkpoint changes nothing; where that does not matter, it is part of the reading. On a local file
+system the pass also brings what is read next into the page cache. Ranges that lie side by side in a
+file are verified and read together.
 """
 
 from __future__ import annotations
@@ -373,12 +374,15 @@ class ChunkReader:
             CorruptionError, StorageError: a file cannot be read, or is damaged. Some tensors may
                 then have new values.
         """
-        run_tasks(self._read_tasks(targets, progress, verify), self._threads)
+        tasks, unverified = self._read_tasks(targets, progress, verify)
+        self.verify(unverified)
+        run_tasks(tasks, self._threads)
 
     @no_collection()
     def _read_tasks(
         self, targets: Iterable[tuple[Segment, torch.Tensor]], progress: Progress, verify: bool
-    ) -> list[Task]:
+    ) -> tuple[list[Task], list[Segment]]:
+        """Return what fills the targets, and the segments that are to be verified before."""
         direct: dict[tuple[str, bool], list[tuple[int, int, int]]] = defaultdict(list)
         changed: list[torch.Tensor] = []
         unverified: list[Segment] = []
@@ -400,7 +404,6 @@ class ChunkReader:
                     partial(self._copy, segment, part, target, progress)
                     for part in _parts(segment, self._limit_bytes)
                 ]
-        self.verify(unverified)
         # Tensors made in inference mode have no version.
         torch.autograd.graph.increment_version(
             [target for target in changed if not target.is_inference()]
@@ -411,7 +414,9 @@ class ChunkReader:
             starts, sizes, addresses = (
                 np.array(column, np.uint64) for column in zip(*rows, strict=True)
             )
-            step = -(-_READ_BYTES // block_bytes) * block_bytes if compares else _READ_BYTES
+            step = max(_READ_BYTES, self.folder.request_bytes)
+            if compares:
+                step = -(-step // block_bytes) * block_bytes
             index, offsets, sizes = _divided(sizes, step)
             ranges = np.stack([starts[index] + offsets, sizes, addresses[index] + offsets])
             ranges = ranges[:, np.argsort(ranges[0], kind="stable")]
@@ -419,7 +424,7 @@ class ChunkReader:
                 partial(self._read, name, ranges[:, piece], compares, progress)
                 for piece in _pieces(ranges[0], ranges[1], limit_bytes)
             ]
-        return tasks
+        return tasks, unverified
 
     def _read(self, name: str, ranges: Sizes, compares: bool, progress: Progress) -> None:
         """Read byte ranges that are close together to memory: one straight, several through a
@@ -431,7 +436,7 @@ class ChunkReader:
         buffer = None if len(starts) == 1 else np.empty(size_bytes, np.uint8)
         address = int(addresses[0]) if buffer is None else buffer.ctypes.data
         self.folder.read(name, first, memory_at(address, size_bytes))
-        base = np.uint64(address) - starts[0]  # modulo 2^64, as what is added to it
+        base = np.uint64(address) - starts[:1]  # modulo 2^64, as what is added to it
         if compares:
             file = self._blocks(name)
             numbers = np.arange(*np.searchsorted(file.starts, [starts[0], ends[-1]]))

@@ -26,12 +26,12 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:
 
     def work() -> None:
         for index, task in todo:
+            if errors:
+                return
             try:
                 task()
             except BaseException as error:
                 errors[index] = error
-            if errors:
-                return
 
     with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
         futures = [pool.submit(work) for _ in tasks[:threads]]
@@ -41,4 +41,6 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:
         except BaseException as error:  # of this thread, such as KeyboardInterrupt
             errors[-1] = error
     if errors:
-        raise errors[min(errors)]
+        first = errors[min(errors)]
+        errors.clear()  # whose tracebacks refer to the frames that have `errors`
+        raise first
