@@ -369,8 +369,8 @@ The same layer, requests of the Open Inference Protocol over keep-alive connecti
 FastAPI has the model in its process: on uvicorn as `pip install fastapi uvicorn` installs it, with
 h11 and asyncio, and as `fastapi[standard]` does, with httptools and uvloop. Answers a second, the
 median of {TURNS} turns (least to most); times of an answer, p50 / p99, in ms; the processor time of
-the server and its workers for an answer, in us. The ratio is of rates, to the first row. Requests
-that wait for this model run in series. *batches*: `max_batch_size = {CLIENTS[-1]}`."""
+the server and its workers for an answer, in us. The ratio is of rates, to the first row. *batches*:
+`max_batch_size = {CLIENTS[-1]}`."""
 
 BERT = f"""## BERT-base, {TOKENS} tokens, {BERT_CLIENTS} clients
 
