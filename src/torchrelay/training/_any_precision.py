@@ -129,8 +129,11 @@ class AnyPrecisionAdamW(Optimizer):
         are_decays = all(0 <= beta < 1 for beta in group["betas"])
         check_setting(self, "betas", group["betas"], are_decays, "be two numbers in [0, 1)")
         for name in _STATE_DTYPES.values():
-            is_floating = group[name].is_floating_point
-            check_setting(self, name, group[name], is_floating, "be a floating-point type")
+            dtype = group[name]
+            is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            check_setting(
+                self, name, repr(dtype), is_floating, "be a floating-point type, e.g. torch.float32"
+            )
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict. State keeps the dtypes of its groups, not the parameters'."""

@@ -57,13 +57,24 @@ def period(nodes: int) -> int:
     return max(1, (nodes - 1).bit_length())
 
 
+def _topology(topology: GossipTopology | str | None) -> GossipTopology:
+    try:
+        return GossipTopology.DISSEMINATION if topology is None else GossipTopology(topology)
+    except ValueError:
+        choices = ", ".join(f"GossipTopology.{one.name}" for one in GossipTopology)
+        raise ArgumentError(
+            f"GossipGraDState: topology = {topology!r}; it must be one of {choices}"
+        ) from None
+
+
 class GossipGraDState:
     """State of :func:`gossip_grad_hook`. Creation is collective, with equal arguments.
 
     Args:
         num_modules: calls of the hook per backward pass under FSDP, see :func:`get_num_modules`.
             DDP marks its last call itself.
-        topology: the exchange pattern; default ``DISSEMINATION``.
+        topology: the exchange pattern, or its value, such as ``"cube"``; default
+            ``DISSEMINATION``.
         local_process_group: this rank's node, together with ``num_nodes``; default: the ranks that
             share a host. All nodes have equally many ranks.
         num_nodes: the number of nodes.
@@ -72,15 +83,14 @@ class GossipGraDState:
         random_seed: of the renumbering of nodes.
 
     Raises:
-        ArgumentError: the nodes do not divide the ranks evenly, or only one of
-            ``local_process_group``
-            and ``num_nodes`` is given.
+        ArgumentError: there is no such topology, the nodes do not divide the ranks evenly, or only
+            one of ``local_process_group`` and ``num_nodes`` is given.
     """
 
     def __init__(
         self,
         num_modules: int = 1,
-        topology: GossipTopology | None = None,
+        topology: GossipTopology | str | None = None,
         local_process_group: dist.ProcessGroup | None = None,
         num_nodes: int | None = None,
         master_process_group: dist.ProcessGroup | None = None,
@@ -88,6 +98,7 @@ class GossipGraDState:
         random_seed: int = 2403,
     ) -> None:
         hooks.check_setting(self, "num_modules", num_modules, num_modules >= 1, "be at least 1")
+        self.topology = _topology(topology)
         if (local_process_group is None) != (num_nodes is None):
             raise ArgumentError(
                 "GossipGraDState: give both local_process_group and num_nodes, or neither"
@@ -96,7 +107,6 @@ class GossipGraDState:
             hosts = hooks.ranks_by_host()
             local_process_group, num_nodes = hooks.subgroup_of(hosts), len(hosts)
         self.num_modules = num_modules
-        self.topology = topology or GossipTopology.DISSEMINATION
         self.local_process_group = local_process_group
         self.num_nodes = num_nodes
         self.proc_per_node = proc_per_node or dist.get_world_size(local_process_group)

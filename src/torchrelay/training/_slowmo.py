@@ -35,9 +35,15 @@ class SlowMoState:
         subgroup: the ranks that average gradients at each step; default: those that share a host,
             which makes creation collective.
         sync_grads: if False, gradients are not averaged.
+
+    Raises:
+        ArgumentError: ``subgroup`` is not a process group.
     """
 
     def __init__(self, subgroup: dist.ProcessGroup | None = None, sync_grads: bool = True) -> None:
+        is_group = subgroup is None or isinstance(subgroup, dist.ProcessGroup)
+        condition = "be a process group, such as torch.distributed.new_group(ranks)"
+        hooks.check_setting(self, "subgroup", subgroup, is_group, condition)
         self.sync_grads = sync_grads
         self.subgroup = subgroup
         if sync_grads and subgroup is None:

@@ -210,9 +210,12 @@ def test_defaults_resuming_and_refusals(world: World, backend: str) -> None:
     resumed.load_state_dict(state.state_dict())
     assert (resumed.iteration, resumed.random_seed) == (1, 2403)
 
+    assert GossipGraDState(topology="cube").topology is GossipTopology.CUBE
+
     alone, _ = dist.new_subgroups_by_enumeration([[0], [1]])
     for options in (
         {"num_modules": 0},
+        {"topology": "bogus"},
         {"num_nodes": 2},
         {"local_process_group": alone},
         {"local_process_group": alone, "num_nodes": 3},

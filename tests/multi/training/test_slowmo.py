@@ -317,6 +317,9 @@ def test_what_cannot_work_is_refused(world: World) -> None:
         SlowMomentumOptimizer([nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="slowmo_freq, slowmo_factor"):
         SlowMomentumOptimizer(base).load_state_dict(base.state_dict())
+    for subgroup in ([0], False):
+        with pytest.raises(ArgumentError, match="must be a process group"):
+            SlowMoState(subgroup)  # type: ignore[arg-type]
     others = SlowMomentumOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), 7)
     refusing = SlowMomentumOptimizer(base)
     with pytest.raises(ArgumentError, match=r"shape \(2,\), and this optimizer has shape \(1,\)"):

@@ -225,6 +225,7 @@ def test_a_scheduler_and_a_closure_work() -> None:
         {"betas": (0.9, 1.0)},
         {"weight_decay": -0.1},
         {"momentum_dtype": torch.int32},
+        {"variance_dtype": "float32"},
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
