@@ -118,7 +118,12 @@ class FakeTensor(torch.Tensor):
         self.refuse("share_memory_()")
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise :class:`DeferredError`: ``what`` needs memory."""
+        """Raise :class:`DeferredError`: ``what`` needs memory, or values that do not exist."""
+        if not self._region.storage.deferred:
+            raise DeferredError(
+                f"{what} needs the values of a fake tensor, which has none: {self!r}. Tensors made "
+                "inside deferred_init can be evaluated; those of fake_mode cannot."
+            )
         raise DeferredError(
             f"{what} needs the memory of a tensor, and {self!r} has none. Materialize it first "
             "(materialize_tensor, or materialize_module for its module)."

@@ -133,6 +133,14 @@ def test_what_needs_values_is_refused(use: Callable[[torch.Tensor], object]) -> 
         use(tensor)
 
 
+def test_a_condition_on_a_fake_tensor_does_not_advise_to_materialize_it() -> None:
+    with fake.fake_mode():
+        positive = torch.ones(3).sum() > 0
+    for use in (bool, lambda t: t.tolist(), lambda t: t.item()):
+        with pytest.raises(DeferredError, match="needs the values of a fake tensor, which has non"):
+            use(positive)
+
+
 def test_deferred_tensors_give_values_only_while_they_are_recorded() -> None:
     assert deferred_init(lambda: torch.arange(3).tolist()) == [0, 1, 2]
     module = deferred_init(nn.Linear, 3, 3)
@@ -170,6 +178,8 @@ def test_arguments_are_checked() -> None:
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
             wrong()
+    with pytest.raises(ArgumentError, match="not a Linear that exists already"):
+        deferred_init(nn.Linear(3, 3))
     assert is_deferred(module)
     assert not is_deferred(torch.ones(1))
 
