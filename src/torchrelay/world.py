@@ -38,6 +38,8 @@ __all__ = ["Meeting", "Process", "Ranks", "World", "host_identity"]
 _SLICE_S = 1.0
 _FIRST_LOOK_S = 0.02  # how long a rank waits for others that were there before to come again
 
+_POLL_PER_KEY_S = 1e-4  # each message to the store lists all keys
+_LONGEST_POLL_S = 0.05
 _LEAVING_POLL_S = 0.01
 _LONGEST_LEAVING_S = 5.0
 
@@ -636,13 +638,15 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 
 def _wait_a_slice(store: Store, keys: list[str], left_s: float) -> bool:
-    """Wait for ``keys`` for a short time; return whether they are there."""
-    import torch.distributed as dist  # noqa: PLC0415 - as above
+    """Wait for ``keys`` for a short time; return whether they are there.
 
-    try:
-        store.wait(keys, timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
-    except dist.DistNetworkError:
-        raise
-    except Exception:  # DistStoreError from a TCPStore, RuntimeError from others: not yet
-        return False
+    ``store.wait`` would print a warning whenever its time is over.
+    """
+    end_s = time.monotonic() + min(_SLICE_S, left_s)
+    pause_s = len(keys) * _POLL_PER_KEY_S
+    while not store.check(keys):
+        if time.monotonic() >= end_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = max(pause_s, min(2 * pause_s, _LONGEST_POLL_S))
     return True

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,6 +33,30 @@ def test_a_segment_is_shared_by_address(world: World) -> None:
     else:
         Segment.attach(store.get("address").decode()).tensor((8,), torch.float32).fill_(2)
         store.set("done", "")
+
+
+def _meet_late(world: World) -> bytes:
+    """Meet with rank 1, which is late; return what rank 0 printed meanwhile."""
+    store = world.connect(30)
+    file = os.memfd_create("stderr")
+    before = os.dup(2)
+    os.dup2(file, 2)
+    try:
+        if world.rank == 1:
+            time.sleep(2.5)
+        meeting = Meeting(store, world.rank, world.size, 30)
+        if world.rank == 1:
+            time.sleep(1.5)
+        meeting.announce("late")
+        meeting.wait("late", 30)
+    finally:
+        os.dup2(before, 2)
+    return os.pread(file, 10_000, 0)
+
+
+def test_waiting_for_a_late_rank_prints_nothing(run_processes: RunProcesses) -> None:
+    results = run_processes(_meet_late, 2)
+    assert [result.value for result in results] == [b"", b""]
 
 
 def _report_unless_killed(world: World) -> tuple[int, ...]:
