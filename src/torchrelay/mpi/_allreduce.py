@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import LOGICAL, NATIVE, Op, is_differentiable
+from torchrelay.mpi._dtypes import LOGICAL, NATIVE, Op, check_reduction, is_differentiable
 from torchrelay.mpi._headers import exchange_values, payload_bytes
 from torchrelay.mpi._memory import fresh_like, packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, is_differentiated, record
@@ -32,6 +32,9 @@ DIFFERENTIABLE = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 class Allreduce(Call):
     name = "Allreduce"
     op: Op
+
+    def __post_init__(self) -> None:
+        check_reduction(self.op)
 
     def forward(self, x: Tensor) -> Tensor:
         """Exchange small tensors with the headers, and reduce them here."""

@@ -24,6 +24,8 @@ __all__ = [
     "Op",
     "check_dtype",
     "check_op",
+    "check_reduction",
+    "check_tensor",
     "is_differentiable",
 ]
 
@@ -102,6 +104,19 @@ def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native
 
 NATIVE = _native_table()
 """What the native core reduces, under its names."""
+
+
+def check_tensor(x: object) -> None:
+    """Raise :class:`ArgumentError` if ``x`` is no tensor."""
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"a tensor is needed, not {type(x).__name__}")
+
+
+def check_reduction(op: object) -> None:
+    """Raise :class:`ArgumentError` if ``op`` is no reduction of this module, such as c10d's."""
+    if not isinstance(op, Op):
+        given = str(op).replace("RedOpType", "ReduceOp")  # torch's type is ReduceOp.RedOpType
+        raise ArgumentError(f"op must be one of torchrelay.mpi's (MPI_SUM, ...), not {given}")
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 
 from torchrelay import _torch
 from torchrelay.errors import GraphError
+from torchrelay.mpi._dtypes import check_tensor
 from torchrelay.mpi._record import Call, record
 
 __all__ = ["can_overwrite", "overwrite"]
@@ -27,6 +28,7 @@ def overwrite(
     in_place: Call | None, copying: Call | Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
     """Run ``in_place`` on ``x`` if its memory and history allow it, else ``copying``."""
+    check_tensor(x)
     run: Callable[[Tensor], Tensor] = copying if callable(copying) else lambda t: record(copying, t)
     if is_compiling():
         return x.copy_(run(x))

@@ -19,7 +19,7 @@ from torchrelay import _torch
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _compiled
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import is_differentiable
+from torchrelay.mpi._dtypes import check_tensor, is_differentiable
 from torchrelay.mpi._inplace import can_overwrite, overwrite
 from torchrelay.mpi._memory import fresh, packed, placed
 from torchrelay.mpi._message import Receiving, finish_all, start_send
@@ -347,6 +347,8 @@ class Messages(Comm):
             like: gives the shape and dtype of the result; default: ``tensor``.
         """
         like = tensor if like is None else like
+        check_tensor(tensor)
+        check_tensor(like)
         if is_differentiable(like.dtype) != is_differentiable(tensor.dtype):
             raise ArgumentError(
                 f"Sendrecv of {tensor.dtype}, with like of {like.dtype}: autograd records one and "

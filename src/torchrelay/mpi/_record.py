@@ -20,7 +20,7 @@ from torchrelay import _torch
 from torchrelay.errors import ArgumentError, GraphError, UnsupportedError
 from torchrelay.mpi import _chain, _compiled, _headers
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import Op, is_differentiable
+from torchrelay.mpi._dtypes import Op, check_tensor, is_differentiable
 from torchrelay.mpi._layout import any_length
 from torchrelay.mpi._library import refusal
 from torchrelay.mpi._memory import packed, placed
@@ -380,8 +380,9 @@ def _plain(call: Call, x: Tensor) -> Tensor:
     """Return the plain tensor in ``x``, with its history.
 
     Raises:
-        ArgumentError: its class has no memory of its own, as DTensor.
+        ArgumentError: its class has no memory of its own, as DTensor; or it is no tensor.
     """
+    check_tensor(x)
     x = _torch.waited(x)
     if _torch.dispatches_itself(x):
         raise ArgumentError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, allreduce, is_gathered
 from torchrelay.mpi._bcast import Bcast
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import LOGICAL, Op, is_differentiable
+from torchrelay.mpi._dtypes import LOGICAL, Op, check_reduction, is_differentiable
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._memory import fresh_like
 from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
@@ -27,6 +27,9 @@ class Reduce(Call):
     name = "Reduce"
     op: Op
     root: int
+
+    def __post_init__(self) -> None:
+        check_reduction(self.op)
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         is_root = self.comm.rank == self.root

@@ -14,7 +14,7 @@ from torchrelay.errors import ArgumentError
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, is_gathered, reduce_locally
 from torchrelay.mpi._alltoall import alltoall
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import Op, is_differentiable
+from torchrelay.mpi._dtypes import Op, check_reduction, is_differentiable
 from torchrelay.mpi._headers import Fields
 from torchrelay.mpi._layout import Blocks, any_length, axis_of, with_length
 from torchrelay.mpi._memory import fresh, fresh_like
@@ -31,6 +31,9 @@ class ReduceScatter(AlongAxis):
     axis: int
     length: int
     known: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        check_reduction(self.op)
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (self.length,)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrelay.mpi._allgather import allgather
 from torchrelay.mpi._allreduce import DIFFERENTIABLE, is_gathered, reduce_locally
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import LOGICAL, Op, is_differentiable
+from torchrelay.mpi._dtypes import LOGICAL, Op, check_reduction, is_differentiable
 from torchrelay.mpi._memory import fresh_like
 from torchrelay.mpi._record import Adjoint, Call, Started, nothing_of, record
 
@@ -28,6 +28,9 @@ class Scan(Call):
     exclusive: ClassVar[bool] = False
     op: Op
     descending: int = False  # from the last rank to the first: the derivative
+
+    def __post_init__(self) -> None:
+        check_reduction(self.op)
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         result = fresh_like(x)

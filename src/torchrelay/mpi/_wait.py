@@ -65,6 +65,8 @@ NAP_S = 2e-4  # sleep between tests after a second
 LISTEN_S = 0.02  # interval at which a waiting rank checks for control messages
 
 ENDING_S = 1.0  # how long a rank waits at exit before it notifies the others
+HINT = "TORCHRELAY_MPI_TIMEOUT_S sets the time"
+HINT_OF_GROUPS = "A longer timeout can be given to init_process_group"  # of the native core
 CALLS_GRACES = 5  # grace periods that a rank waits for descriptions of the others' calls
 
 # Tags on the control communicator.
@@ -167,7 +169,8 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
             _broken is None
         ):
             _hear_cause(call)
-            what = f"rank {call.comm.rank}: {call.describe()} on {call.comm.name}: {error}"
+            text = str(error).replace(HINT_OF_GROUPS, HINT)
+            what = f"rank {call.comm.rank}: {call.describe()} on {call.comm.name}: {text}"
             ranks = () if isinstance(error, MismatchError) else (error.ranks,)
             raise failed(type(error)(what, *ranks)) from error
         cause = refusal(error)
@@ -282,7 +285,7 @@ def _give_up(request: Testable, call: Waiting, start: float) -> bool:
         OperationTimeoutError(
             f"rank {comm.rank}: {what} did not end within {time.monotonic() - start:.1f} s; "
             f"{cause} ({'; '.join(places)}). Do all ranks make the same calls in the same order? "
-            "TORCHRELAY_MPI_TIMEOUT_S sets the time",
+            + HINT,
             missing,
         )
     )

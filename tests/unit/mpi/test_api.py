@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchrelay import mpi
 from torchrelay.compat import mpi4torch
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, OperationTimeoutError
+from torchrelay.mpi import _wait
+from torchrelay.mpi._settings import changed
 
 
 def test_everything_public_can_be_imported() -> None:
@@ -48,6 +54,52 @@ def test_a_profiler_records_communications() -> None:
 def test_errors_name_the_call() -> None:
     with pytest.raises(ArgumentError, match="axis 3"):
         mpi.COMM_WORLD.Allgather(torch.ones(2), 3)
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, "sum"])
+def test_only_reductions_of_mpi_are_taken(op: Any) -> None:
+    comm, x = mpi.COMM_WORLD, torch.ones(2)
+    name = "sum" if op == "sum" else "ReduceOp.SUM"
+    for call in (
+        comm.Allreduce,
+        comm.Scan,
+        comm.Reduce_scatter_block,
+        comm.Iallreduce,
+        lambda x, op: comm.Reduce_(x, op, 0),
+    ):
+        with pytest.raises(ArgumentError, match=rf"\(MPI_SUM, ...\), not {name}"):
+            call(x, op)
+
+
+@pytest.mark.parametrize("given", [1.0, np.ones(2)])
+def test_only_tensors_are_taken(given: Any) -> None:
+    comm = mpi.COMM_WORLD
+    for call in (
+        lambda: comm.Allreduce(given, mpi.MPI_SUM),
+        lambda: comm.Bcast_(given, 0),
+        lambda: comm.Reduce_(given, mpi.MPI_MAX, 0),
+        lambda: comm.Send(given, 0),
+        lambda: comm.Recv(given, 0),
+        lambda: comm.Sendrecv(given, 0, 0),
+    ):
+        with pytest.raises(ArgumentError, match=r"a tensor is needed, not (float|ndarray)"):
+            call()
+
+
+def test_a_timeout_of_a_private_group_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late:
+        def Test(self) -> bool:
+            raise OperationTimeoutError(
+                "rank 1 did not arrive within 2 s; is it stuck? A longer timeout can be given to "
+                "init_process_group",
+                ranks=(1,),
+            )
+
+    monkeypatch.setattr(_wait, "failed", lambda error: error)
+    call = _wait.Named(mpi.COMM_WORLD, "Barrier()")
+    with changed(grace_s=0.0), pytest.raises(OperationTimeoutError) as caught:
+        _wait.finish(Late(), call)
+    assert str(caught.value).endswith("is it stuck? TORCHRELAY_MPI_TIMEOUT_S sets the time")
 
 
 def test_overwritten_input_must_not_be_used_again() -> None:
