@@ -252,7 +252,9 @@ def _parse(data: bytes, where: str) -> Any:
     try:
         return json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"{where}: not a JSON document ({error})") from None
+        raise CorruptionError(
+            f"{where}: the manifest is damaged or cut short (not a JSON document: {error})"
+        ) from None
 
 
 class _Reader:

@@ -149,7 +149,11 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "the header, bytes 0 to",
     ),
     "manifest-missing": (_no_manifest, "CorruptionError", "manifest.json is missing"),
-    "manifest-truncated": (_cut_manifest, "CorruptionError", "manifest.json: not a JSON document"),
+    "manifest-truncated": (
+        _cut_manifest,
+        "CorruptionError",
+        "manifest.json: the manifest is damaged or cut short",
+    ),
     "manifest-bit-flipped": (_flipped_manifest, "CorruptionError", "its checksum does not match"),
     "manifest-foreign": (
         _foreign_manifest,
